@@ -1,0 +1,71 @@
+"""Penstock feeds text to a training run, so that the accelerator never waits.
+
+    data = TextDataset("data/*.parquet", tokenizer="byte", seq_len=1024)
+    with AsyncDataLoader(data, batch_size=16, shuffle=True, seed=42) as loader:
+        for batch in loader:
+            ...
+
+Names are imported when they are first used, so that `import penstock` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AsyncDataLoader": "loader",
+    "Batch": "encode.batch",
+    "Shard": "types",
+    "Span": "types",
+    "Stats": "loader",
+    "TextDataset": "dataset",
+    "Warmup": "loader",
+    **dict.fromkeys(
+        (
+            "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra", "NoData",
+            "PenstockError", "SourceError", "StateError", "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks",
+        ),
+        "errors",
+    ),
+}  # fmt: skip
+
+__all__ = [
+    "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
+    "MissingExtra", "NoData", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
+    "StateMismatch", "Stats", "TextDataset", "TokenizerError", "UnevenRanks", "Warmup", "__version__",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from penstock.dataset import TextDataset
+    from penstock.encode.batch import Batch
+    from penstock.errors import (
+        BadRecord,
+        ConfigError,
+        CorruptFile,
+        LoaderClosed,
+        LoaderTimeout,
+        MissingExtra,
+        NoData,
+        PenstockError,
+        SourceError,
+        StateError,
+        StateFormat,
+        StateMismatch,
+        TokenizerError,
+        UnevenRanks,
+    )
+    from penstock.loader import AsyncDataLoader, Stats, Warmup
+    from penstock.types import Shard, Span
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,84 @@
+"""What the surroundings say: the only file that reads the environment.
+
+In:    environment variables, the cores and the memory this process may use.
+Out:   defaults for the loader.
+Where: the thread that creates a loader.
+State: none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.types import Shard
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and its cgroup's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
+
+
+def default_workers() -> int:
+    """Worker threads for one rank: its share of the host's cores, 16 at most."""
+    local_ranks = max(1, _int("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(16, available_cores() // local_ranks))
+
+
+def current_shard() -> Shard:
+    """This rank's shard, from `torch.distributed` if it is initialised, else from the launcher."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return Shard(distributed.get_world_size(), distributed.get_rank())
+    world = _int("WORLD_SIZE", 1)
+    rank = _int("RANK", 0)
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit together")
+    return Shard(world, rank)
+
+
+def cache_dir() -> Path:
+    """Where small things are kept between runs."""
+    named = os.environ.get("PENSTOCK_CACHE")
+    if named:
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "penstock"
+
+
+def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> None:
+    """Write a file that others may read: under another name first, flushed, then renamed."""
+    name = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            name = file.name
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except OSError:
+        if name is not None and os.path.exists(name):
+            os.unlink(name)
+        if not best_effort:
+            raise
+
+
+def _int(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value!r} in the environment is not a whole number") from None

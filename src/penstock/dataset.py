@@ -1,0 +1,164 @@
+"""TextDataset: text on disk, how it is tokenized and packed. A description; nothing runs yet.
+
+In:    paths and settings.
+Out:   what a `Pipeline` needs, and fingerprints for the state.
+Where: the thread that creates it. Any number of loaders may share one.
+State: none: it lists files and loads the vocabulary, and opens no data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from penstock.encode.tokenize import AUTO, CACHE_BYTES, load_tokenizer
+from penstock.errors import ConfigError
+from penstock.read.manifest import fingerprint, list_files
+from penstock.read.reader import ReadSettings
+from penstock.state import address
+from penstock.types import FileRef, Format, KiB, MiB, OnBadRecord, Packing
+
+Path = str | os.PathLike[str]
+
+
+class TextDataset:
+    """Text in Parquet, JSONL or plain files, to be streamed as packed rows of ids.
+
+    `urls` is a file, a folder, a glob, or a list of these.
+    """
+
+    def __init__(
+        self,
+        urls: Path | Sequence[Path],
+        *,
+        tokenizer: Any,
+        seq_len: int,
+        text_field: str = "text",
+        packing: Packing = "concat",
+        split: Literal["train", "val"] | None = None,
+        val_fraction: float = 0.005,
+        split_seed: int = 0,
+        format: Format | None = None,
+        separator: str | bytes | None = None,
+        eos: str | int | None = AUTO,
+        bos: str | int | None = None,
+        engine: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto",
+        positions: bool = False,
+        chunk_bytes: int = 4 * MiB,
+        shuffle_chunks: int = 16,
+        shuffle_bytes: int = 256 * MiB,
+        on_bad_record: OnBadRecord = "raise",
+        quarantine: Path | None = None,
+        max_doc_bytes: int = 256 * MiB,
+        max_ratio: float = 1000.0,
+        skip: Iterable[Any] = (),
+        doc_batch: int | None = None,
+        tokenizer_cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        """Describe a dataset.
+
+        tokenizer: "byte"; a tokenizer.json or a folder with one; a .tiktoken file; a Hub name; or
+            an object of tokenizers, transformers or tiktoken.
+        packing: "concat" loses no token; "bos" begins each row with a document and crops what does
+            not fit; "best_fit" cuts only documents longer than a row, and pads.
+        split: "train" or "val", told apart by a hash of each document's address. Reading "val"
+            reads all files, and tokenizes only its own share.
+        separator: what stands between the documents of a plain-text file; None: a file is one.
+        eos, bos: the special token after and before each document, by name or id; None for none.
+        positions: give each batch `positions` and `cu_seqlens`, for attention within documents.
+        chunk_bytes: bytes of JSONL or plain text read at once. More mean more memory for each
+            worker, fewer a higher share of overhead.
+        shuffle_chunks, shuffle_bytes: the size of a full shuffle window. A larger one mixes better
+            and takes memory: the tokens of two windows are held for each lane.
+        on_bad_record: what to do with a record that cannot be used. "quarantine" also writes its
+            address to the JSONL file `quarantine`.
+        max_doc_bytes, max_ratio: the longest text, and how far a file may expand.
+        skip: documents to leave out, as spans or addresses from `batch.provenance()`.
+        doc_batch: documents tokenized at once; the whole chunk where None. Never changes the stream.
+        tokenizer_cache_bytes: memory the tokenizer's cache of words may take before it starts anew.
+        """
+        _choice("packing", packing, get_args(Packing))
+        _choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
+        _choice("split", split, (None, "train", "val"))
+        _choice("format", format, (None, *get_args(Format)))
+        for name, value, least in (
+            ("seq_len", seq_len, 1), ("chunk_bytes", chunk_bytes, KiB), ("shuffle_chunks", shuffle_chunks, 1),
+            ("shuffle_bytes", shuffle_bytes, 1), ("max_doc_bytes", max_doc_bytes, 1),
+            ("doc_batch", 1 if doc_batch is None else doc_batch, 1),
+            ("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB),
+        ):  # fmt: skip
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r}: needs a whole number, at least {least}")
+        if not 0.0 < val_fraction < 1.0:
+            raise ConfigError(f"val_fraction={val_fraction!r}: needs a number between 0 and 1")
+        if not max_ratio >= 1.0:
+            raise ConfigError(f"max_ratio={max_ratio!r}: needs a number, at least 1")
+        if (on_bad_record == "quarantine") != (quarantine is not None):
+            raise ConfigError("on_bad_record='quarantine' and quarantine='file.jsonl' go together")
+        if isinstance(separator, str):
+            separator = separator.encode()
+        if separator == b"":
+            raise ConfigError("separator is empty: name one, or None to make each file a document")
+        self.seq_len = seq_len
+        self.packing: Packing = packing
+        self.positions = positions
+        self.shuffle_chunks = shuffle_chunks
+        self.shuffle_bytes = shuffle_bytes
+        self.doc_batch = doc_batch
+        self.quarantine = None if quarantine is None else os.fspath(quarantine)
+        self.files: tuple[FileRef, ...] = list_files(urls, format=format, whole=separator is None)
+        self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=tokenizer_cache_bytes)
+        self.read = ReadSettings(
+            text_field=text_field,
+            separator=separator,
+            chunk_bytes=chunk_bytes,
+            split=split,
+            val_fraction=val_fraction,
+            split_seed=split_seed,
+            on_bad_record=on_bad_record,
+            max_doc_bytes=max_doc_bytes,
+            max_ratio=max_ratio,
+            skip=frozenset(address(entry) for entry in skip),
+        )
+
+    def __repr__(self) -> str:
+        size = sum(file.size for file in self.files)
+        return f"TextDataset({len(self.files)} files, {size} bytes, {self.tokenizer.vocabulary.name}, seq_len={self.seq_len})"
+
+    def data_id(self) -> dict[str, Any]:
+        """Identifies the data in a state."""
+        return {
+            "files": fingerprint(self.files),
+            "count": sum(len(file.members) or 1 for file in self.files),
+            "bytes": sum(file.size for file in self.files),
+        }
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        """Identifies the ids in a state."""
+        name = os.path.basename(self.tokenizer.vocabulary.name)
+        return {"name": name, "fingerprint": self.tokenizer.fingerprint}
+
+    def settings_id(self) -> dict[str, Any]:
+        """The settings that the stream depends on."""
+        read = self.read
+        settings: dict[str, Any] = {
+            "seq_len": self.seq_len,
+            "packing": self.packing,
+            "text_field": read.text_field,
+            "chunk_bytes": read.chunk_bytes,
+            "shuffle_chunks": self.shuffle_chunks,
+            "shuffle_bytes": self.shuffle_bytes,
+            "max_doc_bytes": read.max_doc_bytes,
+            "max_ratio": read.max_ratio,
+        }
+        if read.separator is not None:
+            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
+        if read.split is not None:
+            settings |= {"split": read.split, "val_fraction": read.val_fraction, "split_seed": read.split_seed}
+        return settings
+
+
+def _choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: needs one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,1 @@
+"""From texts to ids, from ids to rows, from rows to batches."""

@@ -1,0 +1,171 @@
+"""The engines that turn a column of texts into ids, behind one small protocol.
+
+In:    a large_string array without nulls.
+Out:   one flat array of ids and the offsets of each document in it.
+Where: worker threads; each call has an instance of the library to itself.
+State: the libraries' own caches. gigatoken's never forgets a word, so its instance is dropped
+       and loaded again once the process has grown by more than a budget.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.types import GiB, MiB
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+class Engine(Protocol):
+    """Encodes texts. Called by many threads at once."""
+
+    name: str
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]: ...
+
+
+def text_buffers(texts: pa.LargeStringArray) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], I64]:
+    """A column's bytes and offsets, without a copy, the first offset being 0."""
+    _, raw_offsets, raw_bytes = texts.buffers()
+    offsets = np.frombuffer(raw_offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(raw_bytes, np.uint8) if raw_bytes is not None else np.empty(0, np.uint8)
+    if offsets[0]:
+        return data[offsets[0] : offsets[-1]], offsets - offsets[0]
+    return data[: offsets[-1]], offsets
+
+
+class ByteEngine:
+    """Each byte is its own id."""
+
+    name = "byte"
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        return text_buffers(texts)
+
+
+class TokenizersEngine:
+    """Hugging Face `tokenizers`: the reference, and the fallback for whatever else there is."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer_json: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        return _flatten([encoding.ids for encoding in encodings])
+
+
+class TiktokenEngine:
+    """OpenAI's `tiktoken`: the reference for its own vocabularies."""
+
+    name = "tiktoken"
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        return _flatten([self._encoding.encode_ordinary(text) for text in texts.to_pylist()])
+
+
+def _flatten(ids: list[list[int]]) -> tuple[Ids, I64]:
+    offsets = np.zeros(len(ids) + 1, np.int64)
+    np.cumsum([len(i) for i in ids], out=offsets[1:])
+    flat = np.fromiter((i for of_doc in ids for i in of_doc), np.uint32, int(offsets[-1]))
+    return flat, offsets
+
+
+class GigatokenEngine:
+    """gigatoken: Arrow memory in, numpy out, the GIL released in between."""
+
+    name = "gigatoken"
+    MIN_TEXT = 16 * MiB
+    """Text an instance must have seen before it is replaced: bounds what replacing can cost."""
+    MAX_TEXT = GiB
+    """Where the system does not tell a process its own size, replace after this much text."""
+
+    def __init__(self, load: Callable[[], Any], cache_bytes: int) -> None:
+        self._load = load
+        self._growth = Growth(cache_bytes)
+        # An instance serialises its callers, so each call has one to itself. There are as many as
+        # there were calls at once, and the one used last, whose cache is warm, is used next.
+        self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
+        self.replaced = 0
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        import awkward as ak
+
+        try:
+            instance = self._idle.pop()
+        except IndexError:
+            instance = _Instance(self._load())
+        data, offsets = text_buffers(texts)
+        layout = ak.contents.ListOffsetArray(
+            ak.index.Index64(offsets),
+            ak.contents.NumpyArray(data, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
+        instance.seen += len(data)
+        if self._growth.exceeded(instance.seen, self.MIN_TEXT, self.MAX_TEXT):
+            del instance
+            self.replaced += 1
+            self._growth.released()
+        else:
+            self._idle.append(instance)
+        return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
+
+
+@dataclass(slots=True)
+class _Instance:
+    tokenizer: Any
+    seen: int = 0
+    """Bytes of text it has encoded."""
+
+
+class Growth:
+    """Watches how much memory the process has gained, for all threads of an engine."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._floor = anonymous_bytes()
+        self._before = 0
+
+    def exceeded(self, seen: int, min_text: int, max_text: int) -> bool:
+        now = anonymous_bytes()
+        if now is None or self._floor is None:
+            return seen >= max_text
+        self._floor = min(self._floor, now)
+        self._before = now
+        return seen >= min_text and now - self._floor > self._budget
+
+    def released(self) -> None:
+        """An instance was dropped. If that freed little, the growth was somebody else's."""
+        now = anonymous_bytes()
+        if now is not None and self._before - now < self._budget // 4:
+            self._floor = now
+
+
+def anonymous_bytes() -> int | None:
+    """Memory of this process that is not a mapped file, or None where the system does not say."""
+    try:
+        fd = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        _, resident, shared, *_ = os.read(fd, 256).split()
+    finally:
+        os.close(fd)
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,278 @@
+"""Turn the documents of a chunk into ids.
+
+In:    `Documents` of one chunk.
+Out:   a `TokenChunk`: for each document its ids in the narrowest type, with its separator.
+Where: worker threads.
+State: none but the engine's.
+Cost:  the engine's time; the ids are copied twice by Arrow, and no Python runs per document.
+
+A document that gives no ids (empty, null, skipped) gives no separator either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.config import cache_dir, write_atomically
+from penstock.encode.engines import (
+    ByteEngine, Engine, GigatokenEngine, Ids, TiktokenEngine, TokenizersEngine,
+)  # fmt: skip
+from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
+from penstock.errors import MissingExtra, TokenizerError
+from penstock.types import ChunkRef, Documents, MiB, TokenChunk
+
+log = logging.getLogger("penstock")
+
+AUTO: Literal["auto"] = "auto"
+CACHE_BYTES = 128 * MiB
+PROBE_VERSION = 1
+PROBE = (
+    "The quick brown fox can't jump over 12,345.67 lazy dogs — it's they'll WE'VE I'd\n\n\t  trailing   ",
+    "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # naïve café\r\n\r\n",
+    "Größe, Ærøskøbing, Ελληνικά, русский язык, עִבְרִית, العربية, हिन्दी, ภาษาไทย, 日本語テキスト, 中文，한국어",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 ½ ² ① Ⅷ ﬁ ẛ̣ é e\u0301 \u200b\u200d\ufeff\u00a0\u2028\u3000",
+    "\x00\x01\x07\x1f\x7f\x80\ufffd \U0001f600\U0010ffff 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa          1000000000000",
+    "<|endoftext|><|im_start|>user</s><s>[INST] <pad> not special",
+    " leading", "", "x", "\n", "   ",
+)  # fmt: skip
+"""Many kinds of characters, for comparing an engine's ids with the reference's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """A vocabulary with its separator policy and the engine that encodes it."""
+
+    vocabulary: Vocabulary
+    engine: Engine
+    eos_id: int | None
+    bos_id: int | None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest type that holds every id."""
+        ids = [self.vocabulary.size - 1, self.eos_id or 0, self.bos_id or 0]
+        return np.dtype(np.uint16 if max(ids) < 1 << 16 else np.uint32)
+
+    @property
+    def pad_id(self) -> int:
+        """What stands where a row has no token. Its targets are ignored."""
+        return self.eos_id if self.eos_id is not None else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything that decides the ids, the engine excepted: all give the same."""
+        return f"{self.vocabulary.fingerprint}/{self.eos_id}/{self.bos_id}"
+
+    def encode(self, ref: ChunkRef, documents: Documents, doc_batch: int | None = None) -> TokenChunk:
+        """The tokens of a chunk. `doc_batch` bounds how many documents are encoded at once."""
+        texts = documents.texts
+        step = doc_batch or max(1, len(texts))
+        parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
+        docs = pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
+        return TokenChunk(
+            ref, docs, documents.rows, documents.last, documents.bad, documents.empty, int(texts.nbytes)
+        )
+
+    def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
+        ids, offsets = self.engine.encode(texts)
+        if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
+            raise TokenizerError(
+                f"{self.engine.name} gave {len(offsets) - 1} documents for {len(texts)}: a bug in it. "
+                "Use engine='tokenizers'."
+            )
+        narrow = np.ascontiguousarray(ids, self.dtype)
+        docs = pa.LargeBinaryArray.from_buffers(
+            pa.large_binary(), len(texts), [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)]
+        )
+        before, after = self._bytes(self.bos_id), self._bytes(self.eos_id)
+        if not (before or after) or len(docs) == 0:
+            return docs
+        some = np.diff(offsets) > 0
+        glue = pa.scalar(b"", pa.large_binary())
+        if some.all():
+            around = [pa.scalar(b, pa.large_binary()) for b in (before, after)]
+        else:
+            mask = pa.array(some)
+            around = [pc.if_else(mask, pa.scalar(b, pa.large_binary()), glue) for b in (before, after)]
+        return pc.binary_join_element_wise(around[0], docs, around[1], glue)
+
+    def _bytes(self, id: int | None) -> bytes:
+        return b"" if id is None else np.array(id, self.dtype).tobytes()
+
+
+def load_tokenizer(
+    spec: Any,
+    *,
+    eos: str | int | None = AUTO,
+    bos: str | int | None = None,
+    engine: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto",
+    cache_bytes: int = CACHE_BYTES,
+) -> Tokenizer:
+    """Find a vocabulary and the fastest engine that encodes it right."""
+    if isinstance(spec, Tokenizer):
+        return spec
+    vocabulary = find(spec)
+    if eos == AUTO:
+        if vocabulary.eos is None:
+            raise TokenizerError(
+                f"{vocabulary.name} does not say which token ends a document (it has "
+                f"{', '.join(vocabulary.specials) or 'no special tokens'}). Name it: eos='…', or eos=None for none"
+            )
+        eos = vocabulary.eos
+    return Tokenizer(
+        vocabulary=vocabulary,
+        engine=_choose_engine(vocabulary, engine, cache_bytes),
+        eos_id=vocabulary.special(eos, "eos"),
+        bos_id=vocabulary.special(bos, "bos"),
+    )
+
+
+def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Engine:
+    if vocabulary.name == "byte":
+        return ByteEngine()
+    reference = _reference(vocabulary)
+    if wanted in ("auto", "gigatoken"):
+        fast = _gigatoken(vocabulary, cache_bytes, required=wanted == "gigatoken")
+        if fast is not None and _agrees(vocabulary, fast, reference):
+            return fast
+        if wanted == "gigatoken":
+            raise TokenizerError(f"gigatoken does not give the reference's ids for {vocabulary.name}")
+    name, build = reference
+    if wanted not in ("auto", name):
+        raise TokenizerError(f"engine={wanted!r} cannot encode {vocabulary.name}; its reference engine is {name!r}")
+    return build()
+
+
+def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
+    """The engine whose ids are right by definition, not yet built."""
+    if vocabulary.tokenizer_json is not None:
+        text = vocabulary.tokenizer_json
+
+        def build() -> Engine:
+            try:
+                return TokenizersEngine(text)
+            except ImportError as error:
+                raise MissingExtra("tokenizers", f"the tokenizer {vocabulary.name}", "hf") from error
+
+        return "tokenizers", build
+
+    def build_tiktoken() -> Engine:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise MissingExtra("tiktoken", f"the tokenizer {vocabulary.name}", "tiktoken") from error
+        encoding = vocabulary.encoding
+        if encoding is None:
+            import base64
+
+            assert vocabulary.ranks is not None
+            ranks = {
+                base64.b64decode(token): int(rank)
+                for token, rank in (line.split() for line in vocabulary.ranks.splitlines() if line)
+            }
+            pattern = _TIKTOKEN_PATTERNS[TIKTOKEN[vocabulary.name][0]]
+            encoding = tiktoken.Encoding(
+                vocabulary.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=vocabulary.specials
+            )
+        return TiktokenEngine(encoding)
+
+    return "tiktoken", build_tiktoken
+
+
+def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> GigatokenEngine | None:
+    try:
+        import gigatoken
+    except ImportError as error:
+        if required:
+            raise MissingExtra("gigatoken", "engine='gigatoken'", "gigatoken") from error
+        return None
+
+    def load() -> Any:
+        if vocabulary.tokenizer_json is not None:
+            return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
+        assert vocabulary.ranks is not None
+        # The library reads ranks from a path only. Without special tokens: text stays text.
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.write(vocabulary.ranks)
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
+
+    if vocabulary.tokenizer_json is None and vocabulary.ranks is None:
+        return None
+    try:
+        return GigatokenEngine(load, cache_bytes)
+    except Exception as error:  # it refuses vocabularies with exceptions of many types
+        if required:
+            raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error
+        log.info("gigatoken does not take %s (%s): using the reference engine", vocabulary.name, error)
+        return None
+
+
+def _agrees(vocabulary: Vocabulary, fast: Engine, reference: tuple[str, Callable[[], Engine]]) -> bool:
+    """Whether the fast engine gives the reference's ids on the probe; remembered on disk."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    name, build = reference
+    try:
+        key = f"{vocabulary.fingerprint} {version('gigatoken')} {name} {version(name)} {PROBE_VERSION}"
+    except PackageNotFoundError:
+        return True  # nothing here to compare with
+    verdict = cache_dir() / "engines" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    try:
+        known = json.loads(verdict.read_text())
+        if known["key"] == key:
+            return _heed(vocabulary, name, list(known["differs"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not checked yet, or the note is damaged: check now
+    differs = compare(fast, build())
+    write_atomically(verdict, json.dumps({"key": key, "differs": differs}), best_effort=True)
+    return _heed(vocabulary, name, differs)
+
+
+def _heed(vocabulary: Vocabulary, reference: str, differs: list[int]) -> bool:
+    if differs:
+        log.warning(
+            "gigatoken's ids for %s differ from %s on %d of %d probe texts: using %s, which is slower",
+            vocabulary.name, reference, len(differs), len(PROBE), reference,
+        )  # fmt: skip
+    return not differs
+
+
+def compare(fast: Engine, reference: Engine) -> list[int]:
+    """The numbers of the probe texts on which two engines differ."""
+    texts = pa.array(PROBE, pa.large_string())
+    results: list[list[Ids]] = []
+    for engine in (fast, reference):
+        ids, offsets = engine.encode(texts)
+        results.append([ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)])
+    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not np.array_equal(a, b)]
+
+
+_TIKTOKEN_PATTERNS = {
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    "gpt4": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+    "o200k": "|".join(
+        [
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""\p{N}{1,3}""",
+            r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+            r"""\s*[\r\n]+""",
+            r"""\s+(?!\S)""",
+            r"""\s+""",
+        ]
+    ),
+}
+"""How OpenAI's encodings split text into words (facts of those vocabularies, from tiktoken)."""
+

@@ -1,0 +1,82 @@
+"""Every exception Penstock raises of its own accord.
+
+    PenstockError
+    ├── ConfigError            an argument or setting does not fit            (ValueError)
+    ├── MissingExtra           an optional library is not installed           (ImportError)
+    ├── SourceError            the data
+    │   ├── NoData             nothing matches, or a reader would have nothing
+    │   ├── CorruptFile        a file or a chunk of it cannot be read
+    │   └── BadRecord          one document cannot be used
+    ├── TokenizerError         the vocabulary
+    ├── StateError             a saved state
+    │   ├── StateFormat        it is not a state, or of a version we do not read
+    │   └── StateMismatch      it belongs to other data, settings or ranks
+    ├── UnevenRanks            ranks would get different numbers of batches
+    ├── LoaderTimeout          no batch within the time asked for             (TimeoutError)
+    └── LoaderClosed           the loader was shut down while somebody waited
+
+An exception raised by user code or by a library keeps its own type; a note says stage, file and row.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The root of Penstock's own exceptions."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An argument or a setting does not fit."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """An optional library is needed and not installed."""
+
+    def __init__(self, library: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_for} needs `{library}`, which is not installed: pip install 'penstock[{extra}]'"
+        )
+
+
+class SourceError(PenstockError):
+    """The data cannot be had as asked for."""
+
+
+class NoData(SourceError):
+    """Nothing matches, or a reader would be left without anything to read."""
+
+
+class CorruptFile(SourceError):
+    """A file, or a chunk of it, cannot be read."""
+
+
+class BadRecord(SourceError):
+    """One document cannot be used."""
+
+
+class TokenizerError(PenstockError):
+    """The vocabulary cannot be found, loaded or used."""
+
+
+class StateError(PenstockError):
+    """A saved state cannot be loaded."""
+
+
+class StateFormat(StateError):
+    """It is not a state, or of a version that this release does not read."""
+
+
+class StateMismatch(StateError):
+    """It belongs to other data, other settings or another number of ranks."""
+
+
+class UnevenRanks(PenstockError):
+    """The ranks would get different numbers of batches."""
+
+
+class LoaderTimeout(PenstockError, TimeoutError):
+    """No batch within the time asked for. Nothing is lost: ask again."""
+
+
+class LoaderClosed(PenstockError):
+    """The loader was shut down while somebody waited for it."""

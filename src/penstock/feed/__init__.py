@@ -1,0 +1,1 @@
+"""Threads and queues: the only place where any live."""

@@ -1,0 +1,69 @@
+"""Ranks end a finite stream together.
+
+In:    whether this rank has another batch.
+Out:   the batch, if every rank has one; None if one has none; an error if one failed.
+Where: the trainer's thread, once a batch: all ranks ask for their batches in step.
+State: a process group of its own, on the CPU, so that training's collectives are not disturbed.
+Cost:  one small collective a batch. Endless streams do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from penstock.errors import LoaderTimeout, PenstockError, UnevenRanks
+from penstock.types import Shard
+
+FAILED, ENDED, READY = 0, 1, 2
+DEADLINE_S = 300.0
+
+
+class PeerFailed(PenstockError):
+    """Another rank could not get its batch."""
+
+
+class RankAgreement:
+    """What all ranks do next."""
+
+    def __init__(self, shard: Shard) -> None:
+        distributed = _distributed()
+        if distributed is None or distributed.get_world_size() != shard.mod:
+            raise UnevenRanks(
+                f"epochs=… on {shard.mod} ranks: their shares of the text differ in length, so they have to agree "
+                "where to end, and torch.distributed is not initialised. Call init_process_group first, or use "
+                "epochs=None and count steps, or give shard=… to let each reader run to its own end."
+            )
+        self._distributed = distributed
+        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+
+    def next(self, take: Callable[[], Any]) -> Any:
+        """This rank's batch, if all ranks have theirs."""
+        try:
+            batch = take()
+        except LoaderTimeout:
+            raise  # nobody has to know: the caller will ask again
+        except BaseException:
+            self._least(FAILED)
+            raise
+        least = self._least(ENDED if batch is None else READY)
+        if least == FAILED:
+            raise PeerFailed("another rank failed to get its batch; its own error says why")
+        return batch if least == READY else None
+
+    def _least(self, status: int) -> int:
+        import torch
+
+        value = torch.tensor([status], dtype=torch.int32)
+        self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
+        return int(value.item())
+
+
+def _distributed() -> Any:
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed
+    return None

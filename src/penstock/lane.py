@@ -1,0 +1,205 @@
+"""One lane: an independent sequence of chunks, cut into shuffle windows.
+
+In:    the plan, and token chunks from the pool.
+Out:   windows of documents, in the lane's order.
+Where: the producer thread.
+State: which chunk is asked for next, and the chunks that were asked for and not yet used.
+Cost:  at most the current window and what is read ahead is in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.encode.window import Place, Window
+from penstock.errors import NoData
+from penstock.feed.pool import Task
+from penstock.order.plan import Plan
+from penstock.order.shuffle import permutation, window_chunks
+from penstock.types import ChunkRef, TokenChunk
+
+_DOCUMENTS = 3  # see order.plan: a permutation of documents shares no key with one of files or chunks
+
+
+class Ahead(NamedTuple):
+    """A chunk that was asked for."""
+
+    place: Place
+    ref: ChunkRef
+    task: Task[TokenChunk]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSettings:
+    """What decides a lane's order, apart from the plan."""
+
+    chunk_bytes: int
+    window_chunks: int
+    window_bytes: int
+    end_epoch: int | None
+    dtype: np.dtype[Any]
+
+
+class Lane:
+    """The chunks of one lane, from a place on."""
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        settings: LaneSettings,
+        start: Place,
+        chunks_of: Callable[[tuple[int, ...]], list[list[ChunkRef]]],
+        submit: Callable[[ChunkRef], Task[TokenChunk]],
+        used: Callable[[TokenChunk], None],
+    ) -> None:
+        self.number = number
+        self._plan = plan
+        self._settings = settings
+        self._chunks_of = chunks_of
+        self._submit = submit
+        self._used = used
+        self._ahead: deque[Ahead] = deque()
+        self._epoch, self._group, self._index = start.epoch, start.group, start.index
+        self._window = start.window
+        self._window_epoch = start.epoch
+        self._groups: list[tuple[int, ...]] | None = None
+        self._refs: list[ChunkRef] | None = None
+        # An epoch that was read from its beginning and gave nothing would be followed by another
+        # such for ever.
+        self._whole_epoch = self._whole_pass = start == Place(epoch=start.epoch)
+        self._tokens = self._asked = 0
+
+    # Reading ahead
+
+    def ahead_chunks(self) -> int:
+        return len(self._ahead)
+
+    def ahead_bytes(self) -> int:
+        """Memory that the chunks asked for take, or may take while they are worked on."""
+        return sum(a.task.result().nbytes if finished(a.task) else 3 * a.ref.nbytes for a in self._ahead)
+
+    def wanted_ahead(self, n_workers: int) -> int:
+        """Chunks that should be under way: the next window, and work for every thread beyond it."""
+        full = self._settings.window_chunks
+        return window_chunks(self._window_epoch, self._window, full) + 2 * n_workers
+
+    def ask(self) -> bool:
+        """Ask for one more chunk. False at the end of a finite stream."""
+        while True:
+            if self._settings.end_epoch is not None and self._epoch >= self._settings.end_epoch:
+                return False
+            if self._groups is None:
+                self._groups = self._plan.groups(self.number, self._epoch)
+            if self._group >= len(self._groups):
+                if self._whole_pass and self._asked == 0:
+                    raise self._no_data()
+                self._whole_pass, self._asked = True, 0
+                self._epoch, self._group, self._index = self._epoch + 1, 0, 0
+                self._groups = self._refs = None
+                continue
+            ref = self._ref()
+            if ref is None:
+                self._group, self._index, self._refs = self._group + 1, 0, None
+                continue
+            place = Place(self._epoch, self._group, self._index)
+            self._index += 1
+            self._asked += 1
+            self._ahead.append(Ahead(place, ref, self._submit(ref)))
+            return True
+
+    def _ref(self) -> ChunkRef | None:
+        assert self._groups is not None
+        group = self._groups[self._group]
+        file = self._plan.files[group[0]]
+        if file.open_ended:
+            return self._plan.open_ended(self.number, file, self._index, self._settings.chunk_bytes)
+        if self._refs is None:
+            self._refs = self._plan.order(self.number, self._epoch, group, self._chunks_of(group))
+        return self._refs[self._index] if self._index < len(self._refs) else None
+
+    def _file_ended(self, place: Place) -> None:
+        """An open-ended file turned out to end at a place: forget what was asked for beyond it."""
+        while self._ahead and self._ahead[-1].place[:2] == place[:2]:
+            self._ahead.pop().task.cancel()
+        if (self._epoch, self._group) == place[:2]:
+            self._group, self._index, self._refs = self._group + 1, 0, None
+
+    # Windows
+
+    def next_window(self) -> Window | None:
+        """The next window that has any document, or None at the end of a finite stream."""
+        while True:
+            if not self._ahead and not self.ask():
+                self._close_epoch()
+                return None
+            start = self._ahead[0].place
+            if start.epoch != self._window_epoch:
+                self._close_epoch()
+                self._window_epoch, self._window = start.epoch, 0
+            chunks = self._take_window(start)
+            number, self._window = self._window, self._window + 1
+            if not chunks:
+                continue
+            window = self._build(start._replace(window=number), chunks)
+            self._tokens += window.map.tokens
+            return window
+
+    def _take_window(self, start: Place) -> list[TokenChunk]:
+        settings = self._settings
+        limit = window_chunks(start.epoch, self._window, settings.window_chunks)
+        chunks: list[TokenChunk] = []
+        size = 0
+        while len(chunks) < limit and size < settings.window_bytes:
+            if not self._ahead and not self.ask():
+                break
+            if self._ahead[0].place.epoch != start.epoch:
+                break
+            place, ref, task = self._ahead.popleft()
+            chunk = task.result()
+            if chunk.last:
+                self._file_ended(place)
+            self._used(chunk)
+            if len(chunk.docs) or not chunk.ref.file.open_ended:
+                chunks.append(chunk)
+                size += ref.nbytes
+        return chunks
+
+    def _build(self, start: Place, chunks: list[TokenChunk]) -> Window:
+        order = None
+        if self._plan.shuffle:
+            documents = sum(len(chunk.docs) for chunk in chunks)
+            key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
+            order = permutation(documents, *key)
+        return Window(start, chunks, order, self._settings.dtype)
+
+    def _close_epoch(self) -> None:
+        if self._whole_epoch and self._tokens == 0:
+            raise self._no_data()
+        self._whole_epoch, self._tokens = True, 0
+
+    def _no_data(self) -> NoData:
+        lanes = self._plan.lanes
+        files = len(self._plan.files)
+        if lanes == 1:
+            return NoData(f"the {files} file(s) hold no text: nothing but empty, skipped or filtered documents")
+        return NoData(
+            f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few documents. "
+            f"Use fewer lanes or ranks, or a larger split."
+        )
+
+
+def finished(task: Task[Any]) -> bool:
+    """Whether a task has a result that costs nothing to look at."""
+    if not task.done():
+        return False
+    failed = getattr(task, "exception", None)
+    cancelled = getattr(task, "cancelled", None)
+    if failed is None or cancelled is None:
+        return False
+    return not cancelled() and failed() is None

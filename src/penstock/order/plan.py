@@ -1,0 +1,106 @@
+"""Deal the chunks of an epoch to lanes.
+
+In:    the list of files (names, sizes, kinds) and, one group at a time, their chunks.
+Out:   for each lane and epoch a list of groups of files, and the order of a group's chunks.
+Where: the producer thread.
+State: none; a place in the plan is (epoch, group, index).
+Cost:  memory grows with the number of files only. A group's chunks become known when its footers
+       are read, so with thousands of files nothing is opened before it is needed.
+
+Many files are dealt whole, so that a lane opens only its own. Few files are dealt by chunk, so
+that no lane is left without data; where even chunks are fewer than lanes they are split by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.order.shuffle import permutation
+from penstock.types import ChunkRef, FileRef
+
+FILES_PER_LANE = 8
+"""From this many files a lane on, whole files are dealt: the lanes then differ by an eighth at most."""
+CHUNKS_PER_LANE = 4
+"""Chunks are split until each lane has this many."""
+FILES_PER_GROUP = 8
+"""Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
+
+_FILES, _CHUNKS = 1, 2  # what a permutation is of, so that two of them never share a key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The order in which each lane reads the files."""
+
+    files: tuple[FileRef, ...]
+    lanes: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def whole_files(self) -> bool:
+        """Whether files are dealt whole, rather than chunk by chunk."""
+        # Several readers of one compressed file all have to decompress it, so such files are
+        # dealt whole as soon as there is one for each lane.
+        enough = 1 if any(f.open_ended for f in self.files) else FILES_PER_LANE
+        return len(self.files) >= enough * self.lanes
+
+    def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
+        """The lane's groups of files (as indices into `files`), in reading order."""
+        order = list(range(len(self.files)))
+        if self.shuffle:
+            order = permutation(len(order), self.seed, epoch, _FILES).tolist()
+        if not self.whole_files:
+            return self._cut(order, len(order))
+        if not self.shuffle:
+            return self._cut(order[lane :: self.lanes], 1)
+        return self._cut(order[lane :: self.lanes], FILES_PER_GROUP, growing=epoch == 0)
+
+    def _cut(self, order: list[int], size: int, *, growing: bool = False) -> list[tuple[int, ...]]:
+        """Cut a list of files into groups; a file of unknown length is a group of its own."""
+        groups: list[tuple[int, ...]] = []
+        group: list[int] = []
+        target = 1 if growing else size
+        for index in order:
+            if self.files[index].open_ended:
+                groups += [tuple(group)] if group else []
+                groups.append((index,))
+                group = []
+                continue
+            group.append(index)
+            if len(group) == target:
+                groups.append(tuple(group))
+                group = []
+                target = min(size, 2 * target)
+        return [*groups, tuple(group)] if group else groups
+
+    def order(
+        self, lane: int, epoch: int, group: tuple[int, ...], chunks: Sequence[Sequence[ChunkRef]]
+    ) -> list[ChunkRef]:
+        """The lane's chunks of a group, given the chunks of each of its files."""
+        refs = [ref for of_file in chunks for ref in of_file]
+        if not self.whole_files:
+            refs = self._split(refs)
+        if self.shuffle:
+            key = (self.seed, epoch, _CHUNKS, *group)
+            refs = [refs[i] for i in permutation(len(refs), *key).tolist()]
+        return refs if self.whole_files else refs[lane :: self.lanes]
+
+    def _split(self, refs: list[ChunkRef]) -> list[ChunkRef]:
+        wanted = CHUNKS_PER_LANE * self.lanes
+        if self.lanes == 1 or not refs or len(refs) >= wanted:
+            return refs
+        by = -(-wanted // len(refs))
+        return [
+            replace(ref, part=part * by + i, parts=ref.parts * by, nbytes=ref.nbytes // by)
+            for ref in refs
+            for part in (ref.part,)
+            for i in range(by)
+        ]
+
+    def open_ended(self, lane: int, file: FileRef, index: int, chunk_bytes: int) -> ChunkRef:
+        """The lane's `index`-th chunk of a file whose end is not known."""
+        if self.whole_files:
+            return ChunkRef(file, index, chunk_bytes)
+        return ChunkRef(file, index * self.lanes + lane, chunk_bytes, reader=lane)

@@ -1,0 +1,56 @@
+"""Seeded order, the same on every machine and with every version of every library.
+
+In:    a seed and the integers that name what is to be ordered.
+Out:   a permutation; the sizes of the shuffle windows.
+Where: the producer thread.
+State: none. A permutation is the sort order of hashed numbers, so it needs no generator whose
+       stream might change with the next release of numpy.
+Cost:  a hash and a sort: 1 ms for 16,000 documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+U64 = np.ndarray[Any, np.dtype[np.uint64]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(*values: int) -> int:
+    """Hash integers to 64 bits (splitmix64 over each in turn)."""
+    state = 0
+    for value in values:
+        state = (state + _GOLDEN + (value & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def mix_array(key: int, values: U64 | I64) -> U64:
+    """`mix(key, value)` for each value, at once."""
+    x: U64 = values.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        x += np.uint64((mix(key) + _GOLDEN) & _MASK)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permutation(n: int, *key: int) -> I64:
+    """A permutation of range(n) that depends on the key only."""
+    hashed = mix_array(mix(*key), np.arange(n, dtype=np.uint64))
+    return np.argsort(hashed, kind="stable")
+
+
+def window_chunks(epoch: int, number: int, full: int) -> int:
+    """How many chunks the lane's `number`-th window of an epoch spans.
+
+    Windows of the first epoch grow (1, 2, 4, …), so that the first row needs a single chunk.
+    """
+    return full if epoch > 0 or number >= full.bit_length() else min(full, 1 << number)

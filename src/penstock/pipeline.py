@@ -1,0 +1,266 @@
+"""The stages wired in order: the first file to open.
+
+    files ──plan──► chunks ══ fetch · decode · tokenize ══► windows ── shuffle · pack ──► rows ── batch ──► queue
+             pure                  stateless                                 stateful
+                          worker threads, any order                   one producer thread, in order
+
+In:    what a dataset is made of, a place for each lane, and how to run.
+Out:   batches, through `next`.
+Where: `next` runs on the producer thread, or with 0 workers on the caller's.
+State: see `lane`, `encode.pack` and `encode.batch`; all of it integers that a batch carries along.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.encode.batch import Batch, Batcher, Position
+from penstock.encode.pack import make_packer
+from penstock.encode.tokenize import Tokenizer
+from penstock.encode.window import Place
+from penstock.feed.pool import Pool, Task, make_pool
+from penstock.feed.prefetch import Prefetcher
+from penstock.lane import Lane, LaneSettings
+from penstock.order.plan import Plan
+from penstock.read.reader import Reader, ReadSettings
+from penstock.read.records import Quarantine, where
+from penstock.types import Bad, ChunkRef, FileRef, Packing, Shard, TokenChunk
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """What the stream is a function of, besides the files and the tokenizer."""
+
+    seq_len: int
+    packing: Packing
+    shuffle: bool
+    seed: int
+    lanes: int
+    window_chunks: int
+    window_bytes: int
+    extras: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How it is run: none of it changes the stream."""
+
+    batch_size: int
+    shard: Shard
+    n_workers: int
+    prefetch_size: int
+    doc_batch: int | None
+    read_ahead_bytes: int
+    drop_last: bool
+    end_epoch: int | None
+    quarantine: str | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has been read so far, read-ahead left out. Written by the producer thread only."""
+
+    documents: int = 0
+    empty: int = 0
+    chunks: int = 0
+    text_bytes: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+
+
+class Pipeline:
+    """One run of a stream: threads, open files and lanes, from given places on."""
+
+    def __init__(
+        self,
+        *,
+        files: tuple[FileRef, ...],
+        tokenizer: Tokenizer,
+        read: ReadSettings,
+        stream: StreamSettings,
+        run: RunSettings,
+        places: Mapping[int, Place],
+        row: int,
+        batch: int,
+        state: Callable[[Position], dict[str, Any]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._run = run
+        self._reader = Reader(read, run.n_workers)
+        self._plan = Plan(files=files, lanes=stream.lanes, shuffle=stream.shuffle, seed=stream.seed)
+        self._quarantine = Quarantine(run.quarantine) if run.quarantine else None
+        self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
+        self._reported: set[int] = set()
+        self.counts = Counts()
+        self._pool: Pool = make_pool(run.n_workers)
+        settings = LaneSettings(
+            chunk_bytes=read.chunk_bytes,
+            window_chunks=stream.window_chunks if stream.shuffle else 1,
+            window_bytes=stream.window_bytes,
+            end_epoch=run.end_epoch,
+            dtype=tokenizer.dtype,
+        )
+        self._lanes = [
+            Lane(n, self._plan, settings, places[n], self._chunks_of, self._submit, self._use)
+            for n in range(run.shard.rem, stream.lanes, run.shard.mod)
+        ]
+        self._packers = [
+            make_packer(
+                stream.packing,
+                self._windows_of(lane),
+                places[lane.number],
+                stream.seq_len,
+                tokenizer.pad_id,
+                tokenizer.dtype,
+                keep_tail=not run.drop_last,
+            )
+            for lane in self._lanes
+        ]
+        self._batcher = Batcher(
+            self._packers,
+            shard=run.shard,
+            lanes=stream.lanes,
+            batch_size=run.batch_size,
+            seq_len=stream.seq_len,
+            drop_last=run.drop_last,
+            extras=stream.extras,
+            most=run.prefetch_size // 2 if run.n_workers else 1,
+            row=row,
+            batch=batch,
+            state=state,
+        )
+        self._queue: Prefetcher[Batch] | None = None
+        if run.n_workers > 0:
+            self._queue = Prefetcher(self._batcher.next, run.prefetch_size)
+            self._queue.start()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+
+    # For the loader
+
+    def next(self, timeout: float | None) -> Batch | None:
+        """The next batch, or None at the end of a finite stream."""
+        if self._queue is not None:
+            return self._queue.get(timeout)
+        made = self._batcher.next()
+        return made[0] if made else None
+
+    def warm(self, batches: int, timeout: float) -> int:
+        """Wait until batches are ready; gives how many are."""
+        return self._queue.fill(batches, timeout) if self._queue is not None else 0
+
+    @property
+    def depth(self) -> int:
+        return self._queue.depth if self._queue is not None else 0
+
+    @property
+    def threaded(self) -> bool:
+        return self._queue is not None
+
+    def packing(self) -> dict[str, int]:
+        """What packing left out or added, over this shard's lanes."""
+        names = ("cropped_tokens", "padded_tokens", "dropped_tokens")
+        return {name: sum(getattr(packer.counts, name) for packer in self._packers) for name in names}
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Stop and join every thread, close every file. Safe to call again and from any thread."""
+        with self._closing:
+            if self._closed:
+                return True
+            self._closed = True
+        if os.getpid() != self._pid:
+            return True  # a forked child has none of the threads, and the files are its parent's
+        deadline = time.monotonic() + timeout
+        if self._queue is not None:
+            self._queue.stop()
+        self._pool.stop()
+        joined = self._pool.join(max(0.0, deadline - time.monotonic()))
+        if self._queue is not None:
+            joined = self._queue.join(max(0.0, deadline - time.monotonic())) and joined
+        if not joined:
+            log.warning("a worker was still busy %.0f s after shutdown began; it ends with its piece of work", timeout)
+        self._reader.close()
+        if self._quarantine is not None:
+            self._quarantine.close()
+        return joined
+
+    # On the worker threads
+
+    def _make_chunk(self, ref: ChunkRef) -> TokenChunk:
+        stage = "fetch, decode"
+        try:
+            documents = self._reader.read(ref)
+            stage = "tokenize"
+            return self._tokenizer.encode(ref, documents, self._run.doc_batch)
+        except BaseException as error:
+            error.add_note(f"in stage {stage}, reading {ref}")
+            raise
+
+    # On the producer thread
+
+    def _windows_of(self, lane: Lane) -> Callable[[], Any]:
+        def next_window() -> Any:
+            self._read_ahead()
+            return lane.next_window()
+
+        return next_window
+
+    def _read_ahead(self) -> None:
+        """Ask for chunks, the lane with fewest first, within the bounds of chunks and bytes."""
+        workers = self._pool.n_workers
+        if workers == 0:
+            return
+        budget = self._run.read_ahead_bytes - sum(lane.ahead_bytes() for lane in self._lanes)
+        hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(workers)]
+        while hungry and budget > 0:
+            lane = min(hungry, key=Lane.ahead_chunks)
+            before = lane.ahead_bytes()
+            if not lane.ask() or lane.ahead_chunks() >= lane.wanted_ahead(workers):
+                hungry.remove(lane)
+            budget -= lane.ahead_bytes() - before
+
+    def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
+        return self._pool.submit(self._make_chunk, ref)
+
+    def _chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
+        """The chunks of some files: their footers are read side by side, and kept for a while."""
+        for index in group:
+            if index not in self._inspected:
+                self._inspected[index] = self._pool.submit(self._reader.inspect, self._plan.files[index])
+        chunks = []
+        for index in group:
+            refs, bad = self._inspected[index].result()
+            if bad and index not in self._reported:
+                self._reported.add(index)
+                self._report(bad)
+            chunks.append(refs)
+        while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
+            self._inspected.popitem(last=False)
+        return chunks
+
+    def _use(self, chunk: TokenChunk) -> None:
+        """A chunk enters the stream: only now does what was found in it count."""
+        self.counts.chunks += 1
+        self.counts.documents += len(chunk.docs)
+        self.counts.empty += chunk.empty
+        self.counts.text_bytes += chunk.text_bytes
+        if chunk.bad:
+            self._report(chunk.bad)
+        self._read_ahead()
+
+    def _report(self, bad: list[Bad]) -> None:
+        for record in bad:
+            if record.reason not in self.counts.bad:
+                log.warning("left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail)
+            self.counts.bad[record.reason] = self.counts.bad.get(record.reason, 0) + 1
+        if self._quarantine is not None:
+            self._quarantine.write(bad)

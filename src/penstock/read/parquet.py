@@ -1,0 +1,166 @@
+"""Read the text column of one Parquet row group.
+
+In:    a file's footer (kept once read) and the number of a row group.
+Out:   the column as Arrow has it, in bounded steps.
+Where: worker threads.
+State: the footers of the files read last.
+Cost:  the text column only; no other column is touched. Steps of some rows cost nothing
+       measurable, and end a decompression bomb before it has filled the memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.errors import CorruptFile, SourceError
+from penstock.read.records import Judge, clean
+from penstock.read.storage import BombError, Storage
+from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
+
+FOOTERS = 64
+STEP_ROWS = 1024
+STEP_BYTES = 64 * MiB
+"""A row group is decoded in steps of so many rows, fewer where they are long."""
+
+
+class ParquetReader:
+    """The Parquet files of one dataset."""
+
+    def __init__(self, storage: Storage, field: str, max_chunk_bytes: int) -> None:
+        self._storage = storage
+        self._field = field
+        self._max_chunk_bytes = max_chunk_bytes
+        self._lock = threading.Lock()
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+
+    def inspect(self, file: FileRef) -> list[ChunkRef]:
+        """The file's row groups; those too large to decode at once are split."""
+        footer = self._footer(file)
+        column = self._column(file, footer)
+        refs = []
+        for i in range(footer.num_row_groups):
+            group = footer.row_group(i)
+            size = group.column(column).total_uncompressed_size
+            parts = max(1, min(group.num_rows, -(-size // self._max_chunk_bytes)))
+            refs += [ChunkRef(file, i, size // parts, part, parts) for part in range(parts)]
+        return refs
+
+    def read(self, ref: ChunkRef, judge: Judge) -> Documents:
+        """The texts of a row group, or of a part of one."""
+        file = ref.file
+        footer = self._footer(file)
+        meta = footer.row_group(ref.index)
+        lo = meta.num_rows * ref.part // ref.parts
+        hi = meta.num_rows * (ref.part + 1) // ref.parts
+        pieces: list[pa.Array] = []
+        have = at = 0
+        size = meta.column(self._column(file, footer)).total_uncompressed_size
+        limit = self._storage.max_bytes(file)
+        step = max(16, min(STEP_ROWS, STEP_BYTES * meta.num_rows // max(1, size)))
+        path = self._storage.spool(file) if file.codec else file.path
+        opened = None
+        try:
+            opened = pq.ParquetFile(path, metadata=footer, memory_map=True, page_checksum_verification=True)
+            for batch in opened.iter_batches(step, row_groups=[ref.index], columns=[self._field], use_threads=False):
+                column = batch.column(0)
+                first, at = at, at + len(column)
+                if at <= lo:
+                    continue
+                pieces.append(column[max(0, lo - first) : hi - first])
+                have += _decoded_bytes(pieces[-1])
+                if have > limit:
+                    raise BombError(
+                        f"{ref}: {file.size} bytes on disk decode to more than {limit}. "
+                        "If this is honest data, raise max_ratio."
+                    )
+                if at >= hi:
+                    break
+            else:
+                if at != meta.num_rows:
+                    raise CorruptFile(f"{ref}: the footer promises {meta.num_rows} rows, there are {at}")
+            return self._clean(ref, pieces, lo, judge)
+        except (pa.ArrowException, OSError, BombError, CorruptFile) as error:
+            if isinstance(error, FileNotFoundError | PermissionError):
+                raise
+            reason = "bomb" if isinstance(error, BombError) else "corrupt"
+            judge.reject_chunk(Address(file.name, ref.index, -1), reason, _corrupt(ref, error))
+            nothing = pa.array([], pa.large_string())
+            return Documents(nothing, np.empty(0, np.int64), bad=judge.bad)
+        finally:
+            if opened is not None:
+                opened.close(force=True)
+
+    def _clean(self, ref: ChunkRef, pieces: list[pa.Array], lo: int, judge: Judge) -> Documents:
+        column = pa.chunked_array(pieces) if pieces else pa.chunked_array([], pa.large_string())
+        if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+            # 32-bit offsets end at 2 GiB; widen before the pieces are put together.
+            wide = pa.large_string() if pa.types.is_string(column.type) else pa.large_binary()
+            column = column.cast(wide)
+        elif pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        chunks = column.chunks or [pa.array([], pa.large_string())]
+        array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+        rows = np.arange(lo, lo + len(array), dtype=np.int64)
+        return clean(array, rows, lambda i: Address(ref.file.name, ref.index, lo + i), judge)
+
+    def _footer(self, file: FileRef) -> pq.FileMetaData:
+        with self._lock:
+            footer = self._footers.get(file.path)
+            if footer is not None:
+                self._footers.move_to_end(file.path)
+                return footer
+        path = self._storage.spool(file) if file.codec else file.path
+        try:
+            footer = pq.read_metadata(path)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptFile(
+                f"{file.path} is no readable Parquet file ({file.size} bytes): {error}. "
+                "It is damaged or was cut short: fetch it again, or leave it out."
+            ) from error
+        with self._lock:
+            self._footers[file.path] = footer
+            if len(self._footers) > FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
+
+    def _column(self, file: FileRef, footer: pq.FileMetaData) -> int:
+        """The text column's number among the leaf columns."""
+        schema = footer.schema.to_arrow_schema()
+        names = schema.names
+        if self._field not in names:
+            raise SourceError(
+                f"{file.path} has no column {self._field!r}; it has {', '.join(names)}. Name one: text_field=…"
+            )
+        kind = schema.field(self._field).type
+        value = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)
+                or pa.types.is_binary(value) or pa.types.is_large_binary(value) or pa.types.is_binary_view(value)):
+            raise SourceError(f"{file.path}: column {self._field!r} is {kind}, not text. Name another: text_field=…")  # fmt: skip
+        for i in range(footer.num_columns):
+            if footer.schema.column(i).path == self._field:
+                return i
+        raise SourceError(f"{file.path}: column {self._field!r} is nested, which text_field cannot name")
+
+
+def _decoded_bytes(column: pa.Array) -> int:
+    """What a column takes once dictionaries are written out."""
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    import pyarrow.compute as pc
+
+    lengths = pc.binary_length(column.dictionary)
+    total = pc.sum(pc.take(lengths, column.indices)).as_py()
+    return int(total or 0)
+
+
+def _corrupt(ref: ChunkRef, error: Exception) -> CorruptFile:
+    if isinstance(error, CorruptFile):
+        return error
+    return CorruptFile(f"{ref} cannot be read: {str(error).strip() or type(error).__name__}")

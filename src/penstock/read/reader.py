@@ -1,0 +1,157 @@
+"""From a chunk's address to its documents, whatever the format: what a worker thread calls.
+
+In:    a `ChunkRef`.
+Out:   `Documents`: the texts of the chosen split, judged, those to be skipped blanked out.
+Where: worker threads, many at once.
+State: open files and footers, behind locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import CorruptFile
+from penstock.order.shuffle import mix, mix_array
+from penstock.read import jsonl, text
+from penstock.read.delimited import read_records
+from penstock.read.parquet import ParquetReader
+from penstock.read.records import Judge
+from penstock.read.storage import BombError, Storage
+from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, MiB, OnBadRecord
+
+MAX_CHUNK_BYTES = 256 * MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """How documents are taken out of files. All of it decides the stream."""
+
+    text_field: str = "text"
+    separator: bytes | None = None
+    chunk_bytes: int = 4 * MiB
+    split: Literal["train", "val"] | None = None
+    val_fraction: float = 0.0
+    split_seed: int = 0
+    on_bad_record: OnBadRecord = "raise"
+    max_doc_bytes: int = 256 * MiB
+    max_ratio: float = 1000.0
+    skip: frozenset[Address] = field(default_factory=frozenset)
+
+
+class Reader:
+    """The files of one dataset, open for reading."""
+
+    def __init__(self, settings: ReadSettings, n_workers: int) -> None:
+        self._settings = settings
+        keep = (n_workers + 2) * settings.chunk_bytes
+        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep)
+        self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES)
+        self._skip: dict[str, set[tuple[int | None, int]]] = {}
+        for address in settings.skip:
+            self._skip.setdefault(address.file, set()).add((address.group, address.row))
+
+    def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
+        """A file's chunks. A file that cannot be read at all is a bad record of its own."""
+        if file.open_ended:
+            return [], []
+        if file.members:
+            return [ChunkRef(file, 0, file.size)], []
+        if file.format == "parquet":
+            judge = self._judge()
+            try:
+                return self._parquet.inspect(file), []
+            except CorruptFile as error:
+                reason = "bomb" if isinstance(error, BombError) else "corrupt"
+                judge.reject_chunk(Address(file.name, None, -1), reason, error)
+                return [], judge.bad
+        step = self._settings.chunk_bytes
+        return [ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))], []
+
+    def read(self, ref: ChunkRef) -> Documents:
+        """The documents of a chunk."""
+        judge = self._judge()
+        if ref.file.members:
+            documents = text.bundle(ref, judge)
+        elif ref.file.format == "parquet":
+            documents = self._parquet.read(ref, judge)
+        else:
+            documents = self._read_range(ref, judge)
+        return self._select(ref, documents)
+
+    def _read_range(self, ref: ChunkRef, judge: Judge) -> Documents:
+        file, settings = ref.file, self._settings
+        source = self._storage.open(file, ref.reader)
+        separator = b"\n" if file.format == "jsonl" else settings.separator
+        if separator is None:
+            if ref.index:
+                return Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
+            documents = text.whole(file, source, judge)
+        else:
+            step = settings.chunk_bytes
+            lo = ref.index * step + step * ref.part // ref.parts
+            hi = ref.index * step + step * (ref.part + 1) // ref.parts
+            records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
+            if source.broken is not None and len(records.ends) and records.ends[-1] == len(records.buffer):
+                # The damage cut this record short: what there is of it is not the document.
+                records.starts, records.ends = records.starts[:-1], records.ends[:-1]
+                records.last = True
+            if file.format == "jsonl":
+                documents = jsonl.parse(file, records, settings.text_field, judge)
+            else:
+                documents = text.split(file, records, judge)
+            documents.last = records.last
+        if source.broken is not None and documents.last:
+            reason = "bomb" if isinstance(source.broken, BombError) else "corrupt"
+            judge.reject_chunk(Address(file.name, None, -1), reason, source.broken)
+        return documents
+
+    def _select(self, ref: ChunkRef, documents: Documents) -> Documents:
+        """Keep the chosen split, and blank out what is to be skipped."""
+        settings = self._settings
+        if settings.split is not None:
+            keep = self._in_val(ref, documents.rows)
+            if settings.split == "train":
+                keep = ~keep
+            documents.texts = documents.texts.filter(pa.array(keep))
+            documents.rows = documents.rows[keep]
+        if self._skip:
+            wanted = np.fromiter(self._wanted(ref, documents.rows), bool, len(documents.rows))
+            if not wanted.all():
+                documents.texts = pc.if_else(pa.array(wanted), documents.texts, pa.scalar("", pa.large_string()))
+        return documents
+
+    def _in_val(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether each document is in the validation split: by its own address, whatever else there is."""
+        file, settings = ref.file, self._settings
+        if file.members:
+            hashed = np.array([_key(settings.split_seed, file.members[i].name, None) for i in rows.tolist()], np.uint64)
+        else:
+            group = ref.index if file.format == "parquet" else None
+            hashed = mix_array(_key(settings.split_seed, file.name, group), rows)
+        return hashed < np.uint64(int(settings.val_fraction * 2**64))
+
+    def _wanted(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Iterable[bool]:
+        file = ref.file
+        if file.members:
+            return ((None, 0) not in self._skip.get(file.members[i].name, ()) for i in rows.tolist())
+        skip = self._skip.get(file.name, set())
+        group = ref.index if file.format == "parquet" else None
+        return ((group, row) not in skip for row in rows.tolist())
+
+    def _judge(self) -> Judge:
+        return Judge(self._settings.on_bad_record, self._settings.max_doc_bytes, [])
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+def _key(seed: int, name: str, group: int | None) -> int:
+    base = name.rpartition("/")[2]
+    words = [int.from_bytes(base.encode("utf-8", "surrogateescape")[i : i + 8], "little") for i in range(0, len(base.encode("utf-8", "surrogateescape")), 8)]
+    return mix(seed, -1 if group is None else group, *words)

@@ -1,0 +1,148 @@
+"""Judge the texts of a chunk one by one, without losing the chunk for one of them.
+
+In:    a column as a file had it: any kind of string or binary, nulls, bytes that may not be UTF-8.
+Out:   the same number of texts as large_string; those that cannot be used are empty, and reported.
+Where: worker threads.
+State: none.
+Cost:  one pass to check the encoding (5 GB/s); Python per document only where something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import BadRecord, ConfigError, CorruptFile
+from penstock.types import Address, Bad, Documents, OnBadRecord
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(slots=True)
+class Judge:
+    """What to do with a record that cannot be used. One for each chunk that is read."""
+
+    policy: OnBadRecord
+    max_doc_bytes: int
+    bad: list[Bad]
+
+    def reject(self, address: Address, reason: str, detail: str) -> None:
+        """Raise, or note the record as left out."""
+        if self.policy == "raise":
+            raise BadRecord(
+                f"{where(address)}: {detail}. Mend the record, or leave such records out: "
+                "TextDataset(…, on_bad_record='skip' or 'quarantine')"
+            )
+        self.bad.append(Bad(address, reason, detail))
+
+    def reject_chunk(self, address: Address, reason: str, error: Exception) -> None:
+        """The same for a file or chunk that cannot be read at all."""
+        if self.policy == "raise":
+            raise error if isinstance(error, CorruptFile) else CorruptFile(f"{where(address)}: {error}")
+        self.bad.append(Bad(address, reason, str(error).splitlines()[0]))
+
+
+def where(address: Address) -> str:
+    """An address in words."""
+    if address.group is None:
+        return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
+    row = f", row {address.row}" if address.row >= 0 else ""
+    return f"{address.file}, row group {address.group}{row}"
+
+
+def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge) -> Documents:
+    """Texts that can be tokenized. `address` names the record of an index, where one is rejected."""
+    column = _as_large(column)
+    empty = column.null_count
+    if empty:
+        column = pc.fill_null(column, pa.scalar("" if pa.types.is_large_string(column.type) else b"", column.type))
+    lengths = np.diff(_offsets(column))
+    drop = np.flatnonzero(lengths > judge.max_doc_bytes)
+    for i in drop.tolist():
+        judge.reject(address(i), "too_long", f"a text of {lengths[i]} bytes exceeds max_doc_bytes={judge.max_doc_bytes}")
+    column = _blank(column, drop)
+    column = _valid_utf8(column, address, judge)
+    lengths = np.diff(_offsets(column))
+    empty = int(np.count_nonzero(lengths == 0)) - len(judge.bad)
+    return Documents(column, rows, bad=judge.bad, empty=max(0, empty))
+
+
+def _as_large(column: pa.Array) -> pa.Array:
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.dictionary_decode()
+        kind = column.type
+    if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        return column
+    if pa.types.is_string(kind) or pa.types.is_string_view(kind):
+        return column.cast(pa.large_string())
+    return column.cast(pa.large_binary())
+
+
+def _offsets(column: pa.Array) -> I64:
+    raw = np.frombuffer(column.buffers()[1], np.int64)
+    return raw[column.offset : column.offset + len(column) + 1]
+
+
+def _blank(column: pa.Array, indices: I64) -> pa.Array:
+    if len(indices) == 0:
+        return column
+    keep = np.ones(len(column), bool)
+    keep[indices] = False
+    empty = pa.scalar("" if pa.types.is_large_string(column.type) else b"", column.type)
+    return pc.if_else(pa.array(keep), column, empty)
+
+
+def _valid_utf8(column: pa.Array, address: Callable[[int], Address], judge: Judge) -> pa.Array:
+    try:
+        if pa.types.is_large_string(column.type):
+            column.validate(full=True)
+            return column
+        return column.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        pass
+    raw = column.cast(pa.large_binary())
+    broken = []
+    for i, text in enumerate(raw):
+        try:
+            str(text.as_buffer(), "utf-8")
+        except UnicodeDecodeError as error:
+            broken.append(i)
+            judge.reject(address(i), "invalid_utf8", f"not UTF-8 at byte {error.start} of the text ({error.reason})")
+    return _blank(raw, np.array(broken, np.int64)).cast(pa.large_string())
+
+
+class Quarantine:
+    """A JSONL file with the address and the reason of each record that was left out."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write quarantine={self._path!r}: {error.strerror}") from error
+
+    def write(self, bad: list[Bad]) -> None:
+        """Append all of them in a single write, so that a reader never sees half a line."""
+        lines = [
+            json.dumps({"file": b.address.file, "row_group": b.address.group, "row": b.address.row,
+                        "reason": b.reason, "detail": b.detail}, ensure_ascii=False)
+            for b in bad
+        ]  # fmt: skip
+        os.write(self._fd, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+

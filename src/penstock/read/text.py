@@ -1,0 +1,67 @@
+"""Read plain text: documents between separators, or whole files.
+
+In:    the records of a byte range, or a bundle of small files.
+Out:   their texts; the address is the byte offset, or in a bundle the file's number.
+Where: worker threads.
+State: none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.read.delimited import Records
+from penstock.read.records import Judge, clean
+from penstock.read.storage import CompressedFile, PlainFile
+from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
+
+
+def split(file: FileRef, records: Records, judge: Judge) -> Documents:
+    """The texts between separators."""
+    starts, ends = records.starts, records.ends
+    if records.cut:
+        offset = records.offset + int(starts[-1])
+        judge.reject(Address(file.name, None, offset), "too_long", f"a text exceeds max_doc_bytes={judge.max_doc_bytes}")
+        starts, ends = starts[:-1], ends[:-1]
+    # Text and separator alternate, so every other value between these offsets is a text.
+    offsets = np.empty(2 * len(starts), np.int64)
+    offsets[0::2], offsets[1::2] = starts, ends
+    rows = starts + records.offset
+    column = pa.array([], pa.large_binary())
+    if len(starts):
+        alternating = pa.LargeBinaryArray.from_buffers(
+            pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
+        )
+        column = alternating.take(pa.array(np.arange(0, len(offsets) - 1, 2)))
+    return clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
+
+
+def whole(file: FileRef, source: PlainFile | CompressedFile, judge: Judge) -> Documents:
+    """A file that is one document, read no further than is allowed."""
+    parts: list[bytes] = []
+    have = 0
+    while have <= judge.max_doc_bytes:
+        part = source.read(have, 16 * MiB)
+        parts.append(part)
+        have += len(part)
+        if len(part) < 16 * MiB:
+            break
+    column = pa.array([b"".join(parts)], pa.large_binary())
+    documents = clean(column, np.zeros(1, np.int64), lambda i: Address(file.name, None, 0), judge)
+    documents.last = True
+    return documents
+
+
+def bundle(ref: ChunkRef, judge: Judge) -> Documents:
+    """Small files, each one a document."""
+    members = ref.file.members
+    lo = len(members) * ref.part // ref.parts
+    hi = len(members) * (ref.part + 1) // ref.parts
+    texts = []
+    for member in members[lo:hi]:
+        file = FileRef(member.path, member.name, member.size, "text")
+        texts.append(PlainFile(file).read(0, min(member.size, judge.max_doc_bytes) + 1))
+    column = pa.array(texts, pa.large_binary())
+    rows = np.arange(lo, hi, dtype=np.int64)
+    return clean(column, rows, lambda i: Address(members[lo + i].name, None, 0), judge)

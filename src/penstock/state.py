@@ -1,0 +1,184 @@
+"""The state of a stream: what it holds, how it is checked, how the states of ranks are put together.
+
+    penstock   version of this format
+    row batch  global rows dealt, and the number of the next batch
+    first      the epoch at which this pass began
+    lanes at   how many lanes there are, and for each lane of this rank its place: seven integers
+    stream data tokenizer skip
+               what the stream is a function of; a difference is refused and named
+
+JSON through and through: integers, strings, no pickle. Under 1 KB for a lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.encode.window import Place
+from penstock.errors import StateFormat, StateMismatch
+from penstock.types import Address
+
+VERSION = 1
+KEYS = frozenset({"penstock", "row", "batch", "first", "lanes", "at", "stream", "data", "tokenizer", "skip"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A state that has been checked."""
+
+    row: int
+    batch: int
+    first: int
+    lanes: int
+    places: dict[int, Place]
+    stream: dict[str, Any]
+    data: dict[str, Any]
+    tokenizer: dict[str, Any]
+    skip: frozenset[Address]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "penstock": VERSION,
+            "row": self.row,
+            "batch": self.batch,
+            "first": self.first,
+            "lanes": self.lanes,
+            "at": {str(lane): list(place) for lane, place in sorted(self.places.items())},
+            "stream": self.stream,
+            "data": self.data,
+            "tokenizer": self.tokenizer,
+            "skip": [list(address) for address in sorted(self.skip, key=str)],
+        }
+
+    def for_shard(self, lanes: Sequence[int], world: int) -> State:
+        """The part that a rank with these lanes needs."""
+        missing = [lane for lane in lanes if lane not in self.places]
+        if missing:
+            raise StateMismatch(
+                f"the state has no place for lane(s) {_some(missing)} of {self.lanes}: each rank saves its own "
+                f"lanes only. Load the states of all ranks: load_state_dict([state_0, state_1, …])"
+            )
+        return replace(self, places={lane: self.places[lane] for lane in lanes})
+
+    def require(self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]) -> None:
+        """Refuse to continue another stream as this one, and say what differs."""
+        for what, saved, now in (
+            ("the data", self.data, data),
+            ("the tokenizer", self.tokenizer, tokenizer),
+            ("settings", self.stream, stream),
+        ):
+            names = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+            if names:
+                pairs = ", ".join(f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names)
+                raise StateMismatch(
+                    f"{what} changed since the state was saved: {pairs}. Restore what it was, or start a new run."
+                )
+
+
+def parse(value: Any) -> State:
+    """A state from what `state_dict()` gave, or from a list of the states of all ranks."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if not value:
+            raise StateFormat("the list of states is empty")
+        return merge([_parse_one(v) for v in value])
+    return _parse_one(value)
+
+
+def merge(states: Sequence[State]) -> State:
+    """The states of all ranks, taken at the same batch, as one."""
+    first = states[0]
+    places: dict[int, Place] = {}
+    for state in states:
+        for name in ("row", "batch", "first", "lanes", "stream", "data", "tokenizer", "skip"):
+            if getattr(state, name) != getattr(first, name):
+                raise StateMismatch(
+                    f"the states of the ranks were not taken at the same batch of the same run: {name} is "
+                    f"{getattr(first, name)!r} in one and {getattr(state, name)!r} in another"
+                )
+        for lane, place in state.places.items():
+            if places.setdefault(lane, place) != place:
+                raise StateMismatch(f"two states give different places for lane {lane}")
+    return replace(first, places=places)
+
+
+def _parse_one(value: Any) -> State:
+    if not isinstance(value, Mapping) or "penstock" not in value:
+        raise StateFormat(f"this is no state of a Penstock loader: {_show(value)}")
+    version = value["penstock"]
+    if not _is_count(version) or version < 1:
+        raise StateFormat(f"the state has no version we know: {_show(version)}")
+    if version > VERSION:
+        raise StateFormat(
+            f"the state has version {version}, this release reads up to {VERSION}: it was made by a newer "
+            "Penstock. Upgrade, or resume with the release that made it."
+        )
+    unknown, missing = set(value) - KEYS, KEYS - set(value)
+    if unknown or missing:
+        parts = [f"it lacks {', '.join(sorted(missing))}"] if missing else []
+        parts += [f"it has unknown {', '.join(sorted(map(str, unknown)))}"] if unknown else []
+        raise StateFormat(f"the state is damaged or foreign: {'; '.join(parts)}")
+    for name in ("row", "batch", "first", "lanes"):
+        if not _is_count(value[name]):
+            raise StateFormat(f"the state's {name!r} is no count: {_show(value[name])}")
+    for name in ("stream", "data", "tokenizer"):
+        if not isinstance(value[name], Mapping) or not all(isinstance(key, str) for key in value[name]):
+            raise StateFormat(f"the state's {name!r} is no table: {_show(value[name])}")
+    lanes = value["lanes"]
+    if lanes < 1:
+        raise StateFormat("the state has no lanes")
+    return State(
+        row=value["row"],
+        batch=value["batch"],
+        first=value["first"],
+        lanes=lanes,
+        places=_places(value["at"], lanes),
+        stream=dict(value["stream"]),
+        data=dict(value["data"]),
+        tokenizer=dict(value["tokenizer"]),
+        skip=_skip(value["skip"]),
+    )
+
+
+def _places(value: Any, lanes: int) -> dict[int, Place]:
+    if not isinstance(value, Mapping) or not value:
+        raise StateFormat(f"the state's 'at' has no places: {_show(value)}")
+    places = {}
+    for key, numbers in value.items():
+        if not isinstance(key, str) or not key.isascii() or not key.isdigit() or int(key) >= lanes:
+            raise StateFormat(f"the state names lane {_show(key)}, but has lanes 0 to {lanes - 1}")
+        fits = isinstance(numbers, list | tuple) and len(numbers) == len(Place._fields)
+        if not fits or not all(_is_count(n) for n in numbers):
+            raise StateFormat(f"the place of lane {key} is not {len(Place._fields)} counts: {_show(numbers)}")
+        places[int(key)] = Place(*numbers)
+    return places
+
+
+def _skip(value: Any) -> frozenset[Address]:
+    if not isinstance(value, list | tuple):
+        raise StateFormat(f"the state's 'skip' is no list: {_show(value)}")
+    return frozenset(address(entry) for entry in value)
+
+
+def address(entry: Any) -> Address:
+    """An address from a `Span`, an `Address`, or a list of file, row group and row."""
+    entry = getattr(entry, "address", entry)
+    if isinstance(entry, list | tuple) and len(entry) == 3:
+        file, group, row = entry
+        if isinstance(file, str) and (group is None or _is_count(group)) and _is_count(row):
+            return Address(file, group, row)
+    raise StateFormat(f"not an address of a document: {_show(entry)}. It needs file, row group or None, and row")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
