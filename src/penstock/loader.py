@@ -275,7 +275,9 @@ class AsyncDataLoader:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     # State
@@ -297,9 +299,7 @@ class AsyncDataLoader:
                 f"lanes was {loaded.lanes} when the state was saved, and is {self._lanes_asked}. "
                 "Leave lanes out to take it from the state."
             )
-        loaded.require(
-            stream=self._stream_id(), data=self._dataset.data_id(), tokenizer=self._dataset.tokenizer_id()
-        )
+        loaded.require(stream=self._stream_id(), data=self._dataset.data_id(), tokenizer=self._dataset.tokenizer_id())
         if self._epochs is not None and any(p.epoch > loaded.first + self._epochs for p in loaded.places.values()):
             raise StateMismatch(f"the state is past the end of a stream of epochs={self._epochs}")
         own = loaded.for_shard(self._own_lanes(loaded.lanes), self._shard.mod)

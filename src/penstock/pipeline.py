@@ -121,6 +121,7 @@ class Pipeline:
                 tokenizer.pad_id,
                 tokenizer.dtype,
                 keep_tail=not run.drop_last,
+                track=stream.extras,
             )
             for lane in self._lanes
         ]
@@ -260,7 +261,9 @@ class Pipeline:
     def _report(self, bad: list[Bad]) -> None:
         for record in bad:
             if record.reason not in self.counts.bad:
-                log.warning("left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail)
+                log.warning(
+                    "left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail
+                )
             self.counts.bad[record.reason] = self.counts.bad.get(record.reason, 0) + 1
         if self._quarantine is not None:
             self._quarantine.write(bad)

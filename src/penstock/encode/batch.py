@@ -66,6 +66,11 @@ class Block:
         """Which row of the block a slot is."""
         return slots if self.slots is None else np.searchsorted(self.slots, slots)
 
+    def one_epoch(self) -> int | None:
+        """The epoch in which all rows begin, if it is the same for all."""
+        epochs = {rows.epoch(i) for lane in self.lanes for _, rows in lane for i in (0, -1)}
+        return epochs.pop() if len(epochs) == 1 else None
+
     def epoch(self, first: int) -> int:
         """The epoch that every row from `first` on has reached."""
         slot = first if self.slots is None else int(self.slots[first])
@@ -275,10 +280,12 @@ class Batcher:
         if self._extras:
             starts = np.unique(np.concatenate([np.arange(count) * self._seq_len, *begins]))
         batches = []
+        epoch = block.one_epoch()
         for number, first in enumerate(range(0, count, size)):
             last = min(first + size, count)
             batch = Batch(
-                inputs[first:last], targets[first:last], block.epoch(first), self._batch + number,
+                inputs[first:last], targets[first:last], block.epoch(first) if epoch is None else epoch,
+                self._batch + number,
                 _block=block, _rows=(first, last), _number=number, _state=self._state,
             )  # fmt: skip
             if starts is not None:

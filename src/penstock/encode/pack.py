@@ -93,12 +93,25 @@ NextWindow = Callable[[], Window | None]
 
 
 def make_packer(
-    packing: Packing, next_window: NextWindow, start: Place, seq_len: int, pad_id: int, dtype: np.dtype[Any], keep_tail: bool
+    packing: Packing,
+    next_window: NextWindow,
+    start: Place,
+    seq_len: int,
+    pad_id: int,
+    dtype: np.dtype[Any],
+    *,
+    keep_tail: bool,
+    track: bool,
 ) -> Packer:
-    """The packer for a lane that stands at `start`."""
+    """The packer for a lane that stands at `start`.
+
+    `keep_tail`: give out the unfinished row at the end of a finite stream. `track`: keep where
+    documents begin, for `boundaries`.
+    """
     if packing == "best_fit":
         return BestFitPacker(next_window, start, seq_len, pad_id, dtype)
-    return StreamPacker(next_window, start, seq_len, pad_id, dtype, aligned=packing == "bos", keep_tail=keep_tail)
+    aligned = packing == "bos"
+    return StreamPacker(next_window, start, seq_len, pad_id, dtype, aligned=aligned, keep_tail=keep_tail, track=track)
 
 
 @dataclass(slots=True)
@@ -154,18 +167,22 @@ class StreamPacker:
         *,
         aligned: bool,
         keep_tail: bool,
+        track: bool,
     ) -> None:
         self._next_window = next_window
         self._seq_len = seq_len
         self._pad_id = pad_id
         self._aligned = aligned
         self._keep_tail = keep_tail
+        self._track = track or aligned
         self._start = start
         self._started = False
         self._ended = False
-        # The stream is numbered from the first window read; the buffer holds [_base, _end).
+        # The stream is numbered from the beginning of the first window. The buffer holds
+        # [_base, _end); the piece, where there is one, reaches from within it to _gathered.
         self._flat: Ids = np.empty(0, dtype)
-        self._base = self._end = self._at = 0
+        self._piece: Ids | None = None
+        self._base = self._end = self._gathered = self._at = 0
         self._windows: list[tuple[int, WindowMap]] = []
         self._doc_starts: I64 = np.empty(0, np.int64)
         self._window: Window | None = None
@@ -247,32 +264,51 @@ class StreamPacker:
 
     def _fill(self, until: int) -> None:
         """Have the stream in the buffer up to `until`, or to its end."""
-        if self._end >= until or self._ended:
+        if self._piece is not None and self._at >= self._gathered - len(self._piece):
+            # The rows have left what was carried over: go on in the piece itself.
+            self._flat, self._base, self._end = self._piece, self._gathered - len(self._piece), self._gathered
+            self._piece = None
+        if self._end >= until or (self._ended and self._piece is None):
             return
         parts = [self._flat[self._at - self._base :]]
+        if self._piece is not None:
+            parts.append(self._piece[len(self._piece) - (self._gathered - self._end) :])
+            self._piece = None
         begins = [self._doc_starts]
-        while self._end < until:
+        while self._gathered < until:
             if self._window is None or self._doc == len(self._window.map.ends):
                 if not self._open_next():
                     break
                 continue
-            window = self._window.map
-            origin = self._windows[-1][0]
-            first = window.begin(self._doc)
-            wanted = first + max(until - self._end, GATHER_TOKENS)
-            last = min(int(np.searchsorted(window.ends, wanted)) + 1, len(window.ends))
-            parts.append(self._window.gather(self._doc, last))
-            ends = window.ends[self._doc : last]
-            starts = np.concatenate([np.array([first]), ends[:-1]])
-            begins.append(origin + starts[ends > starts])
-            self._doc = last
-            self._end = origin + window.begin(last)
+            begins.append(self._gather(self._window, until, parts))
+        surplus = self._gathered - until
+        if surplus > 0 and not self._aligned:
+            # Copy no more of a long piece than is needed to cross over into it.
+            self._piece = parts[-1]
+            parts[-1] = self._piece[: len(self._piece) - surplus]
         self._flat = np.concatenate(parts)
-        self._base = self._at
+        self._base, self._end = self._at, min(self._gathered, until) if self._piece is not None else self._gathered
         while len(self._windows) > 1 and self._windows[1][0] <= self._at:
             self._windows.pop(0)
-        starts = np.concatenate(begins)
-        self._doc_starts = starts[np.searchsorted(starts, self._at) :]
+        if self._track:
+            starts = np.concatenate(begins)
+            self._doc_starts = starts[np.searchsorted(starts, self._at) :]
+
+    def _gather(self, window: Window, until: int, parts: list[Ids]) -> I64:
+        """Take documents of the window up to `until` or some further. Gives where they begin."""
+        ends, origin = window.map.ends, self._windows[-1][0]
+        first = window.map.begin(self._doc)
+        wanted = first + max(until - self._gathered, GATHER_TOKENS)
+        last = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
+        parts.append(window.gather(self._doc, last))
+        begins = self._doc_starts[:0]
+        if self._track:
+            stops = ends[self._doc : last]
+            starts = np.concatenate([np.array([first]), stops[:-1]])
+            begins = origin + starts[stops > starts]
+        self._doc = last
+        self._gathered = origin + window.map.begin(last)
+        return begins
 
     def _open_next(self) -> bool:
         window = self._next_window()
@@ -281,7 +317,7 @@ class StreamPacker:
         if window is None:
             self._ended = True
             return False
-        self._windows.append((self._end, window.map))
+        self._windows.append((self._gathered, window.map))
         return True
 
     def _enter(self) -> None:
@@ -292,13 +328,13 @@ class StreamPacker:
         assert self._window is not None
         window = self._window.map
         token = window.token_of(self._start)
-        self._base = self._at = self._end = token
+        self._base = self._at = self._end = self._gathered = token
         self._doc = window.doc_at(token)
         inside = token - window.begin(self._doc)
         if inside:
             self._flat = self._window.gather(self._doc, self._doc + 1)[inside:]
             self._doc += 1
-            self._end += len(self._flat)
+            self._end = self._gathered = token + len(self._flat)
 
 
 class BestFitPacker:
@@ -402,9 +438,7 @@ class PackedRows:
         return spans
 
 
-def pack_group(
-    window: Window, first: int, last: int, seq_len: int, pad_id: int, dtype: np.dtype[Any]
-) -> PackedRows:
+def pack_group(window: Window, first: int, last: int, seq_len: int, pad_id: int, dtype: np.dtype[Any]) -> PackedRows:
     """Fit the documents [first, last) of a window into rows."""
     width = seq_len + 1
     flat = window.gather(first, last)

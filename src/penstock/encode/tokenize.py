@@ -25,7 +25,12 @@ import pyarrow.compute as pc
 
 from penstock.config import cache_dir, write_atomically
 from penstock.encode.engines import (
-    ByteEngine, Engine, GigatokenEngine, Ids, TiktokenEngine, TokenizersEngine,
+    ByteEngine,
+    Engine,
+    GigatokenEngine,
+    Ids,
+    TiktokenEngine,
+    TokenizersEngine,
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
@@ -80,9 +85,7 @@ class Tokenizer:
         step = doc_batch or max(1, len(texts))
         parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
         docs = pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
-        return TokenChunk(
-            ref, docs, documents.rows, documents.last, documents.bad, documents.empty, int(texts.nbytes)
-        )
+        return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, int(texts.nbytes))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)
@@ -275,4 +278,3 @@ _TIKTOKEN_PATTERNS = {
     ),
 }
 """How OpenAI's encodings split text into words (facts of those vocabularies, from tiktoken)."""
-

@@ -166,9 +166,7 @@ def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
     stripped = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
     if eos is None or eos not in specials:
         eos = next((token for token in EOS_NAMES if token in specials), None)
-    return Vocabulary(
-        name=name, fingerprint=digest, size=top + 1, specials=specials, eos=eos, tokenizer_json=stripped
-    )
+    return Vocabulary(name=name, fingerprint=digest, size=top + 1, specials=specials, eos=eos, tokenizer_json=stripped)
 
 
 def _top_id(vocab: Any) -> int:

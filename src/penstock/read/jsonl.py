@@ -29,7 +29,9 @@ def parse(file: FileRef, records: Records, field: str, judge: Judge) -> Document
     starts, ends = records.starts, records.ends
     if records.cut:
         offset = records.offset + int(starts[-1])
-        judge.reject(Address(file.name, None, offset), "too_long", f"a line exceeds max_doc_bytes={judge.max_doc_bytes}")
+        judge.reject(
+            Address(file.name, None, offset), "too_long", f"a line exceeds max_doc_bytes={judge.max_doc_bytes}"
+        )
         starts, ends = starts[:-1], ends[:-1]
     buffer = memoryview(records.buffer)
     blank = _blank(buffer, starts, ends)

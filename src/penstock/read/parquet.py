@@ -140,8 +140,14 @@ class ParquetReader:
             )
         kind = schema.field(self._field).type
         value = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)
-                or pa.types.is_binary(value) or pa.types.is_large_binary(value) or pa.types.is_binary_view(value)):
+        if not (
+            pa.types.is_string(value)
+            or pa.types.is_large_string(value)
+            or pa.types.is_string_view(value)
+            or pa.types.is_binary(value)
+            or pa.types.is_large_binary(value)
+            or pa.types.is_binary_view(value)
+        ):
             raise SourceError(f"{file.path}: column {self._field!r} is {kind}, not text. Name another: text_field=…")  # fmt: skip
         for i in range(footer.num_columns):
             if footer.schema.column(i).path == self._field:

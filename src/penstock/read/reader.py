@@ -153,5 +153,8 @@ class Reader:
 
 def _key(seed: int, name: str, group: int | None) -> int:
     base = name.rpartition("/")[2]
-    words = [int.from_bytes(base.encode("utf-8", "surrogateescape")[i : i + 8], "little") for i in range(0, len(base.encode("utf-8", "surrogateescape")), 8)]
+    words = [
+        int.from_bytes(base.encode("utf-8", "surrogateescape")[i : i + 8], "little")
+        for i in range(0, len(base.encode("utf-8", "surrogateescape")), 8)
+    ]
     return mix(seed, -1 if group is None else group, *words)

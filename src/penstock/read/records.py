@@ -66,7 +66,9 @@ def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge:
     lengths = np.diff(_offsets(column))
     drop = np.flatnonzero(lengths > judge.max_doc_bytes)
     for i in drop.tolist():
-        judge.reject(address(i), "too_long", f"a text of {lengths[i]} bytes exceeds max_doc_bytes={judge.max_doc_bytes}")
+        judge.reject(
+            address(i), "too_long", f"a text of {lengths[i]} bytes exceeds max_doc_bytes={judge.max_doc_bytes}"
+        )
     column = _blank(column, drop)
     column = _valid_utf8(column, address, judge)
     lengths = np.diff(_offsets(column))
@@ -143,6 +145,3 @@ class Quarantine:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-
-
-

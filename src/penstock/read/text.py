@@ -22,7 +22,9 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
     starts, ends = records.starts, records.ends
     if records.cut:
         offset = records.offset + int(starts[-1])
-        judge.reject(Address(file.name, None, offset), "too_long", f"a text exceeds max_doc_bytes={judge.max_doc_bytes}")
+        judge.reject(
+            Address(file.name, None, offset), "too_long", f"a text exceeds max_doc_bytes={judge.max_doc_bytes}"
+        )
         starts, ends = starts[:-1], ends[:-1]
     # Text and separator alternate, so every other value between these offsets is a text.
     offsets = np.empty(2 * len(starts), np.int64)
