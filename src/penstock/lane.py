@@ -65,7 +65,7 @@ class Lane:
         self._submit = submit
         self._used = used
         self._ahead: deque[Ahead] = deque()
-        self._epoch, self._group, self._index = start.epoch, start.group, start.index
+        self._epoch, self._group, self._index = start.epoch, start.group, start.chunk
         self._window = start.window
         self._window_epoch = start.epoch
         self._groups: list[tuple[int, ...]] | None = None

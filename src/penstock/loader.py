@@ -177,10 +177,7 @@ class AsyncDataLoader:
             return None
         self.start()
         assert self._pipeline is not None
-        if self._agreement is not None:
-            batch = self._agreement.next(lambda: self._take(timeout))
-        else:
-            batch = self._take(timeout)
+        batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         if batch is None:
             self._exhausted = True
         else:
@@ -378,7 +375,9 @@ class AsyncDataLoader:
 
     def _forget_counts(self) -> None:
         self._batches = self._tokens = 0
-        self._wait_s = self._first_next = self._last_next = 0.0
+        self._wait_s: float = 0.0
+        self._first_next: float = 0.0
+        self._last_next: float = 0.0
         self._kept: dict[str, int] = {}
         self._kept_bad: dict[str, int] = {}
 

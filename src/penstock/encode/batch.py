@@ -178,7 +178,7 @@ class Batcher:
             return []
         block, count = self._deal(self._size * self._batch_size)
         self._size = min(2 * self._size, self._most)  # the first batch does not wait for a second
-        full, rest = divmod(count, self._batch_size)
+        rest = count % self._batch_size
         if rest:
             self.dropped_rows += rest if self._drop_last else 0
             count -= rest if self._drop_last else 0

@@ -61,8 +61,10 @@ class Rows(Protocol):
     """Some consecutive rows of a lane."""
 
     ids: Ids
-    valid: I64 | None
-    """How many ids of each row are real; None where all are."""
+
+    @property
+    def valid(self) -> I64 | None:
+        """How many ids of each row are real; None where all are."""
 
     def mark(self, row: int) -> Mark:
         """The place at which a row begins."""

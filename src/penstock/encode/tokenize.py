@@ -12,6 +12,7 @@ A document that gives no ids (empty, null, skipped) gives no separator either.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import tempfile
@@ -258,7 +259,7 @@ def compare(fast: Engine, reference: Engine) -> list[int]:
     results: list[list[Ids]] = []
     for engine in (fast, reference):
         ids, offsets = engine.encode(texts)
-        results.append([ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)])
+        results.append([ids[a:b] for a, b in itertools.pairwise(offsets)])
     return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not np.array_equal(a, b)]
 
 

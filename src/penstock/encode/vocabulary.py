@@ -10,6 +10,7 @@ State: none.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -126,10 +127,9 @@ def _from_hub(name: str) -> Path:
             f"tokenizer={name!r} is no file here, is not in the local Hugging Face cache, and could not be "
             f"downloaded: {str(error).strip().splitlines()[0]}. Give the path of a tokenizer.json."
         ) from error
-    try:
+    # It only names the end-of-text token, which may be found without it.
+    with contextlib.suppress(EntryNotFoundError, LocalEntryNotFoundError):
         huggingface_hub.hf_hub_download(repo, "tokenizer_config.json", etag_timeout=10)
-    except (EntryNotFoundError, LocalEntryNotFoundError):
-        pass  # it only names the end-of-text token, which may be found without it
     return found
 
 

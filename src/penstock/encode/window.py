@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     epoch: int = 0
     group: int = 0
-    index: int = 0
+    chunk: int = 0
     window: int = 0
     """Epoch, group of files, chunk in the group, and number of the window that begins there."""
     doc: int = 0

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import LoaderTimeout, PenstockError, UnevenRanks
 from penstock.types import Shard
+
+T = TypeVar("T")
 
 FAILED, ENDED, READY = 0, 1, 2
 DEADLINE_S = 300.0
@@ -38,7 +40,7 @@ class RankAgreement:
         self._distributed = distributed
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
 
-    def next(self, take: Callable[[], Any]) -> Any:
+    def next(self, take: Callable[[], T | None]) -> T | None:
         """This rank's batch, if all ranks have theirs."""
         try:
             batch = take()

@@ -76,7 +76,12 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
         source = source.removeprefix("file://")
     path = Path(source).expanduser()
     if path.is_file():
-        yield _file(path, path.name, format, named=True)
+        known = _file(path, path.name, format)
+        if known is None:
+            raise ConfigError(
+                f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')"
+            )
+        yield known
         return
     if path.is_dir():
         root, names = path, sorted(_walk(path))
@@ -115,19 +120,14 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*parts) if parts else Path()
 
 
-def _file(path: Path, name: str, format: Format | None, *, named: bool = False) -> FileRef | None:
-    kind = classify(name)
-    if kind is None:
-        if format is None and not named:
-            return None
+def _file(path: Path, name: str, format: Format | None) -> FileRef | None:
+    """A file, or None where neither its name nor the user says what it is."""
+    by_name = classify(name)
+    if by_name is None:
         if format is None:
-            raise ConfigError(
-                f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')"
-            )
-        codec = CODECS.get(path.suffix.lower(), "")
-        kind = (format, codec)
-    size = path.stat().st_size
-    return FileRef(str(path), name.replace(os.sep, "/"), size, format or kind[0], kind[1])
+            return None
+        by_name = (format, CODECS.get(path.suffix.lower(), ""))
+    return FileRef(str(path), name.replace(os.sep, "/"), path.stat().st_size, format or by_name[0], by_name[1])
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
