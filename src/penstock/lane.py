@@ -26,6 +26,10 @@ from penstock.types import ChunkRef, TokenChunk
 _DOCUMENTS = 3  # see order.plan: a permutation of documents shares no key with one of files or chunks
 
 
+EMPTY_EPOCHS = 8
+"""So many epochs in a row without any text, each dealt anew, mean that there is too little of it."""
+
+
 class Ahead(NamedTuple):
     """A chunk that was asked for."""
 
@@ -70,10 +74,11 @@ class Lane:
         self._window_epoch = start.epoch
         self._groups: list[tuple[int, ...]] | None = None
         self._refs: list[ChunkRef] | None = None
-        # An epoch that was read from its beginning and gave nothing would be followed by another
-        # such for ever.
-        self._whole_epoch = self._whole_pass = start == Place(epoch=start.epoch)
-        self._tokens = self._asked = 0
+        self._whole_pass = start == Place(epoch=start.epoch)
+        self._asked = self._empty_epochs = 0
+        self._tokens = 0 if self._whole_pass else 1
+        self.empty = self._whole_pass
+        """Nothing has come out of this lane since the beginning of its first epoch."""
 
     # Reading ahead
 
@@ -98,7 +103,7 @@ class Lane:
                 self._groups = self._plan.groups(self.number, self._epoch)
             if self._group >= len(self._groups):
                 if self._whole_pass and self._asked == 0:
-                    raise self._no_data()
+                    raise self.no_data()
                 self._whole_pass, self._asked = True, 0
                 self._epoch, self._group, self._index = self._epoch + 1, 0, 0
                 self._groups = self._refs = None
@@ -136,7 +141,6 @@ class Lane:
         """The next window that has any document, or None at the end of a finite stream."""
         while True:
             if not self._ahead and not self.ask():
-                self._close_epoch()
                 return None
             start = self._ahead[0].place
             if start.epoch != self._window_epoch:
@@ -148,6 +152,7 @@ class Lane:
                 continue
             window = self._build(start._replace(window=number), chunks)
             self._tokens += window.map.tokens
+            self.empty = self.empty and not self._tokens
             return window
 
     def _take_window(self, start: Place) -> list[TokenChunk]:
@@ -162,7 +167,7 @@ class Lane:
                 break
             place, ref, task = self._ahead.popleft()
             chunk = task.result()
-            if chunk.last:
+            if chunk.last and ref.file.open_ended:
                 self._file_ended(place)
             self._used(chunk)
             if len(chunk.docs) or not chunk.ref.file.open_ended:
@@ -179,18 +184,20 @@ class Lane:
         return Window(start, chunks, order, self._settings.dtype)
 
     def _close_epoch(self) -> None:
-        if self._whole_epoch and self._tokens == 0:
-            raise self._no_data()
-        self._whole_epoch, self._tokens = True, 0
+        """Epochs that give nothing would be followed by others such for ever."""
+        self._empty_epochs = 0 if self._tokens else self._empty_epochs + 1
+        self._tokens = 0
+        if self._empty_epochs >= EMPTY_EPOCHS:
+            raise self.no_data()
 
-    def _no_data(self) -> NoData:
+    def no_data(self) -> NoData:
         lanes = self._plan.lanes
         files = len(self._plan.files)
         if lanes == 1:
             return NoData(f"the {files} file(s) hold no text: nothing but empty, skipped or filtered documents")
         return NoData(
             f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few documents. "
-            f"Use fewer lanes or ranks, or a larger split."
+            "Use fewer lanes or ranks, or a larger split."
         )
 
 

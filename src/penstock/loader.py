@@ -144,6 +144,9 @@ class AsyncDataLoader:
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
+        self._wait_s: float = 0.0
+        self._first_next: float = 0.0
+        self._last_next: float = 0.0
         self._position: Callable[[], Position] | None = None
         self._skip = dataset.read.skip
         self._state = self._fresh_state(self._check_lanes(lanes or self._shard.mod), first=0, batch=0)
@@ -375,9 +378,7 @@ class AsyncDataLoader:
 
     def _forget_counts(self) -> None:
         self._batches = self._tokens = 0
-        self._wait_s: float = 0.0
-        self._first_next: float = 0.0
-        self._last_next: float = 0.0
+        self._wait_s = self._first_next = self._last_next = 0.0
         self._kept: dict[str, int] = {}
         self._kept_bad: dict[str, int] = {}
 

@@ -211,7 +211,12 @@ class Pipeline:
     def _windows_of(self, lane: Lane) -> Callable[[], Any]:
         def next_window() -> Any:
             self._read_ahead()
-            return lane.next_window()
+            window = lane.next_window()
+            # A lane may have nothing in a finite stream that others fill; a shard or, where all
+            # lanes have to go in step, a lane may not.
+            if window is None and all(x.empty for x in ([lane] if self._run.drop_last else self._lanes)):
+                raise lane.no_data()
+            return window
 
         return next_window
 

@@ -94,9 +94,9 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
             raise NoData(f"{path} {what} (looked from {Path.cwd()})")
     files = [f for name in names if (f := _file(root / name, name, format)) is not None]
     if not files:
-        known = " ".join(FORMATS)
+        endings = " ".join(FORMATS)
         raise NoData(
-            f"{path}: none of its {len(names)} files has an ending we know ({known}, "
+            f"{path}: none of its {len(names)} files has an ending we know ({endings}, "
             f"each also {' '.join(CODECS)}). Name the format: TextDataset(…, format='jsonl')"
         )
     yield from files

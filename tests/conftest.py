@@ -1,0 +1,35 @@
+"""What every test gets: a cache of its own, and a check that no thread is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from or written to the user's cache, and no launcher's variables leak in."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves one of our threads running."""
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of files of every format with texts of many lengths; see `tests.corpus`."""
+    from tests.corpus import write_corpus
+
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder)
+    return folder
