@@ -77,8 +77,8 @@ class Lane:
         self._whole_pass = start == Place(epoch=start.epoch)
         self._asked = self._empty_epochs = 0
         self._tokens = 0 if self._whole_pass else 1
-        self.empty = self._whole_pass
-        """Nothing has come out of this lane since the beginning of its first epoch."""
+        self._any = not self._whole_pass
+        self._finished = False
 
     # Reading ahead
 
@@ -141,6 +141,7 @@ class Lane:
         """The next window that has any document, or None at the end of a finite stream."""
         while True:
             if not self._ahead and not self.ask():
+                self._finished = True
                 return None
             start = self._ahead[0].place
             if start.epoch != self._window_epoch:
@@ -152,7 +153,7 @@ class Lane:
                 continue
             window = self._build(start._replace(window=number), chunks)
             self._tokens += window.map.tokens
-            self.empty = self.empty and not self._tokens
+            self._any = self._any or self._tokens > 0
             return window
 
     def _take_window(self, start: Place) -> list[TokenChunk]:
@@ -189,6 +190,11 @@ class Lane:
         self._tokens = 0
         if self._empty_epochs >= EMPTY_EPOCHS:
             raise self.no_data()
+
+    @property
+    def barren(self) -> bool:
+        """Whether this lane has come to its end and nothing ever came out of it."""
+        return self._finished and not self._any
 
     def no_data(self) -> NoData:
         lanes = self._plan.lanes

@@ -138,6 +138,7 @@ class Pipeline:
             batch=batch,
             state=state,
         )
+        self._failed: BaseException | None = None
         self._queue: Prefetcher[Batch] | None = None
         if run.n_workers > 0:
             self._queue = Prefetcher(self._batcher.next, run.prefetch_size)
@@ -152,7 +153,13 @@ class Pipeline:
         """The next batch, or None at the end of a finite stream."""
         if self._queue is not None:
             return self._queue.get(timeout)
-        made = self._batcher.next()
+        if self._failed is not None:
+            raise self._failed  # what follows a failure would not be the stream
+        try:
+            made = self._batcher.next()
+        except BaseException as error:
+            self._failed = error
+            raise
         return made[0] if made else None
 
     def warm(self, batches: int, timeout: float) -> int:
@@ -214,7 +221,7 @@ class Pipeline:
             window = lane.next_window()
             # A lane may have nothing in a finite stream that others fill; a shard or, where all
             # lanes have to go in step, a lane may not.
-            if window is None and all(x.empty for x in ([lane] if self._run.drop_last else self._lanes)):
+            if window is None and all(x.barren for x in ([lane] if self._run.drop_last else self._lanes)):
                 raise lane.no_data()
             return window
 

@@ -1,0 +1,89 @@
+"""Real ranks under torchrun, over gloo on loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from penstock import AsyncDataLoader, TextDataset
+from tests.contracts import digest
+corpus, out, mode = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+if mode != "launcher":
+    dist.init_process_group("gloo")
+data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
+result = {}
+try:
+    if mode == "fails" and dist.get_rank() == 1:
+        from penstock.encode.tokenize import Tokenizer
+        real = Tokenizer.encode
+        def encode(self, ref, *args):
+            if ref.index == 3:
+                raise ZeroDivisionError("on one rank only")
+            return real(self, ref, *args)
+        Tokenizer.encode = encode
+    epochs = None if mode == "launcher" else 1
+    with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=4, epochs=epochs, n_workers=1) as loader:
+        result["rank"], result["world"] = loader._shard.rem, loader._shard.mod
+        result["batches"] = []
+        for batch in loader:
+            result["batches"].append(digest(batch))
+            if mode == "launcher" and len(result["batches"]) == 20:
+                break
+except Exception as error:
+    result["error"] = f"{type(error).__name__}: {error}"
+(out / f"{result['rank']}.json").write_text(json.dumps(result))
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def run(corpus: Path, out: Path, mode: str, world: int = 2) -> list[dict[str, Any]]:
+    script = out / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               f"--nproc_per_node={world}", str(script), str(Path(__file__).parents[2]), str(corpus), str(out), mode]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    results = [out / f"{rank}.json" for rank in range(world)]
+    assert all(path.exists() for path in results), done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in results]
+
+
+def test_ranks_end_a_finite_stream_with_equally_many_batches_each_its_own(corpus: Path, tmp_path: Path) -> None:
+    results = run(corpus, tmp_path, "finite")
+    assert [(r["rank"], r["world"]) for r in results] == [(0, 2), (1, 2)]
+    assert len(results[0]["batches"]) == len(results[1]["batches"]) > 10
+    assert not set(results[0]["batches"]) & set(results[1]["batches"])
+
+
+def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(corpus: Path, tmp_path: Path) -> None:
+    results = run(corpus, tmp_path, "fails")
+    assert "PeerFailed: another rank failed" in results[0]["error"]
+    assert "ZeroDivisionError: on one rank only" in results[1]["error"]
+
+
+def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path) -> None:
+    results = run(corpus, tmp_path, "launcher")
+    assert [r["rank"] for r in results] == [0, 1]
+    assert not set(results[0]["batches"]) & set(results[1]["batches"])
+
+
+def test_a_finite_stream_on_ranks_that_cannot_agree_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import AsyncDataLoader, ConfigError, TextDataset, UnevenRanks
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
+    with pytest.raises(UnevenRanks, match=r"torch\.distributed is not initialised"):
+        AsyncDataLoader(data, 4, epochs=1).start()
+    with pytest.raises(ConfigError, match="drop_last=False with epochs=1 on 2 ranks"):
+        AsyncDataLoader(data, 4, epochs=1, drop_last=False)

@@ -1,0 +1,445 @@
+"""The loader's life: threads, queue, deadlines, exceptions, the end."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from penstock import AsyncDataLoader, BadRecord, ConfigError, LoaderClosed, LoaderTimeout, NoData, Shard, TextDataset
+from penstock.encode.tokenize import Tokenizer
+from tests import contracts
+from tests.corpus import texts
+
+
+def dataset(corpus: Path, **about: Any) -> TextDataset:
+    about = {"tokenizer": "byte", "seq_len": 64, "chunk_bytes": 4096} | about
+    return TextDataset(corpus / "parquet", **about)
+
+
+class Gate:
+    """Holds tokenizing back until it is opened, so that a test decides when a worker is slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = 0) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.calls = 0
+        real = Tokenizer.encode
+
+        def encode(tokenizer: Tokenizer, *args: Any) -> Any:
+            self.calls += 1
+            self.entered.release()
+            if self.calls > free:
+                self.opened.wait(60)
+            return real(tokenizer, *args)
+
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+
+
+# Running
+
+
+@pytest.mark.parametrize("n_workers", range(13))
+def test_every_number_of_workers_runs_with_every_queue_length(corpus: Path, n_workers: int) -> None:
+    data = dataset(corpus)
+    first = None
+    for prefetch in range(1, 17):
+        with AsyncDataLoader(data, 4, n_workers=n_workers, prefetch_size=prefetch, epochs=1, output="numpy") as loader:
+            got = [contracts.digest(batch) for batch in loader]
+        first = first or got
+        assert got == first
+
+
+def test_batches_are_int64_tensors_that_share_no_memory(corpus: Path) -> None:
+    import torch
+
+    with AsyncDataLoader(dataset(corpus), 4) as loader:
+        batch, other = next(loader), next(loader)
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs.is_contiguous()
+    assert batch.targets.is_contiguous()
+    kept, following = batch.inputs.clone(), other.inputs.clone()
+    batch.targets[:] = -1
+    assert torch.equal(batch.inputs, kept)
+    assert torch.equal(other.inputs, following)
+
+
+def test_batches_kept_for_long_stay_as_they_were(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, output="numpy") as loader:
+        kept = [next(loader) for _ in range(100)]
+        before = [contracts.digest(batch) for batch in kept]
+        for _ in range(100):
+            next(loader)
+    assert [contracts.digest(batch) for batch in kept] == before
+
+
+def test_targets_are_inputs_shifted_by_one_across_rows(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, output="numpy") as loader:
+        rows = np.concatenate([next(loader).inputs for _ in range(9)])
+        loader.load_state_dict(AsyncDataLoader(dataset(corpus), 4).state_dict())
+        targets = np.concatenate([next(loader).targets for _ in range(8)])
+    assert np.array_equal(rows.reshape(-1)[1 : targets.size + 1], targets.reshape(-1))
+
+
+def test_index_counts_on_and_epoch_says_where_we_are(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, output="numpy") as loader:
+        batches = [next(loader) for _ in range(400)]
+    assert [b.index for b in batches] == list(range(400))
+    epochs = [b.epoch for b in batches]
+    assert epochs == sorted(epochs)
+    assert epochs[0] == 0 < epochs[-1]
+
+
+def test_a_finite_stream_ends_with_none_and_stays_ended(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, epochs=1, output="numpy") as loader:
+        n = sum(1 for _ in loader)
+        assert loader.next_batch() is None
+        assert loader.next_batch(timeout=0) is None
+        assert loader.stats().batches == n
+
+
+def test_the_last_batch_is_short_or_dropped(corpus: Path) -> None:
+    def sizes(drop_last: bool) -> list[int]:
+        with AsyncDataLoader(dataset(corpus), 7, epochs=1, drop_last=drop_last, output="numpy") as loader:
+            return [len(batch.inputs) for batch in loader]
+
+    kept, dropped = sizes(False), sizes(True)
+    assert set(kept[:-1]) == {7}
+    assert 0 < kept[-1] <= 7
+    assert dropped == [7] * len(dropped)
+    assert len(kept) - len(dropped) in (0, 1)
+
+
+def test_a_long_and_an_empty_and_a_short_document_are_exact(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    long = "".join(random.Random(3).choices("abcdefgh \n", k=50_000_000))
+    documents = ["", "x", long, "", "y"]
+    pq.write_table(pa.table({"text": documents}), tmp_path / "long.parquet")
+    data = TextDataset(tmp_path / "long.parquet", tokenizer="byte", seq_len=4096)
+    expected = b"".join(text.encode() + b"\0" for text in documents if text)
+    got = bytearray()
+    with AsyncDataLoader(data, 64, epochs=1, output="numpy") as loader:
+        for batch in loader:
+            ids = batch.inputs[batch.targets != -100]
+            got += np.where(ids == 256, 0, ids).astype(np.uint8).tobytes()
+    assert bytes(got) == expected[:-1]
+
+
+# Waiting
+
+
+def test_a_timeout_is_its_own_exception_and_loses_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 5)
+    gate = Gate(monkeypatch)
+    with AsyncDataLoader(dataset(corpus), 4, output="numpy") as loader:
+        for _ in range(3):
+            with pytest.raises(LoaderTimeout, match="Nothing is lost"):
+                loader.next_batch(timeout=0.01)
+        gate.opened.set()
+        assert contracts.take(loader, 5) == whole
+
+
+def test_warmup_fills_the_one_queue_and_loses_nothing(corpus: Path) -> None:
+    whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 60)
+    with AsyncDataLoader(dataset(corpus), 4, prefetch_size=3, output="numpy") as loader:
+        done = loader.warmup(batches=20, timeout=60)
+        assert (done.requested, done.filled) == (20, 20)
+        assert loader.queue_depth() >= 20
+        got = contracts.take(loader, 25)
+        assert loader.queue_depth() <= 3
+        got += contracts.take(loader, 35)
+    assert got == whole
+
+
+def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 40)
+    gate = Gate(monkeypatch, free=1)
+    with AsyncDataLoader(dataset(corpus), 4, prefetch_size=2, output="numpy", n_workers=1) as loader:
+        done = loader.warmup(batches=500, timeout=0.2)
+        assert done.filled < 500
+        gate.opened.set()
+        assert contracts.take(loader, 40) == whole
+
+
+def test_warmup_of_a_stream_shorter_than_asked_for_returns_at_its_end(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus, seq_len=2048), 4, epochs=1, output="numpy") as loader:
+        done = loader.warmup(batches=1000, timeout=60)
+        assert done.filled == sum(1 for _ in loader) < 1000
+
+
+def test_warmup_leaves_a_fault_to_next(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: Any) -> Any:
+        raise ZeroDivisionError("in the tokenizer")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with AsyncDataLoader(dataset(corpus), 4) as loader:
+        assert loader.warmup(batches=4, timeout=60).filled == 0
+        with pytest.raises(ZeroDivisionError):
+            next(loader)
+
+
+def test_the_queue_never_holds_more_than_prefetch_size(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 2, prefetch_size=5, output="numpy") as loader:
+        loader.warmup(timeout=60)
+        for _ in range(300):
+            assert loader.queue_depth() <= 5
+            next(loader)
+
+
+# Exceptions
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 3])
+def test_an_exception_in_a_worker_reaches_next_with_its_type_stage_and_file(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, n_workers: int
+) -> None:
+    real = Tokenizer.encode
+
+    def encode(tokenizer: Tokenizer, ref: Any, *args: Any) -> Any:
+        if ref.file.name == "a.parquet" and ref.index == 2:
+            raise ZeroDivisionError("mine")
+        return real(tokenizer, ref, *args)
+
+    whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 1, output="numpy"), 500)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with AsyncDataLoader(dataset(corpus), 1, n_workers=n_workers, output="numpy") as loader:
+        got = []
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            while True:
+                got.append(contracts.digest(next(loader)))
+        assert any("tokenize" in note and "a.parquet, row group 2" in note for note in caught.value.__notes__)
+        # Everything before the fault was handed out, and it is raised again on every further try.
+        assert got
+        assert got == whole[: len(got)]
+        with pytest.raises(ZeroDivisionError):
+            loader.next_batch()
+
+
+def test_a_bad_record_names_file_and_row(tmp_path: Path) -> None:
+    lines = [b'{"text": "fine"}'] * 5 + [b'{"text": 5}'] + [b'{"text": "fine"}'] * 5
+    (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
+    data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=8)
+    with AsyncDataLoader(data, 1) as loader, pytest.raises(BadRecord, match=r"d\.jsonl, byte 85.*int, not text"):
+        next(loader)
+
+
+def test_a_missing_file_is_reported_when_it_is_reached(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gone.parquet"
+    path.write_bytes((corpus / "parquet" / "a.parquet").read_bytes())
+    data = TextDataset(path, tokenizer="byte", seq_len=8)
+    path.unlink()
+    with AsyncDataLoader(data, 1) as loader, pytest.raises(FileNotFoundError, match=r"gone\.parquet"):
+        next(loader)
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_data_without_text_is_an_error_and_not_an_endless_search(tmp_path: Path, n_workers: int) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": ""}\n' * 10)
+    data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=8)
+    for epochs in (None, 2):
+        with AsyncDataLoader(data, 1, epochs=epochs, n_workers=n_workers) as loader, pytest.raises(NoData, match="no text"):
+            next(loader)
+
+
+def test_a_shard_without_text_says_so(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "only one"}\n')
+    data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=2)
+    outcomes = []
+    for rank in range(2):
+        with AsyncDataLoader(data, 1, shard=Shard(2, rank), epochs=1) as loader:
+            try:
+                outcomes.append(len(list(loader)))
+            except NoData as error:
+                outcomes.append(str(error))
+    assert any(isinstance(x, str) and "fewer lanes or ranks" in x for x in outcomes)
+
+
+# Stopping
+
+
+def test_shutdown_at_200_random_moments_returns_and_leaves_nothing(corpus: Path) -> None:
+    rng = random.Random(11)
+    data = dataset(corpus)
+    for _ in range(200):
+        loader = AsyncDataLoader(
+            data, rng.choice([1, 4, 32]), n_workers=rng.choice([0, 1, 2, 5, 12]), prefetch_size=rng.choice([1, 2, 4, 8]),
+            shuffle=rng.random() < 0.5, lanes=rng.choice([1, 1, 3]), epochs=rng.choice([None, 1]), output="numpy",
+        )  # fmt: skip
+        loader.start()
+        for _ in range(rng.choice([0, 0, 1, 2, 10])):
+            loader.next_batch(timeout=60)
+        if rng.random() < 0.2:
+            loader.warmup(rng.choice([1, 20]), timeout=rng.choice([0.0, 0.001, 1.0]))
+        loader.shutdown()
+        loader.shutdown()
+        assert not [t for t in threading.enumerate() if t.name.startswith("penstock-")]
+
+
+def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    loader = AsyncDataLoader(dataset(corpus), 4, n_workers=3).start()
+    for _ in range(3):
+        assert gate.entered.acquire(timeout=30)
+    closing = threading.Thread(target=loader.shutdown)
+    closing.start()
+    gate.opened.set()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_a_consumer_that_waits_is_woken_by_a_shutdown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    loader = AsyncDataLoader(dataset(corpus), 4, n_workers=1).start()
+    outcome: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            loader.next_batch()
+        except LoaderClosed as error:
+            outcome.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert gate.entered.acquire(timeout=30)
+    closing = threading.Thread(target=loader.shutdown)
+    closing.start()
+    gate.opened.set()
+    consumer.join(30)
+    closing.join(30)
+    assert not consumer.is_alive()
+    assert len(outcome) == 1
+
+
+def test_a_loader_that_nobody_holds_ends_its_threads(corpus: Path) -> None:
+    loader = AsyncDataLoader(dataset(corpus), 4)
+    next(loader)
+    del loader
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-")]
+
+
+def test_a_stuck_worker_does_not_make_shutdown_hang(corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate(monkeypatch)
+    loader = AsyncDataLoader(dataset(corpus), 4, n_workers=1).start()
+    assert gate.entered.acquire(timeout=30)
+    assert loader._pipeline is not None
+    pipeline = loader._pipeline
+    assert not pipeline.close(timeout=0.05)
+    assert "still busy" in caplog.text
+    gate.opened.set()
+    assert pipeline._pool.join(30)
+    loader.shutdown()
+
+
+SCRIPT = """
+    import faulthandler, signal, sys, threading
+    from penstock import AsyncDataLoader, TextDataset
+    data = TextDataset({path!r}, tokenizer="byte", seq_len=64)
+    loader = AsyncDataLoader(data, 4, n_workers=3, output={output!r})
+    {body}
+"""
+
+
+def run(corpus: Path, body: str, output: str = "numpy") -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(SCRIPT).format(path=str(corpus / "parquet"), body=body, output=output)
+    return subprocess.run([sys.executable, "-W", "error", "-X", "dev", "-c", script], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "next(loader)",
+        "loader.start()",
+        "loader.start(); sys.exit(0)",
+        "[next(loader) for _ in range(50)]; loader.shutdown()",
+        "it = iter(loader); next(it); del loader",
+    ],
+)
+def test_the_interpreter_ends_without_a_word(corpus: Path, body: str, output: str) -> None:
+    done = run(corpus, body, output)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_ctrl_c_in_the_middle_ends_cleanly(corpus: Path) -> None:
+    body = "for i, b in enumerate(loader): i != 20 or signal.raise_signal(signal.SIGINT)"
+    done = run(corpus, body)
+    assert done.returncode in (1, 130, -2)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_ctrl_c_while_waiting_for_a_batch_ends_cleanly(corpus: Path) -> None:
+    body = (
+        "from penstock.encode.tokenize import Tokenizer; gone = threading.Event(); "
+        "Tokenizer.encode = lambda *a: gone.wait(2); "
+        "threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start(); next(loader)"
+    )
+    done = run(corpus, body)
+    assert done.returncode in (1, 130, -2)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0: needs a whole number, at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0"),
+        ({"n_workers": -1}, "n_workers=-1"),
+        ({"prefetch_size": 0}, "prefetch_size=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"lanes": 0}, "lanes=0"),
+        ({"output": "jax"}, "output='jax'"),
+        ({"device": "cuda"}, "device='cuda'"),
+        ({"memory_limit": 1000}, "memory_limit=1000 does not hold the 8 batches"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AsyncDataLoader(dataset(corpus), **({"batch_size": 4} | wrong))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"seq_len": 0}, "seq_len=0: needs a whole number, at least 1"),
+        ({"packing": "zip"}, "packing='zip': needs one of 'concat', 'best_fit', 'bos'"),
+        ({"split": "test"}, "split='test'"),
+        ({"val_fraction": 1.5}, "val_fraction=1.5"),
+        ({"on_bad_record": "quarantine"}, "go together"),
+        ({"quarantine": "x.jsonl"}, "go together"),
+        ({"separator": ""}, "separator is empty"),
+        ({"max_ratio": 0.5}, "max_ratio=0.5"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataset(corpus, **wrong)
+    assert says in str(caught.value)
+
+
+def test_stats_add_up(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, epochs=2, output="numpy") as loader:
+        batches = list(loader)
+        stats = loader.stats()
+    assert stats.batches == len(batches)
+    assert stats.tokens == sum(b.inputs.size for b in batches)
+    assert stats.documents == 2 * len(texts())
+    assert stats.empty == 2 * sum(not text for text in texts())
+    assert 0 <= stats.wait_s <= stats.wall_s
+    assert stats.padded_tokens == sum(int((b.targets == -100).sum()) for b in batches)
+    assert loader.stats().documents == stats.documents  # and shutting down forgets nothing

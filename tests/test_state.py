@@ -1,0 +1,248 @@
+"""States: small, plain, checked; and exact after the process was killed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock import AsyncDataLoader, PenstockError, Shard, StateFormat, StateMismatch, TextDataset
+from tests import contracts
+from tests.corpus import train_vocabulary
+
+
+def loader(corpus: Path, about: dict[str, Any] | None = None, **how: Any) -> AsyncDataLoader:
+    settings = {"tokenizer": "byte", "seq_len": 64} | (about or {})
+    data = TextDataset(settings.pop("path", corpus / "parquet"), **settings)
+    return AsyncDataLoader(data, **({"batch_size": 4, "shuffle": True, "seed": 3, "output": "numpy"} | how))
+
+
+def state_after(corpus: Path, n: int, **how: Any) -> dict[str, Any]:
+    with loader(corpus, **how) as stream:
+        contracts.take(stream, n)
+        return stream.state_dict()
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 64])
+def test_a_state_is_json_of_less_than_a_kilobyte_a_lane(corpus: Path, lanes: int) -> None:
+    state = state_after(corpus, 20, lanes=lanes)
+    text = json.dumps(state)
+    assert json.loads(text) == state
+    assert len(text) < 1024 + 128 * (lanes - 1)
+
+
+def test_a_state_names_no_path_of_this_machine(corpus: Path) -> None:
+    state = state_after(corpus, 3, about={"tokenizer": str(corpus / "tokenizer.json")})
+    assert str(corpus) not in json.dumps(state)
+
+
+def test_a_copy_of_the_data_elsewhere_continues_the_run(corpus: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(corpus / "parquet", tmp_path / "moved")
+    whole = contracts.ledger(lambda: loader(corpus), 40)
+    with loader(corpus, {"path": tmp_path / "moved"}) as moved:
+        moved.load_state_dict(state_after(corpus, 15))
+        assert contracts.take(moved, 25) == whole[15:]
+
+
+@pytest.mark.parametrize(
+    ("about", "how", "says"),
+    [
+        ({"seq_len": 32}, {}, "seq_len was 64, is 32"),
+        ({"packing": "bos"}, {}, "packing was 'concat', is 'bos'"),
+        ({}, {"seed": 4}, "seed was 3, is 4"),
+        ({}, {"shuffle": False}, "shuffle was True, is False"),
+        ({"split": "train"}, {}, "split was None, is 'train'"),
+        ({"shuffle_chunks": 8}, {}, "shuffle_chunks was 16, is 8"),
+        ({"eos": None}, {}, "fingerprint was 'byte/256/None', is 'byte/None/None'"),
+    ],
+)
+def test_another_stream_is_refused_and_the_difference_named(
+    corpus: Path, about: dict[str, Any], how: dict[str, Any], says: str
+) -> None:
+    state = state_after(corpus, 5)
+    other = loader(corpus, about, **how)
+    with pytest.raises(StateMismatch) as caught:
+        other.load_state_dict(state)
+    assert says in str(caught.value)
+
+
+def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(corpus / "parquet", tmp_path / "more")
+    shutil.copy(corpus / "parquet" / "a.parquet", tmp_path / "more" / "c.parquet")
+    with pytest.raises(StateMismatch, match="the data changed since the state was saved: .*count was 2, is 3"):
+        loader(corpus, {"path": tmp_path / "more"}).load_state_dict(state_after(corpus, 5))
+
+
+def test_another_vocabulary_of_the_same_name_is_refused(corpus: Path, tmp_path: Path) -> None:
+    state = state_after(corpus, 5, about={"tokenizer": str(corpus / "tokenizer.json")})
+    train_vocabulary(tmp_path / "tokenizer.json", size=350)
+    with pytest.raises(StateMismatch, match="the tokenizer changed"):
+        loader(corpus, {"tokenizer": str(tmp_path / "tokenizer.json")}).load_state_dict(state)
+
+
+def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
+    whole = contracts.ledger(lambda: loader(corpus), 30)
+    with loader(corpus, {"doc_batch": 3, "on_bad_record": "skip"}, n_workers=5, prefetch_size=2) as other:
+        other.load_state_dict(state_after(corpus, 10))
+        assert contracts.take(other, 20) == whole[10:]
+
+
+def test_a_newer_state_says_to_upgrade(corpus: Path) -> None:
+    with pytest.raises(StateFormat, match="version 99, this release reads up to 1"):
+        loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": 99})
+
+
+@pytest.mark.parametrize("foreign", [{}, None, 5, "x", b"", [], {"epoch": 3}, {"_snapshot": {"_step": 1}}, [{"a": 1}]])
+def test_a_foreign_state_is_refused(corpus: Path, foreign: Any) -> None:
+    with pytest.raises(StateFormat):
+        loader(corpus).load_state_dict(foreign)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3), max_leaves=5
+)  # fmt: skip
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+def test_a_damaged_state_is_refused_or_continues_but_never_crashes(corpus: Path, data: st.DataObject) -> None:
+    state = _shared_state(corpus)
+    damaged = copy.deepcopy(state)
+    spot: Any = damaged
+    while True:
+        key = data.draw(st.sampled_from(sorted(spot) if isinstance(spot, dict) else range(len(spot))))
+        child = spot[key]
+        if isinstance(child, dict | list) and child and data.draw(st.booleans()):
+            spot = child
+            continue
+        spot[key] = data.draw(junk)
+        break
+    stream = _shared_loader(corpus)
+    try:
+        stream.load_state_dict(damaged)
+    except PenstockError:
+        stream.load_state_dict(state)  # a refusal changes nothing
+
+
+_cached: dict[str, Any] = {}
+
+
+def _shared_state(corpus: Path) -> dict[str, Any]:
+    if "state" not in _cached:
+        _cached["state"] = json.loads(json.dumps(state_after(corpus, 7, lanes=2)))
+    state: dict[str, Any] = _cached["state"]
+    return state
+
+
+def _shared_loader(corpus: Path) -> AsyncDataLoader:
+    if "loader" not in _cached:
+        _cached["loader"] = loader(corpus, lanes=2)
+    stream: AsyncDataLoader = _cached["loader"]
+    return stream
+
+
+def test_a_place_beyond_the_data_ends_in_a_typed_error_or_goes_on(corpus: Path) -> None:
+    state = state_after(corpus, 5)
+    for place in ([9, 0, 0, 0, 0, 0, 0], [0, 99, 0, 0, 0, 0, 0], [0, 0, 10**9, 0, 0, 0, 0], [0, 0, 0, 0, 10**9, 10**9, 0]):
+        with loader(corpus) as stream:
+            stream.load_state_dict(state | {"at": {"0": place}})
+            assert stream.next_batch(timeout=60) is not None
+
+
+@pytest.mark.parametrize("world", [3, 5, 16])
+def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_those_that_do(corpus: Path, world: int) -> None:
+    state = state_after(corpus, 5, lanes=8)
+    with pytest.raises(StateMismatch, match="would work are 1, 2, 4, 8"):
+        loader(corpus, shard=Shard(world, 0)).load_state_dict(state)
+
+
+def test_lanes_come_from_the_state_unless_asked_for_otherwise(corpus: Path) -> None:
+    state = state_after(corpus, 5, lanes=8)
+    stream = loader(corpus)
+    stream.load_state_dict(state)
+    assert stream.state_dict()["lanes"] == 8
+    with pytest.raises(StateMismatch, match="lanes was 8 when the state was saved, and is 4"):
+        loader(corpus, lanes=4).load_state_dict(state)
+
+
+def test_a_rank_without_the_states_of_its_lanes_is_told_to_load_them_all(corpus: Path) -> None:
+    states = [state_after(corpus, 5, shard=Shard(2, rank), lanes=4) for rank in range(2)]
+    with pytest.raises(StateMismatch, match=r"lane\(s\) 1, 3 of 4.*states of all ranks"):
+        loader(corpus).load_state_dict(states[0])
+    loader(corpus).load_state_dict(states)
+
+
+def test_states_of_different_batches_do_not_go_together(corpus: Path) -> None:
+    states = [state_after(corpus, 5 + rank, shard=Shard(2, rank), lanes=4) for rank in range(2)]
+    with pytest.raises(StateMismatch, match="not taken at the same batch"):
+        loader(corpus).load_state_dict(states)
+
+
+def test_the_second_pass_of_a_finite_stream_resumes_too(corpus: Path) -> None:
+    with loader(corpus, epochs=1) as stream:
+        first = [contracts.digest(b) for b in stream]
+        iter(stream)
+        second = contracts.take(stream, 3)
+        state = stream.state_dict()
+        second += [contracts.digest(b) for b in stream]
+    assert first != second
+    with loader(corpus, epochs=1) as stream:
+        stream.load_state_dict(state)
+        assert [contracts.digest(b) for b in stream] == second[3:]
+
+
+CHILD = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.test_state import loader
+from tests.contracts import digest
+with loader(Path({corpus!r}), about={{"packing": {packing!r}}}, n_workers=2) as stream:
+    path = {state!r}
+    if os.path.exists(path):
+        stream.load_state_dict(json.load(open(path)))
+    for batch in stream:
+        # The digest first: a state that is on disk must never be ahead of what was recorded.
+        print(batch.index, digest(batch), flush=True)
+        with open(path + ".new", "w") as file:
+            json.dump(stream.state_dict(), file)
+        os.replace(path + ".new", path)
+"""
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_killed_process_goes_on_exactly_where_its_last_state_was(corpus: Path, tmp_path: Path, packing: str) -> None:
+    whole = contracts.ledger(lambda: loader(corpus, {"packing": packing}), 150)
+    rng = random.Random(packing)
+    script = CHILD.format(root=str(Path(__file__).parent.parent), corpus=str(corpus), state=str(tmp_path / "s"), packing=packing)
+    recorded: dict[int, str] = {}
+    for _ in range(4):
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _ in range(rng.randrange(1, 30)):
+            number, found = child.stdout.readline().split()
+            assert recorded.setdefault(int(number), found) == found
+        os.kill(child.pid, signal.SIGKILL)
+        for line in child.stdout.read().splitlines():
+            if len(line.split()) == 2:
+                number, found = line.split()
+                assert recorded.setdefault(int(number), found) == found
+        child.wait()
+        child.stdout.close()
+    assert sorted(recorded) == list(range(len(recorded)))
+    checked = min(150, len(recorded))
+    assert [recorded[i] for i in range(checked)] == whole[:checked]
