@@ -161,7 +161,9 @@ def test_warmup_fills_the_one_queue_and_loses_nothing(corpus: Path) -> None:
     assert got == whole
 
 
-def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 40)
     gate = Gate(monkeypatch, free=1)
     with AsyncDataLoader(dataset(corpus), 4, prefetch_size=2, output="numpy", n_workers=1) as loader:
@@ -247,7 +249,10 @@ def test_data_without_text_is_an_error_and_not_an_endless_search(tmp_path: Path,
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n' * 10)
     data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=8)
     for epochs in (None, 2):
-        with AsyncDataLoader(data, 1, epochs=epochs, n_workers=n_workers) as loader, pytest.raises(NoData, match="no text"):
+        with (
+            AsyncDataLoader(data, 1, epochs=epochs, n_workers=n_workers) as loader,
+            pytest.raises(NoData, match="no text"),
+        ):
             next(loader)
 
 
@@ -285,7 +290,9 @@ def test_shutdown_at_200_random_moments_returns_and_leaves_nothing(corpus: Path)
         assert not [t for t in threading.enumerate() if t.name.startswith("penstock-")]
 
 
-def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=3).start()
     for _ in range(3):
@@ -328,7 +335,9 @@ def test_a_loader_that_nobody_holds_ends_its_threads(corpus: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-")]
 
 
-def test_a_stuck_worker_does_not_make_shutdown_hang(corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stuck_worker_does_not_make_shutdown_hang(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     gate = Gate(monkeypatch)
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=1).start()
     assert gate.entered.acquire(timeout=30)
@@ -352,7 +361,9 @@ SCRIPT = """
 
 def run(corpus: Path, body: str, output: str = "numpy") -> subprocess.CompletedProcess[str]:
     script = textwrap.dedent(SCRIPT).format(path=str(corpus / "parquet"), body=body, output=output)
-    return subprocess.run([sys.executable, "-W", "error", "-X", "dev", "-c", script], capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", script], capture_output=True, text=True, timeout=100
+    )
 
 
 @pytest.mark.parametrize("output", ["numpy", "torch"])

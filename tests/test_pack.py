@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.encode import pack
+from penstock.encode import stream
 from penstock.encode.batch import Batcher
-from penstock.encode.pack import Mark, Packer, best_fit, make_packer
+from penstock.encode.best_fit import best_fit
+from penstock.encode.pack import make_packer
+from penstock.encode.rows import Mark, Packer
 from penstock.encode.window import Place, Window
 from penstock.order.shuffle import permutation
 from penstock.types import ChunkRef, FileRef, Packing, Shard, TokenChunk
@@ -23,7 +25,9 @@ FILE = FileRef("f.parquet", "f.parquet", 1, "parquet")
 
 # Windows of documents of ids; a document's last id is its separator, an empty one has none.
 windows_of = st.lists(
-    st.lists(st.integers(0, 30).map(lambda n: [*range(1, n + 1), EOS] if n else []), max_size=12), min_size=1, max_size=5
+    st.lists(st.integers(0, 30).map(lambda n: [*range(1, n + 1), EOS] if n else []), max_size=12),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -40,7 +44,9 @@ def windows(documents: list[list[list[int]]], start: int = 0, shuffle: bool = Fa
     return out
 
 
-def packer(packing: Packing, documents: list[list[list[int]]], seq_len: int, place: Place | None = None, shuffle: bool = False) -> Packer:
+def packer(
+    packing: Packing, documents: list[list[list[int]]], seq_len: int, place: Place | None = None, shuffle: bool = False
+) -> Packer:
     place = place or Place()
     source = iter(windows(documents, place.chunk, shuffle))
     return make_packer(packing, lambda: next(source, None), place, seq_len, 7, DTYPE, keep_tail=True, track=True)
@@ -150,7 +156,9 @@ def test_best_fit_never_overfills_and_leaves_no_two_rows_that_fit_together(lengt
 
 @given(documents=windows_of, seq_len=st.integers(1, 20))
 @pytest.mark.parametrize("packing", ["concat", "bos", "best_fit"])
-def test_positions_count_from_each_document_or_row_start(packing: Packing, documents: list[list[list[int]]], seq_len: int) -> None:
+def test_positions_count_from_each_document_or_row_start(
+    packing: Packing, documents: list[list[list[int]]], seq_len: int
+) -> None:
     batcher = Batcher(
         [packer(packing, documents, seq_len)], shard=Shard(1, 0), lanes=1, batch_size=3, seq_len=seq_len,
         drop_last=False, extras=True, most=2, row=0, batch=0, state=lambda position: {},
@@ -174,7 +182,9 @@ def test_positions_count_from_each_document_or_row_start(packing: Packing, docum
 
 @given(documents=windows_of, seq_len=st.integers(1, 20), shuffle=st.booleans())
 @pytest.mark.parametrize("packing", ["concat", "bos", "best_fit"])
-def test_provenance_leads_back_to_every_id(packing: Packing, documents: list[list[list[int]]], seq_len: int, shuffle: bool) -> None:
+def test_provenance_leads_back_to_every_id(
+    packing: Packing, documents: list[list[list[int]]], seq_len: int, shuffle: bool
+) -> None:
     p = packer(packing, documents, seq_len, shuffle=shuffle)
     while rows := p.rows(2):
         for part in rows:
@@ -191,5 +201,5 @@ def test_provenance_leads_back_to_every_id(packing: Packing, documents: list[lis
 def test_a_long_piece_is_not_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [[[*range(1, 5000), EOS]], [[*range(1, 3000), EOS]]]
     whole = drain(packer("concat", documents, 64), 2)
-    monkeypatch.setattr(pack, "GATHER_TOKENS", 10)
+    monkeypatch.setattr(stream, "GATHER_TOKENS", 10)
     assert drain(packer("concat", documents, 64), 2) == whole

@@ -30,8 +30,12 @@ def lane_chunks(plan: Plan, chunks: list[int], lane: int, epoch: int) -> list[tu
     return out
 
 
-@given(chunks=counts, lanes=st.integers(1, 9), shuffle=st.booleans(), epoch=st.integers(0, 3), seed=st.integers(0, 1 << 64))
-def test_lanes_share_all_chunks_and_none_is_read_twice(chunks: list[int], lanes: int, shuffle: bool, epoch: int, seed: int) -> None:
+@given(
+    chunks=counts, lanes=st.integers(1, 9), shuffle=st.booleans(), epoch=st.integers(0, 3), seed=st.integers(0, 1 << 64)
+)
+def test_lanes_share_all_chunks_and_none_is_read_twice(
+    chunks: list[int], lanes: int, shuffle: bool, epoch: int, seed: int
+) -> None:
     plan = make_plan(len(chunks), lanes, shuffle, seed)
     dealt = list(chain.from_iterable(lane_chunks(plan, chunks, lane, epoch) for lane in range(lanes)))
     assert len(set(dealt)) == len(dealt)
@@ -64,7 +68,9 @@ def test_files_keep_their_order_without_shuffling(n: int, lanes: int) -> None:
 
 def test_a_single_lane_without_shuffling_reads_as_listed() -> None:
     plan = make_plan(30, 1, shuffle=False)
-    assert [x[:2] for x in lane_chunks(plan, [2] * 30, 0, 0)] == [(f"{i}.jsonl", k) for i in range(30) for k in range(2)]
+    assert [x[:2] for x in lane_chunks(plan, [2] * 30, 0, 0)] == [
+        (f"{i}.jsonl", k) for i in range(30) for k in range(2)
+    ]
 
 
 def test_many_files_are_dealt_whole_and_opened_a_few_at_a_time() -> None:

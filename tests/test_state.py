@@ -157,7 +157,12 @@ def _shared_loader(corpus: Path) -> AsyncDataLoader:
 
 def test_a_place_beyond_the_data_ends_in_a_typed_error_or_goes_on(corpus: Path) -> None:
     state = state_after(corpus, 5)
-    for place in ([9, 0, 0, 0, 0, 0, 0], [0, 99, 0, 0, 0, 0, 0], [0, 0, 10**9, 0, 0, 0, 0], [0, 0, 0, 0, 10**9, 10**9, 0]):
+    for place in (
+        [9, 0, 0, 0, 0, 0, 0],
+        [0, 99, 0, 0, 0, 0, 0],
+        [0, 0, 10**9, 0, 0, 0, 0],
+        [0, 0, 0, 0, 10**9, 10**9, 0],
+    ):
         with loader(corpus) as stream:
             stream.load_state_dict(state | {"at": {"0": place}})
             assert stream.next_batch(timeout=60) is not None
@@ -228,7 +233,9 @@ with loader(Path({corpus!r}), about={{"packing": {packing!r}}}, n_workers=2) as 
 def test_a_killed_process_goes_on_exactly_where_its_last_state_was(corpus: Path, tmp_path: Path, packing: str) -> None:
     whole = contracts.ledger(lambda: loader(corpus, {"packing": packing}), 150)
     rng = random.Random(packing)
-    script = CHILD.format(root=str(Path(__file__).parent.parent), corpus=str(corpus), state=str(tmp_path / "s"), packing=packing)
+    script = CHILD.format(
+        root=str(Path(__file__).parent.parent), corpus=str(corpus), state=str(tmp_path / "s"), packing=packing
+    )
     recorded: dict[int, str] = {}
     for _ in range(4):
         child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

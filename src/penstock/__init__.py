@@ -20,9 +20,9 @@ _HOME = {
     "Batch": "encode.batch",
     "Shard": "types",
     "Span": "types",
-    "Stats": "loader",
+    "Stats": "stats",
     "TextDataset": "dataset",
-    "Warmup": "loader",
+    "Warmup": "stats",
     **dict.fromkeys(
         (
             "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra", "NoData",
@@ -57,7 +57,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnevenRanks,
     )
-    from penstock.loader import AsyncDataLoader, Stats, Warmup
+    from penstock.loader import AsyncDataLoader
+    from penstock.stats import Stats, Warmup
     from penstock.types import Shard, Span
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,50 +24,10 @@ from penstock.errors import ConfigError, MissingExtra, StateMismatch
 from penstock.feed.agree import RankAgreement
 from penstock.pipeline import Pipeline, RunSettings, StreamSettings
 from penstock.state import State, parse
+from penstock.stats import Stats, Tally, Warmup
 from penstock.types import MiB, Shard
 
 MEMORY_LIMIT = 1024 * MiB
-
-
-@dataclass(frozen=True, slots=True)
-class Warmup:
-    """What a warmup did."""
-
-    requested: int
-    filled: int
-    wait_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a loader has done since it was created or last given a state."""
-
-    batches: int
-    tokens: int
-    """Input ids handed out, padding included."""
-    documents: int
-    """Documents read into the stream, those of batches not yet handed out included."""
-    text_bytes: int
-    queue_depth: int
-    wait_s: float
-    """Time spent in `next`."""
-    wall_s: float
-    """Time since the first `next`."""
-    empty: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-    """Records left out, by reason."""
-    cropped_tokens: int = 0
-    padded_tokens: int = 0
-    dropped_tokens: int = 0
-
-    @property
-    def data_wait(self) -> float:
-        """The share of the wall time that was spent waiting for data."""
-        return self.wait_s / self.wall_s if self.wall_s > 0 else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class AsyncDataLoader:
@@ -144,13 +104,10 @@ class AsyncDataLoader:
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
-        self._wait_s: float = 0.0
-        self._first_next: float = 0.0
-        self._last_next: float = 0.0
+        self._tally = Tally()
         self._position: Callable[[], Position] | None = None
         self._skip = dataset.read.skip
         self._state = self._fresh_state(self._check_lanes(lanes or self._shard.mod), first=0, batch=0)
-        self._forget_counts()
 
     # Iterating
 
@@ -181,18 +138,14 @@ class AsyncDataLoader:
         self.start()
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
+        now = time.perf_counter()
         if batch is None:
             self._exhausted = True
         else:
             self._position = batch.locate()
-            self._batches += 1
-            self._tokens += batch.tokens
             if self._torch:
                 _to_torch(batch)
-        now = time.perf_counter()
-        self._wait_s += now - begun
-        self._first_next = self._first_next or begun
-        self._last_next = now
+        self._tally.took(begun, now, None if batch is None else batch.tokens)
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
@@ -267,7 +220,7 @@ class AsyncDataLoader:
     def _close(self) -> None:
         if self._pipeline is not None:
             self._finalizer.detach()
-            self._keep_counts()
+            self._tally.keep(self._pipeline)
             self._pipeline.close()
             self._pipeline = None
         self._position = None
@@ -307,7 +260,7 @@ class AsyncDataLoader:
         self._skip = self._dataset.read.skip | own.skip
         self._state = replace(own, skip=self._skip)
         self._exhausted = False
-        self._forget_counts()
+        self._tally = Tally()
 
     def _current(self) -> State:
         return self._state if self._position is None else _advance(self._state, self._position())
@@ -339,48 +292,7 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        counts = dict(self._kept)
-        bad = dict(self._kept_bad)
-        if self._pipeline is not None:
-            for name, value in self._pipeline_counts().items():
-                counts[name] = counts.get(name, 0) + value
-            for reason, n in list(self._pipeline.counts.bad.items()):
-                bad[reason] = bad.get(reason, 0) + n
-        return Stats(
-            batches=self._batches,
-            tokens=self._tokens,
-            queue_depth=self.queue_depth(),
-            wait_s=self._wait_s,
-            wall_s=(self._last_next - self._first_next) if self._first_next else 0.0,
-            bad=bad,
-            documents=counts.get("documents", 0),
-            text_bytes=counts.get("text_bytes", 0),
-            empty=counts.get("empty", 0),
-            cropped_tokens=counts.get("cropped_tokens", 0),
-            padded_tokens=counts.get("padded_tokens", 0),
-            dropped_tokens=counts.get("dropped_tokens", 0),
-        )
-
-    def _pipeline_counts(self) -> dict[str, int]:
-        assert self._pipeline is not None
-        read = self._pipeline.counts
-        return {
-            "documents": read.documents, "text_bytes": read.text_bytes, "empty": read.empty, **self._pipeline.packing()
-        }  # fmt: skip
-
-    def _keep_counts(self) -> None:
-        """Carry the counts of a pipeline over to the next."""
-        assert self._pipeline is not None
-        for name, value in self._pipeline_counts().items():
-            self._kept[name] = self._kept.get(name, 0) + value
-        for reason, n in self._pipeline.counts.bad.items():
-            self._kept_bad[reason] = self._kept_bad.get(reason, 0) + n
-
-    def _forget_counts(self) -> None:
-        self._batches = self._tokens = 0
-        self._wait_s = self._first_next = self._last_next = 0.0
-        self._kept: dict[str, int] = {}
-        self._kept_bad: dict[str, int] = {}
+        return self._tally.stats(self._pipeline)
 
     # Checks
 

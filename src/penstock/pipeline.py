@@ -99,7 +99,7 @@ class Pipeline:
         self._quarantine = Quarantine(run.quarantine) if run.quarantine else None
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._reported: set[int] = set()
-        self.counts = Counts()
+        self._counts = Counts()
         self._pool: Pool = make_pool(run.n_workers)
         settings = LaneSettings(
             chunk_bytes=read.chunk_bytes,
@@ -174,10 +174,16 @@ class Pipeline:
     def threaded(self) -> bool:
         return self._queue is not None
 
-    def packing(self) -> dict[str, int]:
-        """What packing left out or added, over this shard's lanes."""
+    def totals(self) -> dict[str, int]:
+        """What was read into the stream, and what packing left out or added."""
+        counts = self._counts
+        read = {"documents": counts.documents, "empty": counts.empty, "text_bytes": counts.text_bytes}
         names = ("cropped_tokens", "padded_tokens", "dropped_tokens")
-        return {name: sum(getattr(packer.counts, name) for packer in self._packers) for name in names}
+        return read | {name: sum(getattr(p.counts, name) for p in self._packers) for name in names}
+
+    def bad(self) -> dict[str, int]:
+        """Records left out, by reason."""
+        return dict(self._counts.bad)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop and join every thread, close every file. Safe to call again and from any thread."""
@@ -262,20 +268,20 @@ class Pipeline:
 
     def _use(self, chunk: TokenChunk) -> None:
         """A chunk enters the stream: only now does what was found in it count."""
-        self.counts.chunks += 1
-        self.counts.documents += len(chunk.docs)
-        self.counts.empty += chunk.empty
-        self.counts.text_bytes += chunk.text_bytes
+        self._counts.chunks += 1
+        self._counts.documents += len(chunk.docs)
+        self._counts.empty += chunk.empty
+        self._counts.text_bytes += chunk.text_bytes
         if chunk.bad:
             self._report(chunk.bad)
         self._read_ahead()
 
     def _report(self, bad: list[Bad]) -> None:
         for record in bad:
-            if record.reason not in self.counts.bad:
+            if record.reason not in self._counts.bad:
                 log.warning(
                     "left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail
                 )
-            self.counts.bad[record.reason] = self.counts.bad.get(record.reason, 0) + 1
+            self._counts.bad[record.reason] = self._counts.bad.get(record.reason, 0) + 1
         if self._quarantine is not None:
             self._quarantine.write(bad)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.pack import Mark, Packer, Rows
+from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import Place
 from penstock.types import IGNORE, Shard, Span
 

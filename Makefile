@@ -1,0 +1,48 @@
+# Everything a newcomer needs: `make demo` and `make test` set up their own environment.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test test-slow check format bench clean
+
+help:
+	@echo "make demo       stream real text through the loader and show what it does"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the tests that take minutes"
+	@echo "make check      formatting, lint and types"
+	@echo "make format     format the code"
+	@echo "make bench      run the benchmarks (on an idle machine)"
+	@echo "make clean      remove the environment and everything made"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Penstock needs Python 3.11 or later, and $(PYTHON) is older: make PYTHON=python3.12 …"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/penstock demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""`penstock`: the commands, and how their errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+from penstock.cli.demo import demo
+from penstock.errors import PenstockError
+
+cli = typer.Typer(
+    help="Feeds text to a training run, so that the accelerator never waits.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cli.command()(demo)
+
+_debug = False
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of all commands."""
+    global _debug
+    _debug = debug
+
+
+def app() -> None:
+    """Run the command line. An error of ours is one line and exit code 1."""
+    try:
+        cli()
+    except PenstockError as error:
+        if _debug:
+            raise
+        print(f"penstock: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,79 @@
+"""Train a small byte-level BPE vocabulary on the spot, for demos and benchmarks.
+
+In:    text, as bytes.
+Out:   a tokenizer.json in GPT-2's style.
+Where: the thread that asks; a third of a second for 12 MB and 4,096 ids.
+State: none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+
+EOS = "<|endoftext|>"
+
+
+def train_tokenizer(text: bytes, vocab_size: int) -> str:
+    """A tokenizer.json for a vocabulary learnt from the text."""
+    import gigatoken
+
+    with _silenced():
+        vocab, merges = gigatoken.train_bpe(text, vocab_size, [EOS])
+    letters = _letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    eos_id = next((id for id, token in vocab.items() if token == EOS.encode()), len(vocab))
+    words = {spell(token): id for id, token in vocab.items() if id != eos_id}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": eos_id, "content": EOS, **special}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": byte_level,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "vocab": words,
+                "merges": [f"{spell(a)} {spell(b)}" for a, b in merges],
+            },
+        }
+    )
+
+
+def _letters() -> list[str]:
+    """GPT-2's spelling of bytes: printable ones as they are, the others as letters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """The trainer prints its progress past Python's streams."""
+    saved = [os.dup(fd) for fd in (1, 2)]
+    with tempfile.TemporaryFile() as sink:
+        for fd in (1, 2):
+            os.dup2(sink.fileno(), fd)
+        try:
+            yield
+        finally:
+            for fd, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, fd)
+                os.close(copy)

@@ -1,0 +1,96 @@
+"""What a loader has done, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """What a warmup did."""
+
+    requested: int
+    filled: int
+    wait_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a loader has done since it was created or last given a state."""
+
+    batches: int
+    tokens: int
+    """Input ids handed out, padding included."""
+    documents: int = 0
+    """Documents read into the stream, those of batches not yet handed out included."""
+    text_bytes: int = 0
+    queue_depth: int = 0
+    wait_s: float = 0.0
+    """Time spent in `next`."""
+    wall_s: float = 0.0
+    """Time since the first `next`."""
+    empty: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    """Records left out, by reason."""
+    cropped_tokens: int = 0
+    padded_tokens: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the wall time that was spent waiting for data."""
+        return self.wait_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up what a loader and its pipelines, one after the other, have done."""
+
+    batches: int = 0
+    tokens: int = 0
+    wait_s: float = 0.0
+    first: float | None = None
+    last: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    bad: dict[str, int] = field(default_factory=dict)
+
+    def took(self, begun: float, now: float, tokens: int | None) -> None:
+        """A call of `next`, with the tokens it gave or None for none."""
+        self.wait_s += now - begun
+        self.first = begun if self.first is None else self.first
+        self.last = now
+        if tokens is not None:
+            self.batches += 1
+            self.tokens += tokens
+
+    def keep(self, pipeline: Pipeline) -> None:
+        """Carry over what a pipeline that ends has counted."""
+        _add(self.counts, pipeline.totals())
+        _add(self.bad, pipeline.bad())
+
+    def stats(self, pipeline: Pipeline | None) -> Stats:
+        """Everything so far, with what the running pipeline has counted."""
+        counts, bad = dict(self.counts), dict(self.bad)
+        if pipeline is not None:
+            _add(counts, pipeline.totals())
+            _add(bad, pipeline.bad())
+        return Stats(
+            batches=self.batches,
+            tokens=self.tokens,
+            queue_depth=0 if pipeline is None else pipeline.depth,
+            wait_s=self.wait_s,
+            wall_s=0.0 if self.first is None else self.last - self.first,
+            bad=bad,
+            **counts,
+        )
+
+
+def _add(into: dict[str, int], more: dict[str, int]) -> None:
+    for name, n in more.items():
+        into[name] = into.get(name, 0) + n

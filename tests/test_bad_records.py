@@ -1,0 +1,432 @@
+"""Records that cannot be used: raised with their place, or left out and counted, alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import BadRecord, ConfigError, CorruptFile
+from tests.reading import bytes_of, documents, ids_of, open_loader, split_ids
+
+GOOD = [b"first", "zweit\u00e9s".encode(), b"third", b"last"]
+MAX_DOC = 2000
+
+
+class Case(NamedTuple):
+    """A file in which a bad record stands between good ones."""
+
+    name: str
+    data: bytes
+    reason: str
+    where: str
+    """What the error says of its place."""
+    settings: dict[str, Any]
+    row_group: int | None
+    row: int
+
+
+def lines(bad: bytes) -> tuple[bytes, int]:
+    """JSONL with the bad line in its middle, and where that begins."""
+    good = [json.dumps({"text": text.decode()}).encode() for text in GOOD]
+    before = b"".join(line + b"\n" for line in good[:2])
+    return before + bad + b"\n" + b"\n".join(good[2:]), len(before)
+
+
+def jsonl_case(bad: bytes, reason: str) -> Case:
+    data, at = lines(bad)
+    return Case("a.jsonl", data, reason, f"a.jsonl, byte {at}: ", {}, None, at)
+
+
+def text_case(bad: bytes, reason: str) -> Case:
+    data = b"\0".join([*GOOD[:2], bad, *GOOD[2:]])
+    at = sum(len(text) + 1 for text in GOOD[:2])
+    return Case("a.txt", data, reason, f"a.txt, byte {at}: ", {"separator": b"\0"}, None, at)
+
+
+def parquet_bytes(column: pa.Array, **how: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"n": pa.array(range(len(column))), "text": column}), sink, **how)
+    return bytes(sink.getvalue())
+
+
+def unchecked(texts: list[bytes], kind: pa.DataType) -> pa.Array:
+    """A column of bytes that claims to be text; Arrow's own constructors would refuse it."""
+    width = np.int64 if kind in (pa.large_string(), pa.large_binary()) else np.int32
+    offsets = np.cumsum([0, *map(len, texts)]).astype(width)
+    return pa.Array.from_buffers(kind, len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))])
+
+
+def parquet_case(bad: bytes, reason: str, kind: pa.DataType, row_group_size: int) -> Case:
+    column = unchecked([*GOOD[:2], bad, *GOOD[2:]], kind)
+    group, row = divmod(2, row_group_size)
+    where = f"a.parquet, row group {group}, row {row}: "
+    return Case("a.parquet", parquet_bytes(column, row_group_size=row_group_size), reason, where, {}, group, row)
+
+
+BROKEN_UTF8 = b"broken \xff\xfe bytes"
+TOO_LONG = b"x" * (MAX_DOC + 1)
+LONG_LINE = json.dumps({"text": "x" * 3 * MAX_DOC}).encode()
+
+CASES: dict[str, Callable[[], Case]] = {
+    "broken json": lambda: jsonl_case(b'{"text": "unfinished', "invalid_json"),
+    "two objects in a line": lambda: jsonl_case(b'{"text": "a"} {"text": "b"}', "invalid_json"),
+    "raw control character": lambda: jsonl_case(b'{"text": "a\x01b"}', "invalid_json"),
+    "json array": lambda: jsonl_case(b'["text"]', "invalid_json"),
+    "json string": lambda: jsonl_case(b'"text"', "invalid_json"),
+    "deep nesting": lambda: jsonl_case(b'{"text": ' + b"[" * 900 + b"]" * 899, "invalid_json"),
+    "missing field": lambda: jsonl_case(b'{"content": "x"}', "missing_field"),
+    "number for text": lambda: jsonl_case(b'{"text": 17}', "not_a_string"),
+    "list for text": lambda: jsonl_case(b'{"text": ["x"]}', "not_a_string"),
+    "object for text": lambda: jsonl_case(b'{"text": {"text": "x"}}', "not_a_string"),
+    "boolean for text": lambda: jsonl_case(b'{"text": true}', "not_a_string"),
+    "invalid utf-8 in jsonl": lambda: jsonl_case(b'{"text": "' + BROKEN_UTF8 + b'"}', "invalid_utf8"),
+    "cut character in jsonl": lambda: jsonl_case(b'{"text": "\xf0\x9f\x99"}', "invalid_utf8"),
+    "encoded surrogate in jsonl": lambda: jsonl_case(b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),
+    "lone high surrogate": lambda: jsonl_case(b'{"text": "a \\ud83d b"}', "invalid_utf8"),
+    "lone low surrogate": lambda: jsonl_case(b'{"text": "a \\ude42 b"}', "invalid_utf8"),
+    "too long in jsonl": lambda: jsonl_case(LONG_LINE, "too_long"),
+    "invalid utf-8 in text": lambda: text_case(BROKEN_UTF8, "invalid_utf8"),
+    "too long in text": lambda: text_case(TOO_LONG, "too_long"),
+    "much too long in text": lambda: text_case(TOO_LONG * 500, "too_long"),
+    "invalid utf-8 in a string column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.string(), 100),
+    "invalid utf-8 in a large_string column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.large_string(), 3),
+    "invalid utf-8 in a binary column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.binary(), 2),
+    "too long in parquet": lambda: parquet_case(TOO_LONG, "too_long", pa.string(), 100),
+    "too long in a binary column": lambda: parquet_case(TOO_LONG, "too_long", pa.large_binary(), 2),
+}
+every_case = pytest.mark.parametrize("case", list(CASES))
+
+
+def dataset_of(folder: Path, case: Case, **settings: Any) -> Any:
+    path = folder / case.name
+    path.write_bytes(case.data)
+    return bytes_of(path, max_doc_bytes=MAX_DOC, chunk_bytes=1 << 20, **case.settings, **settings)
+
+
+@every_case
+def test_raise_names_the_file_and_the_place_and_what_to_do(tmp_path: Path, case: str) -> None:
+    made = CASES[case]()
+    with pytest.raises(BadRecord) as caught:
+        documents(dataset_of(tmp_path, made))
+    assert str(caught.value).startswith(made.where)
+    assert "on_bad_record='skip'" in str(caught.value)
+
+
+@every_case
+def test_skip_keeps_every_good_record_of_the_same_chunk(tmp_path: Path, case: str) -> None:
+    assert documents(dataset_of(tmp_path, CASES[case](), on_bad_record="skip")) == GOOD
+
+
+@every_case
+def test_skip_counts_by_reason(tmp_path: Path, case: str) -> None:
+    made = CASES[case]()
+    with open_loader(dataset_of(tmp_path, made, on_bad_record="skip")) as loader:
+        for _ in loader:
+            pass
+        assert loader.stats().bad == {made.reason: 1}
+
+
+@every_case
+def test_quarantine_writes_address_and_reason_and_keeps_the_rest(tmp_path: Path, case: str) -> None:
+    made = CASES[case]()
+    where = tmp_path / "deep" / "bad.jsonl"
+    assert documents(dataset_of(tmp_path, made, on_bad_record="quarantine", quarantine=where)) == GOOD
+    (line,) = where.read_text().splitlines()
+    record = json.loads(line)
+    assert record.pop("detail")
+    assert record == {"file": made.name, "row_group": made.row_group, "row": made.row, "reason": made.reason}
+
+
+@pytest.mark.parametrize("bad", [b"", b"x" * (MAX_DOC + 1), BROKEN_UTF8])
+def test_a_bad_file_of_a_bundle_leaves_the_others(tmp_path: Path, bad: bytes) -> None:
+    for i, text in enumerate([*GOOD[:2], bad, *GOOD[2:]]):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    assert documents(bytes_of(tmp_path, on_bad_record="skip", max_doc_bytes=MAX_DOC)) == GOOD
+
+
+def test_a_bad_file_of_a_bundle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_bytes(b"good")
+    (tmp_path / "1.txt").write_bytes(BROKEN_UTF8)
+    with pytest.raises(BadRecord, match=r"^1\.txt, byte 0: not UTF-8 at byte 7 of the text"):
+        documents(bytes_of(tmp_path))
+
+
+def test_null_for_text_is_empty_and_not_bad(tmp_path: Path) -> None:
+    data, _ = lines(b'{"text": null}')
+    (tmp_path / "a.jsonl").write_bytes(data)
+    assert documents(bytes_of(tmp_path / "a.jsonl")) == GOOD
+
+
+def test_a_missing_field_is_named_with_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
+    with pytest.raises(BadRecord, match=r"no field 'text' among 'content', 'url'"):
+        documents(bytes_of(tmp_path / "a.jsonl"))
+
+
+def test_a_text_of_just_the_longest_length_is_kept(tmp_path: Path) -> None:
+    longest = b"\xc3\xa9" * (MAX_DOC // 2)
+    data = parquet_bytes(pa.array([longest.decode(), "x" * (MAX_DOC + 1)]))
+    (tmp_path / "a.parquet").write_bytes(data)
+    assert documents(bytes_of(tmp_path / "a.parquet", max_doc_bytes=MAX_DOC, on_bad_record="skip")) == [longest]
+
+
+def test_reasons_are_counted_apart_and_empty_texts_are_not_bad(tmp_path: Path) -> None:
+    bad = [b"{", b"{", b'{"a": 1}', b'{"text": 1}', b'{"text": ""}', b'{"text": null}', b"", LONG_LINE]
+    data, _ = lines(b"\n".join(bad))
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with open_loader(bytes_of(tmp_path / "a.jsonl", on_bad_record="skip", max_doc_bytes=MAX_DOC)) as loader:
+        assert split_ids(ids_of(loader)) == GOOD
+        stats = loader.stats()
+    assert stats.bad == {"invalid_json": 2, "missing_field": 1, "not_a_string": 1, "too_long": 1}
+    assert stats.empty == 2
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_long_record_whose_end_is_not_looked_for_does_not_change_the_count_of_empty_ones(
+    tmp_path: Path, kind: str
+) -> None:
+    empty = b'{"text": ""}\n{"text": "a"}\n' if kind == "jsonl" else b"a\n\n"
+    path = tmp_path / f"a.{kind}"
+    # The last record of the chunk goes on for a megabyte, so its end is never read.
+    path.write_bytes(empty + b'{"text": "' + b"x" * (1 << 20))
+    with open_loader(
+        bytes_of(path, on_bad_record="skip", max_doc_bytes=MAX_DOC, chunk_bytes=1024, separator="\n")
+    ) as loader:
+        assert split_ids(ids_of(loader)) == [b"a"]
+        assert (loader.stats().empty, loader.stats().bad) == (1, {"too_long": 1})
+
+
+def test_every_epoch_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    data, _ = lines(b"{")
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with open_loader(bytes_of(tmp_path / "a.jsonl", on_bad_record="skip"), epochs=3) as loader:
+        assert split_ids(ids_of(loader)) == GOOD * 3
+        assert loader.stats().bad == {"invalid_json": 3}
+
+
+def test_quarantine_is_appended_to(tmp_path: Path) -> None:
+    where = tmp_path / "bad.jsonl"
+    where.write_text("an earlier run\n")
+    documents(dataset_of(tmp_path, CASES["json array"](), on_bad_record="quarantine", quarantine=where))
+    assert len(where.read_text().splitlines()) == 2
+
+
+def test_a_quarantine_that_cannot_be_written_is_an_error_before_any_batch(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    data = dataset_of(
+        tmp_path, CASES["json array"](), on_bad_record="quarantine", quarantine=tmp_path / "file" / "bad.jsonl"
+    )
+    with pytest.raises(ConfigError, match=r"cannot write quarantine=.*bad\.jsonl"):
+        open_loader(data).start()
+
+
+@pytest.mark.parametrize("how", [{"on_bad_record": "quarantine"}, {"quarantine": "x.jsonl"}, {"on_bad_record": "no"}])
+def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, how: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    with pytest.raises(ConfigError, match="on_bad_record"):
+        bytes_of(tmp_path / "a.jsonl", **how)
+
+
+# How an error arrives
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("case", ["broken json", "invalid utf-8 in a string column", "too long in text"])
+def test_an_error_arrives_through_next_as_its_own_type_with_stage_and_file(
+    tmp_path: Path, case: str, n_workers: int
+) -> None:
+    made = CASES[case]()
+    with open_loader(dataset_of(tmp_path, made), n_workers=n_workers) as loader, pytest.raises(BadRecord) as caught:
+        next(loader)
+    (note,) = caught.value.__notes__
+    assert "stage fetch, decode" in note
+    assert str(tmp_path / made.name) in note
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_batches_before_the_bad_record_arrive_first(tmp_path: Path, n_workers: int) -> None:
+    good = "".join(json.dumps({"text": f"{i} " * 100}) + "\n" for i in range(200))
+    (tmp_path / "a.jsonl").write_text(good + "{\n")
+    batches: list[Any] = []
+    with open_loader(bytes_of(tmp_path, chunk_bytes=4096), n_workers=n_workers) as loader, pytest.raises(BadRecord):
+        batches.extend(loader)
+    assert len(batches) * 512 > len(good) // 2
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_an_error_is_raised_again_by_the_next_call(tmp_path: Path, n_workers: int) -> None:
+    with open_loader(dataset_of(tmp_path, CASES["broken json"]()), n_workers=n_workers) as loader:
+        for _ in range(3):
+            with pytest.raises(BadRecord):
+                next(loader)
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_file_that_cannot_be_opened_at_all_is_raised_with_its_stage(tmp_path: Path, n_workers: int) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with open_loader(bytes_of(tmp_path), n_workers=n_workers) as loader, pytest.raises(CorruptFile) as caught:
+        next(loader)
+    assert any("stage fetch" in note and "a.parquet" in note for note in getattr(caught.value, "__notes__", []))
+
+
+# Files and row groups that cannot be read
+
+TEXTS = [f"text number {i} " + "lorem ipsum " * (i % 9) for i in range(400)]
+ENCODED = [text.encode() for text in TEXTS]
+
+
+def write_sound(folder: Path) -> None:
+    (folder / "b.parquet").write_bytes(parquet_bytes(pa.array(["sound"])))
+
+
+def flip_page(data: bytes, row_group: int) -> bytes:
+    """The file with some bits of a row group's text page flipped."""
+    column = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(row_group).column(1)
+    damaged = bytearray(data)
+    at = column.data_page_offset + column.total_compressed_size // 2
+    damaged[at] ^= 0x10
+    return bytes(damaged)
+
+
+@pytest.fixture
+def flipped(tmp_path: Path) -> Path:
+    """A file of four row groups, the second of which is damaged."""
+    data = parquet_bytes(
+        pa.array(TEXTS), row_group_size=100, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    path = tmp_path / "a.parquet"
+    path.write_bytes(flip_page(data, 1))
+    return path
+
+
+def test_a_flipped_bit_in_a_page_is_raised_with_file_and_row_group(flipped: Path) -> None:
+    with pytest.raises(CorruptFile, match=r"a\.parquet, row group 1 cannot be read"):
+        documents(bytes_of(flipped))
+
+
+def test_skipping_a_flipped_page_keeps_all_other_row_groups(flipped: Path) -> None:
+    assert documents(bytes_of(flipped, on_bad_record="skip")) == ENCODED[:100] + ENCODED[200:]
+
+
+def test_a_flipped_page_is_written_to_the_quarantine(flipped: Path) -> None:
+    where = flipped.parent / "bad.jsonl"
+    documents(bytes_of(flipped, on_bad_record="quarantine", quarantine=where))
+    (record,) = map(json.loads, where.read_text().splitlines())
+    assert (record["file"], record["row_group"], record["reason"]) == ("a.parquet", 1, "corrupt")
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd"])
+def test_a_flipped_bit_in_a_compressed_page_is_found(tmp_path: Path, compression: str) -> None:
+    data = parquet_bytes(
+        pa.array(TEXTS), row_group_size=100, write_page_checksum=True, compression=compression, use_dictionary=False
+    )
+    (tmp_path / "a.parquet").write_bytes(flip_page(data, 2))
+    assert documents(bytes_of(tmp_path / "a.parquet", on_bad_record="skip")) == ENCODED[:200] + ENCODED[300:]
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
+def test_a_truncated_parquet_file_is_raised_by_name(tmp_path: Path, kept: int) -> None:
+    data = parquet_bytes(pa.array(TEXTS))
+    (tmp_path / "a.parquet").write_bytes(data[:kept])
+    size = len(data[:kept])
+    with pytest.raises(CorruptFile, match=rf"a\.parquet is no readable Parquet file \({size} bytes\).*fetch it again"):
+        documents(bytes_of(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
+def test_skipping_a_truncated_parquet_file_keeps_the_other_files(tmp_path: Path, kept: int) -> None:
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(pa.array(TEXTS))[:kept])
+    write_sound(tmp_path)
+    with open_loader(bytes_of(tmp_path, on_bad_record="skip")) as loader:
+        assert split_ids(ids_of(loader)) == [b"sound"]
+        assert loader.stats().bad == {"corrupt": 1}
+
+
+def test_a_file_whose_middle_was_cut_out_is_found(tmp_path: Path) -> None:
+    data = parquet_bytes(pa.array(TEXTS), row_group_size=100, compression="none")
+    # The footer is there, and what it points to has moved.
+    (tmp_path / "a.parquet").write_bytes(data[:100] + data[1100:])
+    with pytest.raises(CorruptFile, match=r"a\.parquet"):
+        documents(bytes_of(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_plain_file_of_zero_bytes_is_nothing_beside_others(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    write_sound(tmp_path)
+    assert documents(bytes_of(tmp_path)) == [b"sound"]
+
+
+# Bombs: files of up to 64 MiB of text are let pass whatever their ratio
+
+
+def bomb(folder: Path) -> Path:
+    """A gzip file of good lines, then a hundred megabytes of nothing much."""
+    good = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:50])
+    filler = gzip.compress(b'{"text": ""}\n' * (1 << 20))
+    path = folder / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(good) + 8 * filler)
+    return path
+
+
+def test_a_bomb_is_raised_by_name_and_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFile, match=r"a\.jsonl\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"):
+        documents(bytes_of(bomb(tmp_path), max_ratio=10))
+
+
+def test_skipping_a_bomb_keeps_what_came_before(tmp_path: Path) -> None:
+    with open_loader(bytes_of(bomb(tmp_path), max_ratio=10, on_bad_record="skip")) as loader:
+        assert split_ids(ids_of(loader)) == ENCODED[:50]
+        assert loader.stats().bad == {"bomb": 1}
+
+
+def test_honest_data_under_the_ratio_is_read_to_its_end(tmp_path: Path) -> None:
+    assert documents(bytes_of(bomb(tmp_path), max_ratio=1e6)) == ENCODED[:50]
+
+
+def write_repeating(folder: Path) -> Path:
+    """A dictionary-encoded column: a megabyte on disk, a hundred and more when written out."""
+    value = "x" * (1 << 20)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100 + [1], pa.int32()), pa.array([value, "end"]))
+    path = folder / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path, compression="zstd")
+    return path
+
+
+def test_a_parquet_file_that_repeats_one_big_value_is_a_bomb(tmp_path: Path) -> None:
+    with pytest.raises(
+        CorruptFile, match=r"a\.parquet, row group 0: \d+ bytes on disk decode to more than .*max_ratio"
+    ):
+        documents(bytes_of(write_repeating(tmp_path), max_ratio=10))
+
+
+def test_skipping_a_parquet_bomb_keeps_the_other_files(tmp_path: Path) -> None:
+    write_repeating(tmp_path)
+    write_sound(tmp_path)
+    with open_loader(bytes_of(tmp_path, max_ratio=10, on_bad_record="skip")) as loader:
+        assert split_ids(ids_of(loader)) == [b"sound"]
+        assert loader.stats().bad == {"bomb": 1}
+
+
+def test_a_plain_string_column_that_repeats_one_big_value_is_a_bomb_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    column = pa.array(["x" * (1 << 20)] * 100)
+    pq.write_table(pa.table({"text": column}), path, compression="zstd", use_dictionary=True)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(CorruptFile, match="decode to more than"):
+        documents(bytes_of(path, max_ratio=10))
+
+
+def test_a_compressed_parquet_file_that_expands_too_far_is_a_bomb(tmp_path: Path) -> None:
+    data = parquet_bytes(pa.array(["x" * (80 << 20)]), compression="none", use_dictionary=False)
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(data, 1))
+    with pytest.raises(CorruptFile, match=r"a\.parquet\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"):
+        documents(bytes_of(tmp_path / "a.parquet.gz", max_ratio=10))
