@@ -46,6 +46,8 @@ class LaneSettings:
     window_chunks: int
     window_bytes: int
     end_epoch: int | None
+    expansion: int
+    """How many times its text a chunk takes while it is worked on."""
     dtype: np.dtype[Any]
 
 
@@ -87,7 +89,7 @@ class Lane:
 
     def ahead_bytes(self) -> int:
         """Memory that the chunks asked for take, or may take while they are worked on."""
-        return sum(a.task.result().nbytes if finished(a.task) else 3 * a.ref.nbytes for a in self._ahead)
+        return sum(a.task.result().nbytes if finished(a.task) else self._settings.expansion * a.ref.nbytes for a in self._ahead)
 
     def wanted_ahead(self, n_workers: int) -> int:
         """Chunks that should be under way: the next window, and work for every thread beyond it."""

@@ -106,6 +106,7 @@ class Pipeline:
             window_chunks=stream.window_chunks if stream.shuffle else 1,
             window_bytes=stream.window_bytes,
             end_epoch=run.end_epoch,
+            expansion=tokenizer.expansion,
             dtype=tokenizer.dtype,
         )
         self._lanes = [

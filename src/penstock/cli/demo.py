@@ -73,9 +73,7 @@ def _introduce(console: Console, data: TextDataset) -> None:
     console.print(
         f"text         {data.files[0].name}: the interpreter's own library and manual, {size:.1f} MB of Parquet"
     )
-    console.print(
-        f"vocabulary   {data.tokenizer.vocabulary.size} ids, trained on that text; engine {data.tokenizer.engine.name}"
-    )
+    console.print(f"vocabulary   {data.tokenizer.size} ids, trained on that text; engine {data.tokenizer.engine.name}")
     console.print(f"batches      {BATCH} rows of {SEQ_LEN} tokens, shuffled")
 
 

@@ -10,6 +10,7 @@ State: the libraries' own caches. gigatoken's never forgets a word, so its insta
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ class Engine(Protocol):
     """Encodes texts. Called by many threads at once."""
 
     name: str
+    vocab_size: int
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]: ...
 
@@ -45,6 +47,7 @@ class ByteEngine:
     """Each byte is its own id."""
 
     name = "byte"
+    vocab_size = 256
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         return text_buffers(texts)
@@ -62,6 +65,7 @@ class TokenizersEngine:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
+        self.vocab_size = self._tokenizer.get_vocab_size()
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
@@ -75,6 +79,7 @@ class TiktokenEngine:
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
+        self.vocab_size = encoding.n_vocab
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         return _flatten([self._encoding.encode_ordinary(text) for text in texts.to_pylist()])
@@ -102,15 +107,26 @@ class GigatokenEngine:
         # An instance serialises its callers, so each call has one to itself. There are as many as
         # there were calls at once, and the one used last, whose cache is warm, is used next.
         self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
+        self._warm = threading.Event()
+        self.vocab_size = int(self._idle[0].tokenizer.vocab_size)
         self.replaced = 0
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        import awkward as ak
-
         try:
             instance = self._idle.pop()
         except IndexError:
+            # Loading holds the GIL for a tenth of a second: the very first chunk, for which somebody
+            # is waiting, goes before it.
+            self._warm.wait()
             instance = _Instance(self._load())
+        try:
+            return self._encode(instance, texts)
+        finally:
+            self._warm.set()
+
+    def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        import awkward as ak
+
         data, offsets = text_buffers(texts)
         layout = ak.contents.ListOffsetArray(
             ak.index.Index64(offsets),
@@ -120,7 +136,7 @@ class GigatokenEngine:
         encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
         instance.seen += len(data)
         if self._growth.exceeded(instance.seen, self.MIN_TEXT, self.MAX_TEXT):
-            del instance
+            instance.tokenizer = None
             self.replaced += 1
             self._growth.released()
         else:

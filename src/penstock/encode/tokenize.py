@@ -65,10 +65,19 @@ class Tokenizer:
     bos_id: int | None
 
     @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return vocabulary_size(self.vocabulary, self.engine)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The narrowest type that holds every id."""
-        ids = [self.vocabulary.size - 1, self.eos_id or 0, self.bos_id or 0]
-        return np.dtype(np.uint16 if max(ids) < 1 << 16 else np.uint32)
+        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+
+    @property
+    def expansion(self) -> int:
+        """How many times a text's bytes are needed while it is encoded: text, ids, narrow ids, a copy."""
+        return 5 if self.engine.name == "byte" else 3
 
     @property
     def pad_id(self) -> int:
@@ -134,12 +143,19 @@ def load_tokenizer(
                 f"{', '.join(vocabulary.specials) or 'no special tokens'}). Name it: eos='…', or eos=None for none"
             )
         eos = vocabulary.eos
+    chosen = _choose_engine(vocabulary, engine, cache_bytes)
+    size = vocabulary_size(vocabulary, chosen)
     return Tokenizer(
         vocabulary=vocabulary,
-        engine=_choose_engine(vocabulary, engine, cache_bytes),
-        eos_id=vocabulary.special(eos, "eos"),
-        bos_id=vocabulary.special(bos, "bos"),
+        engine=chosen,
+        eos_id=vocabulary.special(eos, "eos", size),
+        bos_id=vocabulary.special(bos, "bos", size),
     )
+
+
+def vocabulary_size(vocabulary: Vocabulary, engine: Engine) -> int:
+    """One more than the largest id, special tokens included: the engine knows only the others."""
+    return max(engine.vocab_size, *(id + 1 for id in vocabulary.specials.values()), 0)
 
 
 def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Engine:

@@ -1,0 +1,85 @@
+"""Memory: bounded by settings, not by the data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.types import MiB
+
+CHILD = """
+import json, sys
+from penstock import AsyncDataLoader, TextDataset
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+about, how, batches = json.loads(sys.argv[1])
+data = TextDataset(tokenizer="byte", **about)
+with AsyncDataLoader(data, output="numpy", **how) as loader:
+    next(loader)
+    first = status("RssAnon")
+    for _ in range(batches):
+        if loader.next_batch() is None:
+            break
+    print(json.dumps({"peak": status("VmHWM"), "first": first, "last": status("RssAnon"), "read": loader.stats().text_bytes}))
+"""
+
+
+def measure(about: dict[str, Any], how: dict[str, Any], batches: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps([about, how, batches])], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, int] = json.loads(done.stdout)
+    return result
+
+
+def letters(n: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(97, 123, n, dtype=np.uint8).tobytes()
+
+
+def write(path: Path, groups: int, group_bytes: int, doc_bytes: int) -> None:
+    """Row groups of documents of one length."""
+    per_group = max(1, group_bytes // doc_bytes)
+    with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), compression="lz4", use_dictionary=False) as writer:
+        for group in range(groups):
+            texts = [letters(doc_bytes, group * per_group + i).decode() for i in range(per_group)]
+            writer.write_table(pa.table({"text": texts}), row_group_size=per_group)
+
+
+def test_large_row_groups_and_documents_stay_within_the_stated_bound(tmp_path: Path) -> None:
+    group = 24 * MiB
+    write(tmp_path / "large.parquet", groups=16, group_bytes=group, doc_bytes=8 * MiB)
+    limit = 192 * MiB
+    about = {"urls": str(tmp_path / "large.parquet"), "seq_len": 1024, "shuffle_bytes": group}
+    how = {"batch_size": 16, "n_workers": 2, "shuffle": True, "memory_limit": limit, "epochs": 1}
+    used = measure(about, how, batches=100_000)
+    assert used["read"] >= 16 * group
+    # Interpreter and libraries; read-ahead and queue; two windows of tokens (2 bytes each); what each
+    # worker has in hand, which is five times its text where every byte is a token.
+    bound = 160 * MiB + limit + 2 * (2 * group) + 2 * 5 * group
+    assert used["peak"] < bound, f"{used['peak'] / MiB:.0f} MiB, allowed are {bound / MiB:.0f}"
+
+
+def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
+    write(tmp_path / "small.parquet", groups=16, group_bytes=MiB, doc_bytes=2000)
+    about = {"urls": str(tmp_path / "small.parquet"), "seq_len": 1024}
+    how = {"batch_size": 16, "n_workers": 2, "shuffle": True, "memory_limit": 64 * MiB}
+    used = measure(about, how, batches=12_000)
+    assert used["read"] >= 10 * 16 * MiB
+    assert used["last"] - used["first"] < 160 * MiB
+
+
+def test_a_small_limit_still_runs(tmp_path: Path) -> None:
+    write(tmp_path / "d.parquet", groups=4, group_bytes=4 * MiB, doc_bytes=2000)
+    about = {"urls": str(tmp_path / "d.parquet"), "seq_len": 1024}
+    how = {"batch_size": 16, "prefetch_size": 1, "n_workers": 3, "shuffle": True, "memory_limit": 600_000, "epochs": 1}
+    assert measure(about, how, batches=300_000)["read"] >= 16 * MiB

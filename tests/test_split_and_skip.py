@@ -1,0 +1,345 @@
+"""Which documents belong to a split, and leaving single documents out: by address, whatever else there is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import ConfigError, NoData, Shard, Span, StateFormat, TextDataset
+from penstock.types import Address
+from tests.reading import bytes_of, documents, documents_of_lanes, ids_of, open_loader, split_ids, write_jsonl
+
+TEXTS = [f"document {i} " + "é" * (i * 7 % 30) for i in range(400)]
+WANTED = [text.encode() for text in TEXTS]
+
+
+def make_parquet(folder: Path) -> TextDataset:
+    for name, part in (("a", TEXTS[:150]), ("b", TEXTS[150:])):
+        pq.write_table(pa.table({"text": part}), folder / f"{name}.parquet", row_group_size=64)
+    return bytes_of(folder)
+
+
+def make_jsonl(folder: Path) -> TextDataset:
+    write_jsonl(folder / "a.jsonl", TEXTS[:150])
+    write_jsonl(folder / "b.jsonl", TEXTS[150:])
+    return bytes_of(folder, chunk_bytes=1024)
+
+
+def make_gz(folder: Path) -> TextDataset:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return bytes_of(folder, chunk_bytes=1024)
+
+
+def make_text(folder: Path) -> TextDataset:
+    (folder / "a.txt").write_bytes("\n\n".join(TEXTS).encode())
+    return bytes_of(folder, separator="\n\n", chunk_bytes=1024)
+
+
+def make_bundle(folder: Path) -> TextDataset:
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i:03}.txt").write_bytes(text.encode())
+    return bytes_of(folder)
+
+
+SOURCES: dict[str, Callable[[Path], TextDataset]] = {
+    "parquet": make_parquet,
+    "jsonl": make_jsonl,
+    "gz": make_gz,
+    "text": make_text,
+    "bundle": make_bundle,
+}
+each_source = pytest.mark.parametrize("source", list(SOURCES))
+
+
+def again(folder: Path, source: str, **settings: Any) -> TextDataset:
+    """The dataset of a source that has been written, with other settings."""
+    how: dict[str, Any] = {"chunk_bytes": 1024, "separator": "\n\n" if source == "text" else None}
+    return bytes_of(folder, **(how | settings))
+
+
+def split(folder: Path, source: str, name: str, **settings: Any) -> list[bytes]:
+    return documents(again(folder, source, **{"split": name, "val_fraction": 0.2, **settings}))
+
+
+# Splits
+
+
+@each_source
+def test_train_and_val_are_disjoint_and_together_complete(tmp_path: Path, source: str) -> None:
+    SOURCES[source](tmp_path)
+    train, val = (split(tmp_path, source, name) for name in ("train", "val"))
+    assert not set(train) & set(val)
+    assert sorted(train + val) == sorted(WANTED)
+
+
+@each_source
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_a_split_keeps_the_order_of_its_documents(tmp_path: Path, source: str, name: str) -> None:
+    SOURCES[source](tmp_path)
+    got = split(tmp_path, source, name)
+    assert got == [text for text in WANTED if text in set(got)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.99])
+def test_the_fraction_is_about_what_was_asked_for(tmp_path: Path, fraction: float) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(20_000)])
+    val = documents(bytes_of(path, split="val", val_fraction=fraction, seq_len=4096))
+    # Five standard deviations of a fair draw.
+    assert abs(len(val) - 20_000 * fraction) < 5 * (20_000 * fraction * (1 - fraction)) ** 0.5
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text", "gz"])
+@pytest.mark.parametrize("chunk_bytes", [1024, 1531, 1 << 20])
+def test_a_split_does_not_depend_on_chunk_bytes(tmp_path: Path, source: str, chunk_bytes: int) -> None:
+    SOURCES[source](tmp_path)
+    assert split(tmp_path, source, "val", chunk_bytes=chunk_bytes) == split(tmp_path, source, "val", chunk_bytes=4096)
+
+
+@each_source
+def test_a_split_does_not_depend_on_lanes(tmp_path: Path, source: str) -> None:
+    SOURCES[source](tmp_path)
+    dataset = again(tmp_path, source, split="val", val_fraction=0.2)
+    dealt = documents_of_lanes(dataset, 2)
+    assert sorted(text for lane in dealt for text in lane) == sorted(split(tmp_path, source, "val"))
+
+
+@each_source
+def test_a_split_stays_as_it_was_when_files_are_added(tmp_path: Path, source: str) -> None:
+    SOURCES[source](tmp_path)
+    before = split(tmp_path, source, "val")
+    ending = {"parquet": "parquet", "jsonl": "jsonl", "gz": "jsonl", "text": "txt", "bundle": "txt"}[source]
+    for name in ("0", "aa", "zz"):  # before, between and after those that were there
+        path = tmp_path / f"{name}.{ending}"
+        if ending == "parquet":
+            pq.write_table(pa.table({"text": [f"new {name} {i}" for i in range(20)]}), path)
+        elif ending == "jsonl":
+            write_jsonl(path, [f"new {name} {i}" for i in range(20)])
+        else:
+            path.write_text(f"new {name}")
+    after = split(tmp_path, source, "val")
+    assert [text for text in after if not text.startswith(b"new")] == before
+
+
+@each_source
+def test_a_split_stays_as_it_was_when_the_folder_moves(tmp_path: Path, source: str) -> None:
+    (tmp_path / "here").mkdir()
+    SOURCES[source](tmp_path / "here")
+    before = split(tmp_path / "here", source, "val")
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert split(tmp_path / "there", source, "val") == before
+
+
+def test_another_seed_gives_another_split(tmp_path: Path) -> None:
+    make_jsonl(tmp_path)
+    one, two = (split(tmp_path, "jsonl", "val", split_seed=seed) for seed in (1, 2))
+    assert one != two
+    assert abs(len(one) - len(two)) < 50
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_the_same_rows_of_two_files_are_split_differently(tmp_path: Path, kind: str) -> None:
+    for name in "ab":
+        if kind == "jsonl":
+            write_jsonl(tmp_path / f"{name}.jsonl", [f"{i:03} {name}" for i in range(200)])
+        else:
+            table = pa.table({"text": [f"{i:03} {name}" for i in range(200)]})
+            pq.write_table(table, tmp_path / f"{name}.parquet")
+    val = split(tmp_path, kind, "val", val_fraction=0.3)
+    assert [t[:3] for t in val if t.endswith(b"a")] != [t[:3] for t in val if t.endswith(b"b")]
+
+
+def test_row_groups_of_one_file_are_split_differently(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"{i:03}" for i in range(200)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    rows = [int(text) for text in split(tmp_path, "parquet", "val", val_fraction=0.3)]
+    assert [row for row in rows if row < 100] != [row - 100 for row in rows if row >= 100]
+
+
+def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
+    make_parquet(tmp_path)
+    with open_loader(again(tmp_path, "parquet", split="val", val_fraction=0.2)) as loader:
+        spans = [span for batch in loader for row in batch.provenance() for span in row]
+    groups = {name: pq.ParquetFile(tmp_path / name) for name in ("a.parquet", "b.parquet")}
+    named = dict.fromkeys(
+        groups[s.file].read_row_group(s.row_group or 0).column("text")[s.row].as_py().encode() for s in spans
+    )
+    assert list(named) == split(tmp_path, "parquet", "val")
+
+
+def test_a_split_without_documents_is_no_data(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
+    with pytest.raises(NoData, match="filtered"):
+        documents(bytes_of(path, split="val", val_fraction=1e-9))
+
+
+@pytest.mark.parametrize("how", [{"split": "test"}, {"val_fraction": 0.0}, {"val_fraction": 1.0}])
+def test_a_split_that_makes_no_sense_is_refused(tmp_path: Path, how: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(ConfigError, match=next(iter(how))):
+        bytes_of(path, **how)
+
+
+# Skipping
+
+
+def spans_by_text(dataset: TextDataset, source: str) -> dict[bytes, Span]:
+    """A span of each document; without shuffling they come in the order of the texts."""
+    with open_loader(dataset) as loader:
+        spans = [span for batch in loader for row in batch.provenance() for span in row]
+    first = list(dict.fromkeys(span.address for span in spans))
+    assert len(first) == len(WANTED), source
+    by_address = {span.address: span for span in reversed(spans)}
+    return dict(zip(WANTED, (by_address[address] for address in first), strict=True))
+
+
+CHOSEN = (0, 1, 77, 149, 150, 200, 399)
+KEPT = [text for i, text in enumerate(WANTED) if i not in CHOSEN]
+
+
+@each_source
+@pytest.mark.parametrize("form", ["span", "address", "tuple", "list", "json"])
+def test_skip_leaves_exactly_these_documents_out(tmp_path: Path, source: str, form: str) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    as_form: dict[str, Callable[[Span], Any]] = {
+        "span": lambda span: span,
+        "address": lambda span: span.address,
+        "tuple": lambda span: tuple(span.address),
+        "list": lambda span: list(span.address),
+        "json": lambda span: json.loads(json.dumps(span.address)),
+    }
+    skip = [as_form[form](spans[WANTED[i]]) for i in CHOSEN]
+    assert documents(again(tmp_path, source, skip=skip)) == KEPT
+
+
+@each_source
+def test_skip_holds_for_other_chunks_and_lanes(tmp_path: Path, source: str) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    dataset = again(tmp_path, source, skip=[spans[WANTED[i]] for i in CHOSEN], chunk_bytes=2000)
+    dealt = documents_of_lanes(dataset, 3)
+    assert sorted(text for lane in dealt for text in lane) == sorted(KEPT)
+
+
+@each_source
+def test_skip_does_not_change_the_order_of_a_shuffled_stream(tmp_path: Path, source: str) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    whole = documents(again(tmp_path, source), shuffle=True, seed=3)
+    assert whole != WANTED
+    got = documents(again(tmp_path, source, skip=[spans[WANTED[i]] for i in CHOSEN]), shuffle=True, seed=3)
+    assert got == [text for text in whole if text in set(KEPT)]
+
+
+def test_skip_within_a_split_leaves_the_split_as_it_was(tmp_path: Path) -> None:
+    spans = spans_by_text(make_parquet(tmp_path), "parquet")
+    val = split(tmp_path, "parquet", "val")
+    assert split(tmp_path, "parquet", "val", skip=[spans[val[3]]]) == [*val[:3], *val[4:]]
+
+
+def test_skip_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> None:
+    for name in "xy":
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "part.jsonl", [f"{name} {i}" for i in range(5)])
+    folders = [tmp_path / "x", tmp_path / "y"]
+    with open_loader(bytes_of(folders)) as loader:
+        spans = [span for batch in loader for row in batch.provenance() for span in row]
+    wanted = [b"%c %d" % (name, i) for name in b"xy" for i in range(5)]
+    assert documents(bytes_of(folders, skip=[spans[2]])) == [text for text in wanted if text != b"x 2"]
+
+
+def test_an_address_that_is_nowhere_changes_nothing(tmp_path: Path) -> None:
+    make_jsonl(tmp_path)
+    skip = [Address("gone.jsonl", None, 0), Address("a.jsonl", None, 1), Address("a.jsonl", 0, 0)]
+    assert documents(again(tmp_path, "jsonl", skip=skip)) == WANTED
+
+
+@pytest.mark.parametrize("entry", ["a.jsonl", ("a.jsonl", 1), ("a.jsonl", None, -1), (1, None, 0), ("a", "b", 0), 7])
+def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(StateFormat, match="not an address of a document"):
+        bytes_of(path, skip=[entry])
+
+
+def test_skipping_everything_is_no_data(tmp_path: Path) -> None:
+    spans = spans_by_text(make_parquet(tmp_path), "parquet")
+    with pytest.raises(NoData, match="skipped"):
+        documents(again(tmp_path, "parquet", skip=spans.values()))
+
+
+# Skipping and state
+
+
+def batches(dataset: TextDataset, state: Any = None, most: int = 10**9, **how: Any) -> tuple[list[Any], Any]:
+    """Up to `most` batches from a state on, and the state after them, through JSON as in a checkpoint."""
+    with open_loader(dataset, **how) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        got = []
+        while len(got) < most and (batch := loader.next_batch()) is not None:
+            got.append(batch)
+        return got, json.loads(json.dumps(loader.state_dict()))
+
+
+@each_source
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_skip_stays_part_of_the_state(tmp_path: Path, source: str, shuffle: bool) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    skip = [spans[WANTED[i]] for i in CHOSEN]
+    whole, _ = batches(again(tmp_path, source, skip=skip), shuffle=shuffle)
+    head, state = batches(again(tmp_path, source, skip=skip), most=3, shuffle=shuffle)
+    # The run is continued by somebody who does not name what is to be skipped.
+    tail, _ = batches(again(tmp_path, source), state, shuffle=shuffle)
+    assert ids_of([*head, *tail]).tolist() == ids_of(whole).tolist()
+
+
+def test_skip_survives_a_second_resume(tmp_path: Path) -> None:
+    spans = spans_by_text(make_jsonl(tmp_path), "jsonl")
+    one, state = batches(again(tmp_path, "jsonl", skip=[spans[WANTED[i]] for i in CHOSEN]), most=2)
+    two, state = batches(again(tmp_path, "jsonl"), state, most=2)
+    three, state = batches(again(tmp_path, "jsonl"), state)
+    assert split_ids(ids_of([*one, *two, *three])) == KEPT
+    assert len(state["skip"]) == len(CHOSEN)
+
+
+@each_source
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_document_still_to_come_can_be_skipped_at_a_resume(tmp_path: Path, source: str, shuffle: bool) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    whole = documents(again(tmp_path, source), shuffle=shuffle)
+    head, state = batches(again(tmp_path, source), most=5, shuffle=shuffle)
+    tail, _ = batches(again(tmp_path, source, skip=[spans[whole[-2]]]), state, shuffle=shuffle)
+    assert split_ids(ids_of([*head, *tail])) == [*whole[:-2], whole[-1]]
+
+
+@each_source
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_skipping_a_document_that_has_been_read_changes_nothing_after_it(
+    tmp_path: Path, source: str, shuffle: bool
+) -> None:
+    spans = spans_by_text(SOURCES[source](tmp_path), source)
+    whole = documents(again(tmp_path, source), shuffle=shuffle)
+    head, state = batches(again(tmp_path, source), most=5, shuffle=shuffle)
+    tail, _ = batches(again(tmp_path, source, skip=[spans[whole[1]], spans[whole[3]]]), state, shuffle=shuffle)
+    assert split_ids(ids_of([*head, *tail])) == whole
+
+
+def test_what_state_and_dataset_skip_adds_up(tmp_path: Path) -> None:
+    spans = spans_by_text(make_parquet(tmp_path), "parquet")
+    head, state = batches(again(tmp_path, "parquet", skip=[spans[WANTED[300]]]), most=2)
+    tail, after = batches(again(tmp_path, "parquet", skip=[spans[WANTED[310]]]), state)
+    assert split_ids(ids_of([*head, *tail])) == [t for i, t in enumerate(WANTED) if i not in (300, 310)]
+    assert len(after["skip"]) == 2
+
+
+def test_shards_skip_the_same_documents(tmp_path: Path) -> None:
+    spans = spans_by_text(make_parquet(tmp_path), "parquet")
+    dataset = again(tmp_path, "parquet", skip=[spans[WANTED[i]] for i in CHOSEN])
+    got = [documents(dataset, shard=Shard(2, rank), lanes=2) for rank in range(2)]
+    assert sorted(text for part in got for text in part) == sorted(KEPT)
