@@ -335,6 +335,19 @@ def test_a_loader_that_nobody_holds_ends_its_threads(corpus: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-")]
 
 
+def test_a_forked_child_is_told_that_it_has_no_threads(corpus: Path) -> None:
+    body = (
+        "next(loader); import os, warnings; warnings.simplefilter('ignore'); pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try: next(loader)\n"
+        "    except Exception as error: print(type(error).__name__, 'a fork' in str(error), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0); next(loader); loader.shutdown()"
+    )
+    done = run(corpus, body)
+    assert (done.returncode, done.stdout.strip()) == (0, "LoaderClosed True"), done.stderr
+
+
 def test_a_stuck_worker_does_not_make_shutdown_hang(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,7 +89,9 @@ class Lane:
 
     def ahead_bytes(self) -> int:
         """Memory that the chunks asked for take, or may take while they are worked on."""
-        return sum(a.task.result().nbytes if finished(a.task) else self._settings.expansion * a.ref.nbytes for a in self._ahead)
+        return sum(
+            a.task.result().nbytes if finished(a.task) else self._settings.expansion * a.ref.nbytes for a in self._ahead
+        )
 
     def wanted_ahead(self, n_workers: int) -> int:
         """Chunks that should be under way: the next window, and work for every thread beyond it."""

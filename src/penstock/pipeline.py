@@ -25,6 +25,7 @@ from penstock.encode.batch import Batch, Batcher, Position
 from penstock.encode.pack import make_packer
 from penstock.encode.tokenize import Tokenizer
 from penstock.encode.window import Place
+from penstock.errors import LoaderClosed
 from penstock.feed.pool import Pool, Task, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.lane import Lane, LaneSettings
@@ -152,6 +153,11 @@ class Pipeline:
 
     def next(self, timeout: float | None) -> Batch | None:
         """The next batch, or None at the end of a finite stream."""
+        if os.getpid() != self._pid:
+            raise LoaderClosed(
+                f"this loader was started in process {self._pid} and asked in process {os.getpid()}, a fork that has "
+                "none of its threads. Create the loader in the process that uses it."
+            )
         if self._queue is not None:
             return self._queue.get(timeout)
         if self._failed is not None:

@@ -14,7 +14,7 @@ that no lane is left without data; where even chunks are fewer than lanes they a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.order.shuffle import permutation
 from penstock.types import ChunkRef, FileRef
@@ -37,14 +37,14 @@ class Plan:
     lanes: int
     shuffle: bool
     seed: int
+    whole_files: bool = field(init=False)
+    """Whether files are dealt whole, rather than chunk by chunk."""
 
-    @property
-    def whole_files(self) -> bool:
-        """Whether files are dealt whole, rather than chunk by chunk."""
+    def __post_init__(self) -> None:
         # Several readers of one compressed file all have to decompress it, so such files are
         # dealt whole as soon as there is one for each lane.
         enough = 1 if any(f.open_ended for f in self.files) else FILES_PER_LANE
-        return len(self.files) >= enough * self.lanes
+        object.__setattr__(self, "whole_files", len(self.files) >= enough * self.lanes)
 
     def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
         """The lane's groups of files (as indices into `files`), in reading order."""

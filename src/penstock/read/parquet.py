@@ -22,7 +22,8 @@ from penstock.read.records import Judge, clean
 from penstock.read.storage import BombError, Storage
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
 
-FOOTERS = 64
+FOOTERS = 256
+"""Footers kept: more than the files whose chunks are read in turn."""
 STEP_ROWS = 1024
 STEP_BYTES = 64 * MiB
 """A row group is decoded in steps of so many rows, fewer where they are long."""
@@ -65,7 +66,8 @@ class ParquetReader:
         path = self._storage.spool(file) if file.codec else file.path
         opened = None
         try:
-            opened = pq.ParquetFile(path, metadata=footer, memory_map=True, page_checksum_verification=True)
+            # Not memory-mapped: a file that shrinks under a map ends the process, not the read.
+            opened = pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
             for batch in opened.iter_batches(step, row_groups=[ref.index], columns=[self._field], use_threads=False):
                 column = batch.column(0)
                 first, at = at, at + len(column)
