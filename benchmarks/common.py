@@ -5,6 +5,7 @@ Out:   JSON lines in benchmarks/results, and a table on stdout.
 Where: every script imports this; nothing of Penstock is imported here, so that a script decides
        what is loaded before its clock starts.
 State: corpora in a cache folder (PENSTOCK_BENCH_DIR, by default below the temporary folder).
+       PENSTOCK_BENCH_DATA names another folder to take books.parquet and gpt2-tokenizer.json from.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, Literal, Self
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 RESULTS = HERE / "results"
-SHARED = REPO.parent / "shared" / "data"
+SHARED = Path(os.environ.get("PENSTOCK_BENCH_DATA") or REPO.parent / "shared" / "data")
 MB = 1_000_000
 
 BATCH_SIZE, SEQ_LEN = 16, 1024
@@ -241,6 +242,18 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def wait_until_quiet(deadline_s: float = 10.0) -> None:
+    """Until the process has used next to no CPU for a while: queues are full, nothing runs."""
+    end = time.monotonic() + deadline_s
+    quiet = 0
+    while quiet < 3:
+        if time.monotonic() > end:
+            raise RuntimeError(f"a loader was still at work {deadline_s:.0f} s after nobody asked it any more")
+        before = time.process_time()
+        time.sleep(0.02)
+        quiet = quiet + 1 if time.process_time() - before < 0.001 else 0
+
+
 class Contender:
     """A script in a process of its own that prepares itself and then measures whenever it is told to.
 
@@ -322,7 +335,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
         "system": platform.platform(),
-        "load": round(os.getloadavg()[0], 2),
+        "others_busy_percent": round(_busy_percent(), 1),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in names},
         "commit": _commit(),
@@ -335,6 +348,22 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _busy_percent(seconds: float = 0.5) -> float:
+    """How busy the cores are while this process does nothing: the work of others. nan where it is not known."""
+
+    def ticks() -> tuple[int, int]:
+        values = [int(v) for v in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        return sum(values), values[3] + values[4]  # all; idle, and waiting for disks
+
+    try:
+        all_before, idle_before = ticks()
+        time.sleep(seconds)
+        all_after, idle_after = ticks()
+    except (OSError, ValueError, IndexError):
+        return float("nan")
+    return 100 * (1 - (idle_after - idle_before) / max(1, all_after - all_before))
 
 
 def _version(name: str) -> str | None:
@@ -385,11 +414,13 @@ class Report:
         about = machine()
         self._begun = time.perf_counter()
         print(f"# {self.name}  {json.dumps(self.settings)}")
-        print(f"# {about['cores']} cores, {about['cpu']}, load {about['load']}, commit {about['commit']}", flush=True)
+        print(
+            f"# {about['cores']} cores, {about['cpu']}, Python {about['python']}, commit {about['commit']}", flush=True
+        )
         if self.quick:
             print("# quick: tiny sizes, the numbers mean nothing")
-        elif about["load"] > 0.5:
-            print("# somebody else uses this machine: the numbers will be off")
+        elif about["others_busy_percent"] > 10:
+            print(f"# others keep the cores {about['others_busy_percent']} % busy: the numbers will be off", flush=True)
 
     def add(
         self, case: str, metric: str, values: float | Sequence[float], unit: str, goal: Goal | None = None, **more: Any

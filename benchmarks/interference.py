@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import BATCH_SIZE, COPIES, SEQ_LEN, Goal, Report, interleave, load_corpus, parser, ratios
+from common import BATCH_SIZE, COPIES, SEQ_LEN, Goal, Report, interleave, load_corpus, parser, ratios, wait_until_quiet
 
 WORKERS = (1, 2)
 STEP_S = 0.05
@@ -54,18 +54,6 @@ def core_wait_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return float("nan")
-
-
-def wait_until_quiet(deadline_s: float = 10.0) -> None:
-    """Until the process has used next to no CPU for a while: queues are full, nothing runs."""
-    end = time.monotonic() + deadline_s
-    quiet = 0
-    while quiet < 3:
-        if time.monotonic() > end:
-            raise RuntimeError(f"a loader was still at work {deadline_s:.0f} s after nobody asked it any more")
-        before = time.process_time()
-        time.sleep(0.02)
-        quiet = quiet + 1 if time.process_time() - before < 0.001 else 0
 
 
 class Gate:
@@ -134,7 +122,8 @@ class Flat:
         return measure
 
 
-def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: float) -> None:
+def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: float, ahead: int) -> None:
+    """`ahead`: batches taken before the count begins, so that the workers are at work and not the stock of chunks."""
     buffer = bytes(1 << 20)
     flat = Flat(calibrate(seconds))
     takers = {n: Gate(loader.__next__) for n, loader in loaders.items()}
@@ -142,7 +131,7 @@ def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: flo
     contenders = {"nothing": flat.against("nothing", [], 0)}
     for n in WORKERS:
         contenders[f"{n} hashing thread(s)"] = flat.against(f"{n} hashing thread(s)", hashers[:n], 5)
-        contenders[f"loader, {n} worker(s)"] = flat.against(f"loader, {n} worker(s)", [takers[n]], 20)
+        contenders[f"loader, {n} worker(s)"] = flat.against(f"loader, {n} worker(s)", [takers[n]], ahead)
     took = interleave(repeats, contenders)
     wait_until_quiet()
     for gate in (*takers.values(), *hashers):
@@ -213,7 +202,7 @@ def main() -> None:
             loaders[n] = stack.enter_context(AsyncDataLoader(data, BATCH_SIZE, n_workers=n, output="numpy"))
             for _ in range(20 if args.quick else 500):
                 next(loaders[n])
-        flat_out(report, loaders, repeats, 0.1 if args.quick else 1.0)
+        flat_out(report, loaders, repeats, 0.1 if args.quick else 1.0, 20 if args.quick else 600)
         in_step(report, loaders, repeats, steps, 0.01 if args.quick else STEP_S)
     report.close()
 

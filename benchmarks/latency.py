@@ -57,8 +57,6 @@ def contend(case: dict[str, Any], quick: bool) -> None:
         if case["what"] == "list":
             source = itertools.cycle([next(loader) for _ in range(8)])
             loader.shutdown()
-        else:
-            loader.warmup()
         step(source, 2 if quick else WARMUP_STEPS)
         serve(lambda: step(source, case["steps"]))
 
@@ -75,8 +73,8 @@ def main() -> None:
     corpus = load_corpus(args.quick)
     corpus.copies(COPIES)
     outputs = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
-    settings = {"corpus": corpus.name, "batch": [BATCH_SIZE, SEQ_LEN], "step_ms": 1e3 * STEP_S, "steps": steps, "repeats": repeats}  # fmt: skip
-    report = Report("latency", args.quick, settings)
+    settings = {"corpus": corpus.name, "batch": [BATCH_SIZE, SEQ_LEN], "steps": steps, "repeats": repeats}
+    report = Report("latency", args.quick, settings | {"step_ms": 1e3 * STEP_S})
     cases: dict[str, dict[str, Any]] = {
         "a list of batches": {"what": "list", "shuffle": False, "output": "numpy", "steps": steps}
     }

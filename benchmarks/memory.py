@@ -1,9 +1,10 @@
 """Does memory stay flat while a loader streams for as long as one likes?
 
-Two kinds of text, each streamed flat out in a fresh process: the corpus, over and over, and words
-that never repeat, which the tokenizer caches one by one until its instance is replaced. Sampled
-each second: memory that no file backs (RssAnon). The slope is Theil-Sen's over the second half,
-the median of the slopes between all pairs of samples, which a sawtooth does not impress.
+Two kinds of text, each streamed flat out in a fresh process: the corpus, over and over, and 384 MB
+of words that do not repeat, many times what a tokenizer's instance sees before its cache has grown
+so large that it is replaced. Sampled each second: memory that no file backs (RssAnon). The slope
+is Theil-Sen's over the second half: the median of the slopes between all pairs of samples, which a
+sawtooth does not impress.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def main() -> None:
     corpus = load_corpus(args.quick)
     corpus.copies(COPIES)
     new_words(**size)
-    settings = {"corpus": corpus.name, "seconds": seconds, "workers": args.workers, "new_words_mb": DOC_BYTES * GROUP_DOCS * size["files"] * size["groups"] // MB}  # fmt: skip
+    words_mb = DOC_BYTES * GROUP_DOCS * size["files"] * size["groups"] // MB
+    settings = {"corpus": corpus.name, "seconds": seconds, "workers": args.workers, "new_words_mb": words_mb}
     report = Report("memory", args.quick, settings)
     for kind in KINDS:
         case = {"kind": kind, "seconds": seconds, "workers": args.workers, **size}

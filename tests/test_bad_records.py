@@ -371,7 +371,7 @@ def test_a_plain_file_of_zero_bytes_is_nothing_beside_others(tmp_path: Path, nam
 def bomb(folder: Path) -> Path:
     """A gzip file of good lines, then a hundred megabytes of nothing much."""
     good = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:50])
-    filler = gzip.compress(b'{"text": ""}\n' * (1 << 20))
+    filler = gzip.compress((json.dumps({"text": "", "other": "x" * 100_000}) + "\n").encode() * 125)
     path = folder / "a.jsonl.gz"
     path.write_bytes(gzip.compress(good) + 8 * filler)
     return path

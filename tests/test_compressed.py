@@ -138,11 +138,11 @@ def test_reading_in_order_decompresses_nothing_twice(tmp_path: Path, codec: str)
 
 @each_codec
 def test_reading_something_earlier_gives_the_right_bytes(tmp_path: Path, codec: str) -> None:
-    data = b"".join(b"%d\n" % i for i in range(1_200_000))
+    data = b"".join(b"%d\n" % i for i in range(900_000))
     (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
     opened = CompressedFile(file, keep_bytes=BLOCK, max_bytes=1 << 30)
     try:
-        for at in (7 * BLOCK - 5, 3, 6 * BLOCK, BLOCK - 1, len(data) - 10, 0, len(data), len(data) + 9 * BLOCK):
+        for at in (6 * BLOCK - 5, 3, 5 * BLOCK, len(data) - 10, len(data), 0, len(data) + 9 * BLOCK):
             assert opened.read(at, 100_000) == data[at : at + 100_000]
     finally:
         opened.close()
@@ -323,11 +323,11 @@ print(tokens, (high_water() - before) << 10)
 @each_codec
 def test_memory_is_bounded_by_chunks_and_not_by_the_file(tmp_path: Path, codec: str) -> None:
     line = json.dumps({"text": "0123456789 " * 1000}).encode() + b"\n"
-    text = 128 << 20
+    text = 64 << 20
     path = tmp_path / f"a.jsonl.{codec}"
     # Members of the same bytes: compressing all of it would take longer than the test.
     path.write_bytes(COMPRESS[codec](line * (2**20 // len(line))) * (text // (2**20 // len(line) * len(line))))
     ran = subprocess.run([sys.executable, "-c", READ_ALL, path], capture_output=True, text=True, check=True)
     tokens, growth = map(int, ran.stdout.split())
     assert tokens > 0.98 * text
-    assert growth < 48 << 20
+    assert growth < 24 << 20

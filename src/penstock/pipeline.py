@@ -216,6 +216,13 @@ class Pipeline:
 
     # On the worker threads
 
+    def _inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
+        try:
+            return self._reader.inspect(file)
+        except BaseException as error:
+            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
+            raise
+
     def _make_chunk(self, ref: ChunkRef) -> TokenChunk:
         stage = "fetch, decode"
         try:
@@ -261,7 +268,7 @@ class Pipeline:
         """The chunks of some files: their footers are read side by side, and kept for a while."""
         for index in group:
             if index not in self._inspected:
-                self._inspected[index] = self._pool.submit(self._reader.inspect, self._plan.files[index])
+                self._inspected[index] = self._pool.submit(self._inspect, self._plan.files[index])
         chunks = []
         for index in group:
             refs, bad = self._inspected[index].result()

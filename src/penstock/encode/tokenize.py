@@ -251,8 +251,9 @@ def _agrees(vocabulary: Vocabulary, fast: Engine, reference: tuple[str, Callable
     verdict = cache_dir() / "engines" / hashlib.sha256(key.encode()).hexdigest()[:24]
     try:
         known = json.loads(verdict.read_text())
-        if known["key"] == key:
-            return _heed(vocabulary, name, list(known["differs"]))
+        differs = known["differs"]
+        if known["key"] == key and isinstance(differs, list) and all(isinstance(i, int) for i in differs):
+            return _heed(vocabulary, name, differs)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not checked yet, or the note is damaged: check now
     differs = compare(fast, build())

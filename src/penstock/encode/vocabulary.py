@@ -26,6 +26,9 @@ EOS_NAMES = (
     "<｜end▁of▁sentence｜>", "<|endofprompt|>",
 )  # fmt: skip
 
+HEAD = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"}
+"""What a tokenizer.json has besides its model, which usually comes last."""
+
 TIKTOKEN = {
     "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
     "r50k_base": ("gpt2", {"<|endoftext|>": 50256}),
@@ -120,9 +123,9 @@ def _from_hub(name: str) -> Path:
     repo = (*_LEGACY.get(name, ()), name)[0]
     try:
         found = Path(huggingface_hub.hf_hub_download(repo, "tokenizer.json", etag_timeout=10))
-    except EntryNotFoundError as error:
-        raise TokenizerError(f"{repo} on the Hub has no tokenizer.json") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise TokenizerError(f"{repo} on the Hub has no tokenizer.json") from error
         raise TokenizerError(
             f"tokenizer={name!r} is no file here, is not in the local Hugging Face cache, and could not be "
             f"downloaded: {str(error).strip().splitlines()[0]}. Give the path of a tokenizer.json."
@@ -175,8 +178,9 @@ def _behead(text: str) -> tuple[dict[str, Any], str]:
     if found is not None:
         try:
             head = json.loads(f'{text[: found.start()]} "model": null}}')
-            del head["model"]
-            return head, text[found.end() - 1 :]
+            if set(head) >= HEAD:  # so nothing else can follow
+                del head["model"]
+                return head, text[found.end() - 1 :]
         except ValueError:
             pass  # that was not the model after all
     head = json.loads(text)
@@ -197,6 +201,8 @@ def _from_tiktoken_file(path: Path) -> Vocabulary:
     ranks = path.read_bytes()
     specials = TIKTOKEN[name][1]
     try:
+        if not ranks.strip():
+            raise ValueError("it is empty")
         for line in ranks.splitlines():
             token, rank = line.split()
             base64.b64decode(token, validate=True), int(rank)

@@ -30,8 +30,10 @@ class Records:
     starts: I64
     ends: I64
     last: bool
-    cut: bool
+    cut: bool = False
     """The last record is longer than was allowed, and its end was not looked for."""
+    unended: bool = False
+    """The last record ends with the file, not with a separator."""
 
 
 def read_records(source: PlainFile | CompressedFile, lo: int, hi: int, separator: bytes, max_bytes: int) -> Records:
@@ -48,48 +50,46 @@ def read_records(source: PlainFile | CompressedFile, lo: int, hi: int, separator
     true[:-1] = np.diff(found) >= m
     starts = found[true] + m
     starts = starts[(starts >= lo - offset) & (starts < min(hi, size) - offset)]
-    if lo == 0 and size > 0 and not buffer.startswith(separator):
+    if lo == 0 < hi and size > 0 and not buffer.startswith(separator):
         starts = np.concatenate([np.zeros(1, np.int64), starts])
     last = at_end and size <= hi
     if len(starts) == 0:
-        return Records(b"", offset, starts, starts, last, False)
+        return Records(b"", offset, starts, starts, last)
     after = np.searchsorted(found, starts)
     ends = np.where(after < len(found), np.append(found, 0)[np.minimum(after, len(found))], -1)
-    cut = False
+    records = Records(buffer, offset, starts, ends, last)
     if ends[-1] < 0:
-        buffer, end, cut = _extend(source, buffer, offset, int(starts[-1]), separator, max_bytes, at_end)
-        ends[-1] = end
-    return Records(buffer, offset, starts, ends, last, cut)
+        _extend(records, source, separator, max_bytes, at_end)
+    return records
 
 
 def _extend(
-    source: PlainFile | CompressedFile,
-    buffer: bytes,
-    offset: int,
-    start: int,
-    separator: bytes,
-    max_bytes: int,
-    at_end: bool,
-) -> tuple[bytes, int, bool]:
-    """Read on until the record that begins at `start` is complete, or longer than allowed."""
-    parts = [buffer]
-    have = len(buffer)
-    tail = buffer[max(start, have - len(separator) + 1) :]
+    records: Records, source: PlainFile | CompressedFile, separator: bytes, max_bytes: int, at_end: bool
+) -> None:
+    """Read on until the last record is complete, or longer than allowed."""
+    start = int(records.starts[-1])
+    parts = [records.buffer]
+    have = len(records.buffer)
+    overlap = len(separator) - 1
+    tail = records.buffer[max(start, have - overlap) :]
     step = MiB // 4
-    while not at_end:
-        if have - start > max_bytes:
-            return b"".join(parts), have, True
-        part = source.read(offset + have, step)
+    found = False
+    while not (found or at_end or have - start > max_bytes):
+        part = source.read(records.offset + have, step)
         at_end = len(part) < step
-        at = (tail + part).find(separator)
+        searched = tail + part
+        at = searched.find(separator)
+        found = at >= 0
         parts.append(part)
-        if at >= 0:
-            end = have - len(tail) + at
-            return b"".join(parts), end, False
+        records.ends[-1] = have - len(tail) + at
         have += len(part)
-        tail = (tail + part)[-(len(separator) - 1) :] if len(separator) > 1 else b""
+        tail = searched[len(searched) - overlap :]
         step = min(2 * step, 16 * MiB)
-    return b"".join(parts), have, False
+    if not found:
+        records.ends[-1] = have
+        records.unended = at_end
+        records.cut = not at_end
+    records.buffer = b"".join(parts)
 
 
 def find_all(buffer: bytes, separator: bytes) -> I64:

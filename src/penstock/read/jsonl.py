@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock.read.delimited import Records
-from penstock.read.records import I64, Judge, clean
+from penstock.read.records import I64, Judge, clean, reject_cut
 from penstock.types import Address, Documents, FileRef
 
 BOM = b"\xef\xbb\xbf"
@@ -28,36 +28,43 @@ def parse(file: FileRef, records: Records, field: str, judge: Judge) -> Document
     """The texts of the records, in order. Lines of white space only are no records."""
     starts, ends = records.starts, records.ends
     if records.cut:
-        offset = records.offset + int(starts[-1])
-        judge.reject(
-            Address(file.name, None, offset), "too_long", f"a line exceeds max_doc_bytes={judge.max_doc_bytes}"
-        )
         starts, ends = starts[:-1], ends[:-1]
-    buffer = memoryview(records.buffer)
-    blank = _blank(buffer, starts, ends)
-    starts, ends = starts[~blank], ends[~blank]
     rows = starts + records.offset
-    if len(rows) and rows[0] == 0 and bytes(buffer[:3]) == BOM:
+    if len(rows) and rows[0] == 0 and records.buffer.startswith(BOM):
         starts = starts.copy()
-        starts[0] += 3
-    column = _parse_at_once(buffer, starts, ends, field)
+        starts[0] += len(BOM)
+    some = ~_blank(records.buffer, starts, ends)
+    starts, ends, rows = starts[some], ends[some], rows[some]
+    column = _parse_at_once(records.buffer, starts, ends, field)
     if column is None:
-        column = _parse_lines(file, buffer, starts, ends, rows, field, judge)
-    return clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
+        column = _parse_lines(file, records.buffer, starts, ends, rows, field, judge)
+    documents = clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
+    if records.cut:
+        reject_cut(file, records, judge)
+    return documents
 
 
-def _blank(buffer: memoryview, starts: I64, ends: I64) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which lines have nothing but white space; only short ones need a look."""
+def _blank(buffer: bytes, starts: I64, ends: I64) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which lines have nothing but white space."""
     blank = ends <= starts
-    for i in np.flatnonzero((ends - starts <= 8) & ~blank).tolist():
-        blank[i] = not bytes(buffer[starts[i] : ends[i]]).strip()
+    data = np.frombuffer(buffer, np.uint8)
+    some = np.flatnonzero(~blank)
+    for i in some[np.isin(data[starts[some]], list(b" \t\r"))].tolist():
+        blank[i] = not buffer[starts[i] : ends[i]].strip()
     return blank
 
 
-def _parse_at_once(buffer: memoryview, starts: I64, ends: I64, field: str) -> pa.Array | None:
+def _parse_at_once(buffer: bytes, starts: I64, ends: I64, field: str) -> pa.Array | None:
     if len(starts) == 0:
         return pa.array([], pa.large_string())
-    block = buffer[int(starts[0]) : int(ends[-1])]
+    # To Arrow a newline is white space, so it would take an object that spans lines. One that
+    # begins and ends with braces cannot: no object goes on with "{" after "}".
+    data = np.frombuffer(buffer, np.uint8)
+    last = ends - 1
+    last = last - (data[last] == ord("\r"))
+    if not ((data[starts] == ord("{")).all() and (data[last] == ord("}")).all()):
+        return None
+    block = memoryview(buffer)[int(starts[0]) : int(ends[-1])]
     try:
         table = pj.read_json(
             pa.BufferReader(pa.py_buffer(block)),
@@ -76,12 +83,10 @@ def _parse_at_once(buffer: memoryview, starts: I64, ends: I64, field: str) -> pa
     return pa.concat_arrays(column.cast(pa.large_string()).chunks)
 
 
-def _parse_lines(
-    file: FileRef, buffer: memoryview, starts: I64, ends: I64, rows: I64, field: str, judge: Judge
-) -> pa.Array:
+def _parse_lines(file: FileRef, buffer: bytes, starts: I64, ends: I64, rows: I64, field: str, judge: Judge) -> pa.Array:
     texts: list[bytes] = []
     for start, end, row in zip(starts.tolist(), ends.tolist(), rows.tolist(), strict=True):
-        text, reason, detail = _line(bytes(buffer[start:end]), field)
+        text, reason, detail = _line(buffer[start:end], field)
         if reason:
             judge.reject(Address(file.name, None, row), reason, detail)
         texts.append(text)
@@ -91,9 +96,9 @@ def _parse_lines(
 def _line(line: bytes, field: str) -> tuple[bytes, str, str]:
     """A line's text, or why there is none."""
     try:
-        value = json.loads(line)
-    except UnicodeDecodeError as error:
-        return b"", "invalid_utf8", f"not UTF-8 at byte {error.start} of the line"
+        # What the other fields hold is nobody's business here: bytes that are no text stand for
+        # themselves, and are judged only if they turn up in this one.
+        value = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         return b"", "invalid_json", f"not JSON: {error}"
     if not isinstance(value, dict):
@@ -108,4 +113,4 @@ def _line(line: bytes, field: str) -> tuple[bytes, str, str]:
     try:
         return text.encode(), "", ""
     except UnicodeEncodeError as error:
-        return b"", "invalid_utf8", f"field {field!r} has a lone surrogate at character {error.start}"
+        return b"", "invalid_utf8", f"field {field!r} is not UTF-8 at character {error.start}"

@@ -12,7 +12,9 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ConfigError, NoData
@@ -64,7 +66,7 @@ def list_files(
     for source in sources:
         for file in _expand(os.fspath(source), format):
             found.setdefault(os.path.realpath(file.path), file)
-    files = list(found.values())
+    files = _tell_apart(list(found.values()))
     return tuple(_bundle(files) if whole else files)
 
 
@@ -100,6 +102,25 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
             f"each also {' '.join(CODECS)}). Name the format: TextDataset(…, format='jsonl')"
         )
     yield from files
+
+
+def _tell_apart(files: list[FileRef]) -> list[FileRef]:
+    """Files of one name, from different folders, are named by as much of their path as it takes."""
+    out = list(files)
+    parents = 0
+    while len(same := [i for i, n in enumerate(_counts(out)) if n > 1]) > 0:
+        parents += 1
+        for i in same:
+            parts = Path(os.path.abspath(files[i].path)).parts
+            below = len(files[i].name.split("/"))
+            out[i] = replace(files[i], name="/".join(parts[max(0, len(parts) - below - parents) :]))
+    return out
+
+
+def _counts(files: list[FileRef]) -> list[int]:
+    """For each file, how many have its name."""
+    counts = Counter(file.name for file in files)
+    return [counts[file.name] for file in files]
 
 
 def _walk(root: Path) -> Iterable[str]:

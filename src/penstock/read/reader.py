@@ -92,15 +92,16 @@ class Reader:
             if ref.index:
                 return Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
             documents = text.whole(file, source, judge)
+            if source.broken is not None:
+                documents = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
         else:
             step = settings.chunk_bytes
             lo = ref.index * step + step * ref.part // ref.parts
             hi = ref.index * step + step * (ref.part + 1) // ref.parts
             records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
-            if source.broken is not None and len(records.ends) and records.ends[-1] == len(records.buffer):
+            if source.broken is not None and records.unended:
                 # The damage cut this record short: what there is of it is not the document.
                 records.starts, records.ends = records.starts[:-1], records.ends[:-1]
-                records.last = True
             if file.format == "jsonl":
                 documents = jsonl.parse(file, records, settings.text_field, judge)
             else:

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import BadRecord, ConfigError, CorruptFile
-from penstock.types import Address, Bad, Documents, OnBadRecord
+from penstock.read.delimited import Records
+from penstock.types import Address, Bad, Documents, FileRef, OnBadRecord
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -55,6 +56,13 @@ def where(address: Address) -> str:
         return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
     row = f", row {address.row}" if address.row >= 0 else ""
     return f"{address.file}, row group {address.group}{row}"
+
+
+def reject_cut(file: FileRef, records: Records, judge: Judge) -> None:
+    """The last record is too long, by however much."""
+    offset = records.offset + int(records.starts[-1])
+    detail = f"a record exceeds max_doc_bytes={judge.max_doc_bytes}"
+    judge.reject(Address(file.name, None, offset), "too_long", detail)
 
 
 def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge) -> Documents:

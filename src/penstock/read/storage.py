@@ -17,9 +17,10 @@ from collections import OrderedDict
 from typing import IO
 
 from penstock.errors import CorruptFile
-from penstock.types import FileRef, MiB
+from penstock.types import FileRef, KiB, MiB
 
 BLOCK = MiB
+STEP = 16 * KiB
 
 
 class BombError(CorruptFile):
@@ -133,10 +134,10 @@ class CompressedFile:
         have = 0
         where = self._next * BLOCK
         try:
-            while have < BLOCK:
-                part = self._stream.read(BLOCK - have)
-                if not part:
-                    break
+            if self._file.size == 0:
+                raise EOFError("it is empty, which no compressed file is")
+            # In small steps: one that fails gives nothing, not even what was sound in it.
+            while have < BLOCK and (part := self._stream.read1(min(STEP, BLOCK - have))):  # type: ignore[attr-defined]
                 parts.append(part)
                 have += len(part)
         except (OSError, EOFError, ValueError, _zlib_error(), _lzma_error()) as error:
@@ -237,7 +238,9 @@ def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef) -> None
     while part := source.read(BLOCK):
         written += len(part)
         if written > limit:
-            raise BombError(f"{file.path}: {file.size} bytes decompress to more than {limit}")
+            raise BombError(
+                f"{file.path}: {file.size} bytes decompress to more than {limit}. If this is honest data, raise max_ratio."
+            )
         sink.write(part)
 
 

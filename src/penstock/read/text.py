@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.read.delimited import Records
-from penstock.read.records import Judge, clean
+from penstock.read.records import Judge, clean, reject_cut
 from penstock.read.storage import CompressedFile, PlainFile
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
 
@@ -21,10 +21,6 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
     """The texts between separators."""
     starts, ends = records.starts, records.ends
     if records.cut:
-        offset = records.offset + int(starts[-1])
-        judge.reject(
-            Address(file.name, None, offset), "too_long", f"a text exceeds max_doc_bytes={judge.max_doc_bytes}"
-        )
         starts, ends = starts[:-1], ends[:-1]
     # Text and separator alternate, so every other value between these offsets is a text.
     offsets = np.empty(2 * len(starts), np.int64)
@@ -36,7 +32,10 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
             pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
         )
         column = alternating.take(pa.array(np.arange(0, len(offsets) - 1, 2)))
-    return clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
+    documents = clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
+    if records.cut:
+        reject_cut(file, records, judge)
+    return documents
 
 
 def whole(file: FileRef, source: PlainFile | CompressedFile, judge: Judge) -> Documents:

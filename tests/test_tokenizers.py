@@ -1,0 +1,685 @@
+"""Vocabularies are found whatever they are named by, and every engine gives the reference's ids."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import TextDataset, TokenizerError
+from penstock.encode import tokenize
+from penstock.encode.engines import GigatokenEngine
+from penstock.encode.tokenize import Tokenizer, load_tokenizer
+from tests.reading import ids_of, open_loader, write_jsonl
+
+EOS = "<|endoftext|>"
+
+HOSTILE = {
+    "english": "The quick brown fox can't jump; they'll WE'VE I'd 12,345.67 — it's \"done\".",
+    "code": "def f(x):\r\n\treturn {'a': [1, 2]}  # naïve\n\n\n    pass\n",
+    "control characters": "".join(map(chr, [*range(32), *range(127, 160)])) + "a\0b\0\0c",
+    "runs": "a" * 5000 + " " * 3000 + "\n" * 2000 + "1" * 1000 + "!" * 999 + "é" * 777 + "🙂" * 500,
+    "emoji": "👩‍👩‍👧‍👦🏳️‍🌈👍🏽 🇩🇪🇫🇷 ❤️‍🔥 \U0001fae0",
+    "right to left": "עִבְרִית العربية ‏\u202bmixed\u202c 123 \u200f.",
+    "scripts": "Ελληνικά русский हिन्दी ภาษาไทย 日本語テキスト 中文，한국어 ქართული ᏣᎳᎩ",
+    "combining": "e\u0301 " + "Z" + "\u0300\u0301\u0302" * 40 + " \u0345ͅ ẛ̣ ﬁ ½ ² ① Ⅷ",
+    "spaces": " \u00a0\u1680\u2000\u2028\u2029\u202f\u205f\u3000\u200b\ufeff\u0085 x  y   z\t\t ",
+    "edges": "\ud7ff\ue000\uffff\U00010000\U0010ffff\ufffd\ufdd0",
+    "contractions": "'s 't 're 've 'm 'll 'd 'S 'T ''s 's's x's ’s 'ſ",
+    "digits": "0 00 000 0000 1e10 3.14 ١٢٣ ４５６ ²³",
+    "looks special": f"{EOS}<|im_start|>user</s><s>[INST] <pad> x{EOS}y {EOS[:-1]}",
+    "space first": " leading",
+    "newline": "\n",
+    "one": "x",
+}
+
+
+def train(path: Path, size: int = 1200) -> Path:
+    """A byte-level BPE in the style of GPT-2, for many scripts."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[EOS, "<|start|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Merges across all of it, its long runs included.
+    tokenizer.train_from_iterator(
+        [*HOSTILE.values()] * 3 + [unicodedata.name(chr(c), "") for c in range(3000)], trainer
+    )
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json."""
+    return train(tmp_path_factory.mktemp("vocabulary") / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def gigatoken(vocabulary: Path) -> Tokenizer:
+    """One engine for many examples."""
+    return load_tokenizer(vocabulary, engine="gigatoken")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which no engine has been judged yet."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def reference(path: Path, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of the `tokenizers` library, special tokens being text like any other."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return [encoded.ids for encoded in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of an engine, without separators."""
+    ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
+    return [part.tolist() for part in np.split(ids, offsets[1:-1])]
+
+
+def stream(folder: Path, texts: Sequence[str], n_workers: int = 0, **settings: Any) -> list[int]:
+    """The ids that a dataset of these texts yields."""
+    path = write_jsonl(folder / "texts.jsonl", texts)
+    dataset = TextDataset(path, **{"seq_len": 64, "chunk_bytes": 1024, **settings})
+    with open_loader(dataset, n_workers=n_workers) as loader:
+        got: list[int] = ids_of(loader).tolist()
+        return got
+
+
+def joined(ids: Sequence[Sequence[int]], eos: Sequence[int] = (0,), bos: Sequence[int] = ()) -> list[int]:
+    """Documents one after another, each with its separators."""
+    return [i for doc in ids for i in (*bos, *doc, *eos)]
+
+
+# The reference's ids
+
+
+@pytest.mark.parametrize("engine", ["auto", "gigatoken", "tokenizers"])
+@pytest.mark.parametrize("kind", list(HOSTILE))
+def test_hostile_text_gets_the_ids_of_the_reference(vocabulary: Path, kind: str, engine: Any) -> None:
+    text = HOSTILE[kind]
+    texts = [text, text[::-1], text.upper(), text * 3, f" {text} ", f"a{text}1"]
+    assert encode(load_tokenizer(vocabulary, engine=engine), texts) == reference(vocabulary, texts)
+
+
+def test_characters_of_all_planes_get_the_ids_of_the_reference(vocabulary: Path) -> None:
+    points = [*range(0x3000), *range(0x3000, 0x110000, 97)]
+    texts = [f"a{chr(c)}b 1{chr(c)}2 {chr(c)} '{chr(c)}s" for c in points if not 0xD800 <= c < 0xE000]
+    assert encode(load_tokenizer(vocabulary, engine="gigatoken"), texts) == reference(vocabulary, texts)
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(st.lists(st.text(max_size=80) | st.text("a '1s\n\t éЖ漢🙂\u0301\u200d", max_size=80), max_size=6))
+def test_any_text_gets_the_ids_of_the_reference(vocabulary: Path, gigatoken: Tokenizer, texts: list[str]) -> None:
+    assert encode(gigatoken, ["", *texts]) == reference(vocabulary, ["", *texts])
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokenizers"])
+@pytest.mark.parametrize("n_workers", [0, 3])
+def test_a_stream_is_the_reference_with_a_separator_after_each_document(
+    tmp_path: Path, vocabulary: Path, engine: str, n_workers: int
+) -> None:
+    texts = [*HOSTILE.values()] * 5
+    got = stream(tmp_path, texts, n_workers, tokenizer=vocabulary, engine=engine)
+    assert got == joined(reference(vocabulary, texts))
+
+
+@pytest.mark.parametrize("doc_batch", [1, 2, 7, 1000])
+def test_doc_batch_never_changes_ids(tmp_path: Path, vocabulary: Path, doc_batch: int) -> None:
+    texts = ["", *HOSTILE.values(), ""] * 2
+    got = stream(tmp_path, texts, tokenizer=vocabulary, doc_batch=doc_batch)
+    assert got == joined([ids for ids in reference(vocabulary, texts) if ids])
+
+
+def test_a_state_saved_with_one_engine_continues_with_another(tmp_path: Path, vocabulary: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
+
+    def dataset(engine: Any) -> TextDataset:
+        return TextDataset(path, tokenizer=vocabulary, seq_len=64, engine=engine)
+
+    with open_loader(dataset("gigatoken")) as loader:
+        head = [next(loader) for _ in range(3)]
+        state = loader.state_dict()
+    with open_loader(dataset("tokenizers")) as loader:
+        loader.load_state_dict(state)
+        tail = list(loader)
+    assert ids_of([*head, *tail]).tolist() == joined(reference(vocabulary, [*HOSTILE.values()]))
+
+
+def test_text_that_looks_like_a_special_token_stays_text(tmp_path: Path, vocabulary: Path) -> None:
+    texts = [EOS, f"a{EOS}b", "<|start|>"]
+    got = stream(tmp_path, texts, tokenizer=vocabulary)
+    # The one special id there is stands where a document ends.
+    assert [i for i in got if i < 2] == [0, 0, 0]
+    assert tokenizers.Tokenizer.from_file(str(vocabulary)).decode(got) == "".join(texts)
+
+
+# Separators
+
+
+@pytest.mark.parametrize(
+    ("policy", "bos", "eos"),
+    [
+        ({}, (), (0,)),
+        ({"eos": None}, (), ()),
+        ({"eos": EOS}, (), (0,)),
+        ({"eos": "<|start|>"}, (), (1,)),
+        ({"eos": 7}, (), (7,)),
+        ({"bos": "<|start|>"}, (1,), (0,)),
+        ({"bos": 0, "eos": None}, (0,), ()),
+        ({"bos": 1, "eos": 1}, (1,), (1,)),
+    ],
+    ids=str,
+)
+def test_separators_stand_where_they_are_asked_for(
+    tmp_path: Path, vocabulary: Path, policy: dict[str, Any], bos: tuple[int, ...], eos: tuple[int, ...]
+) -> None:
+    texts = ["one", "", "two words", "x"]
+    wanted = [ids for ids in reference(vocabulary, texts) if ids]
+    assert stream(tmp_path, texts, tokenizer=vocabulary, **policy) == joined(wanted, eos, bos)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"eos": "<|nope|>"}, r"no special token '<\|nope\|>' for eos; it has <\|endoftext\|>, <\|start\|>"),
+        ({"bos": "the"}, "no special token 'the' for bos"),
+        ({"eos": 10**6}, r"eos=1000000 is no id of .*, which has 1200"),
+        ({"bos": -1}, "bos=-1 is no id"),
+    ],
+    ids=str,
+)
+def test_a_separator_that_does_not_exist_is_refused(vocabulary: Path, policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(vocabulary, **policy)
+
+
+def test_byte_gives_each_byte_as_its_id(tmp_path: Path) -> None:
+    texts = [*HOSTILE.values()]
+    assert stream(tmp_path, texts, tokenizer="byte") == joined([list(text.encode()) for text in texts], (256,))
+
+
+def test_byte_without_separator_is_the_bytes(tmp_path: Path) -> None:
+    assert bytes(stream(tmp_path, ["ab", "", "é"], tokenizer="byte", eos=None)) == "abé".encode()
+
+
+# Naming a vocabulary
+
+
+def changed(path: Path, into: Path, **parts: Any) -> Path:
+    """A tokenizer.json with some parts replaced."""
+    parsed = json.loads(path.read_text("utf-8"))
+    parsed.update(parts)
+    into.write_text(json.dumps(parsed), "utf-8")
+    return into
+
+
+def test_a_path_may_be_text_or_a_path(vocabulary: Path) -> None:
+    texts = [*HOSTILE.values()]
+    assert encode(load_tokenizer(str(vocabulary)), texts) == encode(load_tokenizer(vocabulary), texts)
+
+
+def test_a_folder_is_its_tokenizer_json(vocabulary: Path) -> None:
+    assert load_tokenizer(vocabulary.parent).fingerprint == load_tokenizer(vocabulary).fingerprint
+
+
+@pytest.mark.parametrize("eos", ["<|start|>", {"content": "<|start|>", "special": True}])
+def test_a_config_beside_it_names_the_end_of_text(tmp_path: Path, vocabulary: Path, eos: Any) -> None:
+    shutil.copy(vocabulary, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert load_tokenizer(tmp_path).eos_id == 1
+
+
+@pytest.mark.parametrize("config", ['{"eos_token": "<|unknown|>"}', '{"eos_token": null}', "[]", "{broken", ""])
+def test_a_config_that_does_not_help_is_passed_over(tmp_path: Path, vocabulary: Path, config: str) -> None:
+    shutil.copy(vocabulary, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    assert load_tokenizer(tmp_path).eos_id == 0
+
+
+def test_a_vocabulary_without_end_of_text_asks_for_one(tmp_path: Path, vocabulary: Path) -> None:
+    path = changed(vocabulary, tmp_path / "tokenizer.json", added_tokens=[])
+    with pytest.raises(TokenizerError, match=r"does not say which token ends a document.*eos='…', or eos=None"):
+        load_tokenizer(path)
+
+
+def test_a_vocabulary_without_end_of_text_works_without_one(tmp_path: Path, vocabulary: Path) -> None:
+    path = changed(vocabulary, tmp_path / "tokenizer.json", added_tokens=[])
+    texts = ["some", "texts"]
+    assert stream(tmp_path, texts, tokenizer=path, eos=None) == joined(reference(vocabulary, texts), ())
+
+
+def test_what_a_file_adds_around_texts_is_left_to_the_separators(tmp_path: Path, vocabulary: Path) -> None:
+    around = tokenizers.processors.TemplateProcessing(
+        single=f"<|start|> $A {EOS}", special_tokens=[("<|start|>", 1), (EOS, 0)]
+    )
+    made = tokenizers.Tokenizer.from_file(str(vocabulary))
+    made.post_processor = around
+    made.enable_truncation(5)
+    made.enable_padding(length=9, pad_id=3)
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a text that is longer than five tokens", "x"]
+    got = stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json")
+    assert got == joined(reference(vocabulary, texts))
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokenizers"])
+@pytest.mark.parametrize("order", ["sorted", "model first", "model last"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_the_order_of_the_keys_in_a_file_does_not_matter(
+    tmp_path: Path, vocabulary: Path, order: str, indent: int | None, engine: str
+) -> None:
+    made = tokenizers.Tokenizer.from_file(str(vocabulary))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
+    made.enable_truncation(5)
+    made.enable_padding(length=9)
+    made.add_tokens(['"model": {', "<extra>"])
+    parsed = json.loads(made.to_str())
+    keys = {
+        "sorted": sorted(parsed),
+        "model first": sorted(parsed, key=lambda key: key != "model"),
+        "model last": sorted(parsed, key=lambda key: key == "model"),
+    }[order]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({key: parsed[key] for key in keys}, indent=indent))
+    texts = [HOSTILE["looks special"], HOSTILE["english"], 'a "model": {<extra>', "x"]
+    assert stream(tmp_path, texts, tokenizer=path, engine=engine) == joined(reference(path, texts))
+
+
+@pytest.mark.parametrize("engine", ["auto", "tokenizers"])
+def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path: Path, vocabulary: Path, engine: Any) -> None:
+    made = tokenizers.Tokenizer.from_file(str(vocabulary))
+    made.add_tokens(["<extra>", "    "])
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a<extra>b", "        x", "<extra><extra>", "plain"]
+    wanted = reference(tmp_path / "tokenizer.json", texts)
+    assert max(i for ids in wanted for i in ids) >= 1200
+    assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json", engine=engine) == joined(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.json", None, r"gone\.json does not exist \(looked from"),
+        ("gone.tiktoken", None, r"gone\.tiktoken does not exist"),
+        ("sub/folder/gone", None, "does not exist"),
+        ("broken.json", "{", "is not a tokenizer.json"),
+        ("other.json", '{"text": 1}', "is not a tokenizer.json"),
+        ("list.json", "[]", "is not a tokenizer.json"),
+        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*give a tokenizer\.json"),
+        ("r50k_base.tiktoken", "not ranks\n", "is not a .tiktoken file"),
+        ("gpt2.tiktoken", "", "is not a .tiktoken file"),
+    ],
+)
+def test_a_path_that_is_no_vocabulary_says_why(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path / name)
+
+
+def test_a_folder_without_tokenizer_json_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("thing", [None, 42, object(), b"byte", ["byte"], len], ids=str)
+def test_an_object_that_is_no_tokenizer_says_what_would_be(thing: Any) -> None:
+    with pytest.raises(TokenizerError, match="give 'byte', a path, a Hub name, or an object of tokenizers"):
+        load_tokenizer(thing)
+
+
+# Other models
+
+
+def word_level(folder: Path, words: int) -> Path:
+    vocab = {EOS: 0, "<unk>": 1} | {f"w{i}": i + 2 for i in range(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([EOS])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_ids_beyond_16_bits_are_exact(tmp_path: Path) -> None:
+    path = word_level(tmp_path, 70_000)
+    texts = ["w0 w65533 w65534 w65535", "w69999 unknown"]
+    assert stream(tmp_path, texts, tokenizer=path) == [2, 65535, 65536, 65537, 0, 70_001, 1, 0]
+
+
+def other_model(name: str) -> Any:
+    """Tokenizers of the kinds that are not byte-level BPE."""
+    corpus = [*HOSTILE.values()] * 2
+    if name == "unigram":
+        made = tokenizers.Tokenizer(tokenizers.models.Unigram())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        made.train_from_iterator(
+            corpus,
+            tokenizers.trainers.UnigramTrainer(
+                vocab_size=300, special_tokens=[EOS, "<unk>"], unk_token="<unk>", show_progress=False
+            ),
+        )
+    elif name == "wordpiece":
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        made.train_from_iterator(
+            corpus,
+            tokenizers.trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False),
+        )
+    else:
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+        made.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+        alphabet = ["<unk>", EOS, *(f"<0x{i:02X}>" for i in range(256))]
+        made.train_from_iterator(
+            ["hello world"] * 9,
+            tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=alphabet, show_progress=False),
+        )
+    return made
+
+
+@pytest.mark.parametrize("name", ["unigram", "wordpiece", "byte fallback"])
+def test_models_of_other_kinds_get_the_ids_of_the_reference(tmp_path: Path, name: str) -> None:
+    other_model(name).save(str(tmp_path / "tokenizer.json"))
+    texts = [text for kind, text in HOSTILE.items() if kind != "looks special"] + ["hello worldly wörld"]
+    wanted = [ids for ids in reference(tmp_path / "tokenizer.json", texts) if ids]
+    eos = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(EOS)
+    assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json") == joined(wanted, (eos,))
+
+
+# tiktoken
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def ranks() -> dict[bytes, int]:
+    """Each byte, and some merges, so that every longer token is made of two before it."""
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b" t", b"he", b"in", b"th", b" th", b" the", b"er", b"\xc3\xa9", b"aa", b"aaaa", b"  ", b"    ", b"\n\n"]
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def encoding(name: str) -> tiktoken.Encoding:
+    return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks(), special_tokens={EOS: 50256})
+
+
+def write_ranks(path: Path) -> Path:
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks().items()))
+    return path
+
+
+@pytest.mark.parametrize("engine", ["auto", "gigatoken", "tiktoken"])
+def test_a_tiktoken_file_gives_the_ids_of_tiktoken(tmp_path: Path, engine: str) -> None:
+    path = write_ranks(tmp_path / "r50k_base.tiktoken")
+    texts = [*HOSTILE.values(), "the other thing in there"]
+    wanted = [encoding("r50k_base").encode_ordinary(text) for text in texts]
+    assert stream(tmp_path, texts, tokenizer=path, engine=engine) == joined(wanted, (50256,))
+
+
+@pytest.mark.parametrize("name", ["r50k_base", "my own encoding"])
+def test_an_encoding_of_tiktoken_gives_its_own_ids(tmp_path: Path, name: str) -> None:
+    texts = [*HOSTILE.values(), "the other thing in there"]
+    wanted = [encoding(name).encode_ordinary(text) for text in texts]
+    assert stream(tmp_path, texts, tokenizer=encoding(name)) == joined(wanted, (50256,))
+
+
+def test_an_encoding_that_only_has_a_known_name_keeps_its_own_way_of_splitting(tmp_path: Path) -> None:
+    made = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks(), special_tokens={EOS: 50256})
+    texts = ["the other thing, isn't it", "aaaa1aaaa"]
+    wanted = [made.encode_ordinary(text) for text in texts]
+    assert stream(tmp_path, texts, tokenizer=made) == joined(wanted, (50256,))
+
+
+def test_an_engine_that_cannot_encode_a_vocabulary_is_refused(vocabulary: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"engine='tiktoken' cannot encode .*'tokenizers'"):
+        load_tokenizer(vocabulary, engine="tiktoken")
+
+
+# Objects
+
+
+def test_an_object_of_tokenizers_gives_its_own_ids(tmp_path: Path, vocabulary: Path) -> None:
+    texts = [*HOSTILE.values()]
+    made = tokenizers.Tokenizer.from_file(str(vocabulary))
+    assert stream(tmp_path, texts, tokenizer=made) == joined(reference(vocabulary, texts))
+
+
+def test_an_object_of_transformers_gives_its_own_ids_and_end_of_text(tmp_path: Path, vocabulary: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary), eos_token="<|start|>")
+    texts = [text for kind, text in HOSTILE.items() if kind != "looks special"]
+    wanted = [made.encode(text, add_special_tokens=False) for text in texts]
+    assert stream(tmp_path, texts, tokenizer=made) == joined(wanted, (1,))
+
+
+def test_a_slow_tokenizer_of_transformers_is_refused_with_what_to_do() -> None:
+    from transformers import ByT5Tokenizer
+
+    with pytest.raises(TokenizerError, match=r"slow tokenizer.*use_fast=True"):
+        load_tokenizer(ByT5Tokenizer())
+
+
+def test_a_loaded_tokenizer_is_used_as_it_is(vocabulary: Path) -> None:
+    made = load_tokenizer(vocabulary)
+    assert load_tokenizer(made) is made
+
+
+# Names on the Hub, in the cache of huggingface_hub
+
+LOAD = """
+import json, socket, sys
+def connect(*_):
+    raise SystemExit("a connection was tried")
+socket.socket.connect = socket.getaddrinfo = connect
+from penstock import TokenizerError
+from penstock.encode.tokenize import load_tokenizer
+try:
+    made = load_tokenizer(sys.argv[1])
+    print(json.dumps([made.eos_id, made.size, made.vocabulary.name]))
+except TokenizerError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def load_from_hub(name: str, cache: Path, **environment: str) -> Any:
+    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_HOME": str(cache), **environment}
+    ran = subprocess.run([sys.executable, "-c", LOAD, name], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def put_in_cache(cache: Path, repo: str, *files: Path) -> None:
+    """The layout that huggingface_hub gives its cache."""
+    folder = cache / "hub" / f"models--{repo.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    for file in files:
+        shutil.copy(file, folder / "snapshots" / ("0" * 40) / file.name)
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_name_in_the_local_cache_needs_no_connection(tmp_path: Path, vocabulary: Path, offline: str) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"eos_token": "<|start|>"}')
+    put_in_cache(tmp_path, "someone/tiny", vocabulary, config)
+    assert load_from_hub("someone/tiny", tmp_path, HF_HUB_OFFLINE=offline) == [1, 1200, "someone/tiny"]
+
+
+def test_an_old_short_name_is_found_under_its_new_one(tmp_path: Path, vocabulary: Path) -> None:
+    put_in_cache(tmp_path, "openai-community/gpt2", vocabulary)
+    assert load_from_hub("gpt2", tmp_path) == [0, 1200, "gpt2"]
+
+
+def test_a_hub_name_that_is_nowhere_says_what_to_do(tmp_path: Path) -> None:
+    message = load_from_hub("someone/nothing", tmp_path, HF_HUB_OFFLINE="1")
+    assert "'someone/nothing' is no file here, is not in the local Hugging Face cache" in message
+    assert "Give the path of a tokenizer.json" in message
+
+
+# An engine is checked against the reference before it is used
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gigatoken with a fault: it takes one id for another."""
+    sound = GigatokenEngine.encode
+
+    def encode(self: GigatokenEngine, texts: Any) -> Any:
+        ids, offsets = sound(self, texts)
+        return np.where(ids == 70, 71, ids), offsets
+
+    monkeypatch.setattr(GigatokenEngine, "encode", encode)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("cache", "wrong")
+def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
+    tmp_path: Path, vocabulary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [*HOSTILE.values()]
+    got = stream(tmp_path, texts, tokenizer=vocabulary)
+    assert got == joined(reference(vocabulary, texts))
+    assert 70 in got
+    (warning,) = warnings_in(caplog)
+    assert "differ from tokenizers" in warning
+    assert "using tokenizers" in warning
+
+
+@pytest.mark.usefixtures("cache", "wrong")
+def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: Path) -> None:
+    with pytest.raises(TokenizerError, match="gigatoken does not give the reference's ids for"):
+        load_tokenizer(vocabulary, engine="gigatoken")
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("differs", [[], [3, 5]])
+def test_the_verdict_is_remembered_on_disk(
+    vocabulary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, differs: list[int]
+) -> None:
+    monkeypatch.setattr(tokenize, "compare", lambda *_: differs)
+    first = load_tokenizer(vocabulary).engine.name
+
+    def compare(*_: object) -> list[int]:
+        raise AssertionError("compared again, though the verdict is on disk")
+
+    monkeypatch.setattr(tokenize, "compare", compare)
+    assert load_tokenizer(vocabulary).engine.name == first == ("tokenizers" if differs else "gigatoken")
+    assert len(warnings_in(caplog)) == (2 if differs else 0)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"])
+def test_a_damaged_verdict_is_ignored(
+    vocabulary: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    assert load_tokenizer(vocabulary).engine.name == "gigatoken"
+    (verdict,) = (cache / "engines").iterdir()
+    verdict.write_text(damage)
+    monkeypatch.setattr(tokenize, "compare", lambda *_: [0])
+    assert load_tokenizer(vocabulary).engine.name == "tokenizers"
+
+
+def test_a_verdict_of_wrong_types_is_ignored(vocabulary: Path, cache: Path) -> None:
+    load_tokenizer(vocabulary)
+    (verdict,) = (cache / "engines").iterdir()
+    known = json.loads(verdict.read_text())
+    for differs in (None, 5, {"a": 1}, "yes"):
+        verdict.write_text(json.dumps(known | {"differs": differs}))
+        assert load_tokenizer(vocabulary).engine.name == "gigatoken"
+
+
+def test_another_vocabulary_is_judged_anew(tmp_path: Path, vocabulary: Path, cache: Path) -> None:
+    load_tokenizer(vocabulary)
+    load_tokenizer(train(tmp_path / "tokenizer.json", 500))
+    assert len(list((cache / "engines").iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
+    assert load_tokenizer(vocabulary).engine.name == "gigatoken"
+
+
+# Memory
+
+ENCODE_NEW_WORDS = """
+import hashlib, sys
+import numpy as np, pyarrow as pa
+from penstock.encode.engines import GigatokenEngine, anonymous_bytes
+from penstock.encode.tokenize import load_tokenizer
+
+GigatokenEngine.MIN_TEXT = 1 << 20
+made = load_tokenizer(sys.argv[1], engine="gigatoken", cache_bytes=16 << 20)
+exact = load_tokenizer(sys.argv[1], engine="tokenizers")
+before, most = anonymous_bytes(), 0
+for number in range(48):
+    letters = np.random.default_rng(number).integers(97, 123, 1 << 20, dtype=np.uint8)
+    letters[::11] = 32
+    text = letters.tobytes().decode()
+    ids, _ = made.engine.encode(pa.array([text], pa.large_string()))
+    if number % 12 == 11:
+        head, _ = exact.engine.encode(pa.array([text[:110_000]], pa.large_string()))
+        assert np.array_equal(ids[: len(head)], head), number
+    most = max(most, anonymous_bytes() - before)
+print(made.engine.replaced, most)
+"""
+
+
+def test_memory_stays_bounded_while_ever_new_words_come(vocabulary: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", ENCODE_NEW_WORDS, vocabulary], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    replaced, most = map(int, ran.stdout.split())
+    assert replaced > 3
+    # Words of a single instance would take some 400 MB.
+    assert most < 200 << 20
+
+
+def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GigatokenEngine, "MIN_TEXT", 0)
+    rng = random.Random(1)
+    texts = ["".join(rng.choices("abcdefg é🙂\n", k=300)) for _ in range(100)]
+    made = load_tokenizer(vocabulary, engine="gigatoken", cache_bytes=-(1 << 40))  # every call is over this budget
+    assert stream(tmp_path, texts, 2, tokenizer=made) == joined(reference(vocabulary, texts))
+    assert isinstance(made.engine, GigatokenEngine)
+    assert made.engine.replaced >= 10
