@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,18 +81,31 @@ def contend(case: dict[str, Any], quick: bool) -> None:
     engine: Any = data.tokenizer.engine
 
     def stream() -> dict[str, Any]:
-        samples = []
-        with AsyncDataLoader(data, BATCH_SIZE, shuffle=True, n_workers=case["workers"], output="numpy") as loader:
-            begun = time.monotonic()
-            for second in itertools.count():
-                while time.monotonic() < begun + second:
-                    next(loader)
+        samples: list[list[float]] = []
+        ended = threading.Event()
+        begun = time.monotonic()
+
+        def sample() -> None:
+            # On a thread of its own: next() may wait for a whole window of slow text.
+            while True:
                 now = process_memory()
                 at = time.monotonic() - begun
                 samples.append([at, now["anonymous"] / MB, now["rss"] / MB, pa.total_allocated_bytes() / MB])
-                if at >= case["seconds"]:
-                    break
-            stats = loader.stats()
+                if ended.wait(max(0.0, len(samples) - at)):
+                    return
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            with AsyncDataLoader(data, BATCH_SIZE, shuffle=True, n_workers=case["workers"], output="numpy") as loader:
+                while time.monotonic() < begun + case["seconds"]:
+                    next(loader)
+                ended.set()
+                sampler.join()
+                stats = loader.stats()
+        finally:
+            ended.set()
+            sampler.join()
         return {
             "samples": samples,
             "peak": process_memory()["peak"] / MB,

@@ -467,3 +467,12 @@ def test_stats_add_up(corpus: Path) -> None:
     assert 0 <= stats.wait_s <= stats.wall_s
     assert stats.padded_tokens == sum(int((b.targets == -100).sum()) for b in batches)
     assert loader.stats().documents == stats.documents  # and shutting down forgets nothing
+
+
+def test_warmup_returns_as_soon_as_the_queue_is_full(corpus: Path) -> None:
+    # Batches are made in blocks: one that does not fit into the queue as a whole must not keep the
+    # waiter asleep.
+    for prefetch in (1, 2, 3, 5, 8):
+        with AsyncDataLoader(dataset(corpus), 4, prefetch_size=prefetch, output="numpy") as loader:
+            done = loader.warmup(timeout=3600)
+            assert done.filled == prefetch

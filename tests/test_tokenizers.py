@@ -651,12 +651,12 @@ GigatokenEngine.MIN_TEXT = 1 << 20
 made = load_tokenizer(sys.argv[1], engine="gigatoken", cache_bytes=16 << 20)
 exact = load_tokenizer(sys.argv[1], engine="tokenizers")
 before, most = anonymous_bytes(), 0
-for number in range(48):
+for number in range(40):
     letters = np.random.default_rng(number).integers(97, 123, 1 << 20, dtype=np.uint8)
     letters[::11] = 32
     text = letters.tobytes().decode()
     ids, _ = made.engine.encode(pa.array([text], pa.large_string()))
-    if number % 12 == 11:
+    if number % 10 == 9:
         head, _ = exact.engine.encode(pa.array([text[:110_000]], pa.large_string()))
         assert np.array_equal(ids[: len(head)], head), number
     most = max(most, anonymous_bytes() - before)

@@ -103,7 +103,7 @@ class GigatokenEngine:
 
     def __init__(self, load: Callable[[], Any], cache_bytes: int) -> None:
         self._load = load
-        self._growth = Growth(cache_bytes)
+        self._cache_bytes = cache_bytes
         # An instance serialises its callers, so each call has one to itself. There are as many as
         # there were calls at once, and the one used last, whose cache is warm, is used next.
         self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
@@ -135,13 +135,27 @@ class GigatokenEngine:
         )
         encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
         instance.seen += len(data)
-        if self._growth.exceeded(instance.seen, self.MIN_TEXT, self.MAX_TEXT):
+        if self._outgrown(instance):
             instance.tokenizer = None
             self.replaced += 1
-            self._growth.released()
         else:
             self._idle.append(instance)
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
+
+    def _outgrown(self, instance: _Instance) -> bool:
+        """Whether the process has grown by more than the budget since the instance was warm.
+
+        Only the process's own size can be had. Where it was somebody else who grew, an instance is
+        replaced once for nothing, and the new one starts counting from there.
+        """
+        if instance.seen < self.MIN_TEXT:
+            return False
+        now = anonymous_bytes()
+        if now is None:
+            return instance.seen >= self.MAX_TEXT
+        if instance.warm is None:
+            instance.warm = now
+        return now - instance.warm > self._cache_bytes
 
 
 @dataclass(slots=True)
@@ -149,29 +163,8 @@ class _Instance:
     tokenizer: Any
     seen: int = 0
     """Bytes of text it has encoded."""
-
-
-class Growth:
-    """Watches how much memory the process has gained, for all threads of an engine."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._floor = anonymous_bytes()
-        self._before = 0
-
-    def exceeded(self, seen: int, min_text: int, max_text: int) -> bool:
-        now = anonymous_bytes()
-        if now is None or self._floor is None:
-            return seen >= max_text
-        self._floor = min(self._floor, now)
-        self._before = now
-        return seen >= min_text and now - self._floor > self._budget
-
-    def released(self) -> None:
-        """An instance was dropped. If that freed little, the growth was somebody else's."""
-        now = anonymous_bytes()
-        if now is not None and self._before - now < self._budget // 4:
-            self._floor = now
+    warm: int | None = None
+    """The size of the process when it had seen enough to know the common words."""
 
 
 def anonymous_bytes() -> int | None:

@@ -123,9 +123,9 @@ class Prefetcher(Generic[T]):
                     if not self._slots.get() or self._stopped:
                         return
                     self._ready.put(item)
-                if self._waiting:
-                    with self._made:
-                        self._made.notify_all()
+                    if self._waiting:
+                        with self._made:
+                            self._made.notify_all()
                 del item, items  # while the next ones are made, these are the trainer's
             self._finish(None)
         except BaseException as error:  # it belongs to whoever calls get()

@@ -95,6 +95,7 @@ def _parse_lines(file: FileRef, buffer: bytes, starts: I64, ends: I64, rows: I64
 
 def _line(line: bytes, field: str) -> tuple[bytes, str, str]:
     """A line's text, or why there is none."""
+    line = line.removeprefix(BOM)  # files with such a mark, one put after the other
     try:
         # What the other fields hold is nobody's business here: bytes that are no text stand for
         # themselves, and are judged only if they turn up in this one.
