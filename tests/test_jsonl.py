@@ -174,7 +174,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, rest: by
 def test_characters_of_every_length_survive_any_cut(tmp_path: Path) -> None:
     wanted = ["aé漢🙂" * n for n in range(1, 12)]
     path = write_jsonl(tmp_path / "a.jsonl", wanted)
-    for chunk_bytes in range(1, 64):
+    for chunk_bytes in (1, 2, 3, 4, 5, 7, 11, 13, 31, 61):
         assert flat(read_chunks(path, chunk_bytes=chunk_bytes)[0]) == wanted
 
 

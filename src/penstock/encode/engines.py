@@ -88,7 +88,9 @@ class TiktokenEngine:
 def _flatten(ids: list[list[int]]) -> tuple[Ids, I64]:
     offsets = np.zeros(len(ids) + 1, np.int64)
     np.cumsum([len(i) for i in ids], out=offsets[1:])
-    flat = np.fromiter((i for of_doc in ids for i in of_doc), np.uint32, int(offsets[-1]))
+    flat = np.empty(int(offsets[-1]), np.uint32)
+    for of_doc, start, end in zip(ids, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        flat[start:end] = of_doc
     return flat, offsets
 
 
@@ -98,6 +100,8 @@ class GigatokenEngine:
     name = "gigatoken"
     MIN_TEXT = 16 * MiB
     """Text an instance must have seen before it is replaced: bounds what replacing can cost."""
+    FIRST = 2
+    """Chunks that are encoded by one instance before another is loaded."""
     MAX_TEXT = GiB
     """Where the system does not tell a process its own size, replace after this much text."""
 
@@ -107,22 +111,39 @@ class GigatokenEngine:
         # An instance serialises its callers, so each call has one to itself. There are as many as
         # there were calls at once, and the one used last, whose cache is warm, is used next.
         self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
-        self._warm = threading.Event()
+        self._changed = threading.Condition()
+        self._done = 0
         self.vocab_size = int(self._idle[0].tokenizer.vocab_size)
         self.replaced = 0
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        try:
-            instance = self._idle.pop()
-        except IndexError:
-            # Loading holds the GIL for a tenth of a second: the very first chunk, for which somebody
-            # is waiting, goes before it.
-            self._warm.wait()
-            instance = _Instance(self._load())
+        instance = self._take()
         try:
             return self._encode(instance, texts)
         finally:
-            self._warm.set()
+            instance.seen += texts.nbytes
+            self._give_back(instance)
+
+    def _take(self) -> _Instance:
+        """An instance that nobody uses, or a new one."""
+        with self._changed:
+            # Loading holds the GIL for a tenth of a second. The first batch, for which somebody is
+            # waiting, goes before it: until it is on its way, the threads share the one instance.
+            self._changed.wait_for(lambda: self._idle or self._done >= self.FIRST)
+            if self._idle:
+                return self._idle.pop()
+        return _Instance(self._load())
+
+    def _give_back(self, instance: _Instance) -> None:
+        with self._changed:
+            self._done += 1
+            if self._outgrown(instance):
+                instance.tokenizer = None
+                self.replaced += 1
+                self._done = max(self._done, self.FIRST)
+            else:
+                self._idle.append(instance)
+            self._changed.notify_all()
 
     def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         import awkward as ak
@@ -134,12 +155,6 @@ class GigatokenEngine:
             parameters={"__array__": "string"},
         )
         encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
-        instance.seen += len(data)
-        if self._outgrown(instance):
-            instance.tokenizer = None
-            self.replaced += 1
-        else:
-            self._idle.append(instance)
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
 
     def _outgrown(self, instance: _Instance) -> bool:
