@@ -46,7 +46,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 each_codec = pytest.mark.parametrize("codec", list(COMPRESS))
 
 # Every text differs from all others, and the numbers keep it from compressing into nothing.
-TEXTS = [f"{i} é🙂 " + " ".join(str(j * j % 99991 * (i + 1)) for j in range(i % 60)) for i in range(600)]
+TEXTS = [f"{i} é🙂 " + " ".join(str(j * j % 99991 * (i + 1)) for j in range(i % 60)) for i in range(400)]
 WANTED = [text.encode() for text in TEXTS]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 SEPARATED = "\n\n".join(TEXTS).encode()
@@ -77,7 +77,7 @@ def test_a_compressed_text_without_separator_is_one_document(tmp_path: Path, cod
 
 @each_codec
 def test_a_document_longer_than_many_chunks_and_blocks_is_exact(tmp_path: Path, codec: str) -> None:
-    long = b"".join(b"%d " % i for i in range(600_000))
+    long = b"".join(b"%d " % i for i in range(480_000))
     assert len(long) > 3 * BLOCK
     data = b"\n\n".join([b"before", long, b"after"])
     path = write(tmp_path, codec, data, "txt")
@@ -89,7 +89,7 @@ def test_a_document_longer_than_many_chunks_and_blocks_is_exact(tmp_path: Path, 
 def test_concatenated_streams_are_read_to_the_last(tmp_path: Path, codec: str) -> None:
     path = tmp_path / f"a.jsonl.{codec}"
     # Cut within lines: a member's end means nothing for the text.
-    pieces = [JSONL[:1], JSONL[1:5000], b"", JSONL[5000:70_001], JSONL[70_001:]]
+    pieces = [JSONL[:1], JSONL[1:5000], b"", JSONL[5000:40_001], JSONL[40_001:]]
     path.write_bytes(b"".join(COMPRESS[codec](piece) for piece in pieces))
     assert documents(bytes_of(path, chunk_bytes=4096)) == WANTED
 
@@ -125,7 +125,7 @@ def test_threads_read_the_same_documents_in_the_same_order(tmp_path: Path, codec
 
 @each_codec
 def test_reading_in_order_decompresses_nothing_twice(tmp_path: Path, codec: str) -> None:
-    data = b"".join(b"%d\n" % i for i in range(800_000))
+    data = b"".join(b"%d\n" % i for i in range(500_000))
     (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
     opened = CompressedFile(file, keep_bytes=BLOCK, max_bytes=1 << 30)
     try:
@@ -165,7 +165,7 @@ def damaged(folder: Path, codec: str, how: str, data: bytes = JSONL, kind: str =
 
 
 # Codecs work block by block, so there must be some before the damage.
-MANY = [f"{i} " + " ".join(str((i * 7919 + j * 104729) % 1_000_003) for j in range(200)) for i in range(1500)]
+MANY = [f"{i} " + " ".join(str((i * 7919 + j * 104729) % 1_000_003) for j in range(200)) for i in range(800)]
 MANY_JSONL = "".join(json.dumps({"text": text}) + "\n" for text in MANY).encode()
 
 
@@ -194,20 +194,20 @@ def sound(got: list[bytes]) -> int:
 def test_skipping_a_cut_keeps_the_documents_before_it_and_no_part_of_another(tmp_path: Path, codec: str) -> None:
     path = damaged(tmp_path, codec, "truncated", MANY_JSONL)
     got = documents(bytes_of(path, on_bad_record="skip", seq_len=65536))
-    assert 900 < sound(got) == len(got) < 1000
+    assert 440 < sound(got) == len(got) < 534
 
 
 @each_codec
 def test_skipping_a_cut_keeps_whole_separated_texts_only(tmp_path: Path, codec: str) -> None:
     path = damaged(tmp_path, codec, "truncated", "\n\n".join(MANY).encode(), "txt")
     got = documents(bytes_of(path, separator="\n\n", on_bad_record="skip", seq_len=65536))
-    assert 900 < sound(got) == len(got) < 1000
+    assert 440 < sound(got) == len(got) < 534
 
 
 @each_codec
 def test_skipping_flipped_bits_keeps_the_documents_before_them(tmp_path: Path, codec: str) -> None:
     path = damaged(tmp_path, codec, "flipped", MANY_JSONL)
-    assert sound(documents(bytes_of(path, on_bad_record="skip", seq_len=65536))) > 900
+    assert sound(documents(bytes_of(path, on_bad_record="skip", seq_len=65536))) > 440
 
 
 # Arrow writes zstd without a checksum, so flipped bits in it may pass for text.

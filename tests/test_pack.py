@@ -161,7 +161,7 @@ def test_positions_count_from_each_document_or_row_start(
 ) -> None:
     batcher = Batcher(
         [packer(packing, documents, seq_len)], shard=Shard(1, 0), lanes=1, batch_size=3, seq_len=seq_len,
-        drop_last=False, extras=True, most=2, row=0, batch=0, state=lambda position: {},
+        drop_last=False, extras=True, tensors=False, most=2, row=0, batch=0, state=lambda position: {},
     )  # fmt: skip
     while batches := batcher.next():
         for batch in batches:

@@ -135,17 +135,18 @@ class AsyncDataLoader:
         begun = time.perf_counter()
         if self._exhausted:
             return None
-        self.start()
-        assert self._pipeline is not None
+        if self._pipeline is None:
+            self.start()
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         now = time.perf_counter()
         if batch is None:
             self._exhausted = True
-        else:
-            self._position = batch.locate()
-            if self._torch:
-                _to_torch(batch)
-        self._tally.took(begun, now, None if batch is None else batch.tokens)
+            self._tally.took(begun, now, None)
+            return None
+        self._position = batch.locate()
+        if self._torch:
+            batch.to_torch()
+        self._tally.took(begun, now, batch.tokens)
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
@@ -184,6 +185,7 @@ class AsyncDataLoader:
                 read_ahead_bytes=self._read_ahead,
                 drop_last=self._drop_last,
                 end_epoch=None if self._epochs is None else state.first + self._epochs,
+                tensors=self._torch,
                 quarantine=dataset.quarantine,
             ),
             places=state.places,
@@ -342,14 +344,4 @@ class _StateMaker:
 
 
 def _advance(state: State, position: Position) -> State:
-    places = dict(zip(sorted(state.places), position.places, strict=True))
-    return replace(state, row=position.row, batch=position.batch, places=places)
-
-
-def _to_torch(batch: Batch) -> None:
-    import torch
-
-    for name in ("inputs", "targets", "positions", "cu_seqlens"):
-        value = getattr(batch, name)
-        if value is not None:
-            setattr(batch, name, torch.from_numpy(value))
+    return state.at(position.row, position.batch, position.places)

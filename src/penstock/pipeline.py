@@ -63,6 +63,7 @@ class RunSettings:
     read_ahead_bytes: int
     drop_last: bool
     end_epoch: int | None
+    tensors: bool
     quarantine: str | None
 
 
@@ -135,6 +136,7 @@ class Pipeline:
             seq_len=stream.seq_len,
             drop_last=run.drop_last,
             extras=stream.extras,
+            tensors=run.tensors,
             most=run.prefetch_size // 2 if run.n_workers else 1,
             row=row,
             batch=batch,

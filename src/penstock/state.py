@@ -12,7 +12,7 @@ JSON through and through: integers, strings, no pickle. Under 1 KB for a lane.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class State:
     first: int
     lanes: int
     places: dict[int, Place]
+    """By lane, in ascending order."""
     stream: dict[str, Any]
     data: dict[str, Any]
     tokenizer: dict[str, Any]
@@ -45,12 +46,20 @@ class State:
             "batch": self.batch,
             "first": self.first,
             "lanes": self.lanes,
-            "at": {str(lane): list(place) for lane, place in sorted(self.places.items())},
-            "stream": self.stream,
-            "data": self.data,
-            "tokenizer": self.tokenizer,
-            "skip": [list(address) for address in sorted(self.skip, key=str)],
+            "at": {str(lane): list(place) for lane, place in self.places.items()},
+            "stream": dict(self.stream),
+            "data": dict(self.data),
+            "tokenizer": dict(self.tokenizer),
+            "skip": [list(address) for address in sorted(self.skip, key=str)] if self.skip else [],
         }
+
+    def at(self, row: int, batch: int, places: Iterable[Place]) -> State:
+        """The same stream, further on."""
+        return State(
+            row=row, batch=batch, first=self.first, lanes=self.lanes,
+            places=dict(zip(self.places, places, strict=True)),
+            stream=self.stream, data=self.data, tokenizer=self.tokenizer, skip=self.skip,
+        )  # fmt: skip
 
     def for_shard(self, lanes: Sequence[int], world: int) -> State:
         """The part that a rank with these lanes needs."""
@@ -60,7 +69,7 @@ class State:
                 f"the state has no place for lane(s) {_some(missing)} of {self.lanes}: each rank saves its own "
                 f"lanes only. Load the states of all ranks: load_state_dict([state_0, state_1, …])"
             )
-        return replace(self, places={lane: self.places[lane] for lane in lanes})
+        return replace(self, places={lane: self.places[lane] for lane in sorted(lanes)})
 
     def require(self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]) -> None:
         """Refuse to continue another stream as this one, and say what differs."""

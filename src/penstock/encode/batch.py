@@ -11,6 +11,7 @@ Cost:  each token is widened twice, into inputs and targets: these share no memo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,8 +91,15 @@ class Block:
         return spans
 
 
+def _torch_is_here() -> bool:
+    """Whether torch has been imported, wholly. It is not for the producer to import it: the trainer
+    may be building its model, and the import would hold the GIL for seconds."""
+    torch = sys.modules.get("torch")
+    return torch is not None and not getattr(torch.__spec__, "_initializing", False)
+
+
 def _before(slots: I64, slot: int) -> int:
-    return int(np.searchsorted(slots, slot))
+    return int(slots.searchsorted(slot))
 
 
 @dataclass(slots=True)
@@ -120,7 +128,19 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Input ids in the batch, padding included."""
-        return int(self.inputs.shape[0] * self.inputs.shape[1])
+        rows, columns = self.inputs.shape
+        return int(rows * columns)
+
+    def to_torch(self) -> None:
+        """Wrap the arrays as tensors, if they are not yet. No data is copied."""
+        if not isinstance(self.inputs, np.ndarray):
+            return
+        import torch
+
+        for name in ("inputs", "targets", "positions", "cu_seqlens"):
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray):
+                setattr(self, name, torch.from_numpy(value))
 
     def provenance(self) -> list[list[Span]]:
         """For each row, the documents that its ids come from."""
@@ -151,6 +171,7 @@ class Batcher:
         seq_len: int,
         drop_last: bool,
         extras: bool,
+        tensors: bool,
         most: int,
         row: int,
         batch: int,
@@ -163,6 +184,7 @@ class Batcher:
         self._seq_len = seq_len
         self._drop_last = drop_last
         self._extras = extras
+        self._tensors = tensors
         self._most = max(1, min(most, BLOCK_TOKENS // (batch_size * seq_len)))
         self._size = 1
         self._row = row
@@ -290,6 +312,8 @@ class Batcher:
             )  # fmt: skip
             if starts is not None:
                 batch.positions, batch.cu_seqlens = self._documents(starts, first, last)
+            if self._tensors and _torch_is_here():
+                batch.to_torch()
             batches.append(batch)
         return batches
 

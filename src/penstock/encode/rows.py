@@ -22,7 +22,7 @@ class Mark(NamedTuple):
     row: int = 0
 
     def place(self) -> Place:
-        return self.map.place(self.token)._replace(row=self.row)
+        return self.map.place(self.token, self.row)
 
 
 def mark_at(windows: Sequence[tuple[int, WindowMap]], token: int) -> Mark:

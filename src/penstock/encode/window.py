@@ -63,12 +63,13 @@ class WindowMap:
 
     def doc_at(self, token: int) -> int:
         """The document that a token of the window belongs to."""
-        return int(np.searchsorted(self.ends, token, side="right"))
+        return int(self.ends.searchsorted(token, side="right"))
 
-    def place(self, token: int) -> Place:
+    def place(self, token: int, row: int) -> Place:
         """The place of a token, by document, so that it holds even where a document before it is skipped."""
         doc = self.doc_at(token)
-        return self.start._replace(doc=doc, token=token - self.begin(doc))
+        epoch, group, chunk, window, *_ = self.start
+        return Place(epoch, group, chunk, window, doc, token - self.begin(doc), row)
 
     def token_of(self, place: Place) -> int:
         """The token that a place names."""

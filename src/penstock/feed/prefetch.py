@@ -22,6 +22,9 @@ from penstock.feed.pool import join_all
 T = TypeVar("T")
 
 
+WAKE_FOR = 4
+
+
 class _End:
     """Follows the last item."""
 
@@ -39,6 +42,7 @@ class Prefetcher(Generic[T]):
         for _ in range(capacity):
             self._slots.put(True)
         self._capacity = capacity
+        self._owed = 0
         self._surplus = 0
         self._end: _End | None = None
         self._stopped = False
@@ -69,12 +73,22 @@ class Prefetcher(Generic[T]):
         if self._surplus > 0:
             self._surplus -= 1  # a slot that was lent for a warmup
         else:
-            self._slots.put(True)
+            self._owed += 1
+            # To wake the producer costs more than to take an item, so it is woken for several at
+            # once while enough are ready.
+            if self._owed >= min(WAKE_FOR, self._capacity // 2) or self._ready.qsize() <= self._capacity // 2:
+                self._return_slots()
         return item
+
+    def _return_slots(self) -> None:
+        for _ in range(self._owed):
+            self._slots.put(True)
+        self._owed = 0
 
     def fill(self, items: int, timeout: float) -> int:
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
         deadline = time.monotonic() + timeout
+        self._return_slots()
         extra = items - self._capacity - self._surplus
         for _ in range(extra):
             self._surplus += 1
