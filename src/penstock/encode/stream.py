@@ -21,7 +21,7 @@ from penstock.encode.rows import Mark, NextWindow, PackCounts, Rows, mark_at
 from penstock.encode.window import I64, Ids, Place, Window, WindowMap
 from penstock.types import Span
 
-GATHER_TOKENS = 1 << 18
+GATHER_TOKENS = 1 << 20
 """Tokens brought into order at once: enough to make the calls cheap, little enough for the cache."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -20,9 +21,6 @@ from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed.pool import join_all
 
 T = TypeVar("T")
-
-
-WAKE_FOR = 4
 
 
 class _End:
@@ -37,16 +35,18 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, produce: Callable[[], list[T]], capacity: int) -> None:
         self._produce = produce
-        self._ready: SimpleQueue[T | _End] = SimpleQueue()
+        # Items travel in the lists in which they were made: to wake a thread costs more than to
+        # hand something over, so it is done once for all of them.
+        self._ready: SimpleQueue[list[T] | _End] = SimpleQueue()
+        self._taking: deque[T] = deque()
         self._slots: SimpleQueue[bool] = SimpleQueue()
         for _ in range(capacity):
             self._slots.put(True)
         self._capacity = capacity
-        self._owed = 0
-        self._surplus = 0
+        self._made = self._taken = self._owed = self._surplus = 0
         self._end: _End | None = None
         self._stopped = False
-        self._made = threading.Condition()
+        self._filled = threading.Condition()
         self._waiting = False
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
 
@@ -55,30 +55,31 @@ class Prefetcher(Generic[T]):
 
     @property
     def depth(self) -> int:
-        return max(0, self._ready.qsize() - (self._end is not None))
+        return self._made - self._taken
 
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
-        try:
-            item = self._ready.get(timeout=None if timeout is None else max(0.0, timeout))
-        except Empty:
-            raise LoaderTimeout(
-                f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
-            ) from None
-        if isinstance(item, _End):
-            self._ready.put(item)  # for whoever asks again
-            if item.error is not None:
-                raise item.error
-            return None
+        if not self._taking:
+            try:
+                items = self._ready.get(timeout=None if timeout is None else max(0.0, timeout))
+            except Empty:
+                raise LoaderTimeout(
+                    f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
+                ) from None
+            if isinstance(items, _End):
+                self._ready.put(items)  # for whoever asks again
+                if items.error is not None:
+                    raise items.error
+                return None
+            self._taking.extend(items)
+        self._taken += 1
         if self._surplus > 0:
             self._surplus -= 1  # a slot that was lent for a warmup
         else:
             self._owed += 1
-            # To wake the producer costs more than to take an item, so it is woken for several at
-            # once while enough are ready.
-            if self._owed >= min(WAKE_FOR, self._capacity // 2) or self._ready.qsize() <= self._capacity // 2:
+            if self._owed >= self._capacity // 4 or self.depth <= self._capacity // 2:
                 self._return_slots()
-        return item
+        return self._taking.popleft()
 
     def _return_slots(self) -> None:
         for _ in range(self._owed):
@@ -89,18 +90,17 @@ class Prefetcher(Generic[T]):
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
         deadline = time.monotonic() + timeout
         self._return_slots()
-        extra = items - self._capacity - self._surplus
-        for _ in range(extra):
+        for _ in range(items - self._capacity - self._surplus):
             self._surplus += 1
             self._slots.put(True)
-        with self._made:
+        with self._filled:
             self._waiting = True
             try:
                 while self.depth < items and self._end is None:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         break
-                    self._made.wait(left)
+                    self._filled.wait(left)
             finally:
                 self._waiting = False
         self._take_back()
@@ -127,26 +127,36 @@ class Prefetcher(Generic[T]):
         joined = join_all([self._thread], timeout) if self._thread.ident is not None else True
         while joined and self._ready.qsize() > 0:
             self._ready.get_nowait()
+        self._taking.clear()
         self._finish(LoaderClosed("the loader was shut down"))
         return joined
 
     def _run(self) -> None:
         try:
             while items := self._produce():
-                for item in items:
+                first = 0
+                for i in range(len(items)):
+                    if i > first and self._slots.empty():
+                        # No room for the next one: those that have theirs do not wait for it.
+                        self._hand_over(items[first:i])
+                        first = i
                     if not self._slots.get() or self._stopped:
                         return
-                    self._ready.put(item)
-                    if self._waiting:
-                        with self._made:
-                            self._made.notify_all()
-                del item, items  # while the next ones are made, these are the trainer's
+                self._hand_over(items[first:])
+                del items  # while the next ones are made, these are the trainer's
             self._finish(None)
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
 
+    def _hand_over(self, items: list[T]) -> None:
+        self._made += len(items)
+        self._ready.put(items)
+        if self._waiting:
+            with self._filled:
+                self._filled.notify_all()
+
     def _finish(self, error: BaseException | None) -> None:
         self._end = _End(error)
         self._ready.put(self._end)
-        with self._made:
-            self._made.notify_all()
+        with self._filled:
+            self._filled.notify_all()

@@ -99,12 +99,12 @@ class ParquetReader:
 
     def _clean(self, ref: ChunkRef, pieces: list[pa.Array], lo: int, judge: Judge) -> Documents:
         column = pa.chunked_array(pieces) if pieces else pa.chunked_array([], pa.large_string())
-        if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
-            # 32-bit offsets end at 2 GiB; widen before the pieces are put together.
-            wide = pa.large_string() if pa.types.is_string(column.type) else pa.large_binary()
-            column = column.cast(wide)
-        elif pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
+        # 32-bit offsets end at 2 GiB; widen before the pieces are put together.
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            column = column.cast(pa.large_string())
+        else:
+            column = column.cast(pa.large_binary())
         chunks = column.chunks or [pa.array([], pa.large_string())]
         array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         rows = np.arange(lo, lo + len(array), dtype=np.int64)
