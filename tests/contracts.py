@@ -47,7 +47,7 @@ def resumes_everywhere(make: Make, n: int, every: int = 1) -> None:
     """A state taken before the first batch and after each one restores the whole tail, bit for bit."""
     with make() as loader:
         states = [loader.state_dict()]
-        whole = []
+        whole: list[str] = []
         while len(whole) < n and (batch := loader.next_batch(timeout=60)) is not None:
             whole.append(digest(batch))
             states.append(loader.state_dict())

@@ -215,10 +215,9 @@ def test_an_exception_in_a_worker_reaches_next_with_its_type_stage_and_file(
     whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 1, output="numpy"), 500)
     monkeypatch.setattr(Tokenizer, "encode", encode)
     with AsyncDataLoader(dataset(corpus), 1, n_workers=n_workers, output="numpy") as loader:
-        got = []
+        got: list[str] = []
         with pytest.raises(ZeroDivisionError, match="mine") as caught:
-            while True:
-                got.append(contracts.digest(next(loader)))
+            got.extend(contracts.digest(batch) for batch in loader)
         assert any("tokenize" in note and "a.parquet, row group 2" in note for note in caught.value.__notes__)
         # Everything before the fault was handed out, and it is raised again on every further try.
         assert got

@@ -25,8 +25,8 @@ def lane_chunks(plan: Plan, chunks: list[int], lane: int, epoch: int) -> list[tu
     refs = [[ChunkRef(f, i, 10) for i in range(n)] for f, n in zip(plan.files, chunks, strict=True)]
     out: list[tuple[str, int, int, int]] = []
     for group in plan.groups(lane, epoch):
-        for ref in plan.order(lane, epoch, group, [refs[i] for i in group]):
-            out.append((ref.file.path, ref.index, ref.part, ref.parts))
+        ordered = plan.order(lane, epoch, group, [refs[i] for i in group])
+        out += [(ref.file.path, ref.index, ref.part, ref.parts) for ref in ordered]
     return out
 
 

@@ -83,7 +83,7 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
 
     shutil.copytree(corpus / "parquet", tmp_path / "more")
     shutil.copy(corpus / "parquet" / "a.parquet", tmp_path / "more" / "c.parquet")
-    with pytest.raises(StateMismatch, match="the data changed since the state was saved: .*count was 2, is 3"):
+    with pytest.raises(StateMismatch, match=r"the data changed since the state was saved: .*count was 2, is 3"):
         loader(corpus, {"path": tmp_path / "more"}).load_state_dict(state_after(corpus, 5))
 
 
