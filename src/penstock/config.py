@@ -8,13 +8,33 @@ State: none.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.types import Shard
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """A setting that counts something, or an error that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise ConfigError(f"{name}={value!r}: needs a whole number, at least {least}")
+    return number
+
+
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """A setting that names one of a few things."""
+    if not isinstance(value, str | None) or value not in allowed:
+        raise ConfigError(f"{name}={value!r}: needs one of {', '.join(map(repr, allowed))}")
 
 
 def available_cores() -> int:

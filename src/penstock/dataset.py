@@ -12,12 +12,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
+from penstock.config import one_of, whole_number
 from penstock.encode.tokenize import AUTO, CACHE_BYTES, load_tokenizer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StateFormat
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.reader import ReadSettings
 from penstock.state import address
-from penstock.types import FileRef, Format, KiB, MiB, OnBadRecord, Packing
+from penstock.types import Address, FileRef, Format, KiB, MiB, OnBadRecord, Packing
 
 Path = str | os.PathLike[str]
 
@@ -78,49 +79,67 @@ class TextDataset:
         doc_batch: documents tokenized at once; the whole chunk where None. Never changes the stream.
         tokenizer_cache_bytes: memory the tokenizer's cache of words may take before it starts anew.
         """
-        _choice("packing", packing, get_args(Packing))
-        _choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
-        _choice("split", split, (None, "train", "val"))
-        _choice("format", format, (None, *get_args(Format)))
-        for name, value, least in (
-            ("seq_len", seq_len, 1), ("chunk_bytes", chunk_bytes, KiB), ("shuffle_chunks", shuffle_chunks, 1),
-            ("shuffle_bytes", shuffle_bytes, 1), ("max_doc_bytes", max_doc_bytes, 1),
-            ("doc_batch", 1 if doc_batch is None else doc_batch, 1),
-            ("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB),
-        ):  # fmt: skip
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}={value!r}: needs a whole number, at least {least}")
-        if not 0.0 < val_fraction < 1.0:
+        one_of("packing", packing, get_args(Packing))
+        one_of("on_bad_record", on_bad_record, get_args(OnBadRecord))
+        one_of("split", split, (None, "train", "val"))
+        one_of("format", format, (None, *get_args(Format)))
+        one_of("engine", engine, ("auto", "gigatoken", "tokenizers", "tiktoken"))
+        if not isinstance(val_fraction, float | int) or not 0.0 < val_fraction < 1.0:
             raise ConfigError(f"val_fraction={val_fraction!r}: needs a number between 0 and 1")
-        if not max_ratio >= 1.0:
+        if not isinstance(max_ratio, float | int) or not max_ratio >= 1.0:
             raise ConfigError(f"max_ratio={max_ratio!r}: needs a number, at least 1")
+        if not isinstance(text_field, str):
+            raise ConfigError(f"text_field={text_field!r}: needs the name of a column or field")
+        if not isinstance(separator, str | bytes | None) or separator in ("", b""):
+            raise ConfigError(f"separator={separator!r}: needs text, or None to make each file a document")
+        if not isinstance(quarantine, str | os.PathLike | None):
+            raise ConfigError(f"quarantine={quarantine!r}: needs a path")
         if (on_bad_record == "quarantine") != (quarantine is not None):
             raise ConfigError("on_bad_record='quarantine' and quarantine='file.jsonl' go together")
+        for name, token in (("eos", eos), ("bos", bos)):
+            if not isinstance(token, str | int | None) or isinstance(token, bool):
+                raise ConfigError(f"{name}={token!r}: needs a special token's name or id, or None")
         if isinstance(separator, str):
             separator = separator.encode()
-        if separator == b"":
-            raise ConfigError("separator is empty: name one, or None to make each file a document")
-        self.seq_len = seq_len
+        self.seq_len = whole_number("seq_len", seq_len, 1)
         self.packing: Packing = packing
-        self.positions = positions
-        self.shuffle_chunks = shuffle_chunks
-        self.shuffle_bytes = shuffle_bytes
-        self.doc_batch = doc_batch
+        self.positions = bool(positions)
+        self.shuffle_chunks = whole_number("shuffle_chunks", shuffle_chunks, 1)
+        self.shuffle_bytes = whole_number("shuffle_bytes", shuffle_bytes, 1)
+        self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.quarantine = None if quarantine is None else os.fspath(quarantine)
         self.files: tuple[FileRef, ...] = list_files(urls, format=format, whole=separator is None)
-        self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=tokenizer_cache_bytes)
+        self.tokenizer = load_tokenizer(
+            tokenizer,
+            eos=eos,
+            bos=bos,
+            engine=engine,
+            cache_bytes=whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB),
+        )
         self.read = ReadSettings(
             text_field=text_field,
             separator=separator,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=whole_number("chunk_bytes", chunk_bytes, KiB),
             split=split,
             val_fraction=val_fraction,
-            split_seed=split_seed,
+            split_seed=whole_number("split_seed", split_seed, 0),
             on_bad_record=on_bad_record,
-            max_doc_bytes=max_doc_bytes,
+            max_doc_bytes=whole_number("max_doc_bytes", max_doc_bytes, 1),
             max_ratio=max_ratio,
-            skip=frozenset(address(entry) for entry in skip),
+            skip=self._addresses(skip),
         )
+
+    def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
+        names = {member.name for file in self.files for member in file.members}
+        names |= {file.name for file in self.files if not file.members}
+        try:
+            addresses = frozenset(address(entry) for entry in skip)
+        except (StateFormat, TypeError) as error:
+            raise ConfigError(f"skip: {error}") from error
+        for entry in addresses:
+            if entry.file not in names:
+                raise ConfigError(f"skip names {entry.file!r}, which is none of the {len(names)} files listed")
+        return addresses
 
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
@@ -157,8 +176,3 @@ class TextDataset:
         if read.split is not None:
             settings |= {"split": read.split, "val_fraction": read.val_fraction, "split_seed": read.split_seed}
         return settings
-
-
-def _choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r}: needs one of {', '.join(map(repr, allowed))}")

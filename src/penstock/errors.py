@@ -47,6 +47,8 @@ class NoData(SourceError):
 class CorruptFile(SourceError):
     """A file, or a chunk of it, cannot be read."""
 
+    reason = "corrupt"
+
 
 class BadRecord(SourceError):
     """One document cannot be used."""

@@ -77,9 +77,10 @@ class Lane:
         self._groups: list[tuple[int, ...]] | None = None
         self._refs: list[ChunkRef] | None = None
         self._whole_pass = start == Place(epoch=start.epoch)
-        self._asked = self._empty_epochs = 0
+        self._asked = self._barren_asks = self._empty_epochs = 0
         self._tokens = 0 if self._whole_pass else 1
-        self._any = not self._whole_pass
+        ended = settings.end_epoch is not None and start.epoch >= settings.end_epoch
+        self._any = ended or not self._whole_pass
         self._finished = False
 
     # Reading ahead
@@ -90,7 +91,7 @@ class Lane:
     def ahead_bytes(self) -> int:
         """Memory that the chunks asked for take, or may take while they are worked on."""
         return sum(
-            a.task.result().nbytes if finished(a.task) else self._settings.expansion * a.ref.nbytes for a in self._ahead
+            a.task.result().nbytes if a.task.ready() else self._settings.expansion * a.ref.nbytes for a in self._ahead
         )
 
     def wanted_ahead(self, n_workers: int) -> int:
@@ -106,7 +107,8 @@ class Lane:
             if self._groups is None:
                 self._groups = self._plan.groups(self.number, self._epoch)
             if self._group >= len(self._groups):
-                if self._whole_pass and self._asked == 0:
+                self._barren_asks = self._barren_asks + 1 if self._whole_pass and not self._asked else 0
+                if self._barren_asks >= EMPTY_EPOCHS:
                     raise self.no_data()
                 self._whole_pass, self._asked = True, 0
                 self._epoch, self._group, self._index = self._epoch + 1, 0, 0
@@ -209,14 +211,3 @@ class Lane:
             f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few documents. "
             "Use fewer lanes or ranks, or a larger split."
         )
-
-
-def finished(task: Task[Any]) -> bool:
-    """Whether a task has a result that costs nothing to look at."""
-    if not task.done():
-        return False
-    failed = getattr(task, "exception", None)
-    cancelled = getattr(task, "cancelled", None)
-    if failed is None or cancelled is None:
-        return False
-    return not cancelled() and failed() is None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from penstock.config import current_shard, default_workers
+from penstock.config import current_shard, default_workers, one_of, whole_number
 from penstock.dataset import TextDataset
 from penstock.encode.batch import Batch, Position
 from penstock.encode.window import Place
@@ -71,30 +71,26 @@ class AsyncDataLoader:
         """
         if not isinstance(dataset, TextDataset):
             raise ConfigError(f"dataset: needs a TextDataset, not {type(dataset).__name__}")
-        for name, value, least in (
-            ("batch_size", batch_size, 1), ("prefetch_size", prefetch_size, 1), ("seed", seed, 0),
-            ("n_workers", 0 if n_workers is None else n_workers, 0), ("lanes", 1 if lanes is None else lanes, 1),
-            ("epochs", 1 if epochs is None else epochs, 1), ("memory_limit", memory_limit, 1),
-        ):  # fmt: skip
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}={value!r}: needs a whole number, at least {least}")
+        if not isinstance(shard, Shard | None):
+            raise ConfigError(f"shard={shard!r}: needs a Shard(mod, rem)")
+        if not isinstance(shuffle, bool):
+            raise ConfigError(f"shuffle={shuffle!r}: needs True or False")
         if device not in (None, "cpu"):
             raise ConfigError(f"device={device!r}: batches are made on the CPU; move them with batch.inputs.to(…)")
-        if output not in ("auto", "torch", "numpy"):
-            raise ConfigError(f"output={output!r}: needs 'auto', 'torch' or 'numpy'")
+        one_of("output", output, ("auto", "torch", "numpy"))
         self._dataset = dataset
-        self._batch_size = batch_size
+        self._batch_size = whole_number("batch_size", batch_size, 1)
         self._shuffle = shuffle
-        self._seed = seed
-        self._n_workers = default_workers() if n_workers is None else n_workers
-        self._prefetch_size = prefetch_size
+        self._seed = whole_number("seed", seed, 0)
+        self._n_workers = default_workers() if n_workers is None else whole_number("n_workers", n_workers, 0)
+        self._prefetch_size = whole_number("prefetch_size", prefetch_size, 1)
         self._alone = shard is not None
         self._shard = shard or current_shard()
-        self._lanes_asked = lanes
-        self._epochs = epochs
+        self._lanes_asked = None if lanes is None else whole_number("lanes", lanes, 1)
+        self._epochs = None if epochs is None else whole_number("epochs", epochs, 1)
         self._drop_last = self._choose_drop_last(drop_last)
         self._torch = self._choose_output(output)
-        self._read_ahead = memory_limit - self._queue_bytes()
+        self._read_ahead = whole_number("memory_limit", memory_limit, 1) - self._queue_bytes()
         if self._read_ahead <= 0:
             raise ConfigError(
                 f"memory_limit={memory_limit} does not hold the {prefetch_size} batches of the queue, which take "
@@ -107,7 +103,9 @@ class AsyncDataLoader:
         self._tally = Tally()
         self._position: Callable[[], Position] | None = None
         self._skip = dataset.read.skip
-        self._state = self._fresh_state(self._check_lanes(lanes or self._shard.mod), first=0, batch=0)
+        self._state = self._fresh_state(
+            self._fitting(self._lanes_asked or self._shard.mod, ConfigError), first=0, batch=0
+        )
 
     # Iterating
 
@@ -115,9 +113,9 @@ class AsyncDataLoader:
         if self._exhausted:
             # Like any loader: the next `for` is the next pass, with its own order.
             assert self._epochs is not None
+            ended = self._current()
             self._close()
-            first = self._state.first + self._epochs
-            self._state = self._fresh_state(self._state.lanes, first, self._state.batch)
+            self._state = self._fresh_state(ended.lanes, ended.first + self._epochs, ended.batch)
             self._exhausted = False
         return self
 
@@ -135,6 +133,8 @@ class AsyncDataLoader:
         begun = time.perf_counter()
         if self._exhausted:
             return None
+        if self._pipeline is not None and self._pipeline.interrupted:
+            self.shutdown()
         if self._pipeline is None:
             self.start()
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
@@ -248,7 +248,7 @@ class AsyncDataLoader:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
         loaded = parse(state)
-        self._check_lanes(loaded.lanes)
+        self._fitting(loaded.lanes, StateMismatch)
         if self._lanes_asked not in (None, loaded.lanes):
             raise StateMismatch(
                 f"lanes was {loaded.lanes} when the state was saved, and is {self._lanes_asked}. "
@@ -257,7 +257,7 @@ class AsyncDataLoader:
         loaded.require(stream=self._stream_id(), data=self._dataset.data_id(), tokenizer=self._dataset.tokenizer_id())
         if self._epochs is not None and any(p.epoch > loaded.first + self._epochs for p in loaded.places.values()):
             raise StateMismatch(f"the state is past the end of a stream of epochs={self._epochs}")
-        own = loaded.for_shard(self._own_lanes(loaded.lanes), self._shard.mod)
+        own = loaded.for_shard(self._own_lanes(loaded.lanes))
         self._close()
         self._skip = self._dataset.read.skip | own.skip
         self._state = replace(own, skip=self._skip)
@@ -322,11 +322,12 @@ class AsyncDataLoader:
     def _needs_agreement(self) -> bool:
         return self._epochs is not None and self._shard.mod > 1 and not self._alone
 
-    def _check_lanes(self, lanes: int) -> int:
+    def _fitting(self, lanes: int, error: type[ConfigError | StateMismatch]) -> int:
+        """Lanes that this number of ranks can share."""
         world = self._shard.mod
         if lanes % world:
             fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
-            raise StateMismatch(
+            raise error(
                 f"{world} ranks cannot share {lanes} lanes evenly: world sizes that would work are "
                 f"{', '.join(map(str, fitting))}. To grow, start with lanes=… a multiple of the largest size."
             )

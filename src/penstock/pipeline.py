@@ -69,11 +69,10 @@ class RunSettings:
 
 @dataclass(slots=True)
 class Counts:
-    """What has been read so far, read-ahead left out. Written by the producer thread only."""
+    """What has entered the stream so far. Written by the producer thread only."""
 
     documents: int = 0
     empty: int = 0
-    chunks: int = 0
     text_bytes: int = 0
     bad: dict[str, int] = field(default_factory=dict)
 
@@ -96,7 +95,8 @@ class Pipeline:
     ) -> None:
         self._tokenizer = tokenizer
         self._run = run
-        self._reader = Reader(read, run.n_workers)
+        own = range(run.shard.rem, stream.lanes, run.shard.mod)
+        self._reader = Reader(read, run.n_workers, len(own))
         self._plan = Plan(files=files, lanes=stream.lanes, shuffle=stream.shuffle, seed=stream.seed)
         self._quarantine = Quarantine(run.quarantine) if run.quarantine else None
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
@@ -111,10 +111,7 @@ class Pipeline:
             expansion=tokenizer.expansion,
             dtype=tokenizer.dtype,
         )
-        self._lanes = [
-            Lane(n, self._plan, settings, places[n], self._chunks_of, self._submit, self._use)
-            for n in range(run.shard.rem, stream.lanes, run.shard.mod)
-        ]
+        self._lanes = [Lane(n, self._plan, settings, places[n], self._chunks_of, self._submit, self._use) for n in own]
         self._packers = [
             make_packer(
                 stream.packing,
@@ -142,7 +139,10 @@ class Pipeline:
             batch=batch,
             state=state,
         )
-        self._failed: BaseException | None = None
+        compressed = any(file.open_ended for file in files)
+        self._budget = run.read_ahead_bytes - (self._reader.cache_bytes if compressed else 0)
+        self._failed: Exception | None = None
+        self.interrupted = False
         self._queue: Prefetcher[Batch] | None = None
         if run.n_workers > 0:
             self._queue = Prefetcher(self._batcher.next, run.prefetch_size)
@@ -166,8 +166,11 @@ class Pipeline:
             raise self._failed  # what follows a failure would not be the stream
         try:
             made = self._batcher.next()
-        except BaseException as error:
+        except Exception as error:
             self._failed = error
+            raise
+        except BaseException:  # Ctrl-C, anywhere: what is half done cannot be gone on with
+            self.interrupted = True
             raise
         return made[0] if made else None
 
@@ -178,10 +181,6 @@ class Pipeline:
     @property
     def depth(self) -> int:
         return self._queue.depth if self._queue is not None else 0
-
-    @property
-    def threaded(self) -> bool:
-        return self._queue is not None
 
     def totals(self) -> dict[str, int]:
         """What was read into the stream, and what packing left out or added."""
@@ -206,15 +205,21 @@ class Pipeline:
         if self._queue is not None:
             self._queue.stop()
         self._pool.stop()
+        self._reader.stop()
+        if threading.current_thread().name.startswith("penstock-"):
+            # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
+            # whatever the others wait for. They all end on their own now.
+            return False
         joined = self._pool.join(max(0.0, deadline - time.monotonic()))
         if self._queue is not None:
             joined = self._queue.join(max(0.0, deadline - time.monotonic())) and joined
         if not joined:
             log.warning("a worker was still busy %.0f s after shutdown began; it ends with its piece of work", timeout)
+            return False
         self._reader.close()
         if self._quarantine is not None:
             self._quarantine.close()
-        return joined
+        return True
 
     # On the worker threads
 
@@ -254,12 +259,17 @@ class Pipeline:
         workers = self._pool.n_workers
         if workers == 0:
             return
-        budget = self._run.read_ahead_bytes - sum(lane.ahead_bytes() for lane in self._lanes)
+        budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
         hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(workers)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)
             before = lane.ahead_bytes()
-            if not lane.ask() or lane.ahead_chunks() >= lane.wanted_ahead(workers):
+            try:
+                more = lane.ask()
+            except Exception:
+                # It will be raised where the stream gets there: asking again fails again.
+                more = False
+            if not more or lane.ahead_chunks() >= lane.wanted_ahead(workers):
                 hungry.remove(lane)
             budget -= lane.ahead_bytes() - before
 
@@ -284,7 +294,6 @@ class Pipeline:
 
     def _use(self, chunk: TokenChunk) -> None:
         """A chunk enters the stream: only now does what was found in it count."""
-        self._counts.chunks += 1
         self._counts.documents += len(chunk.docs)
         self._counts.empty += chunk.empty
         self._counts.text_bytes += chunk.text_bytes

@@ -61,7 +61,7 @@ class State:
             stream=self.stream, data=self.data, tokenizer=self.tokenizer, skip=self.skip,
         )  # fmt: skip
 
-    def for_shard(self, lanes: Sequence[int], world: int) -> State:
+    def for_shard(self, lanes: Sequence[int]) -> State:
         """The part that a rank with these lanes needs."""
         missing = [lane for lane in lanes if lane not in self.places]
         if missing:
@@ -78,7 +78,8 @@ class State:
             ("the tokenizer", self.tokenizer, tokenizer),
             ("settings", self.stream, stream),
         ):
-            names = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+            # A vocabulary's name is only for people: the same one may have another elsewhere.
+            names = sorted(key for key in {*saved, *now} - {"name"} if saved.get(key) != now.get(key))
             if names:
                 pairs = ", ".join(f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names)
                 raise StateMismatch(

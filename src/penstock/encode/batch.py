@@ -72,12 +72,14 @@ class Block:
         epochs = {rows.epoch(i) for lane in self.lanes for _, rows in lane for i in (0, -1)}
         return epochs.pop() if len(epochs) == 1 else None
 
-    def epoch(self, first: int) -> int:
-        """The epoch that every row from `first` on has reached."""
-        slot = first if self.slots is None else int(self.slots[first])
+    def epoch(self, first: int, last: int) -> int:
+        """The epoch that each of the rows [first, last) has reached."""
+        lo, hi = (first, last) if self.slots is None else (int(self.slots[first]), int(self.slots[last - 1]) + 1)
         return min(
-            next((rows.epoch(n) for slots, rows in lane if (n := _before(slots, slot)) < len(slots)), 1 << 62)
+            rows.epoch(n)
             for lane in self.lanes
+            for slots, rows in lane
+            if (n := _before(slots, lo)) < _before(slots, hi)
         )
 
     def spans(self, first: int, last: int) -> list[list[Span]]:
@@ -192,21 +194,30 @@ class Batcher:
         self._state = state
         self._ended = False
         self._dry = [False] * len(packers)
-        self.dropped_rows = 0
+        self._failed: Exception | None = None
 
     def next(self) -> list[Batch]:
-        """The next batches; none at the end of a finite stream."""
+        """The next batches; none at the end of a finite stream.
+
+        A failure is raised when everything before it has been given out, however many batches are
+        made at once.
+        """
+        self._raise_failure()
         if self._ended:
             return []
         block, count = self._deal(self._size * self._batch_size)
         self._size = min(2 * self._size, self._most)  # the first batch does not wait for a second
-        rest = count % self._batch_size
-        if rest:
-            self.dropped_rows += rest if self._drop_last else 0
-            count -= rest if self._drop_last else 0
+        if self._drop_last or self._failed is not None:
+            count -= count % self._batch_size
         batches = self._make(block, count) if count else []
         self._batch += len(batches)
+        if not batches:
+            self._raise_failure()
         return batches
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _deal(self, wanted: int) -> tuple[Block, int]:
         """Take rows from the lanes in turn: `wanted` of them, or to the end of some lane."""
@@ -221,7 +232,7 @@ class Batcher:
         count = used = wanted
         if missing:
             present = np.setdiff1d(np.arange(wanted), np.array(missing))
-            if self._drop_last:
+            if self._drop_last or self._failed is not None:
                 self._ended = True
                 slots = present[: int(np.searchsorted(present, min(missing)))]
             else:
@@ -251,6 +262,7 @@ class Batcher:
                 into.append((slots[got : got + len(rows.ids)], rows))
                 got += len(rows.ids)
             self._dry[lane] = got < len(slots)
+            self._failed = self._failed or self._packers[lane].failed
         left: list[int] = slots[got:].tolist()
         return left
 
@@ -306,7 +318,7 @@ class Batcher:
         for number, first in enumerate(range(0, count, size)):
             last = min(first + size, count)
             batch = Batch(
-                inputs[first:last], targets[first:last], block.epoch(first) if epoch is None else epoch,
+                inputs[first:last], targets[first:last], block.epoch(first, last) if epoch is None else epoch,
                 self._batch + number,
                 _block=block, _rows=(first, last), _number=number, _state=self._state,
             )  # fmt: skip

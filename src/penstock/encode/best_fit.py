@@ -37,6 +37,7 @@ class BestFitPacker:
         self._doc = self._last = self._row = 0
         self._ended = False
         self.counts = PackCounts()
+        self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
@@ -74,7 +75,11 @@ class BestFitPacker:
 
     def _open_window(self) -> bool:
         first = self._window is None
-        window = None if self._ended else self._next_window()
+        window = None
+        try:
+            window = None if self._ended else self._next_window()
+        except Exception as error:  # raised by whoever deals the rows, after those that came before it
+            self.failed = error
         if window is None:
             self._ended = True
             return False

@@ -65,7 +65,7 @@ class TokenizersEngine:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)

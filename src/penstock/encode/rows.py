@@ -69,9 +69,11 @@ class Packer(Protocol):
     """Gives out the rows of one lane."""
 
     counts: PackCounts
+    failed: Exception | None
+    """Why there are no more rows, if that is not the end of the data."""
 
     def rows(self, n: int) -> list[Rows]:
-        """The next `n` rows; fewer only at the end of a finite stream."""
+        """The next `n` rows; fewer only at the end of a finite stream, or before a failure."""
 
     def mark(self) -> Mark | Place:
         """Where the next row begins."""

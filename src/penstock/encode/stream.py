@@ -99,6 +99,7 @@ class StreamPacker:
         self._window: Window | None = None
         self._doc = 0
         self.counts = PackCounts()
+        self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
         if not self._started:
@@ -108,7 +109,7 @@ class StreamPacker:
         if len(starts):
             out.append(self._make(self._cut(starts), None, starts))
             self._pass(starts)
-        if len(starts) < n and self._ended:
+        if len(starts) < n and self._ended and self.failed is None:
             out += self._tail()
         return out
 
@@ -222,7 +223,11 @@ class StreamPacker:
         return begins
 
     def _open_next(self) -> bool:
-        window = self._next_window()
+        window = None
+        try:
+            window = None if self._ended else self._next_window()
+        except Exception as error:  # raised by whoever deals the rows, after those that came before it
+            self.failed = error
         self._window = window
         self._doc = 0
         if window is None:

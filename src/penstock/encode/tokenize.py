@@ -32,6 +32,7 @@ from penstock.encode.engines import (
     Ids,
     TiktokenEngine,
     TokenizersEngine,
+    text_buffers,
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
@@ -95,7 +96,7 @@ class Tokenizer:
         step = doc_batch or max(1, len(texts))
         parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
         docs = pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
-        return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, int(texts.nbytes))
+        return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, _text_bytes(texts))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)
@@ -122,6 +123,10 @@ class Tokenizer:
 
     def _bytes(self, id: int | None) -> bytes:
         return b"" if id is None else np.array(id, self.dtype).tobytes()
+
+
+def _text_bytes(texts: pa.LargeStringArray) -> int:
+    return len(text_buffers(texts)[0]) if len(texts) else 0
 
 
 def load_tokenizer(
@@ -215,7 +220,7 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> G
         import gigatoken
     except ImportError as error:
         if required:
-            raise MissingExtra("gigatoken", "engine='gigatoken'", "gigatoken") from error
+            raise TokenizerError("engine='gigatoken' needs gigatoken: pip install gigatoken") from error
         return None
 
     def load() -> Any:

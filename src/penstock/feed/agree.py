@@ -46,7 +46,7 @@ class RankAgreement:
             batch = take()
         except LoaderTimeout:
             raise  # nobody has to know: the caller will ask again
-        except BaseException:
+        except Exception:
             self._least(FAILED)
             raise
         least = self._least(ENDED if batch is None else READY)

@@ -26,8 +26,15 @@ class Task(Protocol[T_co]):
     """What `submit` gives back."""
 
     def result(self) -> T_co: ...
-    def done(self) -> bool: ...
+    def ready(self) -> bool: ...
     def cancel(self) -> bool: ...
+
+
+class Result(Future[T]):
+    """A future that says whether it has a result, rather than whether it is over."""
+
+    def ready(self) -> bool:
+        return self.done() and not self.cancelled() and self.exception() is None
 
 
 class Pool(Protocol):
@@ -55,7 +62,7 @@ class ThreadPool:
             thread.start()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        future: Future[T] = Future()
+        future: Result[T] = Result()
         with self._changed:
             if self._stopped:
                 raise LoaderClosed("the loader was shut down")
@@ -108,8 +115,8 @@ class Lazy(Generic[T]):
             self._function = None
         return self._value
 
-    def done(self) -> bool:
-        return True
+    def ready(self) -> bool:
+        return False
 
     def cancel(self) -> bool:
         self._function = None

@@ -72,6 +72,10 @@ class Prefetcher(Generic[T]):
                     raise items.error
                 return None
             self._taking.extend(items)
+        try:
+            item = self._taking.popleft()
+        except IndexError:
+            raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self._taken += 1
         if self._surplus > 0:
             self._surplus -= 1  # a slot that was lent for a warmup
@@ -79,7 +83,7 @@ class Prefetcher(Generic[T]):
             self._owed += 1
             if self._owed >= self._capacity // 4 or self.depth <= self._capacity // 2:
                 self._return_slots()
-        return self._taking.popleft()
+        return item
 
     def _return_slots(self) -> None:
         for _ in range(self._owed):

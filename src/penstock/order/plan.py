@@ -93,14 +93,12 @@ class Plan:
             return refs
         by = -(-wanted // len(refs))
         return [
-            replace(ref, part=part * by + i, parts=ref.parts * by, nbytes=ref.nbytes // by)
+            replace(ref, part=ref.part * by + i, parts=ref.parts * by, nbytes=ref.nbytes // by)
             for ref in refs
-            for part in (ref.part,)
             for i in range(by)
         ]
 
     def open_ended(self, lane: int, file: FileRef, index: int, chunk_bytes: int) -> ChunkRef:
         """The lane's `index`-th chunk of a file whose end is not known."""
-        if self.whole_files:
-            return ChunkRef(file, index, chunk_bytes)
-        return ChunkRef(file, index * self.lanes + lane, chunk_bytes, reader=lane)
+        number = index if self.whole_files else index * self.lanes + lane
+        return ChunkRef(file, number, chunk_bytes, reader=lane)

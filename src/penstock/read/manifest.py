@@ -59,7 +59,10 @@ def list_files(
 
     With `whole`, a plain-text file is one document, and small ones are bundled.
     """
-    sources = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    try:
+        sources = [urls] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
+    except TypeError:
+        raise ConfigError(f"{urls!r} is no path, folder, glob or list of these") from None
     if not sources:
         raise NoData("no data: the list of paths is empty. Name a file, a folder or a glob.")
     found: dict[str, FileRef] = {}
@@ -175,9 +178,10 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
 
 
 def fingerprint(files: Sequence[FileRef]) -> str:
-    """A digest of names and sizes, in order. Times are left out: a copy of the data is the same data."""
+    """A digest of names, sizes and formats, in order. Times are left out: a copy is the same data."""
     digest = hashlib.sha256()
     for file in files:
         for member in file.members or (Member(file.path, file.name, file.size),):
-            digest.update(f"{member.name}\0{member.size}\n".encode("utf-8", "surrogateescape"))
+            line = f"{member.name}\0{member.size}\0{file.format}\0{file.codec}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]

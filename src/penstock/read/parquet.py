@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
 from penstock.read.records import Judge, clean
-from penstock.read.storage import BombError, Storage
+from penstock.read.storage import BombError, Storage, is_damage
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
 
 FOOTERS = 256
@@ -87,10 +87,9 @@ class ParquetReader:
                     raise CorruptFile(f"{ref}: the footer promises {meta.num_rows} rows, there are {at}")
             return self._clean(ref, pieces, lo, judge)
         except (pa.ArrowException, OSError, BombError, CorruptFile) as error:
-            if isinstance(error, FileNotFoundError | PermissionError):
+            if not is_damage(error):
                 raise
-            reason = "bomb" if isinstance(error, BombError) else "corrupt"
-            judge.reject_chunk(Address(file.name, ref.index, -1), reason, _corrupt(ref, error))
+            judge.reject_chunk(Address(file.name, ref.index, -1), _corrupt(ref, error))
             nothing = pa.array([], pa.large_string())
             return Documents(nothing, np.empty(0, np.int64), bad=judge.bad)
         finally:
@@ -119,9 +118,9 @@ class ParquetReader:
         path = self._storage.spool(file) if file.codec else file.path
         try:
             footer = pq.read_metadata(path)
-        except (FileNotFoundError, PermissionError):
-            raise
         except (pa.ArrowException, OSError) as error:
+            if not is_damage(error):
+                raise
             raise CorruptFile(
                 f"{file.path} is no readable Parquet file ({file.size} bytes): {error}. "
                 "It is damaged or was cut short: fetch it again, or leave it out."

@@ -8,6 +8,7 @@ State: open files and footers, behind locks.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,8 +22,8 @@ from penstock.order.shuffle import mix, mix_array
 from penstock.read import jsonl, text
 from penstock.read.delimited import read_records
 from penstock.read.parquet import ParquetReader
-from penstock.read.records import Judge
-from penstock.read.storage import BombError, Storage
+from penstock.read.records import Judge, count_empty
+from penstock.read.storage import Storage
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, MiB, OnBadRecord
 
 MAX_CHUNK_BYTES = 256 * MiB
@@ -47,9 +48,13 @@ class ReadSettings:
 class Reader:
     """The files of one dataset, open for reading."""
 
-    def __init__(self, settings: ReadSettings, n_workers: int) -> None:
+    def __init__(self, settings: ReadSettings, n_workers: int, lanes: int) -> None:
         self._settings = settings
-        keep = (n_workers + 2) * settings.chunk_bytes
+        # What is read at once from one compressed file, by all workers or, where lanes share
+        # them, by some; never less than lets two of them work side by side.
+        keep = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
+        self.cache_bytes = lanes * keep
+        """What the decompressed parts of files may take, where files are compressed."""
         self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep)
         self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES)
         self._skip: dict[str, set[tuple[int | None, int]]] = {}
@@ -58,8 +63,6 @@ class Reader:
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """A file's chunks. A file that cannot be read at all is a bad record of its own."""
-        if file.open_ended:
-            return [], []
         if file.members:
             return [ChunkRef(file, 0, file.size)], []
         if file.format == "parquet":
@@ -67,8 +70,7 @@ class Reader:
             try:
                 return self._parquet.inspect(file), []
             except CorruptFile as error:
-                reason = "bomb" if isinstance(error, BombError) else "corrupt"
-                judge.reject_chunk(Address(file.name, None, -1), reason, error)
+                judge.reject_chunk(Address(file.name, None, -1), error)
                 return [], judge.bad
         step = self._settings.chunk_bytes
         return [ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))], []
@@ -95,9 +97,11 @@ class Reader:
             if source.broken is not None:
                 documents = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
         else:
-            step = settings.chunk_bytes
-            lo = ref.index * step + step * ref.part // ref.parts
-            hi = ref.index * step + step * (ref.part + 1) // ref.parts
+            begin = ref.index * settings.chunk_bytes
+            # A part is a part of what there is: the last chunk of a file may be short.
+            size = settings.chunk_bytes if file.open_ended else min(settings.chunk_bytes, file.size - begin)
+            lo = begin + size * ref.part // ref.parts
+            hi = begin + size * (ref.part + 1) // ref.parts
             records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
             if source.broken is not None and records.unended:
                 # The damage cut this record short: what there is of it is not the document.
@@ -108,8 +112,7 @@ class Reader:
                 documents = text.split(file, records, judge)
             documents.last = records.last
         if source.broken is not None and documents.last:
-            reason = "bomb" if isinstance(source.broken, BombError) else "corrupt"
-            judge.reject_chunk(Address(file.name, None, -1), reason, source.broken)
+            judge.reject_chunk(Address(file.name, None, -1), source.broken)
         return documents
 
     def _select(self, ref: ChunkRef, documents: Documents) -> Documents:
@@ -121,6 +124,9 @@ class Reader:
                 keep = ~keep
             documents.texts = documents.texts.filter(pa.array(keep))
             documents.rows = documents.rows[keep]
+            kept = set(documents.rows.tolist())
+            documents.bad = [bad for bad in documents.bad if bad.address.row < 0 or bad.address.row in kept]
+            documents.empty = max(0, count_empty(documents.texts) - len(documents.bad))
         if self._skip:
             wanted = np.fromiter(self._wanted(ref, documents.rows), bool, len(documents.rows))
             if not wanted.all():
@@ -148,14 +154,15 @@ class Reader:
     def _judge(self) -> Judge:
         return Judge(self._settings.on_bad_record, self._settings.max_doc_bytes, [])
 
+    def stop(self) -> None:
+        """Have whoever reads stop soon. Waits for nobody."""
+        self._storage.stop()
+
     def close(self) -> None:
+        """Close all files. To be called when nobody reads any more."""
         self._storage.close()
 
 
 def _key(seed: int, name: str, group: int | None) -> int:
-    base = name.rpartition("/")[2]
-    words = [
-        int.from_bytes(base.encode("utf-8", "surrogateescape")[i : i + 8], "little")
-        for i in range(0, len(base.encode("utf-8", "surrogateescape")), 8)
-    ]
-    return mix(seed, -1 if group is None else group, *words)
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return mix(seed, -1 if group is None else group, int.from_bytes(digest[:8], "little"))

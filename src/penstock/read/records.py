@@ -43,11 +43,12 @@ class Judge:
             )
         self.bad.append(Bad(address, reason, detail))
 
-    def reject_chunk(self, address: Address, reason: str, error: Exception) -> None:
+    def reject_chunk(self, address: Address, error: CorruptFile) -> None:
         """The same for a file or chunk that cannot be read at all."""
         if self.policy == "raise":
-            raise error if isinstance(error, CorruptFile) else CorruptFile(f"{where(address)}: {error}")
-        self.bad.append(Bad(address, reason, str(error).splitlines()[0]))
+            # A new one each time: several threads may meet the same damage, each with its own notes.
+            raise type(error)(str(error)) from error
+        self.bad.append(Bad(address, error.reason, str(error).splitlines()[0]))
 
 
 def where(address: Address) -> str:
@@ -68,8 +69,7 @@ def reject_cut(file: FileRef, records: Records, judge: Judge) -> None:
 def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge) -> Documents:
     """Texts that can be tokenized. `address` names the record of an index, where one is rejected."""
     column = _as_large(column)
-    empty = column.null_count
-    if empty:
+    if column.null_count:
         column = pc.fill_null(column, pa.scalar("" if pa.types.is_large_string(column.type) else b"", column.type))
     lengths = np.diff(_offsets(column))
     drop = np.flatnonzero(lengths > judge.max_doc_bytes)
@@ -79,9 +79,12 @@ def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge:
         )
     column = _blank(column, drop)
     column = _valid_utf8(column, address, judge)
-    lengths = np.diff(_offsets(column))
-    empty = int(np.count_nonzero(lengths == 0)) - len(judge.bad)
-    return Documents(column, rows, bad=judge.bad, empty=max(0, empty))
+    return Documents(column, rows, bad=judge.bad, empty=max(0, count_empty(column) - len(judge.bad)))
+
+
+def count_empty(column: pa.Array) -> int:
+    """How many texts have nothing in them."""
+    return int(np.count_nonzero(np.diff(_offsets(column)) == 0)) if len(column) else 0
 
 
 def _as_large(column: pa.Array) -> pa.Array:
@@ -147,7 +150,9 @@ class Quarantine:
                         "reason": b.reason, "detail": b.detail}, ensure_ascii=False)
             for b in bad
         ]  # fmt: skip
-        os.write(self._fd, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+        rest = memoryview(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from typing import IO
 
-from penstock.errors import CorruptFile
+from penstock.errors import CorruptFile, LoaderClosed
 from penstock.types import FileRef, KiB, MiB
 
 BLOCK = MiB
@@ -25,6 +25,17 @@ STEP = 16 * KiB
 
 class BombError(CorruptFile):
     """More came out of a file than its size can honestly hold."""
+
+    reason = "bomb"
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an exception speaks of the bytes of a file, rather than of the machine's own trouble.
+
+    A disk that fails, a lack of memory or of file handles must not pass for bad data: with
+    `on_bad_record="skip"` the stream would depend on the machine.
+    """
+    return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
 
 
 def open_stream(file: FileRef) -> IO[bytes]:
@@ -76,8 +87,9 @@ class PlainFile:
 class CompressedFile:
     """A compressed file, read forwards."""
 
-    def __init__(self, file: FileRef, keep_bytes: int, max_bytes: int) -> None:
+    def __init__(self, file: FileRef, keep_bytes: int, max_bytes: int, closing: threading.Event) -> None:
         self._file = file
+        self._closing = closing
         self._keep = max(4, -(-keep_bytes // BLOCK))
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -109,6 +121,7 @@ class CompressedFile:
             if self._stream is None or number < self._next:
                 self._rewind()
             while self._next <= number:
+                _go_on(self._closing)
                 block = self._decompress()
                 self._blocks[self._next] = block
                 if len(self._blocks) > self._keep:
@@ -141,6 +154,8 @@ class CompressedFile:
                 parts.append(part)
                 have += len(part)
         except (OSError, EOFError, ValueError, _zlib_error(), _lzma_error()) as error:
+            if not is_damage(error):
+                raise
             # What came before the damage is sound, so it is given out and the file ends here.
             self.broken = CorruptFile(
                 f"{self._file.path} cannot be decompressed past byte {where + have} of its text: {error}. "
@@ -181,7 +196,9 @@ class Storage:
         self._max_ratio = max_ratio
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
+        self._spooling = threading.Lock()
         self._spooled: dict[str, str] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -196,7 +213,7 @@ class Storage:
             key = (file.path, reader)
             opened = self._compressed.get(key)
             if opened is None:
-                opened = CompressedFile(file, self._keep_bytes, self.max_bytes(file))
+                opened = CompressedFile(file, self._keep_bytes, self.max_bytes(file), self._closing)
                 self._compressed[key] = opened
                 same_reader = [k for k in self._compressed if k[1] == reader]
                 # A lane reads one file after another; two are open while it crosses over.
@@ -206,7 +223,7 @@ class Storage:
 
     def spool(self, file: FileRef) -> str:
         """The path of a decompressed copy on disk, for formats that need random access."""
-        with self._lock:
+        with self._spooling:
             known = self._spooled.get(file.path)
             if known is not None:
                 return known
@@ -216,26 +233,39 @@ class Storage:
             limit = self.max_bytes(file)
             try:
                 with open_stream(file) as source, open(target, "wb") as sink:
-                    _copy(source, sink, limit, file)
+                    _copy(source, sink, limit, file, self._closing)
             except (OSError, EOFError, _zlib_error(), _lzma_error()) as error:
+                if not is_damage(error):
+                    raise
                 raise CorruptFile(f"{file.path} cannot be decompressed: {error}") from error
             self._spooled[file.path] = target
             return target
 
+    def stop(self) -> None:
+        """Have whoever is decompressing stop at the next block. Waits for nobody."""
+        self._closing.set()
+
     def close(self) -> None:
-        with self._lock:
-            for opened in self._compressed.values():
-                opened.close()
-            self._compressed.clear()
-            self._spooled.clear()
-            if self._folder is not None:
-                self._folder.cleanup()
-            self._folder = None
+        """Close all files. To be called when nobody reads any more."""
+        self.stop()
+        for opened in self._compressed.values():
+            opened.close()
+        self._compressed.clear()
+        self._spooled.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = None
 
 
-def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef) -> None:
+def _go_on(closing: threading.Event) -> None:
+    if closing.is_set():
+        raise LoaderClosed("the loader was shut down")
+
+
+def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef, closing: threading.Event) -> None:
     written = 0
     while part := source.read(BLOCK):
+        _go_on(closing)
         written += len(part)
         if written > limit:
             raise BombError(
