@@ -70,7 +70,7 @@ def read_chunks(path: Path, **settings: Any) -> tuple[list[list[str]], list[Bad]
     """What each chunk of a file gives when it is read alone, empty texts left out, and what was rejected."""
     read = ReadSettings(**settings)
     (file,) = list_files(path, whole=read.separator is None)
-    reader = Reader(read, 0)
+    reader = Reader(read, 0, 1)
     try:
         refs, bad = reader.inspect(file)
         out = []

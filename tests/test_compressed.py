@@ -8,6 +8,7 @@ import json
 import lzma
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def test_threads_read_the_same_documents_in_the_same_order(tmp_path: Path, codec
 def test_reading_in_order_decompresses_nothing_twice(tmp_path: Path, codec: str) -> None:
     data = b"".join(b"%d\n" % i for i in range(500_000))
     (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
-    opened = CompressedFile(file, keep_bytes=BLOCK, max_bytes=1 << 30)
+    opened = CompressedFile(file, BLOCK, 1 << 30, threading.Event())
     try:
         got = [opened.read(at, 300_000) for at in range(0, len(data), 300_000)]
         assert b"".join(got) == data
@@ -140,7 +141,7 @@ def test_reading_in_order_decompresses_nothing_twice(tmp_path: Path, codec: str)
 def test_reading_something_earlier_gives_the_right_bytes(tmp_path: Path, codec: str) -> None:
     data = b"".join(b"%d\n" % i for i in range(900_000))
     (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
-    opened = CompressedFile(file, keep_bytes=BLOCK, max_bytes=1 << 30)
+    opened = CompressedFile(file, BLOCK, 1 << 30, threading.Event())
     try:
         for at in (6 * BLOCK - 5, 3, 5 * BLOCK, len(data) - 10, len(data), 0, len(data) + 9 * BLOCK):
             assert opened.read(at, 100_000) == data[at : at + 100_000]

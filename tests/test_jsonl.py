@@ -83,7 +83,7 @@ def test_parts_of_chunks_give_every_line_once_and_in_order(
     data, wanted = made
     with file_of(data) as path:
         (file,) = list_files(path)
-        reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0)
+        reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0, 1)
         split = [replace(ref, part=part, parts=parts) for ref in reader.inspect(file)[0] for part in range(parts)]
         got = [text for ref in split for text in reader.read(ref).texts.to_pylist() if text]
     assert got == wanted
@@ -95,7 +95,7 @@ def test_the_address_of_a_text_is_where_its_line_begins(made: tuple[bytes, list[
     data, wanted = made
     with file_of(data) as path:
         (file,) = list_files(path)
-        reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0)
+        reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0, 1)
         chunks = [reader.read(ref) for ref in reader.inspect(file)[0]]
     found = []
     for chunk in chunks:

@@ -445,7 +445,7 @@ def test_an_argument_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, A
         ({"val_fraction": 1.5}, "val_fraction=1.5"),
         ({"on_bad_record": "quarantine"}, "go together"),
         ({"quarantine": "x.jsonl"}, "go together"),
-        ({"separator": ""}, "separator is empty"),
+        ({"separator": ""}, "separator='': needs text"),
         ({"max_ratio": 0.5}, "max_ratio=0.5"),
     ],
 )

