@@ -148,7 +148,6 @@ class Pipeline:
             self._queue = Prefetcher(self._batcher.next, run.prefetch_size)
             self._queue.start()
         self._closing = threading.Lock()
-        self._closed = False
         self._pid = os.getpid()
 
     # For the loader
@@ -194,14 +193,12 @@ class Pipeline:
         return dict(self._counts.bad)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop and join every thread, close every file. Safe to call again and from any thread."""
-        with self._closing:
-            if self._closed:
-                return True
-            self._closed = True
+        """Stop and join every thread, close every file. Safe to call again and from any thread.
+
+        False if a thread was still busy after the timeout; it ends on its own.
+        """
         if os.getpid() != self._pid:
             return True  # a forked child has none of the threads, and the files are its parent's
-        deadline = time.monotonic() + timeout
         if self._queue is not None:
             self._queue.stop()
         self._pool.stop()
@@ -210,15 +207,17 @@ class Pipeline:
             # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
             # whatever the others wait for. They all end on their own now.
             return False
-        joined = self._pool.join(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + timeout
+        joined = self._pool.join(timeout)
         if self._queue is not None:
             joined = self._queue.join(max(0.0, deadline - time.monotonic())) and joined
         if not joined:
             log.warning("a worker was still busy %.0f s after shutdown began; it ends with its piece of work", timeout)
             return False
-        self._reader.close()
-        if self._quarantine is not None:
-            self._quarantine.close()
+        with self._closing:
+            self._reader.close()
+            if self._quarantine is not None:
+                self._quarantine.close()
         return True
 
     # On the worker threads

@@ -125,13 +125,13 @@ class Batch:
     _block: Block | None = field(default=None, repr=False)
     _rows: tuple[int, int] = field(default=(0, 0), repr=False)
     _number: int = field(default=0, repr=False)
+    _tokens: int = field(default=0, repr=False)
     _state: Callable[[Position], dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
         """Input ids in the batch, padding included."""
-        rows, columns = self.inputs.shape
-        return int(rows * columns)
+        return self._tokens
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
@@ -320,7 +320,8 @@ class Batcher:
             batch = Batch(
                 inputs[first:last], targets[first:last], block.epoch(first, last) if epoch is None else epoch,
                 self._batch + number,
-                _block=block, _rows=(first, last), _number=number, _state=self._state,
+                _block=block, _rows=(first, last), _number=number, _tokens=(last - first) * self._seq_len,
+                _state=self._state,
             )  # fmt: skip
             if starts is not None:
                 batch.positions, batch.cu_seqlens = self._documents(starts, first, last)

@@ -81,7 +81,9 @@ class Prefetcher(Generic[T]):
             self._surplus -= 1  # a slot that was lent for a warmup
         else:
             self._owed += 1
-            if self._owed >= self._capacity // 4 or self.depth <= self._capacity // 2:
+            # To wake the producer costs more than to take an item. It has its next list made, or is
+            # at it, so it loses nothing by being woken for several at once.
+            if self._owed >= self._capacity // 2:
                 self._return_slots()
         return item
 
