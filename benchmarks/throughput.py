@@ -176,18 +176,13 @@ class Loader:
         self._see(corpus.texts() if warm else one_word(), workers)
 
     def _see(self, texts: Any, instances: int) -> None:
-        """Have the engine load as many instances, by as many calls at once, and each of them see these texts."""
-        together = threading.Barrier(instances)
-
-        def encode() -> None:
-            together.wait()
-            self.engine.encode(texts)
-
-        run_threads([encode] * instances)
-        if len(self.engine._idle) != instances:
-            raise RuntimeError(
-                f"the engine has {len(self.engine._idle)} instances, not {instances}: they would load later"
-            )
+        """Have the engine load as many instances, and each of them see these texts."""
+        for _ in range(self.engine.FIRST):  # until then it keeps to a single one
+            self.engine.encode(one_word())
+        taken = [self.engine._take() for _ in range(instances)]
+        for instance in taken:
+            self.engine._encode(instance, texts)
+            self.engine._give_back(instance)
 
     def measure(self) -> dict[str, Any]:
         replaced = self.engine.replaced

@@ -61,6 +61,7 @@ class Lane:
         settings: LaneSettings,
         start: Place,
         chunks_of: Callable[[tuple[int, ...]], list[list[ChunkRef]]],
+        foresee: Callable[[tuple[int, ...]], None],
         submit: Callable[[ChunkRef], Task[TokenChunk]],
         used: Callable[[TokenChunk], None],
     ) -> None:
@@ -68,6 +69,7 @@ class Lane:
         self._plan = plan
         self._settings = settings
         self._chunks_of = chunks_of
+        self._foresee = foresee
         self._submit = submit
         self._used = used
         self._ahead: deque[Ahead] = deque()
@@ -132,6 +134,8 @@ class Lane:
             return self._plan.open_ended(self.number, file, self._index, self._settings.chunk_bytes)
         if self._refs is None:
             self._refs = self._plan.order(self.number, self._epoch, group, self._chunks_of(group))
+            if self._group + 1 < len(self._groups):
+                self._foresee(self._groups[self._group + 1])
         return self._refs[self._index] if self._index < len(self._refs) else None
 
     def _file_ended(self, place: Place) -> None:

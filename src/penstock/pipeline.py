@@ -111,7 +111,10 @@ class Pipeline:
             expansion=tokenizer.expansion,
             dtype=tokenizer.dtype,
         )
-        self._lanes = [Lane(n, self._plan, settings, places[n], self._chunks_of, self._submit, self._use) for n in own]
+        self._lanes = [
+            Lane(n, self._plan, settings, places[n], self._chunks_of, self._foresee, self._submit, self._use)
+            for n in own
+        ]
         self._packers = [
             make_packer(
                 stream.packing,
@@ -277,9 +280,7 @@ class Pipeline:
 
     def _chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         """The chunks of some files: their footers are read side by side, and kept for a while."""
-        for index in group:
-            if index not in self._inspected:
-                self._inspected[index] = self._pool.submit(self._inspect, self._plan.files[index])
+        self._foresee(group)
         chunks = []
         for index in group:
             refs, bad = self._inspected[index].result()
@@ -290,6 +291,12 @@ class Pipeline:
         while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
             self._inspected.popitem(last=False)
         return chunks
+
+    def _foresee(self, group: tuple[int, ...]) -> None:
+        """Have the footers of some files read, before everything else that waits."""
+        for index in group:
+            if index not in self._inspected and not self._plan.files[index].open_ended:
+                self._inspected[index] = self._pool.submit_first(self._inspect, self._plan.files[index])
 
     def _use(self, chunk: TokenChunk) -> None:
         """A chunk enters the stream: only now does what was found in it count."""

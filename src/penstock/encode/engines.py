@@ -98,7 +98,7 @@ class GigatokenEngine:
     """gigatoken: Arrow memory in, numpy out, the GIL released in between."""
 
     name = "gigatoken"
-    MIN_TEXT = 16 * MiB
+    MIN_TEXT = 8 * MiB
     """Text an instance must have seen before it is replaced: bounds what replacing can cost."""
     FIRST = 2
     """Chunks that are encoded by one instance before another is loaded."""
@@ -108,6 +108,9 @@ class GigatokenEngine:
     def __init__(self, load: Callable[[], Any], cache_bytes: int) -> None:
         self._load = load
         self._cache_bytes = cache_bytes
+        self._generation = 0
+        self._floor: int | None = None
+        """The size of the process when an instance of this generation had seen the common words."""
         # An instance serialises its callers, so each call has one to itself. There are as many as
         # there were calls at once, and the one used last, whose cache is warm, is used next.
         self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
@@ -132,17 +135,25 @@ class GigatokenEngine:
             self._changed.wait_for(lambda: self._idle or self._done >= self.FIRST)
             if self._idle:
                 return self._idle.pop()
-        return _Instance(self._load())
+            generation = self._generation
+        return _Instance(self._load(), generation)
 
     def _give_back(self, instance: _Instance) -> None:
         with self._changed:
             self._done += 1
             if self._outgrown(instance):
+                # The process's size does not tell whose growth it was, so all instances go together:
+                # what is left when their successors are warm was somebody else's.
+                self._generation += 1
+                self._floor = None
+                self.replaced += len(self._idle)
+                self._idle.clear()
+            if instance.generation == self._generation:
+                self._idle.append(instance)
+            else:
                 instance.tokenizer = None
                 self.replaced += 1
                 self._done = max(self._done, self.FIRST)
-            else:
-                self._idle.append(instance)
             self._changed.notify_all()
 
     def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
@@ -158,28 +169,23 @@ class GigatokenEngine:
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
 
     def _outgrown(self, instance: _Instance) -> bool:
-        """Whether the process has grown by more than the budget since the instance was warm.
-
-        Only the process's own size can be had. Where it was somebody else who grew, an instance is
-        replaced once for nothing, and the new one starts counting from there.
-        """
-        if instance.seen < self.MIN_TEXT:
+        """Whether the process has grown by more than the budget since these instances were warm."""
+        if instance.seen < self.MIN_TEXT or instance.generation != self._generation:
             return False
         now = anonymous_bytes()
         if now is None:
             return instance.seen >= self.MAX_TEXT
-        if instance.warm is None:
-            instance.warm = now
-        return now - instance.warm > self._cache_bytes
+        if self._floor is None:
+            self._floor = now
+        return now - self._floor > self._cache_bytes
 
 
 @dataclass(slots=True)
 class _Instance:
     tokenizer: Any
+    generation: int = 0
     seen: int = 0
     """Bytes of text it has encoded."""
-    warm: int | None = None
-    """The size of the process when it had seen enough to know the common words."""
 
 
 def anonymous_bytes() -> int | None:

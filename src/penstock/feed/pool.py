@@ -43,8 +43,12 @@ class Pool(Protocol):
     n_workers: int
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
+    def submit_first(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
     def stop(self) -> None: ...
     def join(self, timeout: float) -> bool: ...
+
+
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class ThreadPool:
@@ -52,7 +56,7 @@ class ThreadPool:
 
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
-        self._tasks: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = deque()
+        self._tasks: deque[_Work] = deque()
         self._changed = threading.Condition()
         self._stopped = False
         self._threads = [
@@ -63,12 +67,21 @@ class ThreadPool:
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
         future: Result[T] = Result()
+        self._add(self._tasks.append, (future, function, args, kwargs))
+        return future
+
+    def submit_first(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
+        """A small task that others depend on: it is run before all that wait."""
+        future: Result[T] = Result()
+        self._add(self._tasks.appendleft, (future, function, args, kwargs))
+        return future
+
+    def _add(self, put: Callable[[_Work], None], work: _Work) -> None:
         with self._changed:
             if self._stopped:
                 raise LoaderClosed("the loader was shut down")
-            self._tasks.append((future, function, args, kwargs))
+            put(work)
             self._changed.notify()
-        return future
 
     def stop(self) -> None:
         """Take no more tasks, drop those that wait, let the running ones end."""
@@ -130,6 +143,8 @@ class InlinePool:
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
         return Lazy(lambda: function(*args, **kwargs))
+
+    submit_first = submit
 
     def stop(self) -> None: ...
 
