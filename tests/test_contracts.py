@@ -182,3 +182,11 @@ def test_each_epoch_has_an_order_of_its_own(corpus: Path) -> None:
 def test_another_seed_gives_another_order(corpus: Path) -> None:
     make = maker(corpus, "parquet", shuffle=True)
     assert contracts.ledger(make, 20, seed=1) != contracts.ledger(make, 20, seed=2)
+
+
+@pytest.mark.slow
+@matrix
+def test_every_single_batch_resumes_with_every_source_packing_and_order(
+    corpus: Path, source: str, packing: str, shuffle: bool
+) -> None:
+    contracts.resumes_everywhere(maker(corpus, source, packing, shuffle, epochs=2, seq_len=128), n=400)
