@@ -101,6 +101,12 @@ def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
         assert contracts.take(other, 20) == whole[10:]
 
 
+@pytest.mark.parametrize("version", [0, -1, "1", None, True, 1.0])
+def test_a_version_that_never_was_is_refused(corpus: Path, version: Any) -> None:
+    with pytest.raises(StateFormat, match="no version we know"):
+        loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": version})
+
+
 def test_a_newer_state_says_to_upgrade(corpus: Path) -> None:
     with pytest.raises(StateFormat, match="version 99, this release reads up to 1"):
         loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": 99})

@@ -24,7 +24,7 @@ TIERS = {
 def test_the_public_surface_is_what_it_is() -> None:
     assert sorted(penstock.__all__) == [
         "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
-        "MissingExtra", "NoData", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
+        "MissingExtra", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
         "StateMismatch", "Stats", "TextDataset", "TokenizerError", "UnevenRanks", "Warmup", "__version__",
     ]  # fmt: skip
     for name in penstock.__all__:

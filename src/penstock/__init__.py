@@ -26,7 +26,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra", "NoData",
-            "PenstockError", "SourceError", "StateError", "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks",
+            "PeerFailed", "PenstockError", "SourceError", "StateError", "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks",
         ),
         "errors",
     ),
@@ -34,7 +34,7 @@ _HOME = {
 
 __all__ = [
     "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
-    "MissingExtra", "NoData", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
+    "MissingExtra", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
     "StateMismatch", "Stats", "TextDataset", "TokenizerError", "UnevenRanks", "Warmup", "__version__",
 ]  # fmt: skip
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         LoaderTimeout,
         MissingExtra,
         NoData,
+        PeerFailed,
         PenstockError,
         SourceError,
         StateError,

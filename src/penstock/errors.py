@@ -12,6 +12,7 @@
     │   ├── StateFormat        it is not a state, or of a version we do not read
     │   └── StateMismatch      it belongs to other data, settings or ranks
     ├── UnevenRanks            ranks would get different numbers of batches
+    ├── PeerFailed             another rank could not get its batch
     ├── LoaderTimeout          no batch within the time asked for             (TimeoutError)
     └── LoaderClosed           the loader was shut down while somebody waited
 
@@ -72,6 +73,10 @@ class StateMismatch(StateError):
 
 class UnevenRanks(PenstockError):
     """The ranks would get different numbers of batches."""
+
+
+class PeerFailed(PenstockError):
+    """Another rank could not get its batch; its own error says why."""
 
 
 class LoaderTimeout(PenstockError, TimeoutError):

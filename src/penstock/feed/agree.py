@@ -13,17 +13,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from penstock.errors import LoaderTimeout, PenstockError, UnevenRanks
+from penstock.errors import LoaderTimeout, PeerFailed, UnevenRanks
 from penstock.types import Shard
 
 T = TypeVar("T")
 
 FAILED, ENDED, READY = 0, 1, 2
 DEADLINE_S = 300.0
-
-
-class PeerFailed(PenstockError):
-    """Another rank could not get its batch."""
 
 
 class RankAgreement:
