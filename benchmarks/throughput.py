@@ -213,7 +213,7 @@ class Ledger:
     STAGES = ("decode + check", "tokenize", "encode", "pack + batch", "get", "next")
 
     def __init__(self, loader: Loader) -> None:
-        from penstock.encode.batch import Batcher
+        from penstock.encode.deal import Batcher
         from penstock.encode.engines import GigatokenEngine
         from penstock.encode.tokenize import Tokenizer
         from penstock.feed.prefetch import Prefetcher

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.encode import stream
-from penstock.encode.batch import Batcher
 from penstock.encode.best_fit import best_fit
+from penstock.encode.deal import Batcher
 from penstock.encode.pack import make_packer
 from penstock.encode.rows import Mark, Packer
 from penstock.encode.window import Place, Window

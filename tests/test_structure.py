@@ -15,17 +15,19 @@ SRC = Path(penstock.__file__).parent
 MODULES = sorted(SRC.rglob("*.py"))
 
 TIERS = {
-    "errors": 0, "types": 0, "config": 1,
+    "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1,
     "read": 2, "order": 2, "encode": 2,
-    "feed": 3, "lane": 4, "state": 4, "dataset": 5, "pipeline": 5, "stats": 6, "loader": 6, "cli": 7,
+    "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5,
+    "stats": 6, "torch_dataset": 6, "loader": 6, "cli": 7,
 }  # fmt: skip
 
 
 def test_the_public_surface_is_what_it_is() -> None:
     assert sorted(penstock.__all__) == [
         "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
-        "MissingExtra", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
-        "StateMismatch", "Stats", "TextDataset", "TokenizerError", "UnevenRanks", "Warmup", "__version__",
+        "MissingExtra", "Mixture", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError",
+        "StateFormat", "StateMismatch", "Stats", "SyntheticDataset", "TextDataset", "TokenFileDataset", "TokenizerError",
+        "UnevenRanks", "Warmup", "WorkerDied", "__version__", "batched",
     ]  # fmt: skip
     for name in penstock.__all__:
         assert getattr(penstock, name) is not None

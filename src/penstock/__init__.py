@@ -18,15 +18,20 @@ __version__ = "0.1.0"
 _HOME = {
     "AsyncDataLoader": "loader",
     "Batch": "encode.batch",
+    "Mixture": "sources.mixture",
     "Shard": "types",
     "Span": "types",
     "Stats": "stats",
+    "SyntheticDataset": "read.synthetic",
     "TextDataset": "dataset",
+    "TokenFileDataset": "read.tokens",
     "Warmup": "stats",
+    "batched": "sources.samples",
     **dict.fromkeys(
         (
             "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra", "NoData",
             "PeerFailed", "PenstockError", "SourceError", "StateError", "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks",
+            "WorkerDied",
         ),
         "errors",
     ),
@@ -34,8 +39,9 @@ _HOME = {
 
 __all__ = [
     "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
-    "MissingExtra", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError", "StateFormat",
-    "StateMismatch", "Stats", "TextDataset", "TokenizerError", "UnevenRanks", "Warmup", "__version__",
+    "MissingExtra", "Mixture", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError",
+    "StateFormat", "StateMismatch", "Stats", "SyntheticDataset", "TextDataset", "TokenFileDataset", "TokenizerError",
+    "UnevenRanks", "Warmup", "WorkerDied", "__version__", "batched",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -57,8 +63,13 @@ if TYPE_CHECKING:
         StateMismatch,
         TokenizerError,
         UnevenRanks,
+        WorkerDied,
     )
     from penstock.loader import AsyncDataLoader
+    from penstock.read.synthetic import SyntheticDataset
+    from penstock.read.tokens import TokenFileDataset
+    from penstock.sources.mixture import Mixture
+    from penstock.sources.samples import batched
     from penstock.stats import Stats, Warmup
     from penstock.types import Shard, Span
 

@@ -12,12 +12,20 @@ import operator
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.types import Shard
+
+OTHER_VARIABLES = frozenset({"PENSTOCK_CACHE", "PENSTOCK_CONFIG", "PENSTOCK_BENCH_DIR", "PENSTOCK_BENCH_DATA"})
+"""Variables of ours that are no setting of the loader; any other `PENSTOCK_…` is one, or a mistake."""
+
+
+def environment() -> Mapping[str, str]:
+    """The environment, for those who look for settings in it."""
+    return os.environ
 
 
 def whole_number(name: str, value: Any, least: int) -> int:

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.config import one_of, whole_number
 from penstock.encode.tokenize import AUTO, CACHE_BYTES, load_tokenizer
 from penstock.errors import ConfigError, StateFormat
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.reader import ReadSettings
+from penstock.sources.text import PackSettings
 from penstock.state import address
 from penstock.types import Address, FileRef, Format, KiB, MiB, OnBadRecord, Packing
+
+if TYPE_CHECKING:
+    from penstock.sources.text_stream import TextStream
 
 Path = str | os.PathLike[str]
 
@@ -129,6 +133,22 @@ class TextDataset:
             skip=self._addresses(skip),
         )
 
+    @staticmethod
+    def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextStream:
+        """Text that is no file: an iterable of strings, of mappings with a text field, or of arrays of ids.
+
+        source: a function that gives the iterable anew for each epoch, a collection, a `datasets`
+            stream, or an iterator (for a single epoch). If it has `state_dict` and `load_state_dict`,
+            a resume uses them; if not, a resume reads it again up to where it was, and says so.
+        tokenizer: as for files; None where the documents are ids already.
+        more: text_field, packing, eos, bos, engine, positions, shuffle_chunks, doc_batch and
+            tokenizer_cache_bytes as for files; name, what to call it in messages and states;
+            chunk_docs and chunk_bytes, how much is tokenized at once.
+        """
+        from penstock.sources.text_stream import TextStream
+
+        return TextStream(source, tokenizer=tokenizer, seq_len=seq_len, **more)
+
     def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
         names = {member.name for file in self.files for member in file.members}
         names |= {file.name for file in self.files if not file.members}
@@ -144,6 +164,20 @@ class TextDataset:
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
         return f"TextDataset({len(self.files)} files, {size} bytes, {self.tokenizer.vocabulary.name}, seq_len={self.seq_len})"
+
+    def pack(self) -> PackSettings:
+        """How the documents become rows."""
+        return PackSettings(
+            seq_len=self.seq_len,
+            packing=self.packing,
+            window_chunks=self.shuffle_chunks,
+            window_bytes=self.shuffle_bytes,
+            extras=self.positions,
+            chunk_bytes=self.read.chunk_bytes,
+            pad_id=self.tokenizer.pad_id,
+            dtype=self.tokenizer.dtype,
+            expansion=self.tokenizer.expansion,
+        )
 
     def data_id(self) -> dict[str, Any]:
         """Identifies the data in a state."""

@@ -13,6 +13,7 @@
     │   └── StateMismatch      it belongs to other data, settings or ranks
     ├── UnevenRanks            ranks would get different numbers of batches
     ├── PeerFailed             another rank could not get its batch
+    ├── WorkerDied             a worker process ended in the middle of its work
     ├── LoaderTimeout          no batch within the time asked for             (TimeoutError)
     └── LoaderClosed           the loader was shut down while somebody waited
 
@@ -77,6 +78,10 @@ class UnevenRanks(PenstockError):
 
 class PeerFailed(PenstockError):
     """Another rank could not get its batch; its own error says why."""
+
+
+class WorkerDied(PenstockError):
+    """A worker process ended, or was ended, in the middle of its work."""
 
 
 class LoaderTimeout(PenstockError, TimeoutError):

@@ -62,7 +62,7 @@ class Lane:
         start: Place,
         chunks_of: Callable[[tuple[int, ...]], list[list[ChunkRef]]],
         foresee: Callable[[tuple[int, ...]], None],
-        submit: Callable[[ChunkRef], Task[TokenChunk]],
+        submit: Callable[[ChunkRef, Place], Task[TokenChunk]],
         used: Callable[[TokenChunk], None],
     ) -> None:
         self.number = number
@@ -123,7 +123,7 @@ class Lane:
             place = Place(self._epoch, self._group, self._index)
             self._index += 1
             self._asked += 1
-            self._ahead.append(Ahead(place, ref, self._submit(ref)))
+            self._ahead.append(Ahead(place, ref, self._submit(ref, place)))
             return True
 
     def _ref(self) -> ChunkRef | None:
@@ -161,7 +161,7 @@ class Lane:
             number, self._window = self._window, self._window + 1
             if not chunks:
                 continue
-            window = self._build(start._replace(window=number), chunks)
+            window = self._build(start._replace(window=number, source=chunks[0].source), chunks)
             self._tokens += window.map.tokens
             self._any = self._any or self._tokens > 0
             return window

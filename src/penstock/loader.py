@@ -8,30 +8,35 @@ State: the position after the last batch that was handed out, wherever read-ahea
 
 from __future__ import annotations
 
-import importlib.util
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.config import current_shard, default_workers, one_of, whole_number
-from penstock.dataset import TextDataset
 from penstock.encode.batch import Batch, Position
-from penstock.encode.window import Place
-from penstock.errors import ConfigError, MissingExtra, StateMismatch
+from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.agree import RankAgreement
-from penstock.pipeline import Pipeline, RunSettings, StreamSettings
-from penstock.state import State, parse
+from penstock.feed.cargo import BatchCargo, open_feed
+from penstock.feed.device import DeviceFeed
+from penstock.options import MEMORY_LIMIT, Workers, check
+from penstock.order.mix import Schedule, restarted
+from penstock.pipeline import Pipeline
+from penstock.sources.indexed import steps
+from penstock.sources.kinds import as_source
+from penstock.sources.mixture import MixtureSource
+from penstock.sources.source import Run
+from penstock.state import State, StateMaker, fitting, parse
 from penstock.stats import Stats, Tally, Warmup
-from penstock.types import MiB, Shard
+from penstock.types import Shard
 
-MEMORY_LIMIT = 1024 * MiB
+if TYPE_CHECKING:
+    from penstock.torch_dataset import TorchDataset
 
 
 class AsyncDataLoader:
-    """Streams a dataset as batches, prepared by threads in the background.
+    """Streams a dataset as batches, prepared by workers in the background.
 
     Iterate over it, or call `next_batch`. It is a context manager; without one, `shutdown` ends
     its threads, as do garbage collection and the end of the interpreter.
@@ -39,83 +44,104 @@ class AsyncDataLoader:
 
     def __init__(
         self,
-        dataset: TextDataset,
+        dataset: Any,
         batch_size: int,
-        shuffle: bool = False,
+        shuffle: bool | None = None,
         seed: int = 0,
         n_workers: int | None = None,
         prefetch_size: int = 8,
-        device: str | None = None,
+        device: Any = None,
         *,
         shard: Shard | None = None,
         lanes: int | None = None,
         epochs: int | None = None,
         drop_last: bool | None = None,
         output: Literal["auto", "torch", "numpy"] = "auto",
+        preprocess: Callable[..., Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        pad: int | None = None,
+        workers: Workers = "thread",
+        restart_workers: bool = True,
+        cpus: Iterable[int] | None = None,
+        numa_node: int | None = None,
         memory_limit: int = MEMORY_LIMIT,
+        device_prefetch: int = 1,
+        device_preprocess: Callable[[Batch], Batch | None] | None = None,
+        warmup_batches: int | Literal["auto"] = 0,
+        warmup_timeout: float = 30.0,
+        report_docs: int = 2000,
     ) -> None:
         """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
 
-        shuffle: reorder chunks and the documents of each window, anew in each epoch.
-        n_workers: threads that read and tokenize; None: this rank's share of the cores; 0: no
-            threads, everything happens in `next`. Never changes the stream.
+        shuffle: a new order in each epoch. Default: for data that can be addressed, and not for streams.
+            Files: chunks, and the documents of each window. Addressable data: all rows.
+        n_workers: how many workers; None: this rank's share of the cores; 0: none, everything happens
+            in `next`. Never changes the stream.
         prefetch_size: batches kept ready. More hide longer hiccups and take memory.
+        device: where batches go; they travel while the step before them runs. See docs/device.md.
         shard: this reader's part, by default this rank's. One that is given stands alone: ranks
             then need not get equally many batches.
         lanes: independent sequences, dealt to ranks. A checkpoint loads on every world size that
             divides them. Default: the world size of the first start. More cost memory: each lane
-            has a window of its own.
+            has a window of its own. Data that can be addressed needs none.
         epochs: None for an endless stream, or how many passes to make.
-        drop_last: whether a finite stream ends with its last full batch. With several ranks it must.
+        drop_last: whether a finite stream ends with its last full batch. Several ranks always do, but for
+            data that can be addressed, where False fills the last batch up with the first rows.
+        preprocess: called on each sample by the workers (on a batch's list of them, marked with
+            `@penstock.batched`). A parameter named `rng` gets a generator that depends on the sample only.
+        collate: makes a batch of a list of samples, instead of the usual rules.
+        pad: the id that fills up rows of different length.
+        workers: "thread", or "process" for Python that holds the GIL or is not thread-safe.
+        restart_workers: replace a process that died, once for each piece of work.
+        cpus, numa_node: the cores that workers keep to.
         memory_limit: bytes that read-ahead and queue may take; a single chunk is always let in.
+        device_prefetch: batches on the device beyond the one in use.
+        device_preprocess: called on each batch there, on the copy stream.
+        warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
+        report_docs: log a line every so many documents; 0 for none.
         """
-        if not isinstance(dataset, TextDataset):
-            raise ConfigError(f"dataset: needs a TextDataset, not {type(dataset).__name__}")
-        if not isinstance(shard, Shard | None):
-            raise ConfigError(f"shard={shard!r}: needs a Shard(mod, rem)")
-        if not isinstance(shuffle, bool):
-            raise ConfigError(f"shuffle={shuffle!r}: needs True or False")
-        if device not in (None, "cpu"):
-            raise ConfigError(f"device={device!r}: batches are made on the CPU; move them with batch.inputs.to(…)")
-        one_of("output", output, ("auto", "torch", "numpy"))
+        self._source = as_source(dataset, preprocess, collate, pad)
         self._dataset = dataset
-        self._batch_size = whole_number("batch_size", batch_size, 1)
-        self._shuffle = shuffle
-        self._seed = whole_number("seed", seed, 0)
-        self._n_workers = default_workers() if n_workers is None else whole_number("n_workers", n_workers, 0)
-        self._prefetch_size = whole_number("prefetch_size", prefetch_size, 1)
-        self._alone = shard is not None
-        self._shard = shard or current_shard()
-        self._lanes_asked = None if lanes is None else whole_number("lanes", lanes, 1)
-        self._epochs = None if epochs is None else whole_number("epochs", epochs, 1)
-        self._drop_last = self._choose_drop_last(drop_last)
-        self._torch = self._choose_output(output)
-        self._read_ahead = whole_number("memory_limit", memory_limit, 1) - self._queue_bytes()
-        if self._read_ahead <= 0:
-            raise ConfigError(
-                f"memory_limit={memory_limit} does not hold the {prefetch_size} batches of the queue, which take "
-                f"{self._queue_bytes()} bytes. Raise it, or lower prefetch_size or batch_size."
-            )
+        self._options = check(
+            self._source, batch_size=batch_size, shuffle=shuffle, seed=seed, n_workers=n_workers,
+            prefetch_size=prefetch_size, device=device, shard=shard, lanes=lanes, epochs=epochs, drop_last=drop_last,
+            output=output, memory_limit=memory_limit, workers=workers, restart_workers=restart_workers, cpus=cpus,
+            numa_node=numa_node, device_prefetch=device_prefetch, device_preprocess=device_preprocess,
+            warmup_batches=warmup_batches, warmup_timeout=warmup_timeout, report_docs=report_docs,
+        )  # fmt: skip
+        if isinstance(self._source, MixtureSource):
+            self._source.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
+        self._feed: DeviceFeed[BatchCargo] | None = None
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
         self._tally = Tally()
         self._position: Callable[[], Position] | None = None
-        self._skip = dataset.read.skip
-        self._state = self._fresh_state(
-            self._fitting(self._lanes_asked or self._shard.mod, ConfigError), first=0, batch=0
-        )
+        self._skip = self._source.skip
+        self._state = self._fresh_state(self._choose_lanes(), first=0, batch=0)
+
+    @classmethod
+    def from_config(cls, path: Any = None, dataset: Any = None, **overrides: Any) -> Self:
+        """A loader as a settings file describes it: see docs/configuration.md.
+
+        dataset: the data, where the file does not name it. overrides: rank above everything else.
+        """
+        from penstock.settings import build
+
+        dataset, arguments = build(path, dataset, overrides)
+        return cls(dataset, **arguments)
 
     # Iterating
 
     def __iter__(self) -> Self:
         if self._exhausted:
             # Like any loader: the next `for` is the next pass, with its own order.
-            assert self._epochs is not None
+            assert self._options.epochs is not None
             ended = self._current()
             self._close()
-            self._state = self._fresh_state(ended.lanes, ended.first + self._epochs, ended.batch)
+            weights = restarted(ended.weights, ended.row)
+            self._state = self._fresh_state(ended.lanes, ended.first + self._options.epochs, ended.batch, weights)
             self._exhausted = False
         return self
 
@@ -125,6 +151,14 @@ class AsyncDataLoader:
             raise StopIteration
         return batch
 
+    def __len__(self) -> int:
+        """Batches of one pass, where that is known beforehand."""
+        options, length = self._options, self._source.length()
+        if length is None or options.epochs is None:
+            why = "an endless stream" if options.epochs is None else "a stream whose length is not known beforehand"
+            raise TypeError(f"{why} has no len()")
+        return steps(length, options.epochs, options.batch_size, options.shard, options.drop_last)
+
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """The next batch, or None at the end of a finite stream. Raises `LoaderTimeout` after `timeout` s.
 
@@ -133,10 +167,11 @@ class AsyncDataLoader:
         begun = time.perf_counter()
         if self._exhausted:
             return None
-        if self._pipeline is not None and self._pipeline.interrupted:
+        if self._interrupted():
             self.shutdown()
         if self._pipeline is None:
-            self.start()
+            self._begin()
+        assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         now = time.perf_counter()
         if batch is None:
@@ -144,54 +179,74 @@ class AsyncDataLoader:
             self._tally.took(begun, now, None)
             return None
         self._position = batch.locate()
-        if self._torch:
+        if self._options.tensors:
             batch.to_torch()
         self._tally.took(begun, now, batch.tokens)
+        self._pipeline.watch()
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
         assert self._pipeline is not None
-        return self._pipeline.next(timeout)
+        options = self._options
+        if options.device is None:
+            return self._pipeline.next(timeout)
+        if self._feed is None:
+            self._feed = open_feed(
+                options.device,
+                self._pipeline.next,
+                self._pipeline.poll,
+                options.device_prefetch,
+                options.device_preprocess,
+            )
+        cargo = self._feed.next(timeout)
+        return None if cargo is None else cargo.batch
+
+    def _interrupted(self) -> bool:
+        return (self._pipeline is not None and self._pipeline.interrupted) or (
+            self._feed is not None and self._feed.interrupted
+        )
 
     # Starting and stopping
 
+    def _begin(self) -> None:
+        self.start()
+        if self._options.warmup_batches and self._options.warmup_timeout:
+            self.warmup(self._options.warmup_batches, self._options.warmup_timeout)
+
     def start(self) -> Self:
-        """Start the threads, if they do not run yet."""
+        """Start the workers, if they do not run yet."""
         if self._pipeline is not None:
             return self
         if self._needs_agreement() and self._agreement is None:
-            self._agreement = RankAgreement(self._shard)
-        state, dataset = self._state, self._dataset
-        pipeline = Pipeline(
-            files=dataset.files,
-            tokenizer=dataset.tokenizer,
-            read=replace(dataset.read, skip=self._skip),
-            stream=StreamSettings(
-                seq_len=dataset.seq_len,
-                packing=dataset.packing,
-                shuffle=self._shuffle,
-                seed=self._seed,
-                lanes=state.lanes,
-                window_chunks=dataset.shuffle_chunks,
-                window_bytes=dataset.shuffle_bytes,
-                extras=dataset.positions,
-            ),
-            run=RunSettings(
-                batch_size=self._batch_size,
-                shard=self._shard,
-                n_workers=self._n_workers,
-                prefetch_size=self._prefetch_size,
-                doc_batch=dataset.doc_batch,
-                read_ahead_bytes=self._read_ahead,
-                drop_last=self._drop_last,
-                end_epoch=None if self._epochs is None else state.first + self._epochs,
-                tensors=self._torch,
-                quarantine=dataset.quarantine,
-            ),
+            self._agreement = RankAgreement(self._options.shard)
+        state, options = self._state, self._options
+        run = Run(
+            shuffle=options.shuffle,
+            seed=options.seed,
+            lanes=state.lanes,
+            skip=self._skip,
+            weights=state.weights,
+            shard=options.shard,
+            alone=options.alone,
+            batch_size=options.batch_size,
+            n_workers=options.n_workers,
+            prefetch_size=options.prefetch_size,
+            queue_bytes=options.queue_bytes,
+            read_ahead_bytes=options.read_ahead_bytes,
+            drop_last=options.drop_last,
+            first_epoch=state.first,
+            end_epoch=None if options.epochs is None else state.first + options.epochs,
+            tensors=options.tensors,
+            narrow=options.device is not None,
+            report_docs=options.report_docs,
             places=state.places,
+            source=state.source,
             row=state.row,
             batch=state.batch,
-            state=_StateMaker(state),
+            state=StateMaker(state),
+        )
+        pipeline = Pipeline(
+            self._source, run, workers=options.workers, cpus=options.cpus, restart=options.restart_workers
         )
         self._pipeline = pipeline
         # The threads know the pipeline and not the loader, so a loader that nobody holds any more
@@ -199,36 +254,49 @@ class AsyncDataLoader:
         self._finalizer = weakref.finalize(self, pipeline.close)
         return self
 
-    def warmup(self, batches: int | None = None, timeout: float = 30.0) -> Warmup:
+    def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
         """Start, and wait until `batches` (by default a full queue) stand ready or the timeout passes.
 
+        "auto" waits for the first one and, only if that took longer than a blink, for a full queue.
         Nothing is lost either way. A fault in the data is raised by the `next` that meets it.
         """
-        batches = self._prefetch_size if batches is None else batches
+        begun = time.perf_counter()
+        if batches == "auto":
+            first = self.warmup(1, timeout)
+            slow = first.wait_ms > 100 or first.filled < 1
+            batches = self._options.prefetch_size if slow else 1
+            timeout -= time.perf_counter() - begun
+        batches = self._options.prefetch_size if batches is None else batches
         if batches < 0:
             raise ConfigError(f"batches={batches}: needs a whole number, at least 0")
-        begun = time.perf_counter()
         self.start()
         assert self._pipeline is not None
         filled = self._pipeline.warm(batches, timeout) if timeout > 0 and not self._exhausted else self._pipeline.depth
         return Warmup(batches, min(filled, batches), 1e3 * (time.perf_counter() - begun))
 
     def shutdown(self) -> None:
-        """Stop every thread and close every file. Harmless at any time, and again. A later `next`
+        """Stop every worker and close every file. Harmless at any time, and again. A later `next`
         starts anew, after the last batch that was handed out."""
         self._state = self._current()
         self._close()
 
     def _close(self) -> None:
-        if self._pipeline is not None:
-            self._finalizer.detach()
-            self._tally.keep(self._pipeline)
-            self._pipeline.close()
-            self._pipeline = None
-        self._position = None
+        try:
+            if self._feed is not None:
+                self._feed.close()
+        finally:
+            self._feed = None
+            if self._pipeline is not None:
+                self._finalizer.detach()
+                self._tally.keep(self._pipeline)
+                self._pipeline.close()
+                self._pipeline = None
+            self._position = None
 
     def __enter__(self) -> Self:
-        return self.start()
+        if self._pipeline is None:
+            self._begin()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -248,43 +316,73 @@ class AsyncDataLoader:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
         loaded = parse(state)
-        self._fitting(loaded.lanes, StateMismatch)
-        if self._lanes_asked not in (None, loaded.lanes):
-            raise StateMismatch(
-                f"lanes was {loaded.lanes} when the state was saved, and is {self._lanes_asked}. "
-                "Leave lanes out to take it from the state."
-            )
-        loaded.require(stream=self._stream_id(), data=self._dataset.data_id(), tokenizer=self._dataset.tokenizer_id())
-        if self._epochs is not None and any(p.epoch > loaded.first + self._epochs for p in loaded.places.values()):
-            raise StateMismatch(f"the state is past the end of a stream of epochs={self._epochs}")
-        own = loaded.for_shard(self._own_lanes(loaded.lanes))
+        source, options = self._source, self._options
+        loaded.require(stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id())
+        if source.by_lane:
+            fitting(loaded.lanes, options.shard.mod, StateMismatch)
+            if options.lanes not in (None, loaded.lanes):
+                raise StateMismatch(
+                    f"lanes was {loaded.lanes} when the state was saved, and is {options.lanes}. "
+                    "Leave lanes out to take it from the state."
+                )
+        loaded = loaded.with_places(source.check_place)
+        if options.epochs is not None and any(p.epoch > loaded.first + options.epochs for p in loaded.places.values()):
+            raise StateMismatch(f"the state is past the end of a stream of epochs={options.epochs}")
+        own = loaded.for_shard(self._own_lanes(loaded.lanes) if source.by_lane else [])
         self._close()
-        self._skip = self._dataset.read.skip | own.skip
+        self._skip = source.skip | own.skip
         self._state = replace(own, skip=self._skip)
         self._exhausted = False
         self._tally = Tally()
 
-    def _current(self) -> State:
-        return self._state if self._position is None else _advance(self._state, self._position())
+    def set_weights(self, weights: Mapping[str, float], step: int | None = None) -> None:
+        """Change the weights of a mixture from the next batch on, or from the batch number `step` on.
 
-    def _fresh_state(self, lanes: int, first: int, batch: int) -> State:
+        It is part of the state from now on. All ranks have to call it at the same batch. Batches that
+        were prepared under the old weights are made anew.
+        """
+        if not isinstance(self._source, MixtureSource):
+            raise ConfigError(f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}")
+        state = self._current()
+        at = state.batch if step is None else step
+        if at < state.batch:
+            raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
+        row = state.row + (at - state.batch) * self._options.batch_size * self._options.shard.mod
+        changed = self._source.schedule(state.weights, row, weights)
+        self._close()
+        self._state = replace(state, weights=changed)
+
+    def as_torch_dataset(self, shift: bool = True) -> TorchDataset:
+        """An `IterableDataset` of finished batches, for whoever takes one: see docs/integrations.md."""
+        from penstock.torch_dataset import TorchDataset
+
+        return TorchDataset(self, shift=shift)
+
+    def _current(self) -> State:
+        return self._state if self._position is None else self._state.after(self._position())
+
+    def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
+        source = self._source
+        if isinstance(source, MixtureSource) and not weights:
+            weights = ((0, source.mixture.weights),)
         return State(
             row=0,
             batch=batch,
             first=first,
             lanes=lanes,
-            places={lane: Place(epoch=first) for lane in self._own_lanes(lanes)},
+            places={lane: source.first_place(first) for lane in self._own_lanes(lanes)} if source.by_lane else {},
             stream=self._stream_id(),
-            data=self._dataset.data_id(),
-            tokenizer=self._dataset.tokenizer_id(),
+            data=source.data_id(),
+            tokenizer=source.tokenizer_id(),
             skip=self._skip,
+            weights=weights,
         )
 
     def _stream_id(self) -> dict[str, Any]:
-        return self._dataset.settings_id() | {"shuffle": self._shuffle, "seed": self._seed}
+        return self._source.settings_id() | {"shuffle": self._options.shuffle, "seed": self._options.seed}
 
     def _own_lanes(self, lanes: int) -> list[int]:
-        return list(range(self._shard.rem, lanes, self._shard.mod))
+        return list(range(self._options.shard.rem, lanes, self._options.shard.mod))
 
     # Watching
 
@@ -294,55 +392,15 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        return self._tally.stats(self._pipeline)
+        return self._tally.stats(self._pipeline, self._options.queue_bytes)
 
     # Checks
 
-    def _choose_drop_last(self, asked: bool | None) -> bool:
-        several = self._shard.mod > 1 and not self._alone
-        if asked is None:
-            return several
-        if several and not asked and self._epochs is not None:
-            raise ConfigError(
-                f"drop_last=False with epochs={self._epochs} on {self._shard.mod} ranks: their last batches would "
-                "differ in number and size, and a rank without one would leave the others waiting. Use drop_last=True."
-            )
-        return asked
-
-    def _choose_output(self, output: str) -> bool:
-        installed = importlib.util.find_spec("torch") is not None
-        if output == "torch" and not installed:
-            raise MissingExtra("torch", "output='torch'", "torch")
-        return installed if output == "auto" else output == "torch"
-
-    def _queue_bytes(self) -> int:
-        """The queue's batches and the one in hand: inputs and targets of 8 bytes each."""
-        return (self._prefetch_size + 1) * self._batch_size * self._dataset.seq_len * 8 * 2
-
     def _needs_agreement(self) -> bool:
-        return self._epochs is not None and self._shard.mod > 1 and not self._alone
+        options = self._options
+        return options.epochs is not None and options.shard.mod > 1 and not options.alone and not self._source.even
 
-    def _fitting(self, lanes: int, error: type[ConfigError | StateMismatch]) -> int:
-        """Lanes that this number of ranks can share."""
-        world = self._shard.mod
-        if lanes % world:
-            fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
-            raise error(
-                f"{world} ranks cannot share {lanes} lanes evenly: world sizes that would work are "
-                f"{', '.join(map(str, fitting))}. To grow, start with lanes=… a multiple of the largest size."
-            )
-        return lanes
-
-
-@dataclass(frozen=True, slots=True)
-class _StateMaker:
-    """Makes the state of a batch, without holding on to the loader."""
-
-    start: State
-
-    def __call__(self, position: Position) -> dict[str, Any]:
-        return _advance(self.start, position).to_dict()
-
-
-def _advance(state: State, position: Position) -> State:
-    return state.at(position.row, position.batch, position.places)
+    def _choose_lanes(self) -> int:
+        if not self._source.by_lane:
+            return 1
+        return fitting(self._options.lanes or self._options.shard.mod, self._options.shard.mod, ConfigError)

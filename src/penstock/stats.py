@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from penstock.pipeline import Pipeline
 
+PART = "rows of "
+"""How a pipeline names its count of the rows of a mixture's part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
@@ -37,6 +40,12 @@ class Stats:
     cropped_tokens: int = 0
     padded_tokens: int = 0
     dropped_tokens: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """For mixtures: rows of each part, those of batches not yet handed out included."""
+    worker_restarts: int = 0
+    """Worker processes that died and were replaced."""
+    memory_estimate: int = 0
+    """Bytes that queue and device are expected to take; read-ahead gets the rest of `memory_limit`."""
 
     @property
     def data_wait(self) -> float:
@@ -74,12 +83,13 @@ class Tally:
         _add(self.counts, pipeline.totals())
         _add(self.bad, pipeline.bad())
 
-    def stats(self, pipeline: Pipeline | None) -> Stats:
+    def stats(self, pipeline: Pipeline | None, memory_estimate: int) -> Stats:
         """Everything so far, with what the running pipeline has counted."""
         counts, bad = dict(self.counts), dict(self.bad)
         if pipeline is not None:
             _add(counts, pipeline.totals())
             _add(bad, pipeline.bad())
+        parts = {name.removeprefix(PART): counts.pop(name) for name in list(counts) if name.startswith(PART)}
         return Stats(
             batches=self.batches,
             tokens=self.tokens,
@@ -87,6 +97,8 @@ class Tally:
             wait_s=self.wait_s,
             wall_s=0.0 if self.first is None else self.last - self.first,
             bad=bad,
+            parts=parts,
+            memory_estimate=memory_estimate,
             **counts,
         )
 

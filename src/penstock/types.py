@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Format = Literal["parquet", "jsonl", "text"]
-Codec = Literal["", "gz", "zst", "bz2", "xz"]
+Codec = Literal["", "gz", "zst", "bz2", "xz", "iterable"]
+"""How a file is compressed; "iterable" stands for what is no file at all."""
 Packing = Literal["concat", "best_fit", "bos"]
 OnBadRecord = Literal["raise", "skip", "quarantine"]
 
@@ -160,6 +161,8 @@ class TokenChunk:
     bad: list[Bad]
     empty: int
     text_bytes: int
+    source: Any = None
+    """For iterables that have a `state_dict`: what it gave before this chunk."""
 
     @property
     def nbytes(self) -> int:

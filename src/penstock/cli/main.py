@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.config import config
 from penstock.cli.demo import demo
 from penstock.errors import PenstockError
 
@@ -18,6 +19,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command()(demo)
+cli.command()(config)
 
 _debug = False
 

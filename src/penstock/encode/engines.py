@@ -61,11 +61,15 @@ class TokenizersEngine:
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
 
+        self._json = tokenizer_json
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenizersEngine, (self._json,)
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
@@ -118,6 +122,9 @@ class GigatokenEngine:
         self._done = 0
         self.vocab_size = int(self._idle[0].tokenizer.vocab_size)
         self.replaced = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GigatokenEngine, (self._load, self._cache_bytes)
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         instance = self._take()

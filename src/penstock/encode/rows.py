@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.encode.window import I64, Ids, Place, Window, WindowMap
 from penstock.types import Span
+
+
+class Marked(Protocol):
+    """A place, or something that can work it out."""
+
+    def place(self) -> Any: ...
 
 
 class Mark(NamedTuple):
@@ -52,7 +58,7 @@ class Rows(Protocol):
     def valid(self) -> I64 | None:
         """How many ids of each row are real; None where all are."""
 
-    def mark(self, row: int) -> Mark:
+    def mark(self, row: int) -> Marked:
         """The place at which a row begins."""
 
     def epoch(self, row: int) -> int:
@@ -68,14 +74,17 @@ class Rows(Protocol):
 class Packer(Protocol):
     """Gives out the rows of one lane."""
 
-    counts: PackCounts
     failed: Exception | None
     """Why there are no more rows, if that is not the end of the data."""
+
+    @property
+    def counts(self) -> PackCounts:
+        """What packing added and left out so far."""
 
     def rows(self, n: int) -> list[Rows]:
         """The next `n` rows; fewer only at the end of a finite stream, or before a failure."""
 
-    def mark(self) -> Mark | Place:
+    def mark(self) -> Marked:
         """Where the next row begins."""
 
 

@@ -12,6 +12,7 @@ A document that gives no ids (empty, null, skipped) gives no separator either.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -215,15 +216,16 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
     return "tiktoken", build_tiktoken
 
 
-def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> GigatokenEngine | None:
-    try:
-        import gigatoken
-    except ImportError as error:
-        if required:
-            raise TokenizerError("engine='gigatoken' needs gigatoken: pip install gigatoken") from error
-        return None
+@dataclass(frozen=True, slots=True)
+class _LoadGigatoken:
+    """Loads an instance; can be sent to another process, where an instance cannot."""
 
-    def load() -> Any:
+    vocabulary: Vocabulary
+
+    def __call__(self) -> Any:
+        import gigatoken
+
+        vocabulary = self.vocabulary
         if vocabulary.tokenizer_json is not None:
             return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
         assert vocabulary.ranks is not None
@@ -233,10 +235,16 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> G
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
 
+
+def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> GigatokenEngine | None:
+    if importlib.util.find_spec("gigatoken") is None:
+        if required:
+            raise TokenizerError("engine='gigatoken' needs gigatoken: pip install gigatoken")
+        return None
     if vocabulary.tokenizer_json is None and vocabulary.ranks is None:
         return None
     try:
-        return GigatokenEngine(load, cache_bytes)
+        return GigatokenEngine(_LoadGigatoken(vocabulary), cache_bytes)
     except Exception as error:  # it refuses vocabularies with exceptions of many types
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error

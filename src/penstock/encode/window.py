@@ -36,6 +36,15 @@ class Place(NamedTuple):
     token: int = 0
     row: int = 0
     """Rows already taken from the group of documents that begins at `doc` (best_fit only)."""
+    source: Any = None
+    """What an iterable's own `state_dict` said before the window's first chunk, where it has one."""
+
+    def place(self) -> Place:
+        return self
+
+    def to_list(self) -> list[Any]:
+        """As it is saved: seven integers, and what the source said where it said something."""
+        return list(self) if self.source is not None else list(self[:7])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +77,8 @@ class WindowMap:
     def place(self, token: int, row: int) -> Place:
         """The place of a token, by document, so that it holds even where a document before it is skipped."""
         doc = self.doc_at(token)
-        epoch, group, chunk, window, *_ = self.start
-        return Place(epoch, group, chunk, window, doc, token - self.begin(doc), row)
+        epoch, group, chunk, window, _, _, _, source = self.start
+        return Place(epoch, group, chunk, window, doc, token - self.begin(doc), row, source)
 
     def token_of(self, place: Place) -> int:
         """The token that a place names."""

@@ -1,9 +1,10 @@
-"""Worker threads that run tasks in the order in which they were given.
+"""Workers that call the methods of one object, in the order in which they were asked to.
 
-In:    functions and their arguments.
+In:    the name of a method and its arguments. The methods are pure functions of them.
 Out:   futures.
-Where: `submit` on the producer thread, the functions on the workers.
-State: the tasks that wait. With 0 workers a task runs when its result is asked for.
+Where: `submit` on the producer thread, the calls on worker threads, or in the processes they own
+       (see `process`). With 0 workers a call is made when its result is asked for.
+State: the calls that wait.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from penstock.errors import LoaderClosed
+from penstock.feed.pin import pin
 
-P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Before = Callable[[], tuple[Any, ...]]
 
 
 class Task(Protocol[T_co]):
@@ -38,81 +41,167 @@ class Result(Future[T]):
 
 
 class Pool(Protocol):
-    """Somebody who runs tasks."""
+    """Somebody who calls the methods of a work object."""
 
-    n_workers: int
+    @property
+    def n_workers(self) -> int: ...
+    @property
+    def restarts(self) -> int:
+        """Worker processes that died and were replaced."""
 
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
-    def submit_first(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
+    def submit(
+        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+    ) -> Task[Any]:
+        """Have `method` called with `args`, or with what `before` gives.
+
+        `before` runs in this process, on the worker's thread, just before the call; it may block.
+        `first` is for a small task that others depend on: it goes before all that wait.
+        Tasks with the same `to` go to the same worker process, which may keep something for them.
+        """
+
     def stop(self) -> None: ...
     def join(self, timeout: float) -> bool: ...
 
 
-_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+def closed() -> LoaderClosed:
+    return LoaderClosed("the loader was shut down")
+
+
+@dataclass(slots=True)
+class Job:
+    """A call that waits, and who waits for it."""
+
+    method: str
+    args: tuple[Any, ...]
+    before: Before | None
+    future: Result[Any] = field(default_factory=Result)
+    order: int = 0
+
+
+class Jobs:
+    """The calls that wait: for any worker, or for a certain one. The oldest goes first."""
+
+    def __init__(self, n_workers: int) -> None:
+        # A garbage collection may end the pool on a thread that is in here.
+        self._lock = threading.RLock()
+        self._wanted = [threading.Condition(self._lock) for _ in range(n_workers)]
+        self._idle: list[int] = []
+        self._any: deque[Job] = deque()
+        self._own: list[deque[Job]] = [deque() for _ in range(n_workers)]
+        self._last, self._foremost = 0, 0
+        self._stopped = False
+        self._error: BaseException | None = None
+
+    def add(self, job: Job, first: bool, to: int | None) -> Result[Any]:
+        with self._lock:
+            if self._stopped:
+                raise closed()
+            if self._error is not None:
+                job.future.set_exception(self._error)
+                return job.future
+            jobs = self._any if to is None else self._own[to % len(self._own)]
+            if first:
+                job.order = self._foremost = self._foremost - 1
+                jobs.appendleft(job)
+            else:
+                job.order = self._last = self._last + 1
+                jobs.append(job)
+            if to is not None:
+                self._wanted[to % len(self._own)].notify()
+            elif self._idle:
+                self._wanted[self._idle.pop()].notify()
+        return job.future
+
+    def take(self, worker: int) -> Job | None:
+        """The oldest call for this worker, or None once it is to end."""
+        own = self._own[worker]
+        with self._lock:
+            while not self._stopped and not own and not self._any:
+                self._idle.append(worker)
+                self._wanted[worker].wait()
+                if worker in self._idle:
+                    self._idle.remove(worker)
+            if self._stopped:
+                return None
+            jobs = own if own and (not self._any or own[0].order < self._any[0].order) else self._any
+            job = jobs.popleft()
+            if self._any and self._idle:  # this worker may have been woken for what it did not take
+                self._wanted[self._idle.pop()].notify()
+            return job
+
+    def stop(self) -> None:
+        """Take no more, and drop those that wait."""
+        self._end(closed(), stopped=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody can do any work: what waits and what will be asked for fails with this error."""
+        self._end(error, stopped=False)
+
+    def _end(self, error: BaseException, stopped: bool) -> None:
+        with self._lock:
+            self._stopped = self._stopped or stopped
+            self._error = error
+            waiting = [job.future for jobs in (self._any, *self._own) for job in jobs]
+            for jobs in (self._any, *self._own):
+                jobs.clear()
+            for condition in self._wanted:
+                condition.notify()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 class ThreadPool:
     """A fixed number of threads."""
 
-    def __init__(self, n_workers: int) -> None:
+    restarts = 0
+
+    def __init__(self, n_workers: int, work: Any, *, cpus: frozenset[int] | None = None) -> None:
         self.n_workers = n_workers
-        self._tasks: deque[_Work] = deque()
-        self._changed = threading.Condition()
-        self._stopped = False
+        self._work = work
+        self._cpus = cpus
+        self._jobs = Jobs(n_workers)
         self._threads = [
-            threading.Thread(target=self._work, name=f"penstock-worker-{i}", daemon=True) for i in range(n_workers)
+            threading.Thread(target=self._serve, args=(i,), name=f"penstock-worker-{i}", daemon=True)
+            for i in range(n_workers)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        future: Result[T] = Result()
-        self._add(self._tasks.append, (future, function, args, kwargs))
-        return future
-
-    def submit_first(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        """A small task that others depend on: it is run before all that wait."""
-        future: Result[T] = Result()
-        self._add(self._tasks.appendleft, (future, function, args, kwargs))
-        return future
-
-    def _add(self, put: Callable[[_Work], None], work: _Work) -> None:
-        with self._changed:
-            if self._stopped:
-                raise LoaderClosed("the loader was shut down")
-            put(work)
-            self._changed.notify()
+    def submit(
+        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+    ) -> Task[Any]:
+        return self._jobs.add(Job(method, args, before), first, None)  # threads share whatever is kept
 
     def stop(self) -> None:
         """Take no more tasks, drop those that wait, let the running ones end."""
-        with self._changed:
-            self._stopped = True
-            waiting = list(self._tasks)
-            self._tasks.clear()
-            self._changed.notify_all()
-        for future, *_ in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(LoaderClosed("the loader was shut down"))
+        self._jobs.stop()
 
     def join(self, timeout: float) -> bool:
         """Wait for the threads to end. False if one is still busy after the timeout."""
         return join_all(self._threads, timeout)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._tasks and not self._stopped:
-                    self._changed.wait()
-                if self._stopped:
-                    return
-                future, function, args, kwargs = self._tasks.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(*args, **kwargs))
-            except BaseException as error:  # every failure belongs to whoever waits for the result
-                future.set_exception(error)
-            del future, function, args, kwargs  # an idle worker must not keep the last chunk alive
+    def _begin(self, worker: int) -> None:
+        if self._cpus is not None:
+            pin(self._cpus)
+
+    def _call(self, worker: int, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self._work, method)(*args)
+
+    def _serve(self, worker: int) -> None:
+        try:
+            self._begin(worker)
+        except BaseException as error:  # whoever waits for a result learns why there is none
+            self._jobs.fail(error)
+        while (job := self._jobs.take(worker)) is not None:
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    args = job.args if job.before is None else job.before()
+                    job.future.set_result(self._call(worker, job.method, args))
+                except BaseException as error:  # every failure belongs to whoever waits for the result
+                    job.future.set_exception(error)
+            args = ()
+            del job  # an idle worker must not keep the last chunk alive
 
 
 class Lazy(Generic[T]):
@@ -140,11 +229,15 @@ class InlinePool:
     """No threads at all."""
 
     n_workers = 0
+    restarts = 0
 
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        return Lazy(lambda: function(*args, **kwargs))
+    def __init__(self, work: Any) -> None:
+        self._work = work
 
-    submit_first = submit
+    def submit(
+        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+    ) -> Task[Any]:
+        return Lazy(lambda: getattr(self._work, method)(*(args if before is None else before())))
 
     def stop(self) -> None: ...
 
@@ -152,9 +245,84 @@ class InlinePool:
         return True
 
 
-def make_pool(n_workers: int) -> Pool:
-    """A pool of threads, or for 0 the caller's own."""
-    return ThreadPool(n_workers) if n_workers > 0 else InlinePool()
+def make_pool(
+    n_workers: int,
+    work: Any,
+    *,
+    kind: Literal["thread", "process"] = "thread",
+    cpus: frozenset[int] | None = None,
+    restart: bool = True,
+) -> Pool:
+    """Workers for `work`: threads, processes, or for 0 of them the caller's own thread.
+
+    Each worker keeps to `cpus`. With `restart`, a process that dies is replaced and gets its piece
+    of work again; a piece that kills two of them fails.
+    """
+    if n_workers == 0:
+        return InlinePool(work)
+    if kind == "thread":
+        return ThreadPool(n_workers, work, cpus=cpus)
+    from penstock.feed.process import ProcessPool
+
+    return ProcessPool(n_workers, work, cpus=cpus, restart=restart)
+
+
+class Works:
+    """Several work objects that share a pool, each under its name."""
+
+    def __init__(self, works: Mapping[str, Any]) -> None:
+        self._works = dict(works)
+
+    def named(self, name: str) -> Any:
+        """One of them."""
+        return self._works[name]
+
+    def call(self, name: str, method: str, *args: Any) -> Any:
+        return getattr(self._works[name], method)(*args)
+
+    def stop(self) -> None:
+        """Stop every one that can be stopped."""
+        self._each("stop")
+
+    def close(self) -> None:
+        """Close every one that can be closed."""
+        self._each("close")
+
+    def _each(self, method: str) -> None:
+        for work in self._works.values():
+            if hasattr(work, method):
+                getattr(work, method)()
+
+
+class Scoped:
+    """A pool over `Works`, for the one that goes by `name`."""
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        self._pool = pool
+        self._name = name
+
+    @property
+    def n_workers(self) -> int:
+        return self._pool.n_workers
+
+    @property
+    def restarts(self) -> int:
+        return self._pool.restarts
+
+    def submit(
+        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+    ) -> Task[Any]:
+        name = self._name
+        if before is None:
+            return self._pool.submit("call", name, method, *args, first=first, to=to)
+        given = before
+        return self._pool.submit("call", before=lambda: (name, method, *given()), first=first, to=to)
+
+    def stop(self) -> None:
+        self._pool.stop()
+
+    def join(self, timeout: float) -> bool:
+        return self._pool.join(timeout)
 
 
 def join_all(threads: list[threading.Thread], timeout: float) -> bool:

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from penstock.errors import LoaderClosed, LoaderTimeout
+from penstock.feed.pin import pin
 from penstock.feed.pool import join_all
 
 T = TypeVar("T")
@@ -33,8 +34,16 @@ class _End:
 class Prefetcher(Generic[T]):
     """Keeps up to `capacity` items ready."""
 
-    def __init__(self, produce: Callable[[], list[T]], capacity: int) -> None:
+    def __init__(
+        self,
+        produce: Callable[[], list[T]],
+        capacity: int,
+        cpus: frozenset[int] | None = None,
+        weigh: Callable[[T], int] | None = None,
+    ) -> None:
+        """`weigh` says how many slots an item takes, where they differ in size; by default one."""
         self._produce = produce
+        self._cpus = cpus
         # Items travel in the lists in which they were made: to wake a thread costs more than to
         # hand something over, so it is done once for all of them.
         self._ready: SimpleQueue[list[T] | _End] = SimpleQueue()
@@ -43,6 +52,9 @@ class Prefetcher(Generic[T]):
         for _ in range(capacity):
             self._slots.put(True)
         self._capacity = capacity
+        self._weigh = weigh
+        self._weights: deque[int] = deque()
+        self._blocked = False
         self._made = self._taken = self._owed = self._surplus = 0
         self._end: _End | None = None
         self._stopped = False
@@ -77,10 +89,11 @@ class Prefetcher(Generic[T]):
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self._taken += 1
-        if self._surplus > 0:
-            self._surplus -= 1  # a slot that was lent for a warmup
-        else:
-            self._owed += 1
+        weight = self._weights.popleft() if self._weigh is not None else 1
+        lent = min(weight, self._surplus)
+        self._surplus -= lent  # slots that were lent for a warmup
+        if weight > lent:
+            self._owed += weight - lent
             # To wake the producer costs more than to take an item. It has its next list made, or is
             # at it, so it loses nothing by being woken for several at once.
             if self._owed >= self._capacity // 2:
@@ -102,7 +115,8 @@ class Prefetcher(Generic[T]):
         with self._filled:
             self._waiting = True
             try:
-                while self.depth < items and self._end is None:
+                # Large items may fill all slots before they are as many as was asked for.
+                while self.depth < items and self._end is None and not (self._blocked and self._weigh is not None):
                     left = deadline - time.monotonic()
                     if left <= 0:
                         break
@@ -139,6 +153,8 @@ class Prefetcher(Generic[T]):
 
     def _run(self) -> None:
         try:
+            if self._cpus is not None:
+                pin(self._cpus)
             while items := self._produce():
                 first = 0
                 for i in range(len(items)):
@@ -146,7 +162,7 @@ class Prefetcher(Generic[T]):
                         # No room for the next one: those that have theirs do not wait for it.
                         self._hand_over(items[first:i])
                         first = i
-                    if not self._slots.get() or self._stopped:
+                    if not self._acquire(items[i]):
                         return
                 self._hand_over(items[first:])
                 del items  # while the next ones are made, these are the trainer's
@@ -154,9 +170,27 @@ class Prefetcher(Generic[T]):
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
 
+    def _acquire(self, item: T) -> bool:
+        """Wait for the slots that an item takes. False if it is time to stop."""
+        weight = 1
+        if self._weigh is not None:
+            weight = max(1, min(self._weigh(item), self._capacity))
+            self._weights.append(weight)
+        for _ in range(weight):
+            if self._weigh is not None and self._slots.empty():
+                self._blocked = True
+                self._wake()
+            if not self._slots.get() or self._stopped:
+                return False
+        self._blocked = False
+        return True
+
     def _hand_over(self, items: list[T]) -> None:
         self._made += len(items)
         self._ready.put(items)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiting:
             with self._filled:
                 self._filled.notify_all()

@@ -1,0 +1,89 @@
+"""`penstock config`: the settings that hold here, and where each one came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.recipe import DataTable
+    from penstock.settings import Resolved
+
+
+def config(
+    file: Annotated[
+        Path | None, typer.Argument(help="A TOML or JSON file; default: PENSTOCK_CONFIG, or ./penstock.toml.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Workers and prefetch by name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show each setting, its value, and where that came from."""
+    from penstock.settings import load
+
+    overrides = dict(_pair(one) for one in set_ or ())
+    resolved = load(file, overrides=overrides, preset=preset, origin="command line --set {}")
+    if as_json:
+        typer.echo(json.dumps(_as_json(resolved), indent=2, default=str))
+    else:
+        _print(resolved)
+
+
+def _pair(written: str) -> tuple[str, str]:
+    key, equals, value = written.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"command line --set {written}: needs KEY=VALUE")
+    return key.strip(), value
+
+
+def _as_json(resolved: Resolved) -> dict[str, Any]:
+    values = asdict(resolved.settings)
+    return {
+        "file": None if resolved.file is None else str(resolved.file),
+        "file_from": resolved.file_from or None,
+        "preset": resolved.preset,
+        "settings": {name: {"value": values[name], "source": source} for name, source in resolved.sources.items()},
+        "data": None if resolved.data is None else asdict(resolved.data),
+    }
+
+
+def _print(resolved: Resolved) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.settings import show
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # for grep: a line is a setting, however long its path
+    said_by = {"given": "as given", "PENSTOCK_CONFIG": "named by PENSTOCK_CONFIG", "found": "found in this folder"}
+    console.print(Text("no file" if resolved.file is None else f"file {resolved.file}, {said_by[resolved.file_from]}"))
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    for title in ("setting", "value", "source"):
+        table.add_column(title, overflow="fold")
+    for name, source in resolved.sources.items():
+        shown = show(name, getattr(resolved.settings, name))
+        table.add_row(Text(name), Text(shown), Text(source), style="dim" if source == "default" else None)
+    if resolved.data is not None:
+        for row in _rows(resolved.data, "data"):
+            table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _rows(data: DataTable, name: str) -> Iterator[tuple[str, str, str]]:
+    """The data, a line a parameter. Paths are shown as they will be opened."""
+    yield f"{name}.kind", data.kind, data.where
+    for key, value in data.parameters.items():
+        yield f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str), data.where
+    for part, (table, weight) in data.parts.items():
+        yield f"{name}.{part}.weight", str(weight), table.where
+        yield from _rows(table, f"{name}.{part}")

@@ -1,0 +1,112 @@
+"""An iterable, read forwards: epoch after epoch, from wherever a state says.
+
+In:    a function that gives an iterable, a collection, a `datasets` stream, or an iterator.
+Out:   its items, one by one.
+Where: whoever holds the lock of the reader that owns it.
+State: the epoch, and how many of its items were taken. Where the source has `state_dict` and
+       `load_state_dict`, what it says of itself; where it has not, a resume replays the epoch up to
+       where it was, says so once, and says what that cost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.errors import ConfigError, NoData, SourceError
+
+log = logging.getLogger("penstock")
+
+
+class End:
+    """What `take` gives at the end of an epoch."""
+
+
+END = End()
+
+
+class Tape:
+    """An iterable that is open at one place."""
+
+    def __init__(self, source: Any, name: str) -> None:
+        self._source = source
+        self._name = name
+        self._made: Any = None
+        self._items: Iterator[Any] | None = None
+        self._one_shot = not callable(source) and iter(source) is source
+        self._opened = False
+        self._stateful = True
+        self.epoch = 0
+        self.taken = 0
+
+    def open(self, epoch: int, taken: int, state: Any = None) -> None:
+        """Stand in an epoch before the item number `taken`; `state` is what the source said there."""
+        if self._one_shot and self._opened:
+            raise ConfigError(
+                f"{self._name} is an iterator, which can be read once, and another epoch or a restart was asked for. "
+                "Pass a function that makes it anew, or a collection; or read it once, with epochs=1."
+            )
+        self._opened = True
+        source = self._source
+        made = source() if callable(source) and not hasattr(source, "__iter__") else source
+        if hasattr(made, "set_epoch"):
+            made.set_epoch(epoch)
+        if state is not None:
+            if not hasattr(made, "load_state_dict"):
+                raise SourceError(f"the state has what {self._name} said of itself, and now it has no load_state_dict")
+            made.load_state_dict(state)
+        self._made, self._items = made, iter(made)
+        self.epoch, self.taken = epoch, taken
+        if state is None and taken:
+            self._replay(taken)
+
+    def _replay(self, taken: int) -> None:
+        begun = time.perf_counter()
+        assert self._items is not None
+        for number in range(taken):
+            if next(self._items, END) is END:
+                raise SourceError(
+                    f"{self._name} has only {number} items in epoch {self.epoch}, and the state is {taken} items in: "
+                    "it is not the iterable that the state was made with"
+                )
+        log.warning(
+            "%s has no state_dict: to get back to where the state was made, its first %d items were read again and "
+            "dropped, which took %.2f s", self._name, taken, time.perf_counter() - begun,
+        )  # fmt: skip
+
+    def take(self) -> Any:
+        """The next item, or `END` once the epoch is over."""
+        assert self._items is not None
+        item = next(self._items, END)
+        if item is END:
+            if not self.taken:
+                raise NoData(f"{self._name} gave nothing in epoch {self.epoch}")
+            return END
+        self.taken += 1
+        return item
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.open(self.epoch + 1, 0)
+
+    def state(self) -> Any:
+        """What the source says of where it is; None where it says nothing that can be saved."""
+        if not self._stateful or not hasattr(self._made, "state_dict") or not hasattr(self._made, "load_state_dict"):
+            return None
+        said = self._made.state_dict()
+        try:
+            return json.loads(json.dumps(said))
+        except (TypeError, ValueError) as error:
+            log.warning(
+                "what %s says of its state cannot be saved as JSON (%s): a resume will replay it", self._name, error
+            )
+            self._stateful = False
+            return None
+
+
+def name_of(source: Any) -> str:
+    """What to call an iterable in messages and states."""
+    return str(getattr(source, "__qualname__", None) or getattr(source, "__name__", None) or type(source).__name__)

@@ -1,0 +1,290 @@
+"""Several datasets as one stream, by weights.
+
+In:    a source of rows for each part, and weights.
+Out:   rows, by lane: which part a row comes from is decided by the row's global number.
+Where: the producer thread.
+State: for each lane its place in every part, and how many rows each part has had since the weights
+       last changed. A part that has left is a matter of its lane alone, so that no rank need know of
+       another's.
+Cost:  one more copy of each row in its narrow type, and about a microsecond for each global row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from penstock.config import one_of, whole_number
+from penstock.errors import ConfigError, StateFormat
+from penstock.feed.pool import Pool, Scoped, Works
+from penstock.order.mix import Chooser, Schedule, whole_weights
+from penstock.order.shuffle import mix
+from penstock.sources.indexed import IndexedSource
+from penstock.sources.indexed_lanes import IndexedRowSource
+from penstock.sources.mixed_rows import MixPacker
+from penstock.sources.source import Lanes, Producer, RowsProducer, Run, Source
+from penstock.state import is_count, show
+from penstock.types import Address
+
+OnEnd = Literal["restart", "stop", "leave"]
+
+
+class Mixture:
+    """Several datasets as one stream: `Mixture({"web": (data, 0.7), "code": (other, 0.3)})`."""
+
+    def __init__(
+        self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart", seq_len: int | None = None
+    ) -> None:
+        """Describe a mixture.
+
+        parts: for each name a dataset and its weight. Weights count tokens; they need not add up to 1.
+        on_end: what happens when a part has been read to its end. "restart" reads it again, for ever;
+            "stop" ends the epoch for all; "leave" lets the others go on without it.
+        seq_len: only where no part knows it: map-style data whose samples are rows of seq_len + 1 ids.
+        """
+        one_of("on_end", on_end, ("restart", "stop", "leave"))
+        if not isinstance(parts, Mapping) or not parts:
+            raise ConfigError(f'parts={parts!r}: needs {{"name": (dataset, weight), …}}')
+        for name, part in parts.items():
+            if not isinstance(name, str) or not isinstance(part, tuple) or len(part) != 2:
+                raise ConfigError(f"part {name!r} is {part!r}: needs a pair of a dataset and its weight")
+            if isinstance(part[0], Mixture):
+                raise ConfigError(f"part {name!r} is a mixture itself: name its parts here, with their weights")
+        self.parts = dict(parts)
+        self.on_end: OnEnd = on_end
+        self.seq_len = None if seq_len is None else whole_number("seq_len", seq_len, 1)
+        self.weights = whole_weights({name: weight for name, (_, weight) in parts.items()}, list(parts))
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}: {weight:g}" for name, (_, weight) in self.parts.items())
+        return f"Mixture({parts}, on_end={self.on_end!r})"
+
+
+class MixPlace(NamedTuple):
+    """Where a lane stands."""
+
+    epoch: int
+    row: int
+    """Rows the lane has given since the run began."""
+    counts: tuple[int, ...]
+    """Rows of each part, over all lanes, since the weights last changed."""
+    credits: tuple[int, ...]
+    """For rows of parts that have left: what each of the others is owed, in this lane."""
+    left: tuple[int, ...]
+    places: tuple[Any, ...]
+
+    def place(self) -> MixPlace:
+        return self
+
+    def to_list(self) -> list[Any]:
+        children = [place.to_list() for place in self.places]
+        return [self.epoch, self.row, list(self.counts), list(self.credits), list(self.left), children]
+
+
+class MixtureSource:
+    """A mixture, as the loader sees it."""
+
+    by_lane = True
+    shuffles = False
+    even = False
+
+    def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
+        self.mixture = mixture
+        self.names = list(sources)
+        known = {name: int(s.seq_len) for name, s in _with_seq_len(sources).items()}
+        lengths = set(known.values()) | ({mixture.seq_len} if mixture.seq_len is not None else set())
+        if len(lengths) != 1:
+            told = ", ".join(f"{name}: {n}" for name, n in known.items()) or "none of them says"
+            raise ConfigError(f"the parts of a mixture need one seq_len ({told}). Give all the same, or seq_len=…")
+        self.seq_len = lengths.pop()
+        self.parts: list[Any] = [
+            IndexedRowSource(source, self.seq_len) if isinstance(source, IndexedSource) else source
+            for source in sources.values()
+        ]
+        for name, part in zip(self.names, self.parts, strict=True):
+            if not hasattr(part, "open_lanes"):
+                raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
+        self.positions = any(part.positions for part in self.parts)
+        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
+        self.skip: frozenset[Address] = frozenset().union(*(s.skip for s in sources.values()))
+
+    # Weights
+
+    def schedule(self, weights: Schedule, row: int, changed: Mapping[str, float]) -> Schedule:
+        """The weights with those that hold from `row` on; later changes that were planned stay."""
+        new = (row, whole_weights(changed, self.names))
+        kept = [(begin, w) for begin, w in weights if begin != row]
+        return tuple(sorted([*kept, new]))
+
+    def check_epochs(self, epochs: int | None) -> None:
+        if epochs is not None and self.mixture.on_end == "restart":
+            raise ConfigError(
+                f"epochs={epochs} of a mixture whose parts are restarted for ever: it has no end. Count steps, or use "
+                "on_end='stop' (ends with its first part) or on_end='leave' (ends with its last)."
+            )
+
+    # For the state
+
+    def data_id(self) -> dict[str, Any]:
+        return self._of_parts("data_id")
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        return self._of_parts("tokenizer_id")
+
+    def settings_id(self) -> dict[str, Any]:
+        weights = {name: weight for name, (_, weight) in self.mixture.parts.items()}
+        return self._of_parts("settings_id") | {"on_end": self.mixture.on_end, "weights": weights}
+
+    def _of_parts(self, method: str) -> dict[str, Any]:
+        return {
+            f"{name}.{key}": value
+            for name, part in zip(self.names, self.parts, strict=True)
+            for key, value in getattr(part, method)().items()
+            if key != "name"
+        }
+
+    def first_place(self, epoch: int) -> MixPlace:
+        none = (0,) * len(self.parts)
+        return MixPlace(epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts))
+
+    def check_place(self, value: Any) -> MixPlace:
+        n = len(self.parts)
+        fits = isinstance(value, list | tuple) and len(value) == 6 and is_count(value[0]) and is_count(value[1])
+        if not fits or not all(isinstance(part, list | tuple) and len(part) == n for part in value[2:]):
+            raise StateFormat(f"the place of a lane of {n} parts does not look like this: {show(value)}")
+        numbers = [number for part in (value[2], value[3], value[4]) for number in part]
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            raise StateFormat(f"the counts of a lane of a mixture are no integers: {show(value)}")
+        places = tuple(part.check_place(place) for part, place in zip(self.parts, value[5], strict=True))
+        return MixPlace(value[0], value[1], tuple(value[2]), tuple(value[3]), tuple(value[4]), places)
+
+    # For a run
+
+    def row_bytes(self) -> int:
+        return 2 * 8 * self.seq_len
+
+    def length(self) -> int | None:
+        return None
+
+    def work(self, run: Run) -> Works:
+        runs = self._runs(run)
+        return Works({name: part.work(runs[name]) for name, part in zip(self.names, self.parts, strict=True)})
+
+    def open_lanes(self, run: Run, pool: Pool, work: Works) -> MixLanes:
+        return MixLanes(self, run, self._runs(run), pool, work)
+
+    def open(self, run: Run, pool: Pool, work: Works) -> Producer:
+        return RowsProducer(self, run, self.open_lanes(run, pool, work))
+
+    def _runs(self, run: Run) -> dict[str, Run]:
+        """How each part is run: in an order of its own, with its share of the memory."""
+        share = max(1, run.read_ahead_bytes // len(self.parts))
+        return {
+            name: replace(run, seed=mix(run.seed, 5, i) >> 1, read_ahead_bytes=share, narrow=False, end_epoch=None)
+            for i, name in enumerate(self.names)
+        }
+
+
+def _with_seq_len(sources: Mapping[str, Source]) -> dict[str, Any]:
+    """The sources that know how long a row is, or their datasets."""
+    found: dict[str, Any] = {}
+    for name, source in sources.items():
+        data = source.dataset if isinstance(source, IndexedSource) else source
+        if hasattr(data, "seq_len"):
+            found[name] = data
+    return found
+
+
+@dataclass(slots=True)
+class _Child:
+    """One part of a run: how to open its lanes."""
+
+    source: Any
+    run: Run
+    pool: Pool
+    work: Any
+
+    def open(self, lanes: Sequence[int], places: Mapping[int, Any], end_epoch: int | None) -> Lanes:
+        run = replace(self.run, places=places, end_epoch=end_epoch)
+        if len(lanes) == 1:
+            run = replace(run, shard=type(run.shard)(run.lanes, lanes[0]))
+        opened: Lanes = self.source.open_lanes(run, self.pool, self.work)
+        return opened
+
+
+class MixLanes:
+    """The lanes of one run."""
+
+    def __init__(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
+        own = list(run.own_lanes)
+        self._opened: list[Lanes] = []
+        children = [
+            _Child(part, runs[name], Scoped(pool, name), work.named(name))
+            for name, part in zip(source.names, source.parts, strict=True)
+        ]
+        places: Mapping[int, MixPlace] = run.places
+        first = min(own, key=lambda lane: places[lane].row * run.lanes + lane)
+        chooser = Chooser(run.weights, places[first].row * run.lanes + first, places[first].counts)
+        endless = source.mixture.on_end == "restart"
+        if endless:
+            # All lanes of a part at once: they share what it reads.
+            at = [{lane: places[lane].places[i] for lane in own} for i in range(len(children))]
+            together = [self._keep(c.open(own, p, None)).packers for c, p in zip(children, at, strict=True)]
+
+        def opener(lane: int) -> Callable[[int, int, Any], Any]:
+            def open_part(part: int, epoch: int, place: Any) -> Any:
+                if endless:
+                    return together[part][own.index(lane)]
+                return self._keep(children[part].open([lane], {lane: place}, epoch + 1)).packers[0]
+
+            return open_part
+
+        self.packers = [
+            MixPacker(
+                lane=lane,
+                lanes=run.lanes,
+                own=len(own),
+                start=places[lane],
+                chooser=chooser,
+                schedule=run.weights,
+                on_end=source.mixture.on_end,
+                end_epoch=run.end_epoch,
+                first_places=[part.first_place for part in source.parts],
+                open_part=opener(lane),
+                width=source.seq_len + 1,
+                dtype=source.dtype,
+            )
+            for lane in own
+        ]
+        self._names = source.names
+
+    def _keep(self, lanes: Lanes) -> Lanes:
+        self._opened.append(lanes)
+        return lanes
+
+    def totals(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for lanes in self._opened:
+            for name, n in lanes.totals().items():
+                totals[name] = totals.get(name, 0) + n
+        for i, name in enumerate(self._names):
+            totals[f"rows of {name}"] = sum(packer.given[i] for packer in self.packers)
+        return totals
+
+    def bad(self) -> dict[str, int]:
+        bad: dict[str, int] = {}
+        for lanes in self._opened:
+            for reason, n in lanes.bad().items():
+                bad[reason] = bad.get(reason, 0) + n
+        return bad
+
+    def stop(self) -> None:
+        for lanes in self._opened:
+            lanes.stop()
+
+    def close(self) -> None:
+        for lanes in self._opened:
+            lanes.close()

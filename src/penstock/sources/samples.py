@@ -1,0 +1,203 @@
+"""What workers do with samples of the user's own: fetch, preprocess, put together.
+
+In:    which samples, and in which epoch.
+Out:   batches that do not know yet where in the stream they stand.
+Where: the workers, in threads or in other processes.
+State: none.
+Cost:  the user's own code. Rows of ids are gathered by one call for all batches of a task.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.encode.batch import Batch
+from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_together
+from penstock.encode.deal import document_fields
+from penstock.errors import BadRecord, ConfigError
+from penstock.order.shuffle import mix
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a `preprocess` that takes the samples of a whole batch, as a list, and gives a list."""
+    function.batched = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(slots=True)
+class Made:
+    """What a worker makes of some batches."""
+
+    batches: list[Batch]
+    seconds: float
+    nbytes: int
+
+
+class SampleWork:
+    """Fetches samples and makes batches of them."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        preprocess: Callable[..., Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        pad: int | None = None,
+        seed: int = 0,
+        positions: bool = False,
+        narrow: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._preprocess = preprocess
+        self._collate = collate
+        self._pad = pad
+        self._seed = seed
+        self._positions = positions
+        self._narrow = narrow
+        self._rows = is_rows(dataset) and preprocess is None and collate is None
+        self._random = preprocess is not None and "rng" in inspect.signature(preprocess).parameters
+
+    def batches(self, indices: list[I64], epochs: list[I64]) -> Made:
+        """Some batches, given the samples of each."""
+        begun = time.perf_counter()
+        if self._rows:
+            made = self._of_rows(indices)
+        else:
+            made = [self.of_samples(self._fetch(i), i, e) for i, e in zip(indices, epochs, strict=True)]
+        return Made(made, time.perf_counter() - begun, sum(batch.nbytes for batch in made))
+
+    def rows(self, indices: I64, width: int) -> Any:
+        """Samples as rows of ids, all of one width: for mixtures."""
+        if self._rows:
+            return self._dataset.__getitems__(indices)
+        samples = self._prepare(self._fetch(indices), indices, np.zeros(len(indices), np.int64))
+        rows = [as_array(sample) for sample in samples]
+        for index, row in zip(indices.tolist(), rows, strict=True):
+            if row.shape != (width,) or row.dtype.kind not in "iu":
+                raise BadRecord(
+                    f"sample {index} is of shape {row.shape} and type {row.dtype}: in a mixture a sample has to be "
+                    f"a row of seq_len + 1 = {width} ids"
+                )
+        return np.stack(rows)
+
+    def of_samples(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
+        """A batch of samples that were fetched."""
+        prepared = self._prepare(samples, indices, epochs)
+        try:
+            if self._collate is None:
+                made = put_together(prepared, self._pad)
+            else:
+                value = plain(self._collate(list(prepared)))
+                made = of_mapping(value) if isinstance(value, dict) else _of_value(value)
+        except Exception as error:
+            error.add_note(f"in collate, of samples {_some(indices)}")
+            raise
+        ids = getattr(made.inputs, "size", None)
+        tokens = ids if isinstance(ids, int) else len(samples)
+        return Batch(made.inputs, made.targets, 0, 0, data=made.data, _tokens=tokens)
+
+    def _fetch(self, indices: I64) -> Sequence[Any]:
+        dataset = self._dataset
+        numbers = indices.tolist()
+        if hasattr(dataset, "__getitems__"):
+            try:
+                samples: Sequence[Any] = dataset.__getitems__(numbers)
+            except Exception as error:
+                error.add_note(f"in __getitems__ of {type(dataset).__name__}, samples {_some(indices)}")
+                raise
+            if len(samples) != len(numbers):
+                raise ConfigError(
+                    f"__getitems__ of {type(dataset).__name__} gave {len(samples)} samples for {len(numbers)} indices"
+                )
+            return samples
+        samples = []
+        for number in numbers:
+            try:
+                samples.append(dataset[number])
+            except Exception as error:
+                error.add_note(f"in __getitem__ of {type(dataset).__name__}, sample {number}")
+                raise
+        return samples
+
+    def _prepare(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Sequence[Any]:
+        function = self._preprocess
+        if function is None:
+            return samples
+        numbers = indices.tolist()
+        if getattr(function, "batched", False):
+            try:
+                more = {"rng": self._rng(int(epochs[0]), numbers[0])} if self._random else {}
+                changed: Sequence[Any] = function(list(samples), **more)
+            except Exception as error:
+                error.add_note(f"in preprocess, samples {_some(indices)}")
+                raise
+            return changed
+        prepared = []
+        for number, epoch, sample in zip(numbers, epochs.tolist(), samples, strict=True):
+            try:
+                more = {"rng": self._rng(epoch, number)} if self._random else {}
+                prepared.append(function(sample, **more))
+            except Exception as error:
+                error.add_note(f"in preprocess, sample {number}")
+                raise
+        return prepared
+
+    def _rng(self, epoch: int, index: int) -> np.random.Generator:
+        """Chance that depends on the sample, and not on who works on it when."""
+        return np.random.Generator(np.random.Philox(mix(self._seed, epoch, index)))
+
+    def _of_rows(self, indices: list[I64]) -> list[Batch]:
+        """Rows of ids: all batches gathered in one call."""
+        dataset = self._dataset
+        every = indices[0] if len(indices) == 1 else np.concatenate(indices)
+        ids = dataset.__getitems__(every)
+        seq_len = ids.shape[1] - 1
+        if not self._narrow:
+            inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
+        made = []
+        first = 0
+        for of_batch in indices:
+            last = first + len(of_batch)
+            batch = Batch(None, None, 0, 0, _tokens=len(of_batch) * seq_len)
+            if self._narrow:
+                batch.narrow = {"ids": ids[first:last], "valid": np.full(len(of_batch), seq_len + 1, np.int32)}
+            else:
+                batch.inputs, batch.targets = inputs[first:last], targets[first:last]
+            if self._positions:
+                self._add_positions(batch, of_batch, seq_len)
+            made.append(batch)
+            first = last
+        return made
+
+    def _add_positions(self, batch: Batch, indices: I64, seq_len: int) -> None:
+        row, column = self._dataset.boundaries(indices)
+        inside = column < seq_len
+        begins = [np.arange(len(indices)) * seq_len, row[inside] * seq_len + column[inside]]
+        positions, lengths = document_fields(np.unique(np.concatenate(begins)), len(indices), seq_len)
+        if batch.narrow is not None:
+            batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": lengths}
+        else:
+            batch.positions, batch.cu_seqlens = positions, lengths
+
+
+def is_rows(dataset: Any) -> bool:
+    """Whether a dataset gives rows of ids, a whole batch in one array."""
+    return hasattr(dataset, "boundaries") and hasattr(dataset, "dtype") and hasattr(dataset, "seq_len")
+
+
+def _of_value(value: Any) -> Collated:
+    if isinstance(value, tuple) and len(value) == 2:
+        return Collated(value[0], value[1], None)
+    return Collated(value, None, None) if isinstance(value, np.ndarray) else Collated(None, None, value)
+
+
+def _some(indices: I64) -> str:
+    return ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")

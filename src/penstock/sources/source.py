@@ -1,0 +1,169 @@
+"""What a loader needs to know of data, whatever its kind.
+
+A `Source` describes: fingerprints for the state, places to begin at, and the `work` that workers do,
+an object whose methods are pure functions of their arguments. Opened for a `Run`, it gives a
+`Producer` of batches. Sources of packed rows open `Lanes` instead, which a mixture can share, and
+`rows_producer` deals batches from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.encode.batch import Batch, Position
+from penstock.encode.deal import Batcher
+from penstock.encode.rows import Packer
+from penstock.feed.pool import Pool
+from penstock.types import Address, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How a stream is run, and from where on. Only the first five decide what it is."""
+
+    shuffle: bool
+    seed: int
+    lanes: int
+    skip: frozenset[Address]
+    weights: tuple[tuple[int, tuple[int, ...]], ...]
+    """For mixtures: from which global row on which weights hold."""
+    shard: Shard
+    alone: bool
+    """Whether this shard need not go in step with others."""
+    batch_size: int
+    n_workers: int
+    prefetch_size: int
+    queue_bytes: int
+    """What the queue may take, where the size of a batch is not known beforehand."""
+    read_ahead_bytes: int
+    drop_last: bool
+    first_epoch: int
+    end_epoch: int | None
+    tensors: bool
+    narrow: bool
+    """Whether batches are on their way to a device, where they are widened."""
+    report_docs: int
+    places: Mapping[int, Any]
+    source: Any
+    """For an iterable of samples: where it stands."""
+    row: int
+    batch: int
+    state: Callable[[Position], dict[str, Any]]
+
+    @property
+    def own_lanes(self) -> range:
+        return range(self.shard.rem, self.lanes, self.shard.mod)
+
+
+class Producer(Protocol):
+    """Makes the batches of one run, on the producer thread."""
+
+    def next(self) -> list[Batch]:
+        """The next batches; none at the end of a finite stream."""
+
+    def totals(self) -> dict[str, int]:
+        """What was read into the stream, by name as in `Stats`."""
+
+    def bad(self) -> dict[str, int]:
+        """Records left out, by reason."""
+
+    def stop(self) -> None:
+        """Have whoever reads stop soon. Waits for nobody."""
+
+    def close(self) -> None:
+        """Let go of everything. Called when no thread runs any more."""
+
+
+class Lanes(Protocol):
+    """The lanes of one run of a source of rows."""
+
+    @property
+    def packers(self) -> Sequence[Packer]: ...
+    def totals(self) -> dict[str, int]: ...
+    def bad(self) -> dict[str, int]: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """A dataset, as the loader sees it."""
+
+    by_lane: bool
+    """Whether the state is kept by lane. Where it is not, a row's number says it all."""
+    shuffles: bool
+    """Whether it is shuffled unless told otherwise."""
+    even: bool
+    """Whether all ranks get equally many batches of a finite stream without having to agree on it."""
+    skip: frozenset[Address]
+
+    def data_id(self) -> dict[str, Any]:
+        """Identifies the data in a state."""
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        """Identifies the ids in a state."""
+
+    def settings_id(self) -> dict[str, Any]:
+        """The settings that the stream depends on."""
+
+    def first_place(self, epoch: int) -> Any:
+        """Where a lane begins an epoch."""
+
+    def check_place(self, value: Any) -> Any:
+        """A place as it was saved, checked. Raises `StateFormat`."""
+
+    def row_bytes(self) -> int:
+        """About what a row of a batch takes in the queue; 0 where that is not known beforehand."""
+
+    def length(self) -> int | None:
+        """Rows or samples in an epoch, where that is known."""
+
+    def work(self, run: Run) -> Any:
+        """What the workers do. It can be pickled."""
+
+    def open(self, run: Run, pool: Pool, work: Any) -> Producer:
+        """Begin a run. `work` is what the pool's threads call, or in other processes copies of it."""
+
+
+class RowSource(Source, Protocol):
+    """A source whose rows all have `seq_len + 1` ids."""
+
+    seq_len: int
+    positions: bool
+    dtype: np.dtype[Any]
+
+    def open_lanes(self, run: Run, pool: Pool, work: Any) -> Lanes: ...
+
+
+class RowsProducer:
+    """Deals batches from the lanes of a run."""
+
+    def __init__(self, source: RowSource, run: Run, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._batcher = Batcher(
+            lanes.packers,
+            shard=run.shard,
+            lanes=run.lanes,
+            batch_size=run.batch_size,
+            seq_len=source.seq_len,
+            drop_last=run.drop_last,
+            extras=source.positions,
+            tensors=run.tensors,
+            narrow=source.dtype if run.narrow else None,
+            most=run.prefetch_size // 2 if run.n_workers else 1,
+            row=run.row,
+            batch=run.batch,
+            state=run.state,
+        )
+        self.next = self._batcher.next
+        self.bad = lanes.bad
+        self.stop = lanes.stop
+        self.close = lanes.close
+
+    def totals(self) -> dict[str, int]:
+        names = ("cropped_tokens", "padded_tokens", "dropped_tokens")
+        packed = {name: sum(getattr(p.counts, name) for p in self._lanes.packers) for name in names}
+        return self._lanes.totals() | packed

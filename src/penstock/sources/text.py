@@ -1,0 +1,322 @@
+"""Text in files: read, tokenized and packed.
+
+    files ──plan──► chunks ══ fetch · decode · tokenize ══► windows ── shuffle · pack ──► rows
+             pure                  stateless                                 stateful
+                          workers, any order                     the producer thread, in order
+
+In:    a `TextDataset`, and a place for each lane.
+Out:   rows, by lane.
+Where: `TextWork` on the workers; the rest on the producer thread.
+State: see `lane` and `encode.pack`; all of it integers that a batch carries along.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.encode.pack import make_packer
+from penstock.encode.tokenize import Tokenizer
+from penstock.encode.window import Place
+from penstock.errors import StateFormat
+from penstock.feed.pool import Pool, Task
+from penstock.lane import Lane, LaneSettings
+from penstock.order.plan import Plan
+from penstock.read.reader import Reader, ReadSettings
+from penstock.read.records import Quarantine, where
+from penstock.sources.source import Producer, RowsProducer, Run
+from penstock.state import is_count, show
+from penstock.types import Address, Bad, ChunkRef, FileRef, Packing, TokenChunk
+
+if TYPE_CHECKING:
+    from penstock.dataset import TextDataset
+
+log = logging.getLogger("penstock")
+
+
+class TextWork:
+    """What workers do with files: list their chunks, and turn a chunk into tokens."""
+
+    def __init__(
+        self, read: ReadSettings, tokenizer: Tokenizer, doc_batch: int | None, workers: int, lanes: int
+    ) -> None:
+        self._made_of = (read, tokenizer, doc_batch, workers, lanes)
+        self._tokenizer = tokenizer
+        self._doc_batch = doc_batch
+        self._reader = Reader(read, workers, lanes)
+        self.cache_bytes = self._reader.cache_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextWork, self._made_of
+
+    def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
+        try:
+            return self._reader.inspect(file)
+        except BaseException as error:
+            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
+            raise
+
+    def encode(self, ref: ChunkRef) -> TokenChunk:
+        stage = "fetch, decode"
+        try:
+            documents = self._reader.read(ref)
+            stage = "tokenize"
+            return self._tokenizer.encode(ref, documents, self._doc_batch)
+        except BaseException as error:
+            error.add_note(f"in stage {stage}, reading {ref}")
+            raise
+
+    def stop(self) -> None:
+        self._reader.stop()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSettings:
+    """How documents become rows."""
+
+    seq_len: int
+    packing: Packing
+    window_chunks: int
+    window_bytes: int
+    extras: bool
+    chunk_bytes: int
+    pad_id: int
+    dtype: np.dtype[Any]
+    expansion: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has entered the stream so far. Written by the producer thread only."""
+
+    documents: int = 0
+    empty: int = 0
+    text_bytes: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+
+
+class TextLanes:
+    """The lanes of one run: what is read ahead, and what was found on the way."""
+
+    def __init__(self, *, plan: Plan, pack: PackSettings, run: Run, pool: Pool, read_ahead_bytes: int) -> None:
+        self._plan = plan
+        self._run = run
+        self._pool = pool
+        self._budget = read_ahead_bytes
+        self._counts = Counts()
+        self._reported_docs = 0
+        settings = LaneSettings(
+            chunk_bytes=pack.chunk_bytes,
+            window_chunks=pack.window_chunks if run.shuffle else 1,
+            window_bytes=pack.window_bytes,
+            end_epoch=run.end_epoch,
+            expansion=pack.expansion,
+            dtype=pack.dtype,
+        )
+        self._lanes = [
+            Lane(n, plan, settings, run.places[n], self.chunks_of, self.foresee, self.submit, self._use)
+            for n in run.own_lanes
+        ]
+        self.packers = [
+            make_packer(
+                pack.packing,
+                self._windows_of(lane),
+                run.places[lane.number],
+                pack.seq_len,
+                pack.pad_id,
+                pack.dtype,
+                keep_tail=not run.drop_last,
+                track=pack.extras,
+            )
+            for lane in self._lanes
+        ]
+
+    # What differs between files and iterables
+
+    def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
+        """The chunks of some files."""
+        raise NotImplementedError
+
+    def foresee(self, group: tuple[int, ...]) -> None:
+        """Some files will be needed soon."""
+
+    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+        """Have a chunk made."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """The work is stopped by whoever runs it."""
+
+    def close(self) -> None:
+        """Let go of what is not the work's."""
+
+    # Counting
+
+    def totals(self) -> dict[str, int]:
+        counts = self._counts
+        return {"documents": counts.documents, "empty": counts.empty, "text_bytes": counts.text_bytes}
+
+    def bad(self) -> dict[str, int]:
+        return dict(self._counts.bad)
+
+    # On the producer thread
+
+    def _windows_of(self, lane: Lane) -> Callable[[], Any]:
+        def next_window() -> Any:
+            self._read_ahead()
+            window = lane.next_window()
+            # A lane may have nothing in a finite stream that others fill; a shard or, where all
+            # lanes have to go in step, a lane may not.
+            if window is None and all(x.barren for x in ([lane] if self._run.drop_last else self._lanes)):
+                raise lane.no_data()
+            return window
+
+        return next_window
+
+    def _read_ahead(self) -> None:
+        """Ask for chunks, the lane with fewest first, within the bounds of chunks and bytes."""
+        workers = self._pool.n_workers
+        if workers == 0:
+            return
+        budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
+        hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(workers)]
+        while hungry and budget > 0:
+            lane = min(hungry, key=Lane.ahead_chunks)
+            before = lane.ahead_bytes()
+            try:
+                more = lane.ask()
+            except Exception:
+                # It will be raised where the stream gets there: asking again fails again.
+                more = False
+            if not more or lane.ahead_chunks() >= lane.wanted_ahead(workers):
+                hungry.remove(lane)
+            budget -= lane.ahead_bytes() - before
+
+    def _use(self, chunk: TokenChunk) -> None:
+        """A chunk enters the stream: only now does what was found in it count."""
+        counts = self._counts
+        counts.documents += len(chunk.docs)
+        counts.empty += chunk.empty
+        counts.text_bytes += chunk.text_bytes
+        if chunk.bad:
+            self.report(chunk.bad)
+        if self._run.report_docs and counts.documents - self._reported_docs >= self._run.report_docs:
+            self._reported_docs = counts.documents
+            log.info("%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6)
+        self._read_ahead()
+
+    def report(self, bad: Sequence[Bad]) -> None:
+        """Count records that are left out, and log the first of each kind."""
+        for record in bad:
+            if record.reason not in self._counts.bad:
+                log.warning(
+                    "left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail
+                )
+            self._counts.bad[record.reason] = self._counts.bad.get(record.reason, 0) + 1
+
+
+class FileLanes(TextLanes):
+    """Lanes that read files."""
+
+    def __init__(self, dataset: TextDataset, run: Run, pool: Pool, work: TextWork) -> None:
+        self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
+        self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
+        self._reported: set[int] = set()
+        compressed = any(file.open_ended for file in dataset.files)
+        super().__init__(
+            plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
+            pack=dataset.pack(),
+            run=run,
+            pool=pool,
+            read_ahead_bytes=run.read_ahead_bytes - (work.cache_bytes if compressed else 0),
+        )
+
+    def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
+        """The chunks of some files: their footers are read side by side, and kept for a while."""
+        self.foresee(group)
+        chunks = []
+        for index in group:
+            refs, bad = self._inspected[index].result()
+            if bad and index not in self._reported:
+                self._reported.add(index)
+                self.report(bad)
+            chunks.append(refs)
+        while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
+            self._inspected.popitem(last=False)
+        return chunks
+
+    def foresee(self, group: tuple[int, ...]) -> None:
+        """Have the footers of some files read, before everything else that waits."""
+        for index in group:
+            if index not in self._inspected and not self._plan.files[index].open_ended:
+                self._inspected[index] = self._pool.submit("inspect", self._plan.files[index], first=True)
+
+    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+        # A compressed file is read forwards: whoever has begun with it goes on with it.
+        return self._pool.submit("encode", ref, to=ref.reader if ref.file.open_ended else None)
+
+    def report(self, bad: Sequence[Bad]) -> None:
+        super().report(bad)
+        if self._quarantine is not None:
+            self._quarantine.write(list(bad))
+
+    def close(self) -> None:
+        if self._quarantine is not None:
+            self._quarantine.close()
+
+
+class TextSource:
+    """A `TextDataset`, as the loader sees it."""
+
+    by_lane = True
+    shuffles = False
+    even = False
+
+    def __init__(self, dataset: TextDataset) -> None:
+        self._dataset = dataset
+        self.seq_len = dataset.seq_len
+        self.positions = dataset.positions
+        self.dtype = dataset.tokenizer.dtype
+        self.skip: frozenset[Address] = dataset.read.skip
+        self.data_id = dataset.data_id
+        self.tokenizer_id = dataset.tokenizer_id
+        self.settings_id = dataset.settings_id
+
+    def first_place(self, epoch: int) -> Place:
+        return Place(epoch=epoch)
+
+    def check_place(self, value: Any) -> Place:
+        return check_place(value)
+
+    def row_bytes(self) -> int:
+        return 2 * 8 * self.seq_len
+
+    def length(self) -> int | None:
+        return None
+
+    def work(self, run: Run) -> TextWork:
+        read = replace(self._dataset.read, skip=run.skip)
+        lanes = len(run.own_lanes)
+        return TextWork(read, self._dataset.tokenizer, self._dataset.doc_batch, run.n_workers, lanes)
+
+    def open_lanes(self, run: Run, pool: Pool, work: TextWork) -> FileLanes:
+        return FileLanes(self._dataset, run, pool, work)
+
+    def open(self, run: Run, pool: Pool, work: TextWork) -> Producer:
+        return RowsProducer(self, run, self.open_lanes(run, pool, work))
+
+
+def check_place(value: Any) -> Place:
+    """The place of a lane of text: seven counts, and for iterables what the source said."""
+    fits = isinstance(value, list | tuple) and len(value) in (7, 8)
+    if not fits or not all(is_count(n) for n in value[:7]):
+        raise StateFormat(f"a lane's place is not 7 counts: {show(value)}")
+    return Place(*value)
