@@ -4,7 +4,7 @@ In:    a work object that can be pickled, and the calls of `pool`.
 Out:   futures. An exception of the child arrives with its type, its notes and its traceback.
 Where: a thread for each process waits for its answer, its death or the pool's end, whichever is first.
 State: the processes. The work is pure, so what a dead one had in hand is given to its successor.
-Cost:  see `channel` for the data; about a tenth of a millisecond for a call.
+Cost:  see `channel` for the data; a call there and back is a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import reprlib
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from penstock.feed.pool import Before, Job, Task, ThreadPool, closed
 from penstock.feed.worker import EXIT_S, TERMINATE_S, Context, StartFailed, Worker
 
 log = logging.getLogger("penstock")
+
+HEAVY = ("numpy", "pyarrow", "torch")
+"""Modules that take long to import, and that can be imported before a fork."""
 
 
 class ProcessPool(ThreadPool):
@@ -40,6 +44,8 @@ class ProcessPool(ThreadPool):
         self._context: Context
         if "forkserver" in methods:
             self._context = multiprocessing.get_context("forkserver")
+            # What is imported here, every child would import again: its server does it once for all.
+            self._context.set_forkserver_preload(["__main__", *(name for name in HEAVY if name in sys.modules)])
         else:
             self._context = multiprocessing.get_context("spawn")
         # Said in any case: the server that starts the children may have been started with other cores.

@@ -1,0 +1,187 @@
+"""Worker processes under a whole loader: the same stream, also when they are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset, TokenFileDataset, WorkerDied
+from tests import contracts
+
+
+class Slow:
+    """Samples that take a moment, in Python."""
+
+    def __init__(self, length: int = 400, seconds: float = 0.002) -> None:
+        self.length, self.seconds = length, seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return np.arange(index, index + 33)
+
+
+class Deadly(Slow):
+    """One of its samples ends whoever asks for it."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 37:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def large(sample: Any) -> Any:
+    """Enough to go through shared memory."""
+    return np.tile(sample, 2000)
+
+
+def pids(loader: AsyncDataLoader) -> list[int]:
+    assert loader._pipeline is not None
+    pool: Any = loader._pipeline._pool
+    return [worker.pid for worker in list(pool._workers) if worker is not None and worker.pid is not None]
+
+
+def test_fifty_kills_at_random_moments_lose_and_repeat_nothing() -> None:
+    def make(**how: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(Slow(), 8, seed=3, output="numpy", preprocess=large, prefetch_size=4, **how)
+
+    batches = 300
+    expected = contracts.ledger(make, batches, n_workers=2)
+    chance = random.Random(5)
+    got: list[str] = []
+    kills = 0
+    with make(n_workers=2, workers="process") as loader:
+        while len(got) < batches:
+            got += contracts.take(loader, 1)
+            # A moment between two batches, and some time into the work on later ones.
+            if kills < 50 and len(got) % 5 == 0:
+                time.sleep(chance.random() * 0.02)
+                alive = pids(loader)
+                if alive:
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+                    kills += 1
+        restarts = loader.stats().worker_restarts
+    assert kills == 50
+    assert restarts >= 40  # one that was killed while it was being replaced counts once
+    assert got == expected
+
+
+def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> None:
+    with (
+        AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy") as loader,
+        pytest.raises(WorkerDied, match=r"exit code 3.*36"),
+    ):
+        for _ in range(50):
+            loader.next_batch(timeout=60)
+    assert loader.stats().batches == 9  # everything before it
+
+
+def test_without_restart_the_first_death_is_an_error() -> None:
+    with AsyncDataLoader(Slow(), 4, n_workers=1, workers="process", restart_workers=False) as loader:
+        next(loader)
+        os.kill(pids(loader)[0], signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            for _ in range(100):
+                loader.next_batch(timeout=60)
+        assert time.monotonic() - begun < 30
+
+
+def sources(folder: Path) -> dict[str, Any]:
+    ids = folder / "ids.bin"
+    (np.arange(4000) % 251).astype(np.uint16).tofile(ids)
+    lines = folder / "docs.jsonl"
+    lines.write_text("".join(f'{{"text": "document {i} {"words " * (i % 9)}"}}\n' for i in range(400)))
+    text = TextDataset(lines, tokenizer="byte", seq_len=32, chunk_bytes=1024)
+    tokens = TokenFileDataset.from_binary_file(ids, seq_len=32)
+    return {
+        "text": text,
+        "tokens": tokens,
+        "synthetic": SyntheticDataset(vocab_size=300, seq_len=32, num_samples=90),
+        "map": Slow(seconds=0.0),
+        "iterable": texts_of(lines),
+        "mixture": Mixture({"a": (text, 2), "b": (tokens, 1)}),
+    }
+
+
+def texts_of(path: Path) -> Any:
+    return TextDataset.from_iterable(path.read_text().splitlines, tokenizer="byte", seq_len=32, chunk_docs=32, name="x")
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "synthetic", "map", "iterable", "mixture"])
+def test_processes_give_the_stream_that_threads_give(kind: str, tmp_path: Path) -> None:
+    data = sources(tmp_path)[kind]
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(data, **{"batch_size": 4, "shuffle": True, "seed": 2, "output": "numpy", **how})
+
+    ways: list[dict[str, Any]] = [{"n_workers": 0}, {"n_workers": 2}, {"n_workers": 2, "workers": "process"}]
+    contracts.same_for_any(make, 30, ways)
+
+
+def test_a_stream_of_processes_resumes_and_closes_like_any(tmp_path: Path) -> None:
+    data = sources(tmp_path)["mixture"]
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(data, 4, seed=2, n_workers=1, workers="process", output="numpy", **how)
+
+    contracts.resumes_everywhere(make, 8, every=3)
+    contracts.closes_cleanly(make)
+
+
+def test_an_error_in_a_process_arrives_with_its_type_and_notes() -> None:
+    with AsyncDataLoader(Slow(), 4, n_workers=1, workers="process", preprocess=fails) as loader:
+        with pytest.raises(ZeroDivisionError) as caught:
+            next(loader)
+        assert any("in preprocess, sample" in note for note in caught.value.__notes__)
+
+
+def fails(sample: Any) -> Any:
+    return sample / 0 if isinstance(sample, int) else 1 // 0
+
+
+def test_shutdown_does_not_wait_for_a_process_that_is_busy() -> None:
+    loader = AsyncDataLoader(Slow(seconds=60.0), 4, n_workers=2, workers="process").start()
+    running = threading.Event()
+    running.wait(3.0)  # long enough for them to be at it
+    begun = time.monotonic()
+    loader.shutdown()
+    assert time.monotonic() - begun < 9.0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning needs Linux")
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_workers_keep_to_their_cores(workers: Any) -> None:
+    core = min(os.sched_getaffinity(0))
+    with AsyncDataLoader(Cores(), 2, n_workers=2, workers=workers, cpus=[core], output="numpy", epochs=1) as loader:
+        assert all((np.asarray(batch.inputs) == core).all() for batch in loader)
+    assert core in os.sched_getaffinity(0)
+
+
+class Cores:
+    """Which core the worker may use; -1 if there are more."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        allowed = os.sched_getaffinity(0)
+        return np.array([[min(allowed) if len(allowed) == 1 else -1]])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 5, 12])
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8, 16])
+def test_every_combination_of_workers_and_prefetch_runs(workers: int, prefetch: int) -> None:
+    data = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=64)
+    with AsyncDataLoader(data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1, output="numpy") as loader:
+        assert sum(1 for _ in loader) == 16
