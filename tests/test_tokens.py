@@ -364,6 +364,8 @@ def test_other_threads_run_while_rows_are_gathered(tmp_path: Path) -> None:
             turns = [time.perf_counter()]
             while not gathering.done():
                 turns.append(time.perf_counter())
+            # Without this turn a wait that lasts to the end of the gather would not be seen.
+            turns.append(time.perf_counter())
         begin, _, end = gathering.result()
         return max(b - a for a, b in itertools.pairwise(turns)) / (end - begin)
 

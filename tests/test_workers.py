@@ -77,13 +77,10 @@ def test_fifty_kills_at_random_moments_lose_and_repeat_nothing() -> None:
 
 
 def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> None:
-    with (
-        AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy") as loader,
-        pytest.raises(WorkerDied, match=r"exit code 3.*36"),
-    ):
-        for _ in range(50):
-            loader.next_batch(timeout=60)
-    assert loader.stats().batches == 9  # everything before it
+    with AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy") as loader:
+        with pytest.raises(WorkerDied, match=r"exit code 3.*36"):
+            contracts.take(loader, 50)
+        assert loader.stats().batches == 9  # everything before it
 
 
 def test_without_restart_the_first_death_is_an_error() -> None:
@@ -92,8 +89,7 @@ def test_without_restart_the_first_death_is_an_error() -> None:
         os.kill(pids(loader)[0], signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            for _ in range(100):
-                loader.next_batch(timeout=60)
+            contracts.take(loader, 100)
         assert time.monotonic() - begun < 30
 
 

@@ -101,12 +101,13 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
+        seen: dict[int, Any] = {}  # inputs may be one of the data's own fields, and stay it
         if self.data is not None:
-            self.data = tensors(self.data)
+            self.data = tensors(self.data, seen)
         for name in ("inputs", "targets", "positions", "cu_seqlens"):
             value = getattr(self, name)
             if isinstance(value, np.ndarray):
-                setattr(self, name, tensors(value))
+                setattr(self, name, tensors(value, seen))
 
     def provenance(self) -> list[list[Span]]:
         """For each row, the documents that its ids come from."""
@@ -124,15 +125,17 @@ class Batch:
         return self._origin.position
 
 
-def tensors(value: Any) -> Any:
+def tensors(value: Any, seen: dict[int, Any]) -> Any:
     """Arrays as tensors, inside plain dicts, lists and tuples too; everything else as it is."""
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
-            return value
+    if not isinstance(value, np.ndarray):
+        return rebuild(value, lambda v: tensors(v, seen))
+    if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
+        return value
+    if id(value) not in seen:
         import torch
 
-        return torch.from_numpy(value)
-    return rebuild(value, tensors)
+        seen[id(value)] = torch.from_numpy(value)
+    return seen[id(value)]
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.encode.batch import Batch, rebuild
+from penstock.encode.collate import plain
 from penstock.feed.device import TYPES, Array, DeviceFeed, Landing
 from penstock.types import IGNORE
 
@@ -21,14 +22,15 @@ from penstock.types import IGNORE
 class BatchCargo:
     """One batch."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, device: str) -> None:
         self.batch = batch
+        self._device = device
         self._leaves: dict[str, Array] = dict(batch.narrow or {})
         self._data: Any = None
         if batch.narrow is None:
             fields = {"inputs": batch.inputs, "targets": batch.targets, "data": batch.data}
-            # What is not an array that a device knows stays where it is.
-            self._data = self._number(fields, {})
+            # What is neither an array nor a tensor stays where it is.
+            self._data = self._number(plain(fields), {})
 
     def _number(self, value: Any, seen: dict[int, str]) -> Any:
         if isinstance(value, np.ndarray) and value.dtype.name in TYPES:
@@ -44,12 +46,19 @@ class BatchCargo:
     def arrive(self, landing: Landing) -> None:
         batch = self.batch
         if batch.narrow is None:
-            fields = _resolve(self._data, {name: landing[name] for name in self._leaves})
+            fields = self._resolve(self._data, {name: landing[name] for name in self._leaves})
             batch.inputs, batch.targets, batch.data = fields["inputs"], fields["targets"], fields["data"]
         else:
             self._widen(landing, batch.narrow)
             batch.narrow = None
         self._leaves = {}
+
+    def _resolve(self, value: Any, landed: dict[str, Any]) -> Any:
+        if isinstance(value, _Leaf):
+            return landed[value]
+        if hasattr(value, "requires_grad"):  # of a type that numpy does not have
+            return value.to(self._device, non_blocking=True)
+        return rebuild(value, lambda v: self._resolve(v, landed))
 
     def _widen(self, landing: Landing, narrow: dict[str, Array]) -> None:
         batch, width = self.batch, narrow["ids"].shape[1]
@@ -84,12 +93,6 @@ class _Leaf(str):
     __slots__ = ()
 
 
-def _resolve(value: Any, tensors: dict[str, Any]) -> Any:
-    if isinstance(value, _Leaf):
-        return tensors[value]
-    return rebuild(value, lambda v: _resolve(v, tensors))
-
-
 def open_feed(
     name: str,
     take: Callable[[float | None], Batch | None],
@@ -101,7 +104,7 @@ def open_feed(
     from penstock.feed.torch_device import open_device
 
     def wrap(batch: Batch | None) -> BatchCargo | None:
-        return None if batch is None else BatchCargo(batch)
+        return None if batch is None else BatchCargo(batch, name)
 
     def change(cargo: BatchCargo) -> None:
         assert hook is not None

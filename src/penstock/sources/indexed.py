@@ -112,7 +112,7 @@ class IndexedProducer:
         for origin, epoch, batch in zip(origins, epochs, made.batches, strict=True):
             batch.epoch, batch.index = epoch, origin.batch - 1
             batch._origin, batch._state = origin, self._run.state
-            if self._run.tensors and batch.narrow is None and torch_is_here():
+            if self._run.tensors and not self._run.narrow and torch_is_here():
                 batch.to_torch()
             self._samples += len(origin.indices)
         self._ask_ahead()

@@ -1,0 +1,468 @@
+"""What do workers gain for a dataset of the user's own, and what do they cost where there is nothing to gain?
+
+Flat out:   samples that take 1, 5 and 20 ms each, of waiting (time.sleep) or of Python that holds
+            the GIL (a loop, calibrated once, the same for all), 128 ids each. Penstock's threads and
+            processes beside PyTorch's DataLoader, as many workers, within an epoch. What the end of
+            an epoch costs, where DataLoader's default starts new workers, is measured apart.
+In step:    the tables of two documents. 002: +50, +40, +30 % at batches of 4, 16, 64, which is what
+            hiding a load of 0.5, 0.4, 0.3 of the compute time gives. 003: data wait of 30 to 40 %
+            down to 0.2 %. An accelerator is stood in for by time.sleep: there is none here. The load
+            of a batch is one wait or one piece of Python. Sync is n_workers=0, the plain path; async
+            is 4 workers, prefetch 8. Ideal is max(compute, load / workers) a step, from the compute
+            and load times that sync itself showed in that round.
+In memory:  the null case. Rows that lie in memory, as a list of arrays and as one array of ids, with
+            a matmul of about 5 ms on one core, and with nothing, between the batches: async against
+            sync and against a DataLoader without workers. Each in a process of its own.
+
+Flat out and in step, a loader is made for each measurement, and the clock starts after its first
+batches; so no loader works while another is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from common import BATCH_SIZE, SEQ_LEN, Contender, Goal, Report, interleave, parser, ratios, serve
+
+Kind = Literal["waits", "works"]
+
+FLAT_BATCH = 4
+FLAT_IDS = 128
+FLAT_WORKERS: dict[Kind, int] = {"waits": 4, "works": 2}
+FLAT_GOAL = Goal(">=", 0.97)
+ASYNC_WORKERS, ASYNC_PREFETCH = 4, 8
+SHAPES = {
+    # batch size, compute in ms, load over compute
+    "002, batch 4": (4, 20, 0.5),
+    "002, batch 16": (16, 40, 0.4),
+    "002, batch 64": (64, 80, 0.3),
+    "003, batch 8": (8, 20, 0.54),
+}
+IDEAL_GOAL = Goal(">=", 0.97)
+WAIT_GOAL = Goal("<", 0.2)
+NULL_GOAL = Goal(">=", 0.97)
+NULL_ROWS = 20_000
+
+
+# The datasets
+
+
+def count(n: int) -> int:
+    """Python and nothing else."""
+    total = 0
+    for i in range(n):
+        total += i & 7
+    return total
+
+
+def loops_per_s() -> float:
+    """How far `count` comes in a second."""
+    n, took = 100_000, []
+    for _ in range(9):
+        begun = time.perf_counter()
+        count(n)
+        took.append(time.perf_counter() - begun)
+    return n / min(took)
+
+
+class Slow:
+    """Samples that take a while, one by one."""
+
+    def __init__(self, length: int, seconds: float, loops: int) -> None:
+        import numpy as np
+
+        self._length, self._seconds, self._loops = length, seconds, loops
+        self._row = np.arange(FLAT_IDS)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        self.take(1)
+        return self._row
+
+    def take(self, samples: int) -> None:
+        if self._loops:
+            count(self._loops * samples)
+        else:
+            time.sleep(self._seconds * samples)
+
+
+class SlowBatches(Slow):
+    """All samples of a batch by one request, so that a wait is as long as it should be."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.take(len(indices))
+        return [self._row for _ in indices]
+
+
+def slow(kind: Kind, seconds: float, rate: float, length: int = 1 << 20, batches: bool = False) -> Any:
+    """Samples of so many seconds each."""
+    loops = max(1, round(seconds * rate)) if kind == "works" else 0
+    return (SlowBatches if batches else Slow)(length, seconds, loops)
+
+
+@contextmanager
+def penstock(data: Any, batch_size: int, workers: int, kind: str = "thread", prefetch: int = 8) -> Iterator[Any]:
+    """Batches of an endless stream."""
+    from penstock import AsyncDataLoader
+
+    given: Any = kind
+    loader = AsyncDataLoader(
+        data, batch_size, shuffle=True, n_workers=workers, workers=given, prefetch_size=prefetch, output="torch"
+    )
+    with loader:
+        yield iter(loader)
+
+
+@contextmanager
+def dataloader(data: Any, batch_size: int, workers: int, persistent: bool = False) -> Iterator[Any]:
+    """The same with PyTorch; what a user would write, pass after pass."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(data, batch_size, shuffle=True, num_workers=workers, persistent_workers=persistent)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    try:
+        yield batches
+    finally:
+        # Its workers end with the iterator, which the chain holds.
+        del batches, loader
+
+
+# Flat out
+
+
+class FlatOut:
+    """Samples a second, as fast as they come."""
+
+    def __init__(self, report: Report, repeats: int, seconds: float, rate: float) -> None:
+        self._report, self._repeats, self._seconds, self._rate = report, repeats, seconds, rate
+
+    def steady(self, kind: Kind, ms: float) -> None:
+        """Within an epoch."""
+        workers = FLAT_WORKERS[kind]
+        data = slow(kind, ms / 1e3, self._rate)
+        # Workers that work in step hand over in step: only whole turns of all of them are counted.
+        turns = max(1, round(self._seconds / (FLAT_BATCH * ms / 1e3)))
+        opens: dict[str, Callable[[], Any]] = {
+            "threads": lambda: penstock(data, FLAT_BATCH, workers),
+            "processes": lambda: penstock(data, FLAT_BATCH, workers, "process"),
+            "DataLoader": lambda: dataloader(data, FLAT_BATCH, workers),
+        }
+        rates = interleave(self._repeats, {name: self._rating(made, workers, turns) for name, made in opens.items()})
+        case = f"flat out, a sample {kind} {ms:g} ms, {workers} workers"
+        for name, values in rates.items():
+            self._report.add(case, name, values, "samples/s")
+        for name in ("threads", "processes"):
+            # Threads cannot share work that holds the GIL; that is what processes are for.
+            goal = None if kind == "works" and name == "threads" else FLAT_GOAL
+            self._report.add(case, f"{name} over DataLoader", ratios(rates[name], rates["DataLoader"]), "x", goal)
+
+    @staticmethod
+    def _rating(opens: Callable[[], Any], workers: int, turns: int) -> Callable[[], float]:
+        def measure() -> float:
+            with opens() as batches:
+                for _ in range(2 * workers):
+                    next(batches)
+                begun = time.perf_counter()
+                for _ in range(turns * workers):
+                    next(batches)
+                return turns * workers * FLAT_BATCH / (time.perf_counter() - begun)
+
+        return measure
+
+    def epoch_end(self, ms: float, batches: int) -> None:
+        """What passing from one epoch to the next costs beyond the samples."""
+        workers = FLAT_WORKERS["waits"]
+        data = slow("waits", ms / 1e3, self._rate, length=FLAT_BATCH * batches)
+        opens: dict[str, Callable[[], Any]] = {
+            "threads": lambda: penstock(data, FLAT_BATCH, workers),
+            "processes": lambda: penstock(data, FLAT_BATCH, workers, "process"),
+            "DataLoader, default": lambda: dataloader(data, FLAT_BATCH, workers),
+            "DataLoader, persistent workers": lambda: dataloader(data, FLAT_BATCH, workers, persistent=True),
+        }
+
+        def costing(made: Callable[[], Any]) -> Callable[[], float]:
+            def measure() -> float:
+                with made() as source:
+                    for _ in range(batches - workers):
+                        next(source)
+                    begun = time.perf_counter()
+                    for _ in range(2 * workers):
+                        next(source)
+                    took = time.perf_counter() - begun
+                    return 1e3 * took - 2 * FLAT_BATCH * ms
+
+            return measure
+
+        for name, values in interleave(self._repeats, {n: costing(made) for n, made in opens.items()}).items():
+            self._report.add(f"end of an epoch, a sample waits {ms:g} ms, {workers} workers", name, values, "ms")
+
+
+# In step
+
+
+class InStep:
+    """A loop that computes for a while, over and over, and takes a batch each time."""
+
+    def __init__(self, report: Report, repeats: int, seconds: float, rate: float) -> None:
+        self._report, self._repeats, self._seconds, self._rate = report, repeats, seconds, rate
+
+    def shape(self, name: str, kind: Kind) -> None:
+        batch_size, compute_ms, share = SHAPES[name]
+        compute = compute_ms / 1e3
+        data = slow(kind, compute * share / batch_size, self._rate, batches=True)
+        steps = max(2, round(self._seconds / compute))
+        kinds = ["threads"] if kind == "waits" else ["threads", "processes"]
+        seen: dict[str, list[dict[str, float]]] = {which: [] for which in ("sync", *kinds)}
+
+        def stepping(which: str) -> Callable[[], float]:
+            workers = 0 if which == "sync" else ASYNC_WORKERS
+            how = "process" if which == "processes" else "thread"
+
+            def measure() -> float:
+                with penstock(data, batch_size, workers, how, ASYNC_PREFETCH) as batches:
+                    step(batches, 3, compute)
+                    seen[which].append(step(batches, steps, compute))
+                return 1 / seen[which][-1]["wall"]
+
+            return measure
+
+        rates = interleave(self._repeats, {which: stepping(which) for which in seen})
+        self._show(f"{name}, load {share:g} of compute, {kind}", kinds, rates, seen, name.startswith("003"))
+
+    def _show(
+        self,
+        case: str,
+        kinds: list[str],
+        rates: dict[str, list[float]],
+        seen: dict[str, list[dict[str, float]]],
+        waiting: bool,
+    ) -> None:
+        add, sync = self._report.add, seen["sync"]
+        ideals = [1 / max(s["compute"], s["load"] / ASYNC_WORKERS) for s in sync]
+        for which, values in rates.items():
+            add(case, f"{which}, steps", values, "steps/s")
+        add(case, "ideal improvement", [100 * (r - 1) for r in ratios(ideals, rates["sync"])], "%")
+        for which in kinds:
+            # In threads, Python that holds the GIL delays the loop itself.
+            goals = which == "processes" or len(kinds) == 1
+            gain = [100 * (r - 1) for r in ratios(rates[which], rates["sync"])]
+            add(case, f"{which}, improvement", gain, "%")
+            add(case, f"{which}, achieved of ideal", ratios(rates[which], ideals), "x", IDEAL_GOAL if goals else None)
+        for which, rounds in seen.items():
+            add(case, f"{which}, utilisation", [100 * s["compute"] / s["wall"] for s in rounds], "%")
+        for which, rounds in seen.items():
+            goal = WAIT_GOAL if waiting and which != "sync" and (which == "processes" or len(kinds) == 1) else None
+            add(case, f"{which}, data wait", [100 * s["load"] / s["wall"] for s in rounds], "%", goal)
+
+
+def step(batches: Iterator[Any], steps: int, compute: float) -> dict[str, float]:
+    """Seconds a step: of all, of the compute's stand-in, and of waiting for the batch."""
+    computed = 0.0
+    begun = now = time.perf_counter()
+    for _ in range(steps):
+        next(batches)
+        asked = time.perf_counter()
+        time.sleep(compute)
+        now = time.perf_counter()
+        computed += now - asked
+    wall = now - begun
+    return {"wall": wall / steps, "compute": computed / steps, "load": (wall - computed) / steps}
+
+
+# In memory
+
+
+class Rows:
+    """A list of rows for PyTorch: what Penstock makes of a row of ids by itself."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        import torch
+
+        self._rows, self._tensor = rows, torch.from_numpy
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index]
+        return self._tensor(row[:-1]), self._tensor(row[1:])
+
+
+class Ids:
+    """One array of ids in memory, in the way of a file of them: a batch is one gather."""
+
+    def __init__(self, ids: Any, seq_len: int) -> None:
+        import numpy as np
+
+        shape = ((len(ids) - 1) // seq_len, seq_len + 1)
+        strides = (seq_len * ids.itemsize, ids.itemsize)
+        self._rows = np.lib.stride_tricks.as_strided(ids, shape, strides, writeable=False)
+        self.seq_len, self.dtype = seq_len, ids.dtype
+        self._none = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        return self._rows[indices]
+
+    def boundaries(self, indices: Any) -> tuple[Any, Any]:
+        """Where documents begin inside of the rows: nowhere."""
+        return self._none, self._none
+
+
+class WidenedIds:
+    """The same for PyTorch: a slice for each sample."""
+
+    def __init__(self, ids: Any, seq_len: int) -> None:
+        import torch
+
+        self._ids, self._seq_len, self._tensor = ids, seq_len, torch.from_numpy
+
+    def __len__(self) -> int:
+        return (len(self._ids) - 1) // self._seq_len
+
+    def __getitem__(self, index: int) -> Any:
+        at, n = index * self._seq_len, self._seq_len
+        inputs, targets = self._ids[at : at + n], self._ids[at + 1 : at + n + 1]
+        return self._tensor(inputs.astype("int64")), self._tensor(targets.astype("int64"))
+
+
+def in_memory(which: str, rows: int, torchs: bool) -> Any:
+    """The data of a contender."""
+    import numpy as np
+
+    chance = np.random.default_rng(0)
+    if which == "a list of rows":
+        listed = list(chance.integers(0, 50257, (rows, SEQ_LEN)))
+        return Rows(listed) if torchs else listed
+    ids = chance.integers(0, 50257, rows * SEQ_LEN + 1, np.uint16)
+    return WidenedIds(ids, SEQ_LEN) if torchs else Ids(ids, SEQ_LEN)
+
+
+class Matmul:
+    """Work of a core that is not Python's: one product of square matrices, about as long as asked."""
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._a, self._b = torch.rand(size, size), torch.rand(size, size)
+
+    def __call__(self) -> None:
+        _ = self._a @ self._b
+
+
+def matmul_size(seconds: float) -> int:
+    """The matrices whose product takes about so long on one core."""
+    product, took = Matmul(512), []
+    for _ in range(9):
+        begun = time.perf_counter()
+        product()
+        took.append(time.perf_counter() - begun)
+    return int(512 * (seconds / min(took)) ** (1 / 3))
+
+
+def contend(case: dict[str, Any]) -> None:
+    """Be one contender of the null case."""
+    import torch
+
+    torch.set_num_threads(1)
+    compute = Matmul(case["matmul"]) if case["matmul"] else None
+    data = in_memory(case["data"], case["rows"], torchs=case["what"] == "dataloader")
+    with ExitStack() as stack:
+        if case["what"] == "dataloader":
+            batches = stack.enter_context(dataloader(data, BATCH_SIZE, 0))
+        else:
+            batches = stack.enter_context(penstock(data, BATCH_SIZE, case["workers"]))
+
+        def measure(seconds: float = case["seconds"]) -> dict[str, Any]:
+            steps = 0
+            begun = now = time.perf_counter()
+            while now < begun + seconds:
+                next(batches)
+                if compute is not None:
+                    compute()
+                steps += 1
+                now = time.perf_counter()
+            return {"rate": steps / (now - begun)}
+
+        measure(0.3 * case["seconds"])
+        serve(measure)
+
+
+def null_case(report: Report, quick: bool, repeats: int, seconds: float, rows: int) -> None:
+    """Nothing to gain: the data is there."""
+    contenders: dict[str, dict[str, Any]] = {
+        "sync": {"what": "penstock", "workers": 0},
+        "DataLoader, 0 workers": {"what": "dataloader"},
+        "async, 1 worker": {"what": "penstock", "workers": 1},
+        "async, 2 workers": {"what": "penstock", "workers": 2},
+    }
+    computes = {"a matmul of 5 ms": matmul_size(0.005), "no compute": 0}
+    for data, (title, size) in itertools.product(("a list of rows", "an array of ids"), computes.items()):
+        given = {"data": data, "matmul": size, "seconds": seconds, "rows": rows}
+        with ExitStack() as stack:
+            processes = {
+                name: stack.enter_context(Contender(__file__, case | given, quick)) for name, case in contenders.items()
+            }
+            for process in processes.values():
+                process.ready()
+
+            def asking(process: Contender) -> Callable[[], float]:
+                return lambda: float(process.measure()["rate"])
+
+            rates = interleave(repeats, {name: asking(process) for name, process in processes.items()})
+        case = f"in memory, {data}, {title}"
+        for name, values in rates.items():
+            report.add(case, name, values, "steps/s", matmul=size)
+        for name, under in itertools.product(
+            (n for n in contenders if n.startswith("async")), ("sync", "DataLoader, 0 workers")
+        ):
+            report.add(case, f"{name} over {under}", ratios(rates[name], rates[under]), "x", NULL_GOAL)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, help="how long each is measured in a round, about")
+    options.add_argument("--only", nargs="+", choices=("flat", "step", "memory"), default=("flat", "step", "memory"))
+    args = options.parse_args()
+    if args.contender is not None:
+        contend(args.contender)
+        return
+    import torch  # noqa: F401 (else the first loader imports it, within the clock)
+
+    repeats = args.repeats or (1 if args.quick else 3)
+    seconds = args.seconds or (0.05 if args.quick else 0.9)
+    rate = loops_per_s()
+    settings = {"repeats": repeats, "seconds": seconds, "loops_per_ms": round(rate / 1e3)}
+    report = Report("mapstyle", args.quick, settings)
+    if "flat" in args.only:
+        flat = FlatOut(report, repeats, seconds, rate)
+        kinds: tuple[Kind, ...] = ("waits", "works")
+        for kind, ms in itertools.product(kinds, (1,) if args.quick else (1, 5, 20)):
+            flat.steady(kind, ms)
+        flat.epoch_end(5, 12)
+    if "step" in args.only:
+        in_step = InStep(report, repeats, seconds, rate)
+        for name in SHAPES:
+            in_step.shape(name, "waits")
+        in_step.shape("003, batch 8", "works")
+    if "memory" in args.only:
+        null_case(
+            report, args.quick, repeats if args.quick else 2 * repeats, seconds / 2, 500 if args.quick else NULL_ROWS
+        )
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
