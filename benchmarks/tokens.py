@@ -14,6 +14,7 @@ turn, flat out: nothing is done with a batch. Filling the pipeline and starting 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -157,6 +158,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, help="how long each is measured in a round")
     args = options.parse_args()
+    logging.getLogger("penstock").setLevel(logging.ERROR)  # that the workers do not keep up is the point
     if args.contender is not None:
         contend(args.contender, args.quick)
         return

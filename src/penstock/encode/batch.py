@@ -9,7 +9,7 @@ State: where the stream continues after it. It holds on to no ids but its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,6 +101,14 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
+        if self.data is None:
+            if not isinstance(self.inputs, np.ndarray):
+                return
+            if self.positions is None and isinstance(self.targets, np.ndarray):  # as usual: no need to look far
+                import torch
+
+                self.inputs, self.targets = torch.from_numpy(self.inputs), torch.from_numpy(self.targets)
+                return
         seen: dict[int, Any] = {}  # inputs may be one of the data's own fields, and stay it
         if self.data is not None:
             self.data = tensors(self.data, seen)
@@ -152,6 +160,8 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def memory_of(value: Any) -> int:
     """Memory of the arrays in a value."""
-    size = int(getattr(value, "nbytes", 0))
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return size + sum(memory_of(v) for v in values)
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, dict | list | tuple):
+        return sum(map(memory_of, value.values() if isinstance(value, dict) else value))
+    return int(getattr(value, "nbytes", 0))

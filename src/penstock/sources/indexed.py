@@ -36,6 +36,8 @@ _ROWS = 4  # see order.plan: an order of rows shares no key with one of files, c
 TASK_S = 2e-3
 """Batches that take less are made together, until they take about this long: handing one over costs
 a twentieth of a millisecond."""
+PLAN_ROWS = 4096
+"""Rows whose samples are worked out at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +67,50 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchedFrom:
-    """The samples of a batch, and where the stream goes on."""
+class Group:
+    """Batches that are made together."""
 
     row: int
+    """The global row at which the first begins."""
+    whole: int
+    """Rows of one batch, over all ranks."""
     batch: int
-    indices: I64
+    size: int
+    samples: I64
+    epochs: I64
     dataset: Any
 
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.size)
+
+    def parts(self, values: I64) -> list[I64]:
+        """What belongs to each batch."""
+        return [values[i : i + self.size] for i in range(0, len(values), self.size)]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedFrom:
+    """One batch of a group, and where the stream goes on after it."""
+
+    group: Group
+    number: int
+
     def position(self) -> Position:
-        return Position(self.row, self.batch, ())
+        group, after = self.group, self.number + 1
+        return Position(group.row + after * group.whole, group.batch + after, ())
 
     def spans(self) -> list[list[Span]]:
-        if hasattr(self.dataset, "spans"):
-            return [self.dataset.spans(index) for index in self.indices.tolist()]
-        name = type(self.dataset).__name__
-        return [[Span(name, None, None, index, (0, 0), (0, 0))] for index in self.indices.tolist()]
+        group = self.group
+        samples = group.samples[self.number * group.size : (self.number + 1) * group.size]
+        return [spans_of(group.dataset, index) for index in samples.tolist()]
+
+
+def spans_of(dataset: Any, index: int) -> list[Span]:
+    """Where a sample comes from, as far as its dataset says."""
+    if hasattr(dataset, "spans"):
+        spans: list[Span] = dataset.spans(index)
+        return spans
+    return [Span(type(dataset).__name__, None, None, index, (0, 0), (0, 0))]
 
 
 class IndexedProducer:
@@ -93,7 +123,9 @@ class IndexedProducer:
         self._order = Order(length, run.shuffle, run.seed, run.first_epoch)
         self._total = None if run.end_epoch is None else (run.end_epoch - run.first_epoch) * length
         self._row, self._batch = run.row, run.batch
-        self._tasks: deque[tuple[list[FetchedFrom], list[int], Task[Made]]] = deque()
+        self._ahead: tuple[I64, I64] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._size = PLAN_ROWS // 16  # the first batch does not wait long for its order
+        self._tasks: deque[tuple[Group, Task[Made]]] = deque()
         self._most = max(1, run.prefetch_size // 2) if pool.n_workers else 1
         self._group = 1
         self._batch_bytes = 0
@@ -106,16 +138,18 @@ class IndexedProducer:
         self._ask_ahead()
         if not self._tasks:
             return []
-        origins, epochs, task = self._tasks.popleft()
+        group, task = self._tasks.popleft()
         made = task.result()
         self._adapt(made)
-        for origin, epoch, batch in zip(origins, epochs, made.batches, strict=True):
-            batch.epoch, batch.index = epoch, origin.batch - 1
-            batch._origin, batch._state = origin, self._run.state
-            if self._run.tensors and not self._run.narrow and torch_is_here():
+        self._ask_ahead()  # the workers go on while these are finished
+        run = self._run
+        wrap = run.tensors and not run.narrow and torch_is_here()
+        for number, batch in enumerate(made.batches):
+            batch.index = group.batch + number
+            batch._origin, batch._state = FetchedFrom(group, number), run.state
+            if wrap:
                 batch.to_torch()
-            self._samples += len(origin.indices)
-        self._ask_ahead()
+        self._samples += len(group.samples)
         return made.batches
 
     def totals(self) -> dict[str, int]:
@@ -133,38 +167,50 @@ class IndexedProducer:
 
     def _ask_ahead(self) -> None:
         """Keep every worker busy, and one piece of work waiting."""
-        under_way = sum(len(origins) for origins, _, _ in self._tasks)
+        under_way = sum(len(group) for group, _ in self._tasks)
         while len(self._tasks) <= self._pool.n_workers and not self._full(under_way):
-            origins: list[FetchedFrom] = []
-            epochs: list[I64] = []
-            for _ in range(self._group):
-                if (planned := self._plan()) is None:
-                    break
-                origins.append(planned[0])
-                epochs.append(planned[1])
-            if not origins:
+            group = self._plan()
+            if group is None:
                 return
-            task = self._pool.submit("batches", [o.indices for o in origins], epochs)
-            self._tasks.append((origins, [int(e.min()) for e in epochs], task))
-            under_way += len(origins)
+            task = self._pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
+            self._tasks.append((group, task))
+            under_way += len(group)
 
     def _full(self, under_way: int) -> bool:
         return bool(self._tasks) and (under_way + self._group) * self._batch_bytes > self._run.read_ahead_bytes
 
-    def _plan(self) -> tuple[FetchedFrom, I64] | None:
-        """The samples of the next batch of this shard, or None at the end."""
-        run = self._run
-        world, size = run.shard.mod, run.batch_size
-        whole = size * world
-        rows = self._row + (run.shard.rem - self._row) % world + world * np.arange(size, dtype=np.int64)
-        if self._total is not None and self._row + whole > self._total:
-            rows = self._last(rows, self._total)
+    def _plan(self) -> Group | None:
+        """The samples of the next batches of this shard, or None at the end."""
+        run, total = self._run, self._total
+        size, whole = run.batch_size, run.batch_size * run.shard.mod
+        fitting = self._group if total is None else min(self._group, (total - self._row) // whole)
+        if fitting > 0:
+            samples, epochs = self._planned(fitting * size)
+        else:
+            assert total is not None
+            rows = self._last(self._rows(size), total)
             if not len(rows):
                 return None
-        self._row += whole
-        self._batch += 1
-        indices, epochs = self._order.samples(rows)
-        return FetchedFrom(self._row, self._batch, indices, self._dataset), epochs
+            samples, epochs = self._order.samples(rows)
+            fitting = 1
+        group = Group(self._row, whole, self._batch, size, samples, epochs, self._dataset)
+        self._row += fitting * whole
+        self._batch += fitting
+        return group
+
+    def _rows(self, n: int) -> I64:
+        """The next rows of this shard, by their numbers in the global stream."""
+        world = self._run.shard.mod
+        return self._row + (self._run.shard.rem - self._row) % world + world * np.arange(n, dtype=np.int64)
+
+    def _planned(self, n: int) -> tuple[I64, I64]:
+        """The samples of the next rows. A permutation costs as much for a few as for hundreds."""
+        indices, epochs = self._ahead
+        if len(indices) < n:
+            indices, epochs = self._order.samples(self._rows(max(n, self._size)))
+            self._size = PLAN_ROWS
+        self._ahead = indices[n:], epochs[n:]
+        return indices[:n], epochs[:n]
 
     def _last(self, rows: I64, total: int) -> I64:
         """What is left of a finite stream for the last batch."""

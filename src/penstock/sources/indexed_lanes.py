@@ -17,7 +17,7 @@ import numpy as np
 from penstock.encode.rows import PackCounts, Rows
 from penstock.errors import BadRecord, StateFormat
 from penstock.feed.pool import Pool, Task
-from penstock.sources.indexed import FetchedFrom, IndexedSource, Order
+from penstock.sources.indexed import IndexedSource, Order, spans_of
 from penstock.sources.samples import is_rows
 from penstock.sources.source import Run
 from penstock.state import is_count, show
@@ -68,7 +68,7 @@ class IndexedRows:
         return rows[inside], columns[inside]
 
     def spans(self, row: int) -> list[Span]:
-        return FetchedFrom(0, 0, self.samples[row : row + 1], self.dataset).spans()[0]
+        return spans_of(self.dataset, int(self.samples[row]))
 
 
 class IndexedPacker:

@@ -166,7 +166,7 @@ class IterableProducer:
         self._row += run.batch_size * run.shard.mod
         self._batch += 1
         self._samples += len(pulled.numbers)
-        batch.epoch, batch.index = int(pulled.epochs.min()), self._batch - 1
+        batch.index = self._batch - 1
         batch._origin = PulledFrom(self._name, self._row, self._batch, pulled.numbers, pulled.after)
         batch._state = run.state
         if run.tensors and torch_is_here() and not run.narrow:

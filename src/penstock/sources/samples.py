@@ -69,10 +69,12 @@ class SampleWork:
         """Some batches, given the samples of each."""
         begun = time.perf_counter()
         if self._rows:
-            made = self._of_rows(indices)
+            made = self._of_rows(indices, epochs)
+            size = made[0].nbytes * len(made)
         else:
             made = [self.of_samples(self._fetch(i), i, e) for i, e in zip(indices, epochs, strict=True)]
-        return Made(made, time.perf_counter() - begun, sum(batch.nbytes for batch in made))
+            size = sum(batch.nbytes for batch in made)
+        return Made(made, time.perf_counter() - begun, size)
 
     def rows(self, indices: I64, width: int) -> Any:
         """Samples as rows of ids, all of one width: for mixtures."""
@@ -102,7 +104,7 @@ class SampleWork:
             raise
         ids = getattr(made.inputs, "size", None)
         tokens = ids if isinstance(ids, int) else len(samples)
-        return Batch(made.inputs, made.targets, 0, 0, data=made.data, _tokens=tokens)
+        return Batch(made.inputs, made.targets, reached(epochs), 0, data=made.data, _tokens=tokens)
 
     def _fetch(self, indices: I64) -> Sequence[Any]:
         dataset = self._dataset
@@ -154,7 +156,7 @@ class SampleWork:
         """Chance that depends on the sample, and not on who works on it when."""
         return np.random.Generator(np.random.Philox(mix(self._seed, epoch, index)))
 
-    def _of_rows(self, indices: list[I64]) -> list[Batch]:
+    def _of_rows(self, indices: list[I64], epochs: list[I64]) -> list[Batch]:
         """Rows of ids: all batches gathered in one call."""
         dataset = self._dataset
         every = indices[0] if len(indices) == 1 else np.concatenate(indices)
@@ -164,9 +166,9 @@ class SampleWork:
             inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
         made = []
         first = 0
-        for of_batch in indices:
+        for of_batch, epoch in zip(indices, epochs, strict=True):
             last = first + len(of_batch)
-            batch = Batch(None, None, 0, 0, _tokens=len(of_batch) * seq_len)
+            batch = Batch(None, None, reached(epoch), 0, _tokens=len(of_batch) * seq_len)
             if self._narrow:
                 batch.narrow = {"ids": ids[first:last], "valid": np.full(len(of_batch), seq_len + 1, np.int32)}
             else:
@@ -186,6 +188,12 @@ class SampleWork:
             batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": lengths}
         else:
             batch.positions, batch.cu_seqlens = positions, lengths
+
+
+def reached(epochs: I64) -> int:
+    """The epoch that every row has reached. Rows ascend, and epochs with them, but for a last batch
+    that is filled up with the first rows."""
+    return int(min(epochs[0], epochs[-1]))
 
 
 def is_rows(dataset: Any) -> bool:
