@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,28 @@ Make = Callable[..., AsyncDataLoader]
 def digest(batch: Batch) -> str:
     """A batch's ids, targets and whatever else it has, as one hash."""
     sha = hashlib.sha256(f"{batch.epoch} {batch.index}".encode())
-    for value in (batch.inputs, batch.targets, batch.positions, batch.cu_seqlens):
+    for value in (batch.inputs, batch.targets, batch.positions, batch.cu_seqlens, batch.data):
         if value is not None:
-            array = np.ascontiguousarray(np.asarray(value))
-            sha.update(f"{array.dtype} {array.shape}".encode())
-            sha.update(array.tobytes())
+            _add(sha, value)
     return sha.hexdigest()
+
+
+def _add(sha: Any, value: Any) -> None:
+    """Arrays and tensors by their content, containers by what is in them, anything else by how it shows itself."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            sha.update(f"{key!r}:".encode())
+            _add(sha, inside)
+    elif isinstance(value, list | tuple):
+        sha.update(f"{len(value)}[".encode())
+        for inside in value:
+            _add(sha, inside)
+    elif hasattr(value, "shape"):
+        array = np.ascontiguousarray(np.asarray(value))
+        sha.update(f"{array.dtype} {array.shape}".encode())
+        sha.update(array.tobytes())
+    else:
+        sha.update(repr(value).encode())
 
 
 def take(loader: AsyncDataLoader, n: int) -> list[str]:
@@ -97,9 +113,9 @@ def global_rows(
             for _ in range(batches):
                 batch = loader.next_batch(timeout=60)
                 assert batch is not None
+                targets = batch.inputs if batch.targets is None else batch.targets
                 rows += [
-                    a.tobytes() + b.tobytes()
-                    for a, b in zip(np.asarray(batch.inputs), np.asarray(batch.targets), strict=True)
+                    a.tobytes() + b.tobytes() for a, b in zip(np.asarray(batch.inputs), np.asarray(targets), strict=True)
                 ]
             columns.append(rows)
             ended.append(json.loads(json.dumps(loader.state_dict())))

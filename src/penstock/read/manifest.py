@@ -69,7 +69,7 @@ def list_files(
     for source in sources:
         for file in _expand(os.fspath(source), format):
             found.setdefault(os.path.realpath(file.path), file)
-    files = _tell_apart(list(found.values()))
+    files = tell_apart(list(found.values()))
     return tuple(_bundle(files) if whole else files)
 
 
@@ -107,7 +107,7 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
     yield from files
 
 
-def _tell_apart(files: list[FileRef]) -> list[FileRef]:
+def tell_apart(files: list[FileRef]) -> list[FileRef]:
     """Files of one name, from different folders, are named by as much of their path as it takes."""
     out = list(files)
     parents = 0

@@ -28,7 +28,7 @@ import numpy as np
 from penstock.config import whole_number
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.order.shuffle import I64
-from penstock.read.manifest import CODECS, _tell_apart, classify, list_files
+from penstock.read.manifest import CODECS, classify, list_files, tell_apart
 from penstock.types import FileRef, Span
 
 Ids = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -43,7 +43,7 @@ _HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
-"""Megatron's codes of integers, and the two that GPT-NeoX and DeepSpeed added."""
+"""Megatron's codes of integers, and two more that appear in its forks."""
 _ENDINGS = (".bin", ".npy")  # what is taken from a folder
 _NOT_IDS = (".npz", ".pt", ".pth", ".safetensors", ".arrow", ".zip", ".tar", *CODECS)
 
@@ -73,8 +73,9 @@ class TokenFile(NamedTuple):
 class TokenFileDataset:
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, positions: bool = False) -> None:
         """Rows of files that are known already; `from_binary_file` finds out about them."""
+        self.positions = bool(positions)
         self.files = files = tuple(files)
         self.seq_len = seq_len = whole_number("seq_len", seq_len, 1)
         counts = [max(0, file.tokens - 1) // seq_len for file in files]
@@ -90,7 +91,9 @@ class TokenFileDataset:
         self._index = lru_cache(OPEN_FILES)(lambda number: _Index(files[number]))
 
     @classmethod
-    def from_binary_file(cls, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto") -> TokenFileDataset:
+    def from_binary_file(
+        cls, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto", *, positions: bool = False
+    ) -> TokenFileDataset:
         """Open a file, a folder (its .bin and .npy), a glob, a Megatron prefix, or a list of these.
 
         What a file is, its content says: a header of llm.c or modded-nanogpt, a numpy array, or an
@@ -98,12 +101,13 @@ class TokenFileDataset:
 
         dtype: the type of the ids of a file that does not say it itself. "auto" takes uint16, which is
             what nanoGPT writes; a file of larger ids needs "uint32". For the other formats it is checked.
+        positions: give each batch `positions` and `cu_seqlens`, for attention within Megatron's documents.
         """
         asked = None if isinstance(dtype, str) and dtype == "auto" else _integer(dtype)
-        return cls([_inspect(file, asked) for file in _list(path)], seq_len)
+        return cls([_inspect(file, asked) for file in _list(path)], seq_len, positions)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.files, self.seq_len)
+        return type(self), (self.files, self.seq_len, self.positions)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -304,7 +308,7 @@ def _list(paths: AnyPath | Sequence[AnyPath]) -> list[FileRef]:
                 found.setdefault(os.path.realpath(file.path), file)
         if not found:
             raise NoData(f"{source} has no file that ends in {' or '.join(_ENDINGS)}. Name the files, or a glob.")
-    return _tell_apart([replace(file, codec="") for file in found.values()])
+    return tell_apart([replace(file, codec="") for file in found.values()])
 
 
 def _inspect(ref: FileRef, asked: np.dtype[Any] | None) -> TokenFile:

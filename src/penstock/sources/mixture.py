@@ -108,6 +108,13 @@ class MixtureSource:
             if not hasattr(part, "open_lanes"):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
         self.positions = any(part.positions for part in self.parts)
+        without = [
+            name
+            for name, part in zip(self.names, self.parts, strict=True)
+            if not part.positions and not isinstance(part, IndexedRowSource)
+        ]
+        if self.positions and without:
+            raise ConfigError(f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too")
         self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
         self.skip: frozenset[Address] = frozenset().union(*(s.skip for s in sources.values()))
 
