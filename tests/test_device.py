@@ -785,3 +785,22 @@ def test_a_hook_that_raises_leaves_no_copy_running() -> None:
         with pytest.raises(ZeroDivisionError):
             feed.next()
     assert kept[0].tolist() == content(0)[2], "the copy came after the exception"
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), prefetch=st.integers(0, 2))
+def test_a_hook_sees_what_was_made_before_the_first_batch(seed: int, prefetch: int) -> None:
+    import torch
+
+    with simulated_cuda(seed) as (cuda, device):
+        bias = torch.empty(1, dtype=torch.int64).fill_(7)  # queued on the trainer's stream
+
+        def hook(batch: Crate) -> None:
+            batch.inputs = batch.inputs + bias
+
+        source = Source(map(crate, range(3)))
+        feed = DeviceFeed(device, source.take, source.poll, prefetch, hook)
+        batches = list(iter(feed.next, None))
+        feed.close()
+        cuda.drain()
+    assert [b.inputs.tolist() for b in batches] == [(np.array(content(i)[0]) + 7).tolist() for i in range(3)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,20 @@ class Choices:
         return tuple((np.array(self.counts) + so_far).tolist())
 
 
+class Told(NamedTuple):
+    """What has been chosen, for whoever wants to know the counts later."""
+
+    schedule: Schedule
+    blocks: tuple[Choices, ...]
+
+    def counts(self, row: int) -> tuple[int, ...]:
+        """Rows of each part since the weights last changed, before a row."""
+        block = self.blocks[bisect_right([block.start for block in self.blocks], row) - 1]
+        # Where the weights change with this very row, what came before counts no more.
+        changed = any(begin == row for begin, _ in self.schedule)
+        return (0,) * len(block.counts) if changed else block.counts_at(row)
+
+
 class Chooser:
     """Chooses parts for global rows, from one row on."""
 
@@ -85,7 +99,7 @@ class Chooser:
         self._blocks: list[Choices] = []
         self._needed: dict[int, int] = {}
 
-    def at(self, rows: I64, who: int) -> list[int]:
+    def at(self, rows: I64, who: int) -> np.ndarray[Any, np.dtype[np.int16]]:
         """The parts of some rows, in ascending order. `who` will not ask for earlier ones again."""
         self._extend(int(rows[-1]) + 1)
         self._needed[who] = int(rows[0])
@@ -94,14 +108,12 @@ class Chooser:
             parts = np.concatenate([block.parts for block in self._blocks])
         else:
             parts = self._blocks[0].parts
-        chosen: list[int] = parts[rows - first].tolist()
-        return chosen
+        return parts[rows - first]
 
-    def choices(self, row: int) -> Choices:
-        """What can later tell the counts at a row that was asked for."""
-        self._extend(row + 1)
-        starts = [block.start for block in self._blocks]
-        return self._blocks[bisect_right(starts, row) - 1]
+    def told(self, last: int) -> Told:
+        """What can later tell the counts at any row up to `last` that was not forgotten."""
+        self._extend(last + 1)
+        return Told(self._schedule, tuple(self._blocks))
 
     def forget(self, everybody: int) -> None:
         """Let go of rows that none of so many lanes will ask for again."""

@@ -18,11 +18,12 @@ import numpy as np
 
 from penstock.encode.rows import Marked, PackCounts, Packer, Rows
 from penstock.errors import NoData
-from penstock.order.mix import Choices, Chooser, Schedule
+from penstock.order.mix import Chooser, Schedule, Told
 from penstock.types import Span
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
+Parts = np.ndarray[Any, np.dtype[np.int16]]
 
 
 class Taken(NamedTuple):
@@ -104,9 +105,7 @@ class MixMark(NamedTuple):
     epoch: int
     row: int
     global_row: int
-    choices: Choices
-    base: int
-    """The global row at which the weights last changed."""
+    told: Told
     credits: tuple[int, ...]
     left: tuple[int, ...]
     parts: tuple[Marked, ...]
@@ -114,10 +113,8 @@ class MixMark(NamedTuple):
     def place(self) -> Any:
         from penstock.sources.mixture import MixPlace
 
-        # Where the weights change with this very row, what came before counts no more.
-        counts = self.choices.counts_at(self.global_row) if self.global_row != self.base else (0,) * len(self.parts)
         places = tuple(part.place() for part in self.parts)
-        return MixPlace(self.epoch, self.row, counts, self.credits, self.left, places)
+        return MixPlace(self.epoch, self.row, self.told.counts(self.global_row), self.credits, self.left, places)
 
 
 @dataclass(slots=True)
@@ -130,11 +127,10 @@ class MixRows:
     first: int
     lane: tuple[int, int]
     stretches: list[Stretch]
-    parts: list[int]
-    choices: list[Choices]
-    """For each row, what tells the counts before it."""
-    bases: list[int]
-    credits: list[tuple[int, ...]]
+    parts: Parts
+    told: Told
+    credits: list[tuple[int, ...]] | None
+    """What is owed before each row, where a part has left."""
     left: tuple[int, ...]
 
     def mark(self, row: int) -> MixMark:
@@ -142,10 +138,8 @@ class MixRows:
         lane, lanes = self.lane
         number = self.first + row
         marks = tuple(stretch.mark(row) for stretch in self.stretches)
-        return MixMark(
-            self.epoch_, number, number * lanes + lane, self.choices[row], self.bases[row], self.credits[row],
-            self.left, marks,
-        )  # fmt: skip
+        credits = self.credits[row] if self.credits is not None else (0,) * len(marks)
+        return MixMark(self.epoch_, number, number * lanes + lane, self.told, credits, self.left, marks)
 
     def epoch(self, row: int) -> int:
         return self.epoch_
@@ -165,7 +159,7 @@ class MixRows:
         return np.concatenate(rows or empty), np.concatenate(columns or empty)
 
     def spans(self, row: int) -> list[Span]:
-        rows, number = self.stretches[self.parts[row]].find(row)
+        rows, number = self.stretches[int(self.parts[row])].find(row)
         return rows.spans(number)
 
 
@@ -233,8 +227,8 @@ class MixPacker:
             return at_start
         number = self._row * self._lanes + self._lane
         return MixMark(
-            self._epoch, self._row, number, self._chooser.choices(number), self._base(number), tuple(self._credits),
-            tuple(self._left), tuple(part.mark() for part in self._parts),
+            self._epoch, self._row, number, self._chooser.told(number), tuple(self._credits), tuple(self._left),
+            tuple(part.mark() for part in self._parts),
         )  # fmt: skip
 
     def _open(self, places: Sequence[Any]) -> None:
@@ -246,10 +240,10 @@ class MixPacker:
         """Up to `n` rows; fewer where a part ends. None if it ends before the first."""
         numbers = (self._row + np.arange(n, dtype=np.int64)) * self._lanes + self._lane
         chosen = self._chooser.at(numbers, self._lane)
-        credits = [tuple(self._credits)] * n
+        credits: list[tuple[int, ...]] | None = None
         if any(self._left):
             chosen, credits = self._substitute(chosen, numbers)
-        at = [np.array([i for i, part in enumerate(chosen) if part == p], np.int64) for p in range(len(self._parts))]
+        at = [np.flatnonzero(chosen == p) for p in range(len(self._parts))]
         have = [part.have(len(rows)) for part, rows in zip(self._parts, at, strict=True)]
         # The first row for which its part has none: up to it everything is as chosen.
         cut, ending = min(
@@ -264,16 +258,16 @@ class MixPacker:
         if cut:
             self._row += cut
             self._given_in_pass += cut
-            if cut < n:
+            if credits is not None:
                 self._credits = list(credits[cut])
-            elif any(self._left):
-                self._credits = self._credits_after
         if ending >= 0:
             self._end_of(ending)
         self._chooser.forget(self._own)
         return made
 
-    def _build(self, n: int, numbers: I64, chosen: list[int], at: list[I64], credits: list[tuple[int, ...]]) -> MixRows:
+    def _build(
+        self, n: int, numbers: I64, chosen: Parts, at: list[I64], credits: list[tuple[int, ...]] | None
+    ) -> MixRows:
         ids = np.empty((n, self._width), self._dtype)
         valid: I64 | None = None
         stretches = []
@@ -292,26 +286,25 @@ class MixPacker:
                 taken.append((piece.rows, piece.first, count))
                 begin += count
             stretches.append(Stretch(rows, taken, part.mark()))
-        tells = [self._chooser.choices(number) for number in numbers[:n].tolist()]
-        bases = [self._base(number) for number in numbers[:n].tolist()]
+        told = self._chooser.told(int(numbers[n - 1]))
         return MixRows(
-            ids, valid, self._epoch, self._row, (self._lane, self._lanes), stretches, chosen[:n], tells, bases,
-            credits[:n], tuple(self._left),
+            ids, valid, self._epoch, self._row, (self._lane, self._lanes), stretches, chosen[:n], told, credits,
+            tuple(self._left),
         )  # fmt: skip
-
-    def _base(self, row: int) -> int:
-        return max(begin for begin, _ in self._schedule if begin <= row)
 
     def _weights(self, row: int) -> tuple[int, ...]:
         return [weights for begin, weights in self._schedule if begin <= row][-1]
 
-    def _substitute(self, chosen: list[int], numbers: I64) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Give the rows of parts that have left to the others, by their weights, within this lane."""
+    def _substitute(self, chosen: Parts, numbers: I64) -> tuple[Parts, list[tuple[int, ...]]]:
+        """Give the rows of parts that have left to the others, by their weights, within this lane.
+
+        Also what each part is owed before each row, and after the last.
+        """
         owed = list(self._credits)
         out: list[int] = []
         before: list[tuple[int, ...]] = []
         staying = [p for p, left in enumerate(self._left) if not left]
-        for part, number in zip(chosen, numbers.tolist(), strict=True):
+        for part, number in zip(chosen.tolist(), numbers.tolist(), strict=True):
             before.append(tuple(owed))
             if self._left[part]:
                 weights = self._weights(number)
@@ -321,8 +314,7 @@ class MixPacker:
                 part = max(staying, key=lambda p: (owed[p], -p))
                 owed[part] -= sum(shares)
             out.append(part)
-        self._credits_after = owed
-        return out, before
+        return np.array(out, np.int16), [*before, tuple(owed)]
 
     def _end_of(self, ending: int) -> None:
         """A part has no more rows: its failure is ours, or else its end is dealt with as was chosen."""
@@ -350,11 +342,11 @@ class MixPacker:
                 _add(self._packed, part.packer.counts)
             self._parts = []
             number = self._row * self._lanes + self._lane
-            counts = (0,) * len(places)
-            if number != self._base(number):
-                counts = self._chooser.choices(number).counts_at(number)
             self._start = self._start._replace(
-                counts=counts, credits=tuple(self._credits), left=tuple(self._left), places=tuple(places)
+                counts=self._chooser.told(number).counts(number),
+                credits=tuple(self._credits),
+                left=tuple(self._left),
+                places=tuple(places),
             )
             return
         self._open(places)
