@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-SCRIPTS = ("start", "latency", "throughput", "resume", "interference", "memory")
+SCRIPTS = ("start", "latency", "throughput", "tokens", "mapstyle", "resume", "interference", "memory")
 
 
 def main() -> int:

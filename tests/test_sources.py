@@ -337,7 +337,8 @@ def places_in(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
         yield path
     inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     for key, value in inside:
-        if path or key in ("row", "batch", "first", "lanes", "at", "weights", "source"):
+        # What a source of the user's says of itself, only that source can judge.
+        if key != "state" and (path or key in ("row", "batch", "first", "lanes", "at", "weights", "source")):
             yield from places_in(value, (*path, key))
 
 

@@ -12,6 +12,7 @@ State: the loader's, as one string: `torch.distributed.checkpoint` takes tables 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 AHEAD = 16
 """Batches that a trainer may have fetched before it trains on them, for a state to be had of the one in training."""
 STATE_FILE = "penstock.json"
+LIGHTNING_ADVICE = (
+    "The 'train_dataloader' does not have many workers",
+    "Your `IterableDataset` has `__len__` defined",
+    "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
+)
+"""Good advice for other datasets, and wrong for this one: the loader has its own workers, and the callback resumes."""
 
 
 class TorchDataset(IterableDataset[dict[str, Any]]):
@@ -235,14 +242,14 @@ class TrainerMixin:
     def get_train_dataloader(self) -> Any:
         """The stream as it is, instead of one that Accelerate splits among ranks."""
         if isinstance(self.train_dataset, TorchDataset):
-            return DataLoader(self.train_dataset, batch_size=None)
+            return _dataloader(self.train_dataset)
         return super().get_train_dataloader()  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The same for evaluation."""
         dataset = getattr(self, "eval_dataset", None) if eval_dataset is None else eval_dataset
         if isinstance(dataset, TorchDataset):
-            return DataLoader(dataset, batch_size=None)
+            return _dataloader(dataset)
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -265,6 +272,12 @@ class TrainerMixin:
                 dataset.load_state_dict(json.loads(file.read_text()))
                 dataset._resumed = False  # a Trainer goes to its next epoch by itself
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+
+def _dataloader(dataset: TorchDataset) -> Any:
+    # Each `iter` of a DataLoader draws a seed. From a generator of its own, so that dropout after a resume is
+    # what it would have been.
+    return DataLoader(dataset, batch_size=None, generator=torch.Generator())
 
 
 def _saver(dataset: TorchDataset) -> Any:
@@ -312,6 +325,8 @@ def lightning_callback(dataset: TorchDataset) -> Any:
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":
                 dataset._require_rank(trainer.world_size, trainer.global_rank)
+                for advice in LIGHTNING_ADVICE:
+                    warnings.filterwarnings("ignore", advice)
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             self._settle()

@@ -253,9 +253,11 @@ class Batcher:
             )  # fmt: skip
             made.fill(batch, first, last)
             if starts is not None:
-                batch.positions, batch.cu_seqlens = self._documents(starts, first, last)
+                positions, lengths = self._documents(starts, first, last)
                 if batch.narrow is not None:
-                    batch.narrow |= {"positions": batch.positions.astype(np.int32), "cu_seqlens": batch.cu_seqlens}
+                    batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": lengths}
+                else:
+                    batch.positions, batch.cu_seqlens = positions, lengths
             if self._tensors and torch_is_here():
                 batch.to_torch()
             batches.append(batch)

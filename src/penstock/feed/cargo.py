@@ -57,7 +57,7 @@ class BatchCargo:
         if isinstance(value, _Leaf):
             return landed[value]
         if hasattr(value, "requires_grad"):  # of a type that numpy does not have
-            return value.to(self._device, non_blocking=True)
+            return value.to(self._device)
         return rebuild(value, lambda v: self._resolve(v, landed))
 
     def _widen(self, landing: Landing, narrow: dict[str, Array]) -> None:
@@ -72,7 +72,7 @@ class BatchCargo:
             batch.targets.masked_fill_(columns >= valid[:, None], IGNORE)
         if "positions" in narrow:
             batch.positions = landing.wide("positions")
-            batch.cu_seqlens = landing["cu_seqlens"]
+            batch.cu_seqlens = landing["cu_seqlens"].clone()  # a view would keep all that landed alive
 
     def tensors(self) -> Iterable[Any]:
         found: list[Any] = []

@@ -1,0 +1,193 @@
+"""Two real ranks inside the libraries that train: each gets its own rows, none twice, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = """
+import itertools, json, os, sys, warnings
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from penstock import AsyncDataLoader, ConfigError, TextDataset
+from penstock.torch_dataset import AllRanks, TrainerMixin, lightning_callback
+corpus, out = Path(sys.argv[1]), Path(sys.argv[2])
+os.environ["HF_HUB_OFFLINE"] = "1"
+warnings.simplefilter("ignore")
+SEQ_LEN = 32
+rank = int(os.environ["RANK"])
+result = {}
+
+def loader():
+    data = TextDataset(corpus, tokenizer="byte", seq_len=SEQ_LEN)
+    return AsyncDataLoader(data, 2, shuffle=True, seed=1, n_workers=1)
+
+def ids(item):
+    return item["input_ids"].tolist()
+
+dist.init_process_group("gloo")
+with loader() as stream:
+    result["own"] = [next(stream).inputs.tolist() for _ in range(6)]
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+import torch.distributed.checkpoint as dcp
+
+accelerator = Accelerator(cpu=True)
+def run(n, load):
+    with loader() as stream:
+        dataset = stream.as_torch_dataset()
+        torch.manual_seed(0)
+        net = torch.nn.Embedding(257, 4)
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.register_for_checkpointing(AllRanks(dataset))
+        if load:
+            accelerator.load_state(str(out / "state"))
+        seen = []
+        for item in itertools.islice(DataLoader(dataset, batch_size=None), n):
+            accelerator.backward(net(item["input_ids"]).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(ids(item))
+        if not load:
+            accelerator.save_state(str(out / "state"))
+            dcp.save({"stream": AllRanks(dataset)}, checkpoint_id=out / "dcp")
+            dcp.save({f"stream{rank}": dataset}, checkpoint_id=out / "dcp_by_rank")
+        accelerator.free_memory()
+        accelerator._custom_objects.clear()
+        return seen
+
+result["accelerate"] = run(3, load=False) + run(3, load=True)
+
+for name, folder, form in (("dcp", "dcp", AllRanks), ("dcp_by_rank", "dcp_by_rank", lambda dataset: dataset)):
+    with loader() as stream:
+        dataset = stream.as_torch_dataset()
+        key = "stream" if name == "dcp" else f"stream{rank}"
+        dcp.load({key: form(dataset)}, checkpoint_id=out / folder)
+        result[name] = result["own"][:3] + [ids(item) for item in itertools.islice(dataset, 3)]
+
+with loader() as stream:
+    try:
+        next(iter(accelerator.prepare(DataLoader(stream.as_torch_dataset(), batch_size=None))))
+    except ConfigError as error:
+        result["refused"] = str(error)
+"""
+
+TRAINER = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+class Recording(TrainerMixin, Trainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        seen.append(ids(inputs))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+seen = []
+def run(steps, resume):
+    args = TrainingArguments(
+        output_dir=str(out / "run"), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        logging_strategy="no", save_strategy="steps", save_steps=3, max_steps=steps,
+    )
+    config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
+    with loader() as stream:
+        dataset = stream.as_torch_dataset(shift=False)
+        Recording(GPT2LMHeadModel(config), args, train_dataset=dataset).train(resume_from_checkpoint=resume)
+
+run(3, None)
+run(6, True)
+result["trainer"] = seen
+"""
+
+LIGHTNING = """
+import lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Embedding(257, 4), torch.nn.Linear(4, 257))
+
+    def training_step(self, batch, batch_idx):
+        seen.append(ids(batch))
+        logits = self.net(batch["input_ids"])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+seen = []
+def run(steps, resume):
+    with loader() as stream:
+        dataset = stream.as_torch_dataset()
+        save = pl.callbacks.ModelCheckpoint(out / "ck", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[lightning_callback(dataset), save],
+        )
+        trainer.fit(Module(), DataLoader(dataset, batch_size=None), ckpt_path=resume)
+
+run(3, None)
+run(6, out / "ck" / "step=3.ckpt")
+result["lightning"] = seen
+"""
+
+END = """
+(out / f"{rank}.json").write_text(json.dumps(result))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def results(out: Path) -> list[dict[str, Any]]:
+    """What each rank saw, by library. One launch for all: most of its time goes into imports."""
+    corpus, script = out / "corpus.jsonl", out / "worker.py"
+    # No two rows are alike, so that one that comes twice is found.
+    corpus.write_text(
+        "".join(json.dumps({"text": " ".join(f"{20 * i + j:07}" for j in range(20))}) + "\n" for i in range(400))
+    )
+    script.write_text(WORKER + ACCELERATE + TRAINER + LIGHTNING + END)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc_per_node=2", str(script), str(corpus), str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    files = [out / f"{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-3000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("name", ["accelerate", "dcp", "dcp_by_rank", "trainer", "lightning"])
+def test_each_rank_trains_on_its_own_rows_and_resumes_exactly(results: list[dict[str, Any]], name: str) -> None:
+    for result in results:
+        assert result[name] == result["own"]
+    rows = [tuple(row) for result in results for batch in result[name] for row in batch]
+    assert len(rows) == 2 * 6 * 2
+    assert len(set(rows)) == len(rows)
+
+
+def test_a_dataloader_that_accelerate_prepared_is_refused_on_each_rank(results: list[dict[str, Any]]) -> None:
+    assert all("would split it again" in result["refused"] for result in results)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_a_distributed_checkpoint_of_two_ranks_loads_on_one(results: list[dict[str, Any]], out: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from penstock import AsyncDataLoader, TextDataset
+    from penstock.torch_dataset import AllRanks
+
+    data = TextDataset(out / "corpus.jsonl", tokenizer="byte", seq_len=32)
+    with AsyncDataLoader(data, 4, shuffle=True, seed=1, n_workers=1) as loader:
+        dataset = loader.as_torch_dataset()
+        dcp.load({"stream": AllRanks(dataset)}, checkpoint_id=out / "dcp")
+        rows = next(iter(dataset))["input_ids"].tolist()
+    assert sorted(rows) == sorted(row for result in results for row in result["own"][3])

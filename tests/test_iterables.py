@@ -1,0 +1,483 @@
+"""Iterables: what a resume costs, one-shot iterators, failures, and sources of odd shapes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import AsyncDataLoader, BadRecord, ConfigError, NoData, Shard, SourceError, TextDataset
+from tests import contracts
+
+SEQ = 8
+REPLAY = re.compile(r"(\S+) has no state_dict: .* first (\d+) items .* took ([\d.]+) s")
+
+
+class Source:
+    """Counts what is read of it."""
+
+    def __init__(self, length: int = 100, fails_at: int | None = None) -> None:
+        self.length, self.fails_at = length, fails_at
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.length):
+            if index == self.fails_at:
+                raise OSError("the connection is gone")
+            self.read += 1
+            yield self.item(index)
+
+    def item(self, index: int) -> Any:
+        return np.full(SEQ + 1, index)
+
+
+class Documents(Source):
+    """Each document fills a row, but for the id that opens the next."""
+
+    def item(self, index: int) -> Any:
+        return np.full(SEQ, index)
+
+
+class WithState:
+    """Goes on where a state says, which holds for the next `iter` only."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.read = self.at = self._start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self._start = self._start, 0
+        while self.at < self.source.length:
+            self.at += 1
+            self.read += 1
+            yield self.source.item(self.at - 1)
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._start = state["at"]
+
+
+class Continues(WithState):
+    """Goes on where it stands, whoever asks for an iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.source.length:
+            self.at += 1
+            self.read += 1
+            yield self.source.item(self.at - 1)
+        self.at = 0
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def text(source: Any, **more: Any) -> Any:
+    return TextDataset.from_iterable(
+        source, **{"tokenizer": None, "seq_len": SEQ, "chunk_docs": 4, "name": "it"} | more
+    )
+
+
+def samples_loader(source: Any, **how: Any) -> AsyncDataLoader:
+    return AsyncDataLoader(source, **{"batch_size": 4, "n_workers": 1, "prefetch_size": 2, "output": "numpy", **how})
+
+
+def text_loader(source: Any, **how: Any) -> AsyncDataLoader:
+    return samples_loader(text(source), **how)
+
+
+Make = Callable[..., AsyncDataLoader]
+PATHS = pytest.mark.parametrize(("loader_of", "kind"), [(samples_loader, Source), (text_loader, Documents)])
+
+
+def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
+    out: list[int] = []
+    for _ in range(n):
+        batch = loader.next_batch(timeout=20)
+        if batch is None:
+            break
+        out += np.asarray(batch.inputs)[:, 0].tolist()
+    return out
+
+
+# What a resume costs
+
+
+@PATHS
+def test_a_resume_replays_a_source_without_state_and_says_so_once(
+    loader_of: Make, kind: type[Source], caplog: pytest.LogCaptureFixture
+) -> None:
+    with loader_of(kind()) as loader:
+        assert firsts(loader, 10) == list(range(40))
+        state = loader.state_dict()
+    assert not caplog.records
+    again = kind()
+    with caplog.at_level(logging.WARNING, "penstock"), loader_of(again) as loader:
+        loader.load_state_dict(state)
+        assert firsts(loader, 5) == list(range(40, 60))
+    told = [REPLAY.search(record.getMessage()) for record in caplog.records]
+    assert len(told) == 1
+    assert told[0] is not None
+    assert 36 <= int(told[0][2]) <= 40
+    assert float(told[0][3]) >= 0
+    assert again.read >= 60
+
+
+@pytest.mark.parametrize("stateful", [WithState, Continues])
+@PATHS
+def test_a_resume_uses_the_state_of_a_source_that_has_one(
+    loader_of: Make, kind: type[Source], stateful: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loader_of(stateful(kind())) as loader:
+        firsts(loader, 20)
+        state = loader.state_dict()
+    again = stateful(kind())
+    loader = loader_of(again)
+    loader.load_state_dict(state)
+    with loader:
+        assert firsts(loader, 1) == list(range(80, 84))
+    assert again.read <= 20  # those read ahead, and not the 80 before
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stateful", [WithState, Continues])
+@PATHS
+def test_a_source_with_a_state_resumes_at_every_batch_and_again(
+    loader_of: Make, kind: type[Source], stateful: Any
+) -> None:
+    def make(**how: Any) -> AsyncDataLoader:
+        return loader_of(stateful(kind(42)), **how)
+
+    contracts.resumes_everywhere(make, n=40)
+    contracts.resumes_repeatedly(make, n=40, steps=[1] * 25 + [5, 1, 1, 8])
+    contracts.closes_cleanly(make)
+
+
+@pytest.mark.parametrize("stateful", [WithState, Continues])
+@PATHS
+def test_the_same_object_can_be_read_by_one_loader_after_another(
+    loader_of: Make, kind: type[Source], stateful: Any
+) -> None:
+    source = stateful(kind())
+    with loader_of(source) as loader:
+        firsts(loader, 10)
+        state = loader.state_dict()
+    with loader_of(source) as loader:
+        loader.load_state_dict(state)
+        assert firsts(loader, 1) == list(range(40, 44))
+        loader.warmup(2, timeout=10)
+        loader.shutdown()
+        assert firsts(loader, 1) == list(range(44, 48))
+
+
+@pytest.mark.parametrize("stateful", [WithState, Continues])
+@PATHS
+def test_what_was_read_ahead_is_read_again_after_a_shutdown(loader_of: Make, kind: type[Source], stateful: Any) -> None:
+    with loader_of(stateful(kind())) as loader:
+        loader.warmup(2, timeout=10)
+        loader.shutdown()
+        assert firsts(loader, 1) == [0, 1, 2, 3]
+
+
+def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(WithState):
+        def state_dict(self) -> Any:
+            return {"at": self.at, "of": object()}
+
+    with samples_loader(Odd(Source())) as loader:
+        firsts(loader, 10)
+        state = loader.state_dict()
+    assert sum("JSON" in record.getMessage() for record in caplog.records) == 1
+    with samples_loader(Odd(Source())) as loader:
+        loader.load_state_dict(state)
+        assert firsts(loader, 2) == list(range(40, 48))
+
+
+def test_a_shorter_iterable_than_the_state_was_made_with_is_told_apart() -> None:
+    with samples_loader(Source(100)) as loader:
+        firsts(loader, 10)
+        state = loader.state_dict()
+    with samples_loader(Source(30)) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(SourceError, match="30 items"):
+            firsts(loader, 1)
+
+
+def test_the_epoch_is_told_to_a_source_that_wants_to_know_it() -> None:
+    class Told(Source):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def item(self, index: int) -> Any:
+            return np.full(SEQ + 1, 100 * self.epoch + index)
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return samples_loader(Told(10), **how)
+
+    with make(batch_size=10) as loader:
+        assert firsts(loader, 3) == [100 * epoch + i for epoch in range(3) for i in range(10)]
+    contracts.resumes_everywhere(make, n=12)
+
+
+# Iterators
+
+
+def test_an_iterator_is_read_once() -> None:
+    with samples_loader(iter(Source(20)), epochs=1, drop_last=False) as loader:
+        assert firsts(loader, 100) == list(range(20))
+
+
+@PATHS
+def test_an_iterator_refuses_a_second_epoch(loader_of: Make, kind: type[Source]) -> None:
+    with loader_of(iter(kind(20))) as loader, pytest.raises(ConfigError, match="iterator, which can be read once"):
+        firsts(loader, 100)
+
+
+@PATHS
+def test_an_iterator_refuses_a_second_pass(loader_of: Make, kind: type[Source]) -> None:
+    with loader_of(iter(kind(20)), epochs=1) as loader:
+        assert len(list(loader)) >= 4
+        with pytest.raises(ConfigError, match="iterator, which can be read once"):
+            list(loader)
+
+
+@PATHS
+def test_an_iterator_refuses_to_go_on_after_a_shutdown_rather_than_lose_items(
+    loader_of: Make, kind: type[Source]
+) -> None:
+    with loader_of(iter(kind())) as loader:
+        assert firsts(loader, 2) == list(range(8))
+        loader.shutdown()
+        with pytest.raises(ConfigError, match="iterator, which can be read once"):
+            firsts(loader, 1)
+
+
+@PATHS
+def test_a_new_iterator_goes_on_from_a_state(loader_of: Make, kind: type[Source]) -> None:
+    with loader_of(iter(kind())) as loader:
+        firsts(loader, 5)
+        state = loader.state_dict()
+    loader = loader_of(iter(kind()))
+    loader.load_state_dict(state)
+    with loader:
+        assert firsts(loader, 2) == list(range(20, 28))
+
+
+@PATHS
+def test_an_iterator_that_was_begun_is_not_taken_for_a_new_one(loader_of: Make, kind: type[Source]) -> None:
+    with loader_of(iter(kind())) as loader:
+        firsts(loader, 5)
+        state = loader.state_dict()
+    with loader_of(iter(kind())) as loader:
+        loader.warmup(1, timeout=10)
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match="iterator, which can be read once"):
+            firsts(loader, 1)
+
+
+def test_an_object_that_is_its_own_iterator_and_begins_anew_has_epochs() -> None:
+    class Anew:
+        def __iter__(self) -> Any:
+            self.at = 0
+            return self
+
+        def __next__(self) -> Any:
+            if self.at == 8:
+                raise StopIteration
+            self.at += 1
+            return np.full(SEQ + 1, self.at - 1)
+
+    with samples_loader(Anew(), epochs=1, drop_last=False) as loader:
+        assert firsts(loader, 10) == list(range(8))
+
+
+def test_whether_it_can_be_read_again_is_found_out_without_opening_it() -> None:
+    class Dear(Source):
+        opened = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.opened += 1
+            return super().__iter__()
+
+    source = Dear()
+    with samples_loader(source) as loader:
+        firsts(loader, 2)
+    assert source.opened == 1
+
+
+# Failures
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [0, 3, 50])
+@PATHS
+def test_a_failing_iterable_gives_exactly_the_batches_before_the_failure(
+    loader_of: Make, kind: type[Source], n_workers: int, fails_at: int
+) -> None:
+    seen: list[int] = []
+    with (
+        loader_of(kind(fails_at=fails_at), n_workers=n_workers, prefetch_size=8) as loader,
+        pytest.raises(OSError, match="connection is gone") as caught,
+    ):
+        while True:
+            seen += firsts(loader, 1)
+    # A row of text has the first id of the next document as its last target.
+    rows = fails_at if kind is Source else max(0, fails_at - 1)
+    assert seen == list(range(rows - rows % 4))
+    assert any(str(fails_at) in note for note in caught.value.__notes__)
+    assert len(caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize("fails_at", [3, 50])
+def test_a_failure_comes_after_whatever_was_read_whatever_the_size_of_a_chunk(fails_at: int) -> None:
+    seen: list[int] = []
+    with (
+        samples_loader(text(Documents(fails_at=fails_at), chunk_docs=512), batch_size=1) as loader,
+        pytest.raises(OSError, match="connection is gone"),
+    ):
+        while True:
+            seen += firsts(loader, 1)
+    assert seen == list(range(fails_at - 1))
+
+
+def test_a_failure_can_be_resumed_from_once_it_is_mended() -> None:
+    with samples_loader(Source(fails_at=22)) as loader:
+        with pytest.raises(OSError, match="gone"):
+            firsts(loader, 100)
+        state = loader.state_dict()
+    with samples_loader(Source()) as loader:
+        loader.load_state_dict(state)
+        assert firsts(loader, 1) == [20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+@PATHS
+def test_an_iterable_that_gives_nothing_is_refused(loader_of: Make, kind: type[Source], n_workers: int) -> None:
+    for how in ({}, {"epochs": 1}):
+        with loader_of(kind(0), n_workers=n_workers, **how) as loader, pytest.raises(NoData):
+            firsts(loader, 1)
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_stop_iteration_in_preprocess_does_not_end_the_stream_in_silence(n_workers: int) -> None:
+    def stops(sample: Any) -> Any:
+        if sample[0] == 10:
+            next(iter(()))
+        return sample
+
+    with (
+        samples_loader(Source(), preprocess=stops, epochs=1, n_workers=n_workers) as loader,
+        pytest.raises(RuntimeError),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("document", [{"other": "x"}, 5, 1.5, np.zeros((2, 2)), np.array([-1]), np.array([2**40]), b"x"])
+def test_a_document_that_is_none_is_refused_with_its_number(document: Any) -> None:
+    def documents() -> Iterator[Any]:
+        yield np.arange(5)
+        yield document
+
+    with samples_loader(text(documents)) as loader, pytest.raises(BadRecord) as caught:
+        firsts(loader, 1)
+    assert any("document" in note for note in caught.value.__notes__)
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not_mix_with_it() -> None:
+    with samples_loader(text(["a", "b"])) as loader, pytest.raises(BadRecord, match="tokenizer"):
+        firsts(loader, 1)
+    mixed = text(["a", np.arange(3)], tokenizer="byte")
+    with samples_loader(mixed) as loader, pytest.raises(BadRecord, match="one or the other"):
+        firsts(loader, 1)
+
+
+def test_empty_documents_and_none_are_left_out_of_text_and_of_ids() -> None:
+    for source, tokenizer in (([None, "", "abcdefghi" * 3], "byte"), ([None, [], np.arange(30)], None)):
+        with samples_loader(text(source, tokenizer=tokenizer), batch_size=1) as loader:
+            assert len(firsts(loader, 3)) == 3
+
+
+@pytest.mark.parametrize("source", ["text", b"bytes", {"a": 1}, 5, None])
+def test_what_is_no_iterable_of_documents_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match="source"):
+        TextDataset.from_iterable(source, tokenizer="byte", seq_len=4)
+
+
+# Ranks, lanes and the rest
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_of_an_iterable_of_samples_are_disjoint_and_complete(world: int) -> None:
+    seen: Counter[int] = Counter()
+    for rank in range(world):
+        with samples_loader(Source(50), epochs=1, drop_last=False, shard=Shard(world, rank)) as loader:
+            seen.update(firsts(loader, 100))
+    assert seen == Counter(range(50))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_of_a_stream_of_documents_are_disjoint_and_complete(world: int) -> None:
+    seen: Counter[int] = Counter()
+    for rank in range(world):
+        with text_loader(Documents(50), epochs=1, drop_last=False, shard=Shard(world, rank)) as loader:
+            seen.update(firsts(loader, 100))
+    assert seen == Counter(range(50))
+
+
+def test_a_lane_that_would_get_no_document_is_refused() -> None:
+    for how in ({}, {"epochs": 1, "drop_last": True}):
+        with text_loader(Documents(4), lanes=3, **how) as loader, pytest.raises(NoData, match="lane"):
+            firsts(loader, 100)
+
+
+def test_a_lane_that_lags_behind_holds_no_chunk_twice() -> None:
+    # Two documents a lane and epoch, one of them long: lanes go through epochs at different speeds.
+    class Uneven(Source):
+        def item(self, index: int) -> Any:
+            return np.full(4 * SEQ if index % 4 < 2 else 1, index)
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return samples_loader(text(Uneven(8), chunk_docs=2), lanes=2, **how)
+
+    contracts.same_for_any(make, 40, [{"n_workers": 0}, {"n_workers": 1}, {"n_workers": 3}])
+    contracts.resumes_everywhere(make, n=30, every=3)
+
+
+def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:
+    class Sized(torch.utils.data.IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from Source(12)
+
+    with samples_loader(Sized(), epochs=1) as loader:
+        assert firsts(loader, 100) == list(range(12))
+
+
+def test_provenance_of_a_sample_is_its_number_in_the_iterable() -> None:
+    with samples_loader(Source(10)) as loader:
+        for _ in range(5):
+            batch = loader.next_batch(timeout=10)
+            assert batch is not None
+            assert [spans[0].row for spans in batch.provenance()] == batch.inputs[:, 0].tolist()
+
+
+def test_a_shuffled_hub_stream_loses_no_document_over_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    def make(**how: Any) -> AsyncDataLoader:
+        table = datasets.Dataset.from_dict({"text": [list(range(8 * i, 8 * i + 8)) for i in range(60)]})
+        return samples_loader(text(table.to_iterable_dataset().shuffle(seed=1, buffer_size=10)), epochs=1, **how)
+
+    contracts.resumes_everywhere(make, n=10)
