@@ -115,7 +115,8 @@ def global_rows(
                 assert batch is not None
                 targets = batch.inputs if batch.targets is None else batch.targets
                 rows += [
-                    a.tobytes() + b.tobytes() for a, b in zip(np.asarray(batch.inputs), np.asarray(targets), strict=True)
+                    a.tobytes() + b.tobytes()
+                    for a, b in zip(np.asarray(batch.inputs), np.asarray(targets), strict=True)
                 ]
             columns.append(rows)
             ended.append(json.loads(json.dumps(loader.state_dict())))

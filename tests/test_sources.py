@@ -64,7 +64,13 @@ class Ragged(Rows):
 class Dicts(Rows):
     def __getitem__(self, index: int) -> Any:
         ids = list(range(index, index + 2 + index % 5))
-        return {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids), "weight": index / 2, "name": f"#{index}"}
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "attention_mask": [1] * len(ids),
+            "weight": index / 2,
+            "name": f"#{index}",
+        }
 
 
 class Tensors(Rows):
@@ -88,7 +94,11 @@ def noisy_batch(samples: list[Any], rng: np.random.Generator) -> list[Any]:
 
 
 def columns(samples: list[Any]) -> Any:
-    return {"sum": np.array([s.sum() for s in samples]), "all": [torch.as_tensor(s) for s in samples], "n": len(samples)}
+    return {
+        "sum": np.array([s.sum() for s in samples]),
+        "all": [torch.as_tensor(s) for s in samples],
+        "n": len(samples),
+    }
 
 
 def documents() -> Iterator[str]:
@@ -270,7 +280,9 @@ def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> No
     contracts.same_for_any(maker(kind, folder), 70, ways)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "preprocess", "batched", "dicts", "collate", "function", "samples", "leave"])
+@pytest.mark.parametrize(
+    "kind", ["tokens", "preprocess", "batched", "dicts", "collate", "function", "samples", "leave"]
+)
 def test_processes_give_the_stream_that_threads_give(kind: str, folder: Path) -> None:
     contracts.same_for_any(maker(kind, folder), 20, [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}])
 
@@ -328,7 +340,26 @@ def test_mixtures_resume_with_any_number_of_lanes(kind: str, lanes: int, folder:
 # States that do not fit
 
 
-JUNK = (-1, 0, 1, 3, 10**6, 2**62, 2**63 - 1, 2**63, 10**30, 1.5, True, None, "x", [], {}, [1], [[0, [1]]], {"taken": "x"})
+JUNK = (
+    -1,
+    0,
+    1,
+    3,
+    10**6,
+    2**62,
+    2**63 - 1,
+    2**63,
+    10**30,
+    1.5,
+    True,
+    None,
+    "x",
+    [],
+    {},
+    [1],
+    [[0, [1]]],
+    {"taken": "x"},
+)
 
 
 def places_in(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -355,7 +386,19 @@ def damaged(state: Any, rng: random.Random) -> tuple[Any, str]:
     return state, f"{path} is {node[path[-1]]!r}"
 
 
-FUZZED = ("rows", "tokens", "function", "stateful", "best fit", "hub", "samples", "stateful samples", "restart", "leave", "stop")
+FUZZED = (
+    "rows",
+    "tokens",
+    "function",
+    "stateful",
+    "best fit",
+    "hub",
+    "samples",
+    "stateful samples",
+    "restart",
+    "leave",
+    "stop",
+)
 
 
 @pytest.mark.parametrize("kind", FUZZED)
@@ -432,7 +475,10 @@ def test_texts_are_refused_with_advice_how_to_tokenize_them() -> None:
         with pytest.raises(ConfigError, match=r"TextDataset\.from_iterable"):
             AsyncDataLoader(texts, 2)
     for texts in (documents, Iterated(list(documents()))):
-        with AsyncDataLoader(texts, 2, n_workers=1) as loader, pytest.raises(ConfigError, match=r"TextDataset\.from_iter"):
+        with (
+            AsyncDataLoader(texts, 2, n_workers=1) as loader,
+            pytest.raises(ConfigError, match=r"TextDataset\.from_iter"),
+        ):
             next(loader)
 
 

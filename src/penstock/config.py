@@ -69,6 +69,12 @@ def current_shard() -> Shard:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return Shard(distributed.get_world_size(), distributed.get_rank())
     world = _int("WORLD_SIZE", 1)
+    if world > 1 and not os.environ.get("RANK"):
+        # Some launchers set the one and not the other: every process would read the same part.
+        raise ConfigError(
+            f"WORLD_SIZE={world} is in the environment and RANK is not, so this process does not know its part. "
+            "Start with torchrun, call init_process_group before making the loader, or give shard=…"
+        )
     rank = _int("RANK", 0)
     if not 0 <= rank < world:
         raise ConfigError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit together")

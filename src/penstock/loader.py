@@ -376,6 +376,7 @@ class AsyncDataLoader:
             tokenizer=source.tokenizer_id(),
             skip=self._skip,
             weights=weights,
+            source=source.start(first),
         )
 
     def _stream_id(self) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def lightning_callback(dataset: TorchDataset) -> Any:
 
     class StreamState(Callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._first = dataset.handed
+            self._first: int | None = None  # what had been handed out when `fit` began
             self._begun = 0
 
         @property
@@ -314,25 +314,22 @@ def lightning_callback(dataset: TorchDataset) -> Any:
 
         @property
         def _behind(self) -> int:
-            return dataset.handed - self._first - self._begun
-
-        def _settle(self) -> None:
-            if self._behind:
-                dataset.load_state_dict(dataset.state_dict(self._behind))
-            self._first, self._begun = dataset.handed, 0
-            dataset._resumed = False  # Lightning goes to its next epoch by itself
+            return 0 if self._first is None else dataset.handed - self._first - self._begun
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":
                 dataset._require_rank(trainer.world_size, trainer.global_rank)
+                self._first, self._begun = dataset.handed, 0
                 for advice in LIGHTNING_ADVICE:
                     warnings.filterwarnings("ignore", advice)
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            self._settle()
+            if self._behind:
+                dataset.load_state_dict(dataset.state_dict(self._behind))
+            self._first = None
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            self._settle()
+            self.teardown(trainer, pl_module, "fit")
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             self._begun += 1
@@ -342,7 +339,6 @@ def lightning_callback(dataset: TorchDataset) -> Any:
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             dataset.load_state_dict(state)
-            self._begun = dataset.handed - self._first
-            self._settle()
+            dataset._resumed = False  # Lightning goes to its next epoch by itself
 
     return StreamState()

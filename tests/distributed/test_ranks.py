@@ -33,7 +33,7 @@ try:
         Tokenizer.encode = encode
     epochs = None if mode == "launcher" else 1
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=4, epochs=epochs, n_workers=1) as loader:
-        result["rank"], result["world"] = loader._shard.rem, loader._shard.mod
+        result["rank"], result["world"] = loader._options.shard.rem, loader._options.shard.mod
         result["batches"] = []
         for batch in loader:
             result["batches"].append(digest(batch))

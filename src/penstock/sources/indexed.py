@@ -79,6 +79,8 @@ class Group:
     samples: I64
     epochs: I64
     dataset: Any
+    total: int | None
+    """Rows of a finite stream: it goes on from there if more epochs are asked for later."""
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.size)
@@ -97,7 +99,8 @@ class FetchedFrom:
 
     def position(self) -> Position:
         group, after = self.group, self.number + 1
-        return Position(group.row + after * group.whole, group.batch + after, ())
+        row = group.row + after * group.whole
+        return Position(row if group.total is None else min(row, group.total), group.batch + after, ())
 
     def spans(self) -> list[list[Span]]:
         group = self.group
@@ -193,7 +196,7 @@ class IndexedProducer:
                 return None
             samples, epochs = self._order.samples(rows)
             fitting = 1
-        group = Group(self._row, whole, self._batch, size, samples, epochs, self._dataset)
+        group = Group(self._row, whole, self._batch, size, samples, epochs, self._dataset, total)
         self._row += fitting * whole
         self._batch += fitting
         return group
@@ -272,6 +275,9 @@ class IndexedSource:
         return dict(known()) if known is not None else {}
 
     def first_place(self, epoch: int) -> Any:
+        return None
+
+    def start(self, epoch: int) -> Any:
         return None
 
     def check_place(self, value: Any) -> Any:

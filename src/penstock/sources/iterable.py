@@ -227,6 +227,9 @@ class IterableSource:
     def first_place(self, epoch: int) -> Any:
         return None
 
+    def start(self, epoch: int) -> dict[str, Any]:
+        return {"epoch": epoch, "taken": 0}
+
     def check_place(self, value: Any) -> Any:
         raise StateFormat(f"an iterable of samples has no lanes, and the state has a place for one: {show(value)}")
 
@@ -242,7 +245,7 @@ class IterableSource:
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         if run.shuffle:
             raise ConfigError("shuffle=True: an iterable of samples comes in its own order. Shuffle where it is made.")
-        at = run.source or {"epoch": run.first_epoch, "taken": 0}
+        at = run.source
         if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
             raise StateFormat(f"the state does not say where the iterable stands: {show(at)}")
         return IterableProducer(self._name, Tape(self._source, self._name), run, pool, at)

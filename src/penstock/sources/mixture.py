@@ -157,6 +157,9 @@ class MixtureSource:
         none = (0,) * len(self.parts)
         return MixPlace(epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts))
 
+    def start(self, epoch: int) -> None:
+        return None
+
     def check_place(self, value: Any) -> MixPlace:
         n = len(self.parts)
         fits = isinstance(value, list | tuple) and len(value) == 6 and is_count(value[0]) and is_count(value[1])

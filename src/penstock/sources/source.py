@@ -112,6 +112,9 @@ class Source(Protocol):
     def first_place(self, epoch: int) -> Any:
         """Where a lane begins an epoch."""
 
+    def start(self, epoch: int) -> Any:
+        """For an iterable of samples: where it stands at the beginning of an epoch."""
+
     def check_place(self, value: Any) -> Any:
         """A place as it was saved, checked. Raises `StateFormat`."""
 

@@ -293,6 +293,9 @@ class TextSource:
     def first_place(self, epoch: int) -> Place:
         return Place(epoch=epoch)
 
+    def start(self, epoch: int) -> None:
+        return None
+
     def check_place(self, value: Any) -> Place:
         return check_place(value)
 

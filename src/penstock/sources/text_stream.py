@@ -273,6 +273,9 @@ class TextStreamSource:
     def first_place(self, epoch: int) -> Place:
         return Place(epoch=epoch)
 
+    def start(self, epoch: int) -> None:
+        return None
+
     def check_place(self, value: Any) -> Place:
         return check_place(value)
 

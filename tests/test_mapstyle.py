@@ -1,0 +1,569 @@
+"""Map-style data: order, ranks, putting samples together, errors, memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, UserDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock import AsyncDataLoader, ConfigError, NoData, Shard, StateError, SyntheticDataset, TokenFileDataset
+from tests import contracts
+
+
+class Numbers:
+    """Sample i is a row of i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(4, index)
+
+
+def loader_of(data: Any, batch_size: int = 4, **how: Any) -> AsyncDataLoader:
+    return AsyncDataLoader(data, batch_size, **{"n_workers": 1, "output": "numpy", **how})
+
+
+def firsts(loader: AsyncDataLoader, n: int = 10**6) -> list[int]:
+    out: list[int] = []
+    while n > 0 and (batch := loader.next_batch(timeout=20)) is not None:
+        out += np.asarray(batch.inputs)[:, 0].tolist()
+        n -= 1
+    return out
+
+
+# Order
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 300, 5000])
+def test_each_epoch_has_every_sample_once_in_an_order_of_its_own(length: int) -> None:
+    with loader_of(Numbers(length), 8, epochs=3, drop_last=False) as loader:
+        seen = firsts(loader)
+    epochs = [seen[i : i + length] for i in range(0, 3 * length, length)]
+    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+    if length > 7:
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_without_shuffle_samples_come_in_their_order() -> None:
+    with loader_of(Numbers(10), shuffle=False, epochs=2, drop_last=False) as loader:
+        assert firsts(loader) == [*range(10), *range(10)]
+
+
+def test_the_next_pass_has_the_next_epochs_order() -> None:
+    with loader_of(Numbers(50), 10, epochs=1) as loader:
+        passes = [[int(b.inputs[0, 0]) for b in loader] for _ in range(2)]
+    with loader_of(Numbers(50), 10, epochs=2) as loader:
+        both = [int(b.inputs[0, 0]) for b in loader]
+    assert passes[0] + passes[1] == both
+    assert passes[0] != passes[1]
+
+
+def test_another_seed_gives_another_order() -> None:
+    with loader_of(Numbers(100), seed=1) as one, loader_of(Numbers(100), seed=2) as two:
+        assert firsts(one, 20) != firsts(two, 20)
+
+
+# Ranks
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this process one of several ranks, as a launcher would."""
+
+    def be(world: int, rank: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("RANK", str(rank))
+
+    return be
+
+
+@given(
+    length=st.integers(1, 60), world=st.integers(1, 5), size=st.integers(1, 7), epochs=st.integers(1, 3),
+    drop_last=st.booleans(), shuffle=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=120, deadline=None)
+def test_all_ranks_get_equally_many_full_batches_and_together_every_sample(
+    length: int, world: int, size: int, epochs: int, drop_last: bool, shuffle: bool
+) -> None:
+    batches = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(world):
+            patch.setenv("WORLD_SIZE", str(world))
+            patch.setenv("RANK", str(rank))
+            loader = loader_of(Numbers(length), size, epochs=epochs, drop_last=drop_last, shuffle=shuffle, n_workers=0)
+            steps = len(loader)
+            if not steps:
+                with pytest.raises(NoData):
+                    next(loader)
+                return
+            batches.append([np.asarray(b.inputs)[:, 0].tolist() for b in loader])
+            assert len(batches[-1]) == steps
+            loader.shutdown()
+    total = length * epochs
+    rows = [row for turn in zip(*batches, strict=True) for batch in turn for row in batch]
+    if world == 1:
+        assert len(rows) == (total - total % size if drop_last else total)
+    else:
+        assert all(len(batch) == size for one in batches for batch in one)
+    counts = Counter(rows)
+    if not drop_last:
+        assert set(counts) == set(range(length))
+        # What fills up the last batch are the first rows of the pass: any sample is at most so much more often there.
+        extra = len(rows) - total
+        most = epochs + -(-extra // length) if extra else epochs
+        assert epochs <= min(counts.values())
+        assert max(counts.values()) <= most
+    else:
+        assert max(counts.values()) <= epochs
+
+
+def test_a_wrap_around_repeats_the_first_rows_of_the_pass(rank: Any) -> None:
+    seen: list[list[int]] = []
+    for r in range(2):
+        rank(2, r)
+        with loader_of(Numbers(10), 4, epochs=2, drop_last=False, seed=3) as loader:
+            seen.append(firsts(loader))
+    rows = [row for pair in zip(*seen, strict=True) for row in pair]
+    assert rows[20:] == rows[:4]
+    assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
+
+
+def test_a_wrap_around_that_reaches_its_own_epoch_again_repeats_the_first_rows(rank: Any) -> None:
+    seen: list[list[int]] = []
+    for r in range(2):
+        rank(2, r)
+        with loader_of(Numbers(10), 8, epochs=2, drop_last=False, seed=3) as loader:
+            seen.append(firsts(loader))
+    rows = [row for pair in zip(*seen, strict=True) for row in pair]
+    assert rows[20:] == rows[:12]
+
+
+def test_the_epoch_of_a_batch_does_not_go_back_at_a_wrap_around(rank: Any) -> None:
+    rank(2, 0)
+    with loader_of(Numbers(10), 4, epochs=2, drop_last=False) as loader:
+        epochs = [batch.epoch for batch in loader]
+    assert epochs == sorted(epochs)
+
+
+@pytest.mark.parametrize("length", [8, 9, 13, 16])
+def test_a_shard_given_by_hand_runs_to_its_own_end(length: int) -> None:
+    seen: Counter[int] = Counter()
+    for r in range(4):
+        with loader_of(Numbers(length), 2, epochs=1, shard=Shard(4, r)) as loader:
+            promised = len(loader)
+            batches = [np.asarray(b.inputs)[:, 0].tolist() for b in loader]
+        assert len(batches) == promised, f"shard {r}"
+        seen.update(row for batch in batches for row in batch)
+    assert seen == Counter(range(length))
+
+
+def test_eight_ranks_then_three_then_five_miss_and_repeat_nothing(rank: Any) -> None:
+    states: Any = None
+    rows: list[int] = []
+    for world, size, batches in ((8, 3, 2), (3, 5, 3), (5, 2, 4), (1, 7, 2)):
+        columns, ended = [], []
+        for r in range(world):
+            rank(world, r)
+            with loader_of(Numbers(300), size, seed=9) as loader:
+                if states is not None:
+                    loader.load_state_dict(states)
+                columns.append(firsts(loader, batches))
+                ended.append(loader.state_dict())
+        states = ended
+        rows += [row for column in columns for row in column]
+        assert len({str(state) for state in ended}) == 1
+    with loader_of(Numbers(300), len(rows), seed=9) as loader:
+        assert sorted(firsts(loader, 1)) == sorted(rows)
+    assert max(Counter(rows).values()) == 1
+
+
+def test_a_stream_without_end_has_no_length() -> None:
+    with pytest.raises(TypeError, match="endless"):
+        len(loader_of(Numbers(9)))
+
+
+def test_a_state_of_a_dataset_of_another_length_is_refused() -> None:
+    state = loader_of(Numbers(100)).state_dict()
+    with pytest.raises(StateError, match="length was 100, is 99"):
+        loader_of(Numbers(99)).load_state_dict(state)
+
+
+# Putting together
+
+
+def one(data: Any, **how: Any) -> Any:
+    with loader_of(
+        data, **{"batch_size": len(data), "shuffle": False, "epochs": 1, "drop_last": False, **how}
+    ) as loader:
+        return next(loader)
+
+
+def test_rows_of_ids_become_inputs_and_targets() -> None:
+    for row in ([1, 2, 3], np.array([1, 2, 3], np.uint16), torch.tensor([1, 2, 3])):
+        inputs, targets = one([row, row])
+        assert inputs.tolist() == [[1, 2], [1, 2]]
+        assert targets.tolist() == [[2, 3], [2, 3]]
+        assert inputs.dtype == targets.dtype == np.int64
+
+
+def test_ragged_rows_are_filled_up() -> None:
+    batch = one([[1, 2, 3, 4], [5, 6]], pad=9)
+    assert batch.inputs.tolist() == [[1, 2, 3], [5, 9, 9]]
+    assert batch.targets.tolist() == [[2, 3, 4], [6, -100, -100]]
+    with pytest.raises(ConfigError, match="pad="):
+        one([[1, 2, 3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
+def test_a_pad_id_need_not_fit_the_type_of_the_ids(dtype: Any) -> None:
+    pad = np.iinfo(dtype).max + 1
+    rows = [np.array([1, 2, 3, 4], dtype), np.array([5, 6], dtype)]
+    assert one(rows, pad=pad).inputs.tolist() == [[1, 2, 3], [5, pad, pad]]
+    assert one([{"input_ids": row} for row in rows], pad=pad)["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, pad, pad]]
+
+
+def test_many_ragged_rows_are_filled_up() -> None:
+    batch = one([np.arange(2 + i % 5) for i in range(300)], pad=0)
+    assert batch.inputs.shape == (300, 5)
+
+
+def test_mappings_are_put_together_by_field() -> None:
+    samples = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "attention_mask": [1, 1, 1], "x": {"y": 1.5}, "s": "a"}]
+    samples += [{"input_ids": [4], "labels": [4], "attention_mask": [1], "x": {"y": 2}, "s": "b"}]
+    batch = one(samples, pad=7)
+    assert batch.inputs.tolist() == batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
+    assert batch.targets.tolist() == [[1, -100, 3], [4, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["x"]["y"].tolist() == [1.5, 2.0]
+    assert batch["s"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sample_without_ids_is_filled_up_wherever_it_stands(first: int) -> None:
+    samples = [{"input_ids": []}, {"input_ids": [1, 2]}]
+    batch = one(samples[first:] + samples[:first], pad=7)
+    assert sorted(np.asarray(batch["input_ids"]).tolist()) == [[1, 2], [7, 7]]
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(KeyError) as caught:
+        one([{"a": 1}, {"b": 1}])
+    assert any("'a'" in note for note in caught.value.__notes__)
+
+
+def test_pairs_are_inputs_and_targets_as_tensors() -> None:
+    batch = one([(torch.ones(2, 3), 1), (torch.zeros(2, 3), 0)], output="torch")
+    assert batch.inputs.shape == (2, 2, 3)
+    assert batch.targets.tolist() == [1, 0]
+    batch = one([("a", 1), ("b", 0)], output="torch")
+    assert isinstance(batch.targets, torch.Tensor)
+
+
+def test_tensors_that_numpy_cannot_hold_stay_tensors() -> None:
+    batch = one([torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], output="torch")
+    stacked = batch.inputs if batch.inputs is not None else batch.data
+    assert isinstance(stacked, torch.Tensor)
+    assert stacked.dtype == torch.bfloat16
+    assert stacked.shape == (2, 3)
+
+
+def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -> None:
+    # What transformers' collators give is a UserDict.
+    for kind in (dict, UserDict):
+
+        def collate(samples: list[Any], kind: Any = kind) -> Any:
+            return kind(input_ids=torch.tensor(samples), labels=torch.tensor(samples))
+
+        batch = one([[1, 2], [3, 4]], collate=collate, output="torch")
+        assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
+        assert batch.inputs is not None
+        assert batch.inputs.tolist() == batch.targets.tolist() == [[1, 2], [3, 4]]
+
+
+def test_torchs_own_collate_gives_inputs_and_targets_of_pairs() -> None:
+    collate = torch.utils.data.default_collate
+    inputs, targets = one([(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate, output="torch")
+    assert inputs is not None
+    assert inputs.tolist() == [[1, 1], [0, 0]]
+    assert targets.tolist() == [1, 0]
+
+
+def test_a_collate_gets_the_list_of_samples() -> None:
+    seen: list[Any] = []
+
+    def collate(samples: Any) -> Any:
+        seen.append(type(samples))
+        return {"n": len(samples), "all": samples}
+
+    batch = one([[1, 2], [3, 4]], collate=collate)
+    assert seen == [list]
+    assert batch["n"] == 2
+    assert batch["all"] == [[1, 2], [3, 4]]
+    assert batch.inputs is None
+
+
+def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
+    def draw(sample: Any, rng: np.random.Generator) -> Any:
+        return np.array([sample[0], rng.integers(1 << 40), 0])
+
+    def drawn(**how: Any) -> dict[int, int]:
+        with loader_of(Numbers(20), preprocess=draw, **{"epochs": 1, **how}) as loader:
+            return {int(row[0]): int(row[1]) for batch in loader for row in np.asarray(batch.inputs)}
+
+    plain = drawn()
+    assert len(plain) == len(set(plain.values())) == 20
+    assert drawn(batch_size=5, n_workers=3) == drawn(n_workers=0, shuffle=False) == plain
+    assert drawn(seed=1) != plain
+    with loader_of(Numbers(20), preprocess=draw, epochs=1) as loader:
+        passes = [sorted(tuple(row) for batch in loader for row in np.asarray(batch.inputs).tolist()) for _ in range(2)]
+    assert passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("function", [torch.as_tensor, np.asarray, np.array, tuple])
+def test_a_preprocess_without_a_signature_is_called(function: Any) -> None:
+    assert firsts_of(one([[1, 2, 3]] * 2, preprocess=function)) == [1, 1]
+
+
+def firsts_of(batch: Any) -> list[int]:
+    value = batch.inputs if batch.inputs is not None else batch.data[0]
+    return [int(v) for v in np.asarray(value).reshape(2, -1)[:, 0]]
+
+
+def test_a_hub_dataset_is_map_style(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    table = datasets.Dataset.from_dict({"input_ids": [[i, i, i + 1] for i in range(30)], "n": list(range(30))})
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return loader_of(table, **{"epochs": 1, **how})
+
+    with make() as loader:
+        assert sorted(int(n) for batch in loader for n in batch["n"]) == list(range(28))[:0] + sorted(
+            int(n) for batch in make(n_workers=0) for n in batch["n"]
+        )
+    contracts.resumes_everywhere(make, n=10)
+
+
+# Errors
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 350:
+            raise LookupError("no such sample")
+        return super().__getitem__(index)
+
+
+class FailingAtOnce(Numbers):
+    def __getitems__(self, indices: list[int]) -> Any:
+        if 350 in indices:
+            raise LookupError("no such sample")
+        return [self[i] for i in indices]
+
+
+def failing(sample: Any) -> Any:
+    if sample[0] == 350:
+        raise LookupError("no such sample")
+    return sample
+
+
+@penstock.batched
+def failing_batch(samples: Any) -> Any:
+    return [failing(sample) for sample in samples]
+
+
+def failing_collate(samples: Any) -> Any:
+    return np.stack([failing(sample) for sample in samples])
+
+
+FAULTS = [
+    (Failing(400), {}, "__getitem__ of Failing, sample 350"),
+    (FailingAtOnce(400), {}, "__getitems__ of FailingAtOnce, samples 348, 349, 350, 351"),
+    (Numbers(400), {"preprocess": failing}, "preprocess, sample 350"),
+    (Numbers(400), {"preprocess": failing_batch}, "preprocess, samples 348, 349, 350, 351"),
+    (Numbers(400), {"collate": failing_collate}, "collate, of samples 348, 349, 350, 351"),
+]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 3])
+@pytest.mark.parametrize(("data", "how", "note"), FAULTS)
+def test_an_error_comes_after_exactly_the_batches_before_it_and_names_the_sample(
+    data: Any, how: Any, note: str, n_workers: int
+) -> None:
+    seen: list[int] = []
+    with (
+        loader_of(data, shuffle=False, n_workers=n_workers, prefetch_size=16, **how) as loader,
+        pytest.raises(LookupError, match="no such sample") as caught,
+    ):
+        while True:
+            seen += firsts(loader, 1)
+    assert any(note in n for n in caught.value.__notes__), caught.value.__notes__
+    assert seen == list(range(348))
+
+
+def test_an_error_in_another_process_keeps_its_type_and_names_the_sample() -> None:
+    with (
+        loader_of(Failing(400), shuffle=False, workers="process", prefetch_size=16) as loader,
+        pytest.raises(LookupError, match="no such sample") as caught,
+    ):
+        firsts(loader)
+    assert any("sample 350" in note for note in caught.value.__notes__)
+
+
+def test_a_damaged_file_of_tokens_gives_the_batches_before_the_damage(tmp_path: Path) -> None:
+    ids = np.arange(4 * 400 + 1, dtype=np.int32) % 1000
+    ids[4 * 350 + 1] = -7
+    np.save(tmp_path / "ids.npy", ids)
+    seen = 0
+    with (
+        loader_of(TokenFileDataset.from_binary_file(tmp_path / "ids.npy", seq_len=4), shuffle=False) as loader,
+        pytest.raises(penstock.CorruptFile),
+    ):
+        while True:
+            seen += len(firsts(loader, 1))
+    assert seen == 348
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_stop_iteration_in_user_code_does_not_end_the_stream_in_silence(n_workers: int) -> None:
+    def stops(sample: Any) -> Any:
+        if sample[0] == 10:
+            next(iter(()))
+        return sample
+
+    with (
+        loader_of(Numbers(40), preprocess=stops, epochs=1, n_workers=n_workers) as loader,
+        pytest.raises(RuntimeError) as caught,
+    ):
+        list(loader)
+    cause = caught.value.__cause__ or caught.value
+    assert any("sample 10" in note for note in cause.__notes__)
+
+
+def test_getitems_has_to_give_as_many_as_were_asked_for() -> None:
+    class Short(Numbers):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return [self[i] for i in indices[1:]]
+
+    with loader_of(Short(9)) as loader, pytest.raises(ConfigError, match="3 samples for 4 indices"):
+        next(loader)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    for data in (Numbers(0), [], np.zeros((0, 4), np.int64)):
+        with pytest.raises(NoData):
+            loader_of(data)
+
+
+def test_too_few_samples_for_a_batch_are_refused_where_the_last_is_dropped() -> None:
+    with pytest.raises(NoData, match="drop_last=False"):
+        loader_of(Numbers(3), epochs=1, drop_last=True).start()
+
+
+# Memory
+
+
+class Large:
+    """Batches that are counted while anybody holds them."""
+
+    def __init__(self, length: int, nbytes: int) -> None:
+        self.length, self.nbytes = length, nbytes
+        self.live = self.peak = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, samples: Any) -> Any:
+        batch = np.zeros(self.nbytes, np.uint8)
+        self._count(self.nbytes)
+        weakref.finalize(batch, self._count, -self.nbytes)
+        return batch
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+
+
+@pytest.mark.parametrize(("n_workers", "limit"), [(1, 8), (3, 8), (3, 4), (3, 2)])
+def test_large_batches_stay_within_the_memory_limit(n_workers: int, limit: int) -> None:
+    size = 1 << 20
+    data = Large(60, size)
+    with loader_of(
+        data, 1, n_workers=n_workers, collate=data.collate, memory_limit=limit * size, prefetch_size=16, epochs=1
+    ) as loader:
+        loader.warmup(timeout=5)
+        taken = 0
+        while loader.next_batch(timeout=20) is not None:
+            taken += 1
+    assert taken == 60
+    assert data.peak <= (limit + 1) * size  # the one in the trainer's hand is its own
+
+
+def test_warmup_returns_promptly_where_fewer_batches_fit_than_were_asked_for() -> None:
+    data = Large(60, 1 << 20)
+    with loader_of(data, 1, n_workers=2, collate=data.collate, memory_limit=8 << 20, prefetch_size=16) as loader:
+        done = loader.warmup(timeout=30)
+    assert done.wait_ms < 20_000
+    assert 1 <= done.filled < 16
+
+
+class Uneven:
+    """Small batches and large ones in turn."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros((1, self.sizes[index]), np.uint8)
+
+
+@pytest.mark.parametrize("sizes", [[250, 900], [100, 900], [300, 300, 5000], [1, 800, 350, 900], [900, 100]])
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 8])
+def test_a_large_batch_after_small_ones_is_waited_for_and_comes(sizes: list[int], prefetch: int) -> None:
+    with loader_of(Uneven(sizes * 8), 1, shuffle=False, epochs=1, prefetch_size=prefetch, memory_limit=1600) as loader:
+        taken = 0
+        while loader.next_batch(timeout=5) is not None:
+            taken += 1
+    assert taken == 8 * len(sizes)
+
+
+def test_samples_that_are_bytes_count_as_memory() -> None:
+    class Blobs(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return {"blob": b"x" * (1 << 20)}
+
+    with loader_of(Blobs(100), 1, memory_limit=4 << 20, prefetch_size=16) as loader:
+        loader.warmup(timeout=5)
+        assert loader.queue_depth() <= 4
+
+
+def test_synthetic_rows_are_the_datasets_own() -> None:
+    data = SyntheticDataset(seq_len=6, num_samples=30, vocab_size=100)
+    with loader_of(data) as loader:
+        for _ in range(10):
+            batch = loader.next_batch(timeout=10)
+            assert batch is not None
+            for row, spans in zip(np.asarray(batch.inputs), batch.provenance(), strict=True):
+                assert row.tolist() == data[spans[0].row][:-1].tolist()
