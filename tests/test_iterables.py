@@ -107,6 +107,12 @@ def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
     return out
 
 
+def drain(loader: AsyncDataLoader, seen: list[int]) -> None:
+    """Read on until something is raised."""
+    while True:
+        seen += firsts(loader, 1)
+
+
 # What a resume costs
 
 
@@ -328,8 +334,7 @@ def test_a_failing_iterable_gives_exactly_the_batches_before_the_failure(
         loader_of(kind(fails_at=fails_at), n_workers=n_workers, prefetch_size=8) as loader,
         pytest.raises(OSError, match="connection is gone") as caught,
     ):
-        while True:
-            seen += firsts(loader, 1)
+        drain(loader, seen)
     # A row of text has the first id of the next document as its last target.
     rows = fails_at if kind is Source else max(0, fails_at - 1)
     assert seen == list(range(rows - rows % 4))
@@ -344,8 +349,7 @@ def test_a_failure_comes_after_whatever_was_read_whatever_the_size_of_a_chunk(fa
         samples_loader(text(Documents(fails_at=fails_at), chunk_docs=512), batch_size=1) as loader,
         pytest.raises(OSError, match="connection is gone"),
     ):
-        while True:
-            seen += firsts(loader, 1)
+        drain(loader, seen)
     assert seen == list(range(fails_at - 1))
 
 

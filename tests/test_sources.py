@@ -266,23 +266,21 @@ def finite(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_batch_of_two_epochs_resumes_exactly(kind: str, folder: Path) -> None:
-    contracts.resumes_everywhere(maker(kind, folder, batch_size=8, **finite(kind)), n=70, every=5)
+    contracts.resumes_everywhere(maker(kind, folder, batch_size=8, **finite(kind)), n=70, every=9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_many_times_in_a_row_gives_the_whole_stream(kind: str, folder: Path) -> None:
-    contracts.resumes_repeatedly(maker(kind, folder), n=70, steps=[0, 1, 1, 2, 17, 1, 30, 1, 17])
+    contracts.resumes_repeatedly(maker(kind, folder), n=50, steps=[0, 1, 1, 2, 17, 1, 20, 1, 7])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> None:
-    ways = [{"n_workers": w, "prefetch_size": p} for w, p in ((0, 1), (1, 1), (1, 16), (3, 8), (3, 2))]
-    contracts.same_for_any(maker(kind, folder), 70, ways)
+    ways = [{"n_workers": w, "prefetch_size": p} for w, p in ((0, 1), (1, 16), (3, 8), (3, 2))]
+    contracts.same_for_any(maker(kind, folder), 50, ways)
 
 
-@pytest.mark.parametrize(
-    "kind", ["tokens", "preprocess", "batched", "dicts", "collate", "function", "samples", "leave"]
-)
+@pytest.mark.parametrize("kind", ["batched", "dicts", "leave"])
 def test_processes_give_the_stream_that_threads_give(kind: str, folder: Path) -> None:
     contracts.same_for_any(maker(kind, folder), 20, [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}])
 
@@ -309,7 +307,7 @@ def test_addressable_data_resumes_on_any_number_of_ranks(kind: str, folder: Path
 
 
 @pytest.mark.parametrize("kind", ["function", "function, shuffled", "list", "stateful", "ids", *MIXTURES])
-@pytest.mark.parametrize("lanes", [4, 12])
+@pytest.mark.parametrize("lanes", [12])
 def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(kind: str, lanes: int, folder: Path) -> None:
     # Chunks of few documents, so that every lane has some.
     build = KINDS[kind][0]
@@ -334,10 +332,15 @@ def test_iterables_of_samples_resume_on_any_number_of_ranks(kind: str, folder: P
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("lanes", [1, 3, 4])
 def test_mixtures_resume_with_any_number_of_lanes(kind: str, lanes: int, folder: Path) -> None:
-    contracts.resumes_everywhere(maker(kind, folder, lanes=lanes, batch_size=5, **finite(kind)), n=60, every=7)
+    contracts.resumes_everywhere(maker(kind, folder, lanes=lanes, batch_size=5, **finite(kind)), n=60, every=11)
 
 
 # States that do not fit
+
+
+def go_on(loader: AsyncDataLoader, state: Any) -> None:
+    loader.load_state_dict(state)
+    loader.next_batch(timeout=10)
 
 
 JUNK = (
@@ -409,7 +412,7 @@ def test_a_damaged_state_is_refused_or_gives_batches(kind: str, folder: Path) ->
         contracts.take(loader, 11)
         state = loader.state_dict()
     wrong: dict[str, str] = {}
-    for seed in range(150):
+    for seed in range(100):
         broken, how = damaged(state, random.Random(seed))
         loader = make()
         try:
@@ -432,8 +435,7 @@ def test_a_state_that_lost_where_its_iterable_stands_is_refused(kind: str, folde
         state = loader.state_dict()
     del state["source"]
     with make() as loader, pytest.raises(StateFormat):
-        loader.load_state_dict(state)
-        loader.next_batch(timeout=10)
+        go_on(loader, state)
 
 
 @pytest.mark.parametrize("one", ["rows", "tokens", "function", "samples", "restart"])

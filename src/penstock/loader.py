@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
 from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.agree import RankAgreement
@@ -157,7 +158,9 @@ class AsyncDataLoader:
         if length is None or options.epochs is None:
             why = "an endless stream" if options.epochs is None else "a stream whose length is not known beforehand"
             raise TypeError(f"{why} has no len()")
-        return steps(length, options.epochs, options.batch_size, options.shard, options.drop_last)
+        return steps(
+            length, options.epochs, options.batch_size, options.shard, alone=options.alone, drop_last=options.drop_last
+        )
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """The next batch, or None at the end of a finite stream. Raises `LoaderTimeout` after `timeout` s.
@@ -326,6 +329,7 @@ class AsyncDataLoader:
                     "Leave lanes out to take it from the state."
                 )
         loaded = loaded.with_places(source.check_place)
+        source.check_state(loaded)
         if options.epochs is not None and any(p.epoch > loaded.first + options.epochs for p in loaded.places.values()):
             raise StateMismatch(f"the state is past the end of a stream of epochs={options.epochs}")
         own = loaded.for_shard(self._own_lanes(loaded.lanes) if source.by_lane else [])
@@ -344,11 +348,11 @@ class AsyncDataLoader:
         if not isinstance(self._source, MixtureSource):
             raise ConfigError(f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}")
         state = self._current()
-        at = state.batch if step is None else step
+        at = state.batch if step is None else whole_number("step", step, 0)
         if at < state.batch:
             raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
         row = state.row + (at - state.batch) * self._options.batch_size * self._options.shard.mod
-        changed = self._source.schedule(state.weights, row, weights)
+        changed = self._source.schedule(state.weights, row, state.lanes, weights)
         self._close()
         self._state = replace(state, weights=changed)
 

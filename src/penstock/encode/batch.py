@@ -75,6 +75,8 @@ class Batch:
     """On the way to a device: the fields that are yet to be sent, in their narrowest types."""
     _origin: Origin | None = field(default=None, repr=False)
     _tokens: int = field(default=0, repr=False)
+    _ids: bool = field(default=True, repr=False)
+    """Whether inputs and targets are ids, as opposed to whatever a user's samples are."""
     _state: Callable[[Position], dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
@@ -101,10 +103,10 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
-        if self.data is None:
+        if self.data is None and self._ids:
             if not isinstance(self.inputs, np.ndarray):
                 return
-            if self.positions is None and isinstance(self.targets, np.ndarray):  # as usual: no need to look far
+            if self.positions is None:  # as usual: no need to look far
                 import torch
 
                 self.inputs, self.targets = torch.from_numpy(self.inputs), torch.from_numpy(self.targets)
@@ -162,6 +164,8 @@ def memory_of(value: Any) -> int:
     """Memory of the arrays in a value."""
     if isinstance(value, np.ndarray):
         return value.nbytes
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
     if isinstance(value, dict | list | tuple):
         return sum(map(memory_of, value.values() if isinstance(value, dict) else value))
     return int(getattr(value, "nbytes", 0))

@@ -118,7 +118,7 @@ def _column(values: Sequence[Any], filler: int | None) -> Any:
         return {key: _column([_field(v, key) for v in values], filler) for key in first}
     if isinstance(first, bool | int | float | np.generic):
         return np.asarray(values)
-    if isinstance(first, list) and first and isinstance(first[0], int | float | np.generic):
+    if isinstance(first, list) and _are_numbers(values):
         return _stacked([np.asarray(v) for v in values], filler)
     if isinstance(first, np.ndarray):
         return _stacked([as_array(v) for v in values], filler)
@@ -127,6 +127,12 @@ def _column(values: Sequence[Any], filler: int | None) -> Any:
 
         return torch.stack(list(values))
     return list(values)
+
+
+def _are_numbers(lists: Sequence[Any]) -> bool:
+    """Whether these are lists of numbers, of which some may be empty, but not all."""
+    firsts = [values[0] for values in lists if isinstance(values, list) and values]
+    return bool(firsts) and all(isinstance(value, int | float | np.generic) for value in firsts)
 
 
 def _stacked(arrays: list[Array], filler: int | None) -> Array:
@@ -142,8 +148,9 @@ def _padded(arrays: list[Array], filler: int | None) -> Array:
             f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give pad=… (the id that fills up "
             "rows of one dimension) or a collate= of your own."
         )
-    kind = np.result_type(*arrays)
-    if filler < 0 and kind.kind == "u":
+    some = [array for array in arrays if array.size] or arrays
+    kind = np.result_type(*some)
+    if kind.kind in "iu" and not np.iinfo(kind).min <= filler <= np.iinfo(kind).max:
         kind = np.dtype(np.int64)
     padded = np.full((len(arrays), max(map(len, arrays))), filler, kind)
     for row, array in zip(padded, arrays, strict=True):

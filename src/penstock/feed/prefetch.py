@@ -72,6 +72,8 @@ class Prefetcher(Generic[T]):
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
         if not self._taking:
+            if self._weigh is not None:
+                self._return_slots()  # a large item may need every one of them
             try:
                 items = self._ready.get(timeout=None if timeout is None else max(0.0, timeout))
             except Empty:

@@ -10,6 +10,7 @@ Cost:  about a microsecond a row of Python, over all ranks' rows.
 The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): among the
 parts that are owed a row, the one whose debt falls due first. It keeps every part within one row of
 its share, at every moment, however many parts there are; always taking the largest debt does not.
+A round of lanes, one row of each, shares out that many choices: see `turn`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ UNIT = 1 << 40
 BLOCK = 256
 
 Schedule = tuple[tuple[int, tuple[int, ...]], ...]
-"""From which global row on which weights hold, in ascending order, beginning with row 0."""
+"""From which global row on which weights hold, in ascending order, beginning with row 0. Where there are
+several lanes, weights change between two rounds of them."""
 
 
 def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
@@ -42,16 +44,28 @@ def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
             "give each part its weight, 0 to leave it out"
         )
     for name, weight in weights.items():
-        fits = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+        fits = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
         if not fits or not 0 <= weight < float("inf"):
             raise ConfigError(f"the weight of {name!r} is {weight!r}: needs a number, at least 0")
-    total = float(sum(weights.values()))
-    if total <= 0:
-        raise ConfigError("all weights are 0: one part at least needs some")
-    whole = [round(UNIT * (weights[name] / total)) for name in names]
+    total = float(sum(float(weight) for weight in weights.values()))
+    if not 0 < total < float("inf"):
+        raise ConfigError(f"the weights add up to {total}: one part at least needs some, and none too much")
+    whole = [round(UNIT * (float(weights[name]) / total)) for name in names]
     largest = max(range(len(whole)), key=whole.__getitem__)
     whole[largest] += UNIT - sum(whole)
     return tuple(whole)
+
+
+def turn(row: int | I64, lane: int, lanes: int) -> Any:
+    """Which choice the `row`-th row of a lane gets, of all that are made for the lanes' `row`-th rows.
+
+    It moves on by the golden section, so that no pattern of choices falls in step with it: each lane
+    gets its share of every part, and so all of a part's data is read.
+    """
+    with np.errstate(over="ignore"):
+        step = (np.asarray(row).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+        moved = (step * np.uint64(lanes)) >> np.uint64(32)
+    return row * lanes + (lane + moved.astype(np.int64)) % lanes
 
 
 def restarted(schedule: Schedule, row: int) -> Schedule:
@@ -99,16 +113,16 @@ class Chooser:
         self._blocks: list[Choices] = []
         self._needed: dict[int, int] = {}
 
-    def at(self, rows: I64, who: int) -> np.ndarray[Any, np.dtype[np.int16]]:
-        """The parts of some rows, in ascending order. `who` will not ask for earlier ones again."""
+    def at(self, first: int, rows: I64, who: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+        """The parts of some rows, in ascending order. `who` will not ask for rows before `first` again."""
         self._extend(int(rows[-1]) + 1)
-        self._needed[who] = int(rows[0])
-        first = self._blocks[0].start
+        self._needed[who] = first
+        begin = self._blocks[0].start
         if len(self._blocks) > 1:
             parts = np.concatenate([block.parts for block in self._blocks])
         else:
             parts = self._blocks[0].parts
-        return parts[rows - first]
+        return parts[rows - begin]
 
     def told(self, last: int) -> Told:
         """What can later tell the counts at any row up to `last` that was not forgotten."""

@@ -28,28 +28,35 @@ class End:
 END = End()
 
 
+class Once:
+    """Whether an iterator has been begun: whoever else wants to read it comes too late."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
 class Tape:
     """An iterable that is open at one place."""
 
-    def __init__(self, source: Any, name: str) -> None:
+    def __init__(self, source: Any, name: str, once: Once) -> None:
         self._source = source
         self._name = name
         self._made: Any = None
         self._items: Iterator[Any] | None = None
-        self._one_shot = not callable(source) and iter(source) is source
-        self._opened = False
+        self._one_shot = hasattr(source, "__next__")
+        self._once = once
         self._stateful = True
         self.epoch = 0
         self.taken = 0
 
     def open(self, epoch: int, taken: int, state: Any = None) -> None:
         """Stand in an epoch before the item number `taken`; `state` is what the source said there."""
-        if self._one_shot and self._opened:
+        if self._one_shot and self._once.begun:
             raise ConfigError(
-                f"{self._name} is an iterator, which can be read once, and another epoch or a restart was asked for. "
+                f"{self._name} is an iterator, which can be read once, and another epoch, a restart or a second reader was asked for. "
                 "Pass a function that makes it anew, or a collection; or read it once, with epochs=1."
             )
-        self._opened = True
+        self._once.begun = True
         source = self._source
         made = source() if callable(source) and not hasattr(source, "__iter__") else source
         if hasattr(made, "set_epoch"):
@@ -96,6 +103,8 @@ class Tape:
         """What the source says of where it is; None where it says nothing that can be saved."""
         if not self._stateful or not hasattr(self._made, "state_dict") or not hasattr(self._made, "load_state_dict"):
             return None
+        if _has_shuffle_buffer(self._made):
+            return None  # what it says leaves out the samples in its buffer, and they would be lost
         said = self._made.state_dict()
         try:
             return json.loads(json.dumps(said))
@@ -105,6 +114,16 @@ class Tape:
             )
             self._stateful = False
             return None
+
+
+def _has_shuffle_buffer(made: Any) -> bool:
+    """Whether this is a stream of `datasets` that is shuffled through a buffer."""
+    part = getattr(made, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
 
 
 def name_of(source: Any) -> str:

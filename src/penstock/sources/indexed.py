@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from penstock.order.permute import permute
 from penstock.order.shuffle import mix
 from penstock.sources.samples import Made, SampleWork, is_rows
 from penstock.sources.source import Producer, Run
+from penstock.state import State
 from penstock.types import Address, Shard, Span
 
 log = logging.getLogger("penstock")
@@ -56,9 +57,8 @@ class Order:
         epochs = epochs + self.first_epoch
         if not self.shuffle:
             return at, epochs
-        first, last = int(epochs[0]), int(epochs[-1])
-        if first == last:
-            return permute(self.length, mix(self.seed, _ROWS, first), at), epochs
+        if int(epochs.min()) == int(epochs.max()):
+            return permute(self.length, mix(self.seed, _ROWS, int(epochs[0])), at), epochs
         samples = np.empty_like(at)
         for epoch in np.unique(epochs).tolist():
             there = epochs == epoch
@@ -84,6 +84,17 @@ class Group:
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.size)
+
+    def only(self, number: int) -> Group:
+        """One of its batches, by itself."""
+        mine = slice(number * self.size, (number + 1) * self.size)
+        return replace(
+            self,
+            row=self.row + number * self.whole,
+            batch=self.batch + number,
+            samples=self.samples[mine],
+            epochs=self.epochs[mine],
+        )
 
     def parts(self, values: I64) -> list[I64]:
         """What belongs to each batch."""
@@ -143,6 +154,10 @@ class IndexedProducer:
             return []
         group, task = self._tasks.popleft()
         made = task.result()
+        if len(made.batches) < len(group):
+            self._ask_again(group, len(made.batches))
+            if not made.batches:
+                return self.next()
         self._adapt(made)
         self._ask_ahead()  # the workers go on while these are finished
         run = self._run
@@ -152,7 +167,7 @@ class IndexedProducer:
             batch._origin, batch._state = FetchedFrom(group, number), run.state
             if wrap:
                 batch.to_torch()
-        self._samples += len(group.samples)
+        self._samples += sum(len(part) for part in group.parts(group.samples)[: len(made.batches)])
         return made.batches
 
     def totals(self) -> dict[str, int]:
@@ -178,6 +193,14 @@ class IndexedProducer:
             task = self._pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
             self._tasks.append((group, task))
             under_way += len(group)
+
+    def _ask_again(self, group: Group, made: int) -> None:
+        """Of a group that failed part of the way, have the rest made one by one."""
+        for number in reversed(range(made, len(group))):
+            one = group.only(number)
+            task = self._pool.submit("batches", [one.samples], [one.epochs], first=True)
+            self._tasks.appendleft((one, task))
+        self._group = self._most = 1
 
     def _full(self, under_way: int) -> bool:
         return bool(self._tasks) and (under_way + self._group) * self._batch_bytes > self._run.read_ahead_bytes
@@ -256,7 +279,8 @@ class IndexedSource:
         self._length = len(dataset)
         if self._length < 1:
             raise NoData(f"{type(dataset).__name__} has no samples: its length is {self._length}")
-        if isinstance(dataset[0] if isinstance(dataset, list | tuple) else None, str):
+        texts = isinstance(dataset, list | tuple) and isinstance(dataset[0], str)
+        if texts and preprocess is None and collate is None:
             raise ConfigError(
                 "these are texts, and a loader needs to know how to tokenize them: "
                 "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
@@ -282,6 +306,9 @@ class IndexedSource:
 
     def check_place(self, value: Any) -> Any:
         raise StateFormat(f"data that can be addressed has no lanes, and the state has a place for one: {value!r}")
+
+    def check_state(self, state: State) -> None:
+        """There is nothing else."""
 
     def row_bytes(self) -> int:
         return 2 * 8 * int(self.dataset.seq_len) if self.rows else 0
@@ -311,8 +338,9 @@ class IndexedSource:
         return IndexedProducer(self.dataset, self._length, run, pool, self.rows)
 
 
-def steps(length: int, epochs: int, batch_size: int, shard: Shard, drop_last: bool) -> int:
+def steps(length: int, epochs: int, batch_size: int, shard: Shard, *, alone: bool, drop_last: bool) -> int:
     """Batches of one pass."""
-    whole = batch_size * shard.mod
-    total = length * epochs
-    return total // whole if drop_last else -(-total // whole)
+    total, whole = length * epochs, batch_size * shard.mod
+    full, left = divmod(total, whole)
+    # What is left fills a last batch, if this shard has any of it or gets some of the first rows instead.
+    return full + (not drop_last and left > (shard.rem if alone else 0))

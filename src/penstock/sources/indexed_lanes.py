@@ -119,8 +119,13 @@ class IndexedPacker:
         samples, epochs, task = self._tasks.popleft()
         try:
             ids = self._source.narrowed(task.result())
-        except Exception as error:  # raised by whoever deals the rows, after those that came before it
-            self.failed = error
+        except Exception as error:
+            if len(samples) > 1:  # those before the one that failed are good
+                for i in reversed(range(len(samples))):
+                    self._submit(samples[i : i + 1], epochs[i : i + 1], first=True)
+                self._size = 1
+                return self._fetch()
+            self.failed = error  # raised by whoever deals the rows, after those that came before it
             return None
         return IndexedRows(ids, self.mark(), samples, epochs, self._source.dataset)
 
@@ -130,9 +135,13 @@ class IndexedPacker:
             return False
         rows = np.arange(self._asked, last, dtype=np.int64) * self._lanes + self._lane
         samples, epochs = self._order.samples(rows)
-        self._tasks.append((samples, epochs, self._pool.submit("rows", samples, self._source.seq_len + 1)))
+        self._submit(samples, epochs)
         self._asked = last
         return True
+
+    def _submit(self, samples: I64, epochs: I64, first: bool = False) -> None:
+        task = self._pool.submit("rows", samples, epochs, self._source.seq_len + 1, first=first)
+        (self._tasks.appendleft if first else self._tasks.append)((samples, epochs, task))
 
 
 def _cut(rows: IndexedRows, n: int) -> tuple[IndexedRows, IndexedRows]:
@@ -169,7 +178,7 @@ class IndexedRowSource:
         self.dataset = source.dataset
         self.positions = source.positions
         self.samples = source.length() or 0
-        self.dtype: np.dtype[Any] = np.dtype(getattr(source.dataset, "dtype", None) or np.uint32)
+        self.dtype: np.dtype[Any] = np.dtype(source.dataset.dtype if source.rows else np.uint32)
         self.data_id, self.settings_id, self.tokenizer_id = source.data_id, source.settings_id, source.tokenizer_id
         self.work = source.work
 

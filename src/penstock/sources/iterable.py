@@ -20,10 +20,10 @@ import numpy as np
 from penstock.encode.batch import Batch, Position, torch_is_here
 from penstock.errors import ConfigError, StateFormat
 from penstock.feed.pool import Pool, Task
-from penstock.read.tape import END, Tape, name_of
-from penstock.sources.samples import SampleWork
+from penstock.read.tape import END, Once, Tape, name_of
+from penstock.sources.samples import SampleWork, user_code
 from penstock.sources.source import Producer, Run
-from penstock.state import is_count, show
+from penstock.state import State, is_count, show
 from penstock.types import Address, Span
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -59,8 +59,9 @@ class PulledFrom:
 class SampleReader:
     """Reads the iterable batch by batch, for whichever worker comes first."""
 
-    def __init__(self, tape: Tape, run: Run, at: dict[str, Any]) -> None:
+    def __init__(self, tape: Tape, run: Run, at: dict[str, Any], own_texts: bool) -> None:
         self._tape = tape
+        self._own_texts = own_texts
         self._run = run
         self._at = at
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class SampleReader:
                 else:
                     tape.next_epoch()
                 continue
-            if isinstance(item, str):
+            if isinstance(item, str) and not self._own_texts:
                 raise ConfigError(
                     "these are texts, and a loader needs to know how to tokenize them: "
                     "TextDataset.from_iterable(…, tokenizer=…, seq_len=…)"
@@ -131,7 +132,10 @@ class IterableWork(SampleWork):
     """What workers do with samples that were read."""
 
     def of_pulled(self, pulled: Pulled) -> tuple[Batch | None, Pulled]:
-        batch = self.of_samples(pulled.samples, pulled.numbers, pulled.epochs) if pulled.samples else None
+        batch = None
+        if pulled.samples:
+            with user_code():
+                batch = self.of_samples(pulled.samples, pulled.numbers, pulled.epochs)
         pulled.samples = []
         return batch, pulled
 
@@ -139,11 +143,11 @@ class IterableWork(SampleWork):
 class IterableProducer:
     """Has batches made ahead, and gives them out in order."""
 
-    def __init__(self, name: str, tape: Tape, run: Run, pool: Pool, at: dict[str, Any]) -> None:
+    def __init__(self, name: str, tape: Tape, run: Run, pool: Pool, own_texts: bool) -> None:
         self._name = name
         self._run = run
         self._pool = pool
-        self._reader = SampleReader(tape, run, at)
+        self._reader = SampleReader(tape, run, run.source, own_texts)
         self._tasks: deque[Task[tuple[Batch | None, Pulled]]] = deque()
         self._asked = 0
         self._row, self._batch = run.row, run.batch
@@ -213,6 +217,7 @@ class IterableSource:
         self._source = source
         self._how: dict[str, Any] = {"preprocess": preprocess, "collate": collate, "pad": pad}
         self._name = name_of(source)
+        self._once = Once()
         self.skip: frozenset[Address] = frozenset()
 
     def data_id(self) -> dict[str, Any]:
@@ -233,6 +238,11 @@ class IterableSource:
     def check_place(self, value: Any) -> Any:
         raise StateFormat(f"an iterable of samples has no lanes, and the state has a place for one: {show(value)}")
 
+    def check_state(self, state: State) -> None:
+        at = state.source
+        if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
+            raise StateFormat(f"the state does not say where the iterable stands: {show(at)}")
+
     def row_bytes(self) -> int:
         return 0
 
@@ -245,7 +255,6 @@ class IterableSource:
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         if run.shuffle:
             raise ConfigError("shuffle=True: an iterable of samples comes in its own order. Shuffle where it is made.")
-        at = run.source
-        if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
-            raise StateFormat(f"the state does not say where the iterable stands: {show(at)}")
-        return IterableProducer(self._name, Tape(self._source, self._name), run, pool, at)
+        tape = Tape(self._source, self._name, self._once)
+        own_texts = self._how["preprocess"] is not None or self._how["collate"] is not None
+        return IterableProducer(self._name, tape, run, pool, own_texts)

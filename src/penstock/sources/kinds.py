@@ -41,7 +41,7 @@ def as_source(
             f"dataset={dataset!r}: needs a dataset, not {type(dataset).__name__}. For text on disk: "
             "TextDataset(path, tokenizer=…, seq_len=…)"
         )
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not _is_iterable_dataset(dataset):
         return IndexedSource(dataset, preprocess, collate, pad)
     if callable(dataset) or isinstance(dataset, Iterable):
         return IterableSource(dataset, preprocess, collate, pad)
@@ -49,3 +49,8 @@ def as_source(
         f"dataset: cannot take batches from {type(dataset).__name__}. It needs a TextDataset, a TokenFileDataset, "
         "a SyntheticDataset, a Mixture, something with __len__ and __getitem__, or an iterable."
     )
+
+
+def _is_iterable_dataset(dataset: Any) -> bool:
+    """PyTorch's iterable datasets have a `__getitem__` too, which only raises."""
+    return any(kind.__name__ == "IterableDataset" and "torch" in kind.__module__ for kind in type(dataset).__mro__)

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.encode.rows import Marked, PackCounts, Packer, Rows
 from penstock.errors import NoData
-from penstock.order.mix import Chooser, Schedule, Told
+from penstock.order.mix import Chooser, Schedule, Told, turn
 from penstock.types import Span
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -104,7 +104,8 @@ class MixMark(NamedTuple):
 
     epoch: int
     row: int
-    global_row: int
+    round: int
+    """The first global row of the lanes' rows of this number."""
     told: Told
     credits: tuple[int, ...]
     left: tuple[int, ...]
@@ -114,7 +115,7 @@ class MixMark(NamedTuple):
         from penstock.sources.mixture import MixPlace
 
         places = tuple(part.place() for part in self.parts)
-        return MixPlace(self.epoch, self.row, self.told.counts(self.global_row), self.credits, self.left, places)
+        return MixPlace(self.epoch, self.row, self.told.counts(self.round), self.credits, self.left, places)
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class MixRows:
     valid: I64 | None
     epoch_: int
     first: int
-    lane: tuple[int, int]
+    lanes: int
     stretches: list[Stretch]
     parts: Parts
     told: Told
@@ -135,11 +136,10 @@ class MixRows:
 
     def mark(self, row: int) -> MixMark:
         row = row % len(self.parts)
-        lane, lanes = self.lane
         number = self.first + row
         marks = tuple(stretch.mark(row) for stretch in self.stretches)
         credits = self.credits[row] if self.credits is not None else (0,) * len(marks)
-        return MixMark(self.epoch_, number, number * lanes + lane, self.told, credits, self.left, marks)
+        return MixMark(self.epoch_, number, number * self.lanes, self.told, credits, self.left, marks)
 
     def epoch(self, row: int) -> int:
         return self.epoch_
@@ -225,7 +225,7 @@ class MixPacker:
         if not self._parts:
             at_start: Marked = self._start._replace(epoch=self._epoch, row=self._row)
             return at_start
-        number = self._row * self._lanes + self._lane
+        number = self._row * self._lanes
         return MixMark(
             self._epoch, self._row, number, self._chooser.told(number), tuple(self._credits), tuple(self._left),
             tuple(part.mark() for part in self._parts),
@@ -238,8 +238,8 @@ class MixPacker:
 
     def _some(self, n: int) -> MixRows | None:
         """Up to `n` rows; fewer where a part ends. None if it ends before the first."""
-        numbers = (self._row + np.arange(n, dtype=np.int64)) * self._lanes + self._lane
-        chosen = self._chooser.at(numbers, self._lane)
+        numbers: I64 = turn(self._row + np.arange(n, dtype=np.int64), self._lane, self._lanes)
+        chosen = self._chooser.at(self._row * self._lanes, numbers, self._lane)
         credits: list[tuple[int, ...]] | None = None
         if any(self._left):
             chosen, credits = self._substitute(chosen, numbers)
@@ -288,7 +288,7 @@ class MixPacker:
             stretches.append(Stretch(rows, taken, part.mark()))
         told = self._chooser.told(int(numbers[n - 1]))
         return MixRows(
-            ids, valid, self._epoch, self._row, (self._lane, self._lanes), stretches, chosen[:n], told, credits,
+            ids, valid, self._epoch, self._row, self._lanes, stretches, chosen[:n], told, credits,
             tuple(self._left),
         )  # fmt: skip
 
@@ -319,13 +319,15 @@ class MixPacker:
     def _end_of(self, ending: int) -> None:
         """A part has no more rows: its failure is ours, or else its end is dealt with as was chosen."""
         failed = self._parts[ending].packer.failed
+        if self._on_end == "leave" and isinstance(failed, NoData):
+            failed = None  # this lane gets nothing of it; others may
         if failed is not None or self._on_end == "restart":
             self.failed = failed or NoData("a part of the mixture ended that was to go on for ever")
             return
         if self._on_end == "leave":
             self._left[ending] = 1
             self._credits = [0] * len(self._parts)
-            weights = self._weights(self._row * self._lanes + self._lane)
+            weights = self._weights(self._row * self._lanes)
             if not all(left or not weight for left, weight in zip(self._left, weights, strict=True)):
                 return
         if not self._given_in_pass:
@@ -341,7 +343,7 @@ class MixPacker:
             for part in self._parts:
                 _add(self._packed, part.packer.counts)
             self._parts = []
-            number = self._row * self._lanes + self._lane
+            number = self._row * self._lanes
             self._start = self._start._replace(
                 counts=self._chooser.told(number).counts(number),
                 credits=tuple(self._credits),

@@ -20,13 +20,13 @@ import numpy as np
 from penstock.config import one_of, whole_number
 from penstock.errors import ConfigError, StateFormat
 from penstock.feed.pool import Pool, Scoped, Works
-from penstock.order.mix import Chooser, Schedule, whole_weights
+from penstock.order.mix import UNIT, Chooser, Schedule, whole_weights
 from penstock.order.shuffle import mix
 from penstock.sources.indexed import IndexedSource
 from penstock.sources.indexed_lanes import IndexedRowSource
 from penstock.sources.mixed_rows import MixPacker
 from penstock.sources.source import Lanes, Producer, RowsProducer, Run, Source
-from penstock.state import is_count, show
+from penstock.state import State, is_count, show
 from penstock.types import Address
 
 OnEnd = Literal["restart", "stop", "leave"]
@@ -70,7 +70,7 @@ class MixPlace(NamedTuple):
     row: int
     """Rows the lane has given since the run began."""
     counts: tuple[int, ...]
-    """Rows of each part, over all lanes, since the weights last changed."""
+    """Rows of each part, over all lanes, since the weights last changed and before this round of lanes."""
     credits: tuple[int, ...]
     """For rows of parts that have left: what each of the others is owed, in this lane."""
     left: tuple[int, ...]
@@ -120,11 +120,27 @@ class MixtureSource:
 
     # Weights
 
-    def schedule(self, weights: Schedule, row: int, changed: Mapping[str, float]) -> Schedule:
-        """The weights with those that hold from `row` on; later changes that were planned stay."""
+    def schedule(self, weights: Schedule, row: int, lanes: int, changed: Mapping[str, float]) -> Schedule:
+        """The weights with those that hold from `row` on, or from the next round of lanes on if it lies
+        within one; later changes that were planned stay."""
+        row = -(-row // lanes) * lanes
         new = (row, whole_weights(changed, self.names))
         kept = [(begin, w) for begin, w in weights if begin != row]
         return tuple(sorted([*kept, new]))
+
+    def check_state(self, state: State) -> None:
+        """Weights for each part, beginning with the first row; lanes where the stream is."""
+        n = len(self.parts)
+        for row, weights in state.weights:
+            if len(weights) != n or sum(weights) != UNIT or row % state.lanes:
+                raise StateFormat(f"the state's weights from row {row} on are not those of {n} parts: {show(weights)}")
+        rows = [row for row, _ in state.weights]
+        if rows[:1] != [0] or rows != sorted(set(rows)):
+            raise StateFormat(f"the state's weights do not begin with row 0 and ascend: {show(state.weights)}")
+        for lane, place in state.places.items():
+            dealt = max(0, -(-(state.row - lane) // state.lanes))
+            if place.row > dealt:
+                raise StateFormat(f"lane {lane} has given {place.row} rows, and the stream has come to {state.row}")
 
     def check_epochs(self, epochs: int | None) -> None:
         if epochs is not None and self.mixture.on_end == "restart":
@@ -168,6 +184,8 @@ class MixtureSource:
         numbers = [number for part in (value[2], value[3], value[4]) for number in part]
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise StateFormat(f"the counts of a lane of a mixture are no integers: {show(value)}")
+        if not all(map(is_count, value[2])) or not all(left in (0, 1) for left in value[4]) or all(value[4]):
+            raise StateFormat(f"the counts of a lane of a mixture do not fit together: {show(value)}")
         places = tuple(part.check_place(place) for part, place in zip(self.parts, value[5], strict=True))
         return MixPlace(value[0], value[1], tuple(value[2]), tuple(value[3]), tuple(value[4]), places)
 
@@ -230,25 +248,29 @@ class MixLanes:
 
     def __init__(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
         own = list(run.own_lanes)
-        self._opened: list[Lanes] = []
+        self._opened: dict[tuple[int, int], Lanes] = {}
+        self._over: list[dict[str, int]] = [{}, {}]
         children = [
             _Child(part, runs[name], Scoped(pool, name), work.named(name))
             for name, part in zip(source.names, source.parts, strict=True)
         ]
         places: Mapping[int, MixPlace] = run.places
-        first = min(own, key=lambda lane: places[lane].row * run.lanes + lane)
-        chooser = Chooser(run.weights, places[first].row * run.lanes + first, places[first].counts)
+        behind = min((places[lane] for lane in own), key=lambda place: place.row)
+        chooser = Chooser(run.weights, behind.row * run.lanes, behind.counts)
         endless = source.mixture.on_end == "restart"
         if endless:
             # All lanes of a part at once: they share what it reads.
             at = [{lane: places[lane].places[i] for lane in own} for i in range(len(children))]
-            together = [self._keep(c.open(own, p, None)).packers for c, p in zip(children, at, strict=True)]
+            together = [
+                self._keep(i, -1, c.open(own, p, None)).packers
+                for i, (c, p) in enumerate(zip(children, at, strict=True))
+            ]
 
         def opener(lane: int) -> Callable[[int, int, Any], Any]:
             def open_part(part: int, epoch: int, place: Any) -> Any:
                 if endless:
                     return together[part][own.index(lane)]
-                return self._keep(children[part].open([lane], {lane: place}, epoch + 1)).packers[0]
+                return self._keep(part, lane, children[part].open([lane], {lane: place}, epoch + 1)).packers[0]
 
             return open_part
 
@@ -271,30 +293,40 @@ class MixLanes:
         ]
         self._names = source.names
 
-    def _keep(self, lanes: Lanes) -> Lanes:
-        self._opened.append(lanes)
+    def _keep(self, part: int, lane: int, lanes: Lanes) -> Lanes:
+        """Know the lanes of a part, in place of those of the pass before."""
+        over = self._opened.get((part, lane))
+        if over is not None:
+            over.stop()
+            over.close()
+            for into, counts in zip(self._over, (over.totals(), over.bad()), strict=True):
+                _add(into, counts)
+        self._opened[part, lane] = lanes
         return lanes
 
     def totals(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for lanes in self._opened:
-            for name, n in lanes.totals().items():
-                totals[name] = totals.get(name, 0) + n
+        totals = dict(self._over[0])
+        for lanes in list(self._opened.values()):
+            _add(totals, lanes.totals())
         for i, name in enumerate(self._names):
             totals[f"rows of {name}"] = sum(packer.given[i] for packer in self.packers)
         return totals
 
     def bad(self) -> dict[str, int]:
-        bad: dict[str, int] = {}
-        for lanes in self._opened:
-            for reason, n in lanes.bad().items():
-                bad[reason] = bad.get(reason, 0) + n
+        bad = dict(self._over[1])
+        for lanes in list(self._opened.values()):
+            _add(bad, lanes.bad())
         return bad
 
     def stop(self) -> None:
-        for lanes in self._opened:
+        for lanes in list(self._opened.values()):
             lanes.stop()
 
     def close(self) -> None:
-        for lanes in self._opened:
+        for lanes in self._opened.values():
             lanes.close()
+
+
+def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, n in more.items():
+        into[name] = into.get(name, 0) + n

@@ -9,9 +9,10 @@ Cost:  the user's own code. Rows of ids are gathered by one call for all batches
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,24 +64,32 @@ class SampleWork:
         self._positions = positions
         self._narrow = narrow
         self._rows = is_rows(dataset) and preprocess is None and collate is None
-        self._random = preprocess is not None and "rng" in inspect.signature(preprocess).parameters
+        self._random = preprocess is not None and _takes_rng(preprocess)
 
     def batches(self, indices: list[I64], epochs: list[I64]) -> Made:
         """Some batches, given the samples of each."""
         begun = time.perf_counter()
-        if self._rows:
-            made = self._of_rows(indices, epochs)
-            size = made[0].nbytes * len(made)
-        else:
-            made = [self.of_samples(self._fetch(i), i, e) for i, e in zip(indices, epochs, strict=True)]
-            size = sum(batch.nbytes for batch in made)
+        made: list[Batch] = []
+        with user_code():
+            try:
+                if self._rows:
+                    made = self._of_rows(indices, epochs)
+                else:
+                    for i, e in zip(indices, epochs, strict=True):
+                        made.append(self.of_samples(self._fetch(i), i, e))
+            except Exception:
+                # Those before it are good. The rest is asked for again, one by one, and fails in its turn.
+                if not made and len(indices) == 1:
+                    raise
+        size = made[0].nbytes * len(made) if self._rows and made else sum(batch.nbytes for batch in made)
         return Made(made, time.perf_counter() - begun, size)
 
-    def rows(self, indices: I64, width: int) -> Any:
+    def rows(self, indices: I64, epochs: I64, width: int) -> Any:
         """Samples as rows of ids, all of one width: for mixtures."""
         if self._rows:
             return self._dataset.__getitems__(indices)
-        samples = self._prepare(self._fetch(indices), indices, np.zeros(len(indices), np.int64))
+        with user_code():
+            samples = self._prepare(self._fetch(indices), indices, epochs)
         rows = [as_array(sample) for sample in samples]
         for index, row in zip(indices.tolist(), rows, strict=True):
             if row.shape != (width,) or row.dtype.kind not in "iu":
@@ -98,13 +107,13 @@ class SampleWork:
                 made = put_together(prepared, self._pad)
             else:
                 value = plain(self._collate(list(prepared)))
-                made = of_mapping(value) if isinstance(value, dict) else _of_value(value)
+                made = of_mapping(value) if isinstance(value, Mapping) else _of_value(value)
         except Exception as error:
             error.add_note(f"in collate, of samples {_some(indices)}")
             raise
         ids = getattr(made.inputs, "size", None)
         tokens = ids if isinstance(ids, int) else len(samples)
-        return Batch(made.inputs, made.targets, reached(epochs), 0, data=made.data, _tokens=tokens)
+        return Batch(made.inputs, made.targets, reached(epochs), 0, data=made.data, _tokens=tokens, _ids=False)
 
     def _fetch(self, indices: I64) -> Sequence[Any]:
         dataset = self._dataset
@@ -191,9 +200,27 @@ class SampleWork:
 
 
 def reached(epochs: I64) -> int:
-    """The epoch that every row has reached. Rows ascend, and epochs with them, but for a last batch
-    that is filled up with the first rows."""
-    return int(min(epochs[0], epochs[-1]))
+    """The epoch that every row has reached."""
+    return int(epochs.min())
+
+
+def _takes_rng(preprocess: Callable[..., Any]) -> bool:
+    try:
+        return "rng" in inspect.signature(preprocess).parameters
+    except (TypeError, ValueError):  # some built-in functions have none
+        return False
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """A StopIteration that gets out of a user's function would look like the end of the data."""
+    try:
+        yield
+    except StopIteration as error:
+        raised = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+        raise raised from error
 
 
 def is_rows(dataset: Any) -> bool:
@@ -204,6 +231,8 @@ def is_rows(dataset: Any) -> bool:
 def _of_value(value: Any) -> Collated:
     if isinstance(value, tuple) and len(value) == 2:
         return Collated(value[0], value[1], None)
+    if isinstance(value, list) and len(value) == 2 and all(hasattr(part, "shape") for part in value):
+        return Collated(value[0], value[1], None)  # as torch's own collate gives pairs
     return Collated(value, None, None) if isinstance(value, np.ndarray) else Collated(None, None, value)
 
 

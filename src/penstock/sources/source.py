@@ -18,6 +18,7 @@ from penstock.encode.batch import Batch, Position
 from penstock.encode.deal import Batcher
 from penstock.encode.rows import Packer
 from penstock.feed.pool import Pool
+from penstock.state import State
 from penstock.types import Address, Shard
 
 
@@ -117,6 +118,9 @@ class Source(Protocol):
 
     def check_place(self, value: Any) -> Any:
         """A place as it was saved, checked. Raises `StateFormat`."""
+
+    def check_state(self, state: State) -> None:
+        """Whatever else has to fit. Raises `StateFormat`."""
 
     def row_bytes(self) -> int:
         """About what a row of a batch takes in the queue; 0 where that is not known beforehand."""

@@ -30,7 +30,7 @@ from penstock.order.plan import Plan
 from penstock.read.reader import Reader, ReadSettings
 from penstock.read.records import Quarantine, where
 from penstock.sources.source import Producer, RowsProducer, Run
-from penstock.state import is_count, show
+from penstock.state import State, is_count, show
 from penstock.types import Address, Bad, ChunkRef, FileRef, Packing, TokenChunk
 
 if TYPE_CHECKING:
@@ -298,6 +298,9 @@ class TextSource:
 
     def check_place(self, value: Any) -> Place:
         return check_place(value)
+
+    def check_state(self, state: State) -> None:
+        """There is nothing else."""
 
     def row_bytes(self) -> int:
         return 2 * 8 * self.seq_len

@@ -24,9 +24,10 @@ from penstock.encode.window import Place
 from penstock.errors import BadRecord, ConfigError
 from penstock.feed.pool import Pool, Task
 from penstock.order.plan import Plan
-from penstock.read.tape import END, Tape, name_of
+from penstock.read.tape import END, Once, Tape, name_of
 from penstock.sources.source import Producer, RowsProducer, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
+from penstock.state import State
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
 
 IDS = np.dtype(np.uint32)
@@ -60,6 +61,7 @@ class TextStream:
             raise ConfigError(f"source={source!r}: needs an iterable of documents, or a function that gives one")
         one_of("packing", packing, ("concat", "best_fit", "bos"))
         self.source = source
+        self.once = Once()
         self.name = name or name_of(source)
         self.seq_len = whole_number("seq_len", seq_len, 1)
         self.text_field = text_field
@@ -89,12 +91,17 @@ class Pulled:
 class StreamReader:
     """Reads the iterable, chunk by chunk, for the lanes of one shard."""
 
-    def __init__(self, stream: TextStream, file: FileRef, lanes: int, places: Mapping[int, Place]) -> None:
+    def __init__(
+        self, stream: TextStream, file: FileRef, lanes: int, places: Mapping[int, Place], partial: bool
+    ) -> None:
+        """`partial`: whether documents before a failure may come without those after it."""
         self._stream = stream
         self._file = file
         self._lanes = lanes
         self._own = frozenset(places)
-        self._tape = Tape(stream.source, stream.name)
+        self._tape = Tape(stream.source, stream.name, stream.once)
+        self._partial = partial
+        self._late: Exception | None = None
         self._lock = threading.Lock()
         self._ready: dict[tuple[int, int], Pulled] = {}
         self._failed: Exception | None = None
@@ -124,6 +131,8 @@ class StreamReader:
 
     def _pull(self) -> None:
         """Read the next chunk."""
+        if self._late is not None:
+            raise self._late
         if not self._opened:
             self._open()
         elif self._ended:
@@ -134,12 +143,18 @@ class StreamReader:
         items: list[Any] = []
         size = 0
         while len(items) < self._stream.chunk_docs and size < self._stream.chunk_bytes:
-            item = self._tape.take()
-            if item is END:
-                self._ended = True
+            try:
+                item = self._tape.take()
+                if item is END:
+                    self._ended = True
+                    break
+                items.append(self._document(item))
+            except Exception as error:
+                if not items or not self._partial:
+                    raise
+                self._late = error  # what came before it comes first
                 break
-            items.append(self._document(item))
-            size += len(items[-1])
+            size += len(items[-1] or "")
         if self._number % self._lanes in self._own:
             place = {"taken": first} if said is None else {"taken": first, "state": said}
             self._ready[self._epoch, self._number] = Pulled(self._documents(items, first), place)
@@ -158,7 +173,7 @@ class StreamReader:
                 raise BadRecord(f"a document has no field {self._stream.text_field!r}; it has {known}")
             item = item[self._stream.text_field]
         if item is None:
-            return ""
+            return None
         if isinstance(item, str):
             if self._stream.tokenizer is None:
                 raise BadRecord("a document is text, and there is no tokenizer: give tokenizer=…")
@@ -175,11 +190,12 @@ class StreamReader:
         return ids.astype(kind).tobytes()
 
     def _documents(self, items: list[Any], first: int) -> Documents:
-        ids = sum(isinstance(item, bytes) for item in items)
-        if ids not in (0, len(items)):
+        ids = any(isinstance(item, bytes) for item in items)
+        if ids and any(isinstance(item, str) for item in items):
             raise BadRecord("texts and arrays of ids in one stream: give one or the other")
         try:
-            texts = pa.array(items, pa.large_binary() if ids else pa.large_string())
+            empty = b"" if ids else ""
+            texts = pa.array([item or empty for item in items], pa.large_binary() if ids else pa.large_string())
         except UnicodeEncodeError as error:
             raise BadRecord(f"a document is not valid Unicode: {error}") from error
         rows = np.arange(first, first + len(items))
@@ -217,7 +233,8 @@ class StreamLanes(TextLanes):
 
     def __init__(self, stream: TextStream, run: Run, pool: Pool) -> None:
         file = FileRef(stream.name, stream.name, 0, "text", "iterable")
-        self._reader = StreamReader(stream, file, run.lanes, {n: run.places[n] for n in run.own_lanes})
+        places = {n: run.places[n] for n in run.own_lanes}
+        self._reader = StreamReader(stream, file, run.lanes, places, partial=not run.shuffle)
         tokenizer = stream.tokenizer
         super().__init__(
             plan=Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
@@ -278,6 +295,9 @@ class TextStreamSource:
 
     def check_place(self, value: Any) -> Place:
         return check_place(value)
+
+    def check_state(self, state: State) -> None:
+        """There is nothing else."""
 
     def row_bytes(self) -> int:
         return 2 * 8 * self.seq_len
