@@ -183,6 +183,23 @@ def test_the_same_object_can_be_read_by_one_loader_after_another(
         assert firsts(loader, 1) == list(range(44, 48))
 
 
+@pytest.mark.parametrize("arrow", [False, True])
+def test_a_stream_that_was_resumed_begins_at_its_beginning_for_the_next_loader(arrow: bool) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": [[i] * SEQ for i in range(100)]})
+    source = table.to_iterable_dataset() if arrow else Continues(Documents())
+    with text_loader(source) as loader:
+        assert firsts(loader, 1) == [0, 1, 2, 3]
+        firsts(loader, 9)
+        state = loader.state_dict()
+    with text_loader(source) as loader:
+        loader.load_state_dict(state)
+        assert firsts(loader, 1) == list(range(40, 44))
+    with text_loader(source) as loader:
+        assert firsts(loader, 1) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("stateful", [WithState, Continues])
 @PATHS
 def test_what_was_read_ahead_is_read_again_after_a_shutdown(loader_of: Make, kind: type[Source], stateful: Any) -> None:

@@ -160,7 +160,7 @@ class Prefetcher(Generic[T]):
             while items := self._produce():
                 first = 0
                 for i in range(len(items)):
-                    if i > first and self._slots.empty():
+                    if i > first and self._slots.qsize() < self._weight(items[i]):
                         # No room for the next one: those that have theirs do not wait for it.
                         self._hand_over(items[first:i])
                         first = i
@@ -172,11 +172,13 @@ class Prefetcher(Generic[T]):
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
 
+    def _weight(self, item: T) -> int:
+        return 1 if self._weigh is None else max(1, min(self._weigh(item), self._capacity))
+
     def _acquire(self, item: T) -> bool:
         """Wait for the slots that an item takes. False if it is time to stop."""
-        weight = 1
+        weight = self._weight(item)
         if self._weigh is not None:
-            weight = max(1, min(self._weigh(item), self._capacity))
             self._weights.append(weight)
         for _ in range(weight):
             if self._weigh is not None and self._slots.empty():

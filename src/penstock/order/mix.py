@@ -113,10 +113,10 @@ class Chooser:
         self._blocks: list[Choices] = []
         self._needed: dict[int, int] = {}
 
-    def at(self, first: int, rows: I64, who: int) -> np.ndarray[Any, np.dtype[np.int16]]:
-        """The parts of some rows, in ascending order. `who` will not ask for rows before `first` again."""
+    def at(self, rows: I64, who: int, first: int | None = None) -> np.ndarray[Any, np.dtype[np.int16]]:
+        """The parts of some rows, in ascending order. `who` will not ask for rows before the first of them again."""
         self._extend(int(rows[-1]) + 1)
-        self._needed[who] = first
+        self._needed[who] = int(rows[0]) if first is None else first
         begin = self._blocks[0].start
         if len(self._blocks) > 1:
             parts = np.concatenate([block.parts for block in self._blocks])

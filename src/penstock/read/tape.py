@@ -29,10 +29,16 @@ END = End()
 
 
 class Once:
-    """Whether an iterator has been begun: whoever else wants to read it comes too late."""
+    """What all readers of one source have to know: how it began, and whether somebody has begun it.
 
-    def __init__(self) -> None:
+    An iterator can be read once, so whoever else wants to read it comes too late. A source that keeps
+    its own place is put back to its beginning before it is read anew.
+    """
+
+    def __init__(self, source: Any) -> None:
         self.begun = False
+        stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self.beginning = source.state_dict() if stateful and not isinstance(source, type) else None
 
 
 class Tape:
@@ -46,6 +52,8 @@ class Tape:
         self._one_shot = hasattr(source, "__next__")
         self._once = once
         self._stateful = True
+        self._fresh = True
+        self._opened_with: Any = None
         self.epoch = 0
         self.taken = 0
 
@@ -65,10 +73,14 @@ class Tape:
             if not hasattr(made, "load_state_dict"):
                 raise SourceError(f"the state has what {self._name} said of itself, and now it has no load_state_dict")
             made.load_state_dict(state)
+        elif made is source and self._once.beginning is not None:
+            made.load_state_dict(self._once.beginning)
+        self._opened_with, self._fresh = state, True
         self._made, self._items = made, iter(made)
         self.epoch, self.taken = epoch, taken
         if state is None and taken:
             self._replay(taken)
+            self._fresh = False
 
     def _replay(self, taken: int) -> None:
         begun = time.perf_counter()
@@ -88,6 +100,7 @@ class Tape:
         """The next item, or `END` once the epoch is over."""
         assert self._items is not None
         item = next(self._items, END)
+        self._fresh = False
         if item is END:
             if not self.taken:
                 raise NoData(f"{self._name} gave nothing in epoch {self.epoch}")
@@ -101,6 +114,8 @@ class Tape:
 
     def state(self) -> Any:
         """What the source says of where it is; None where it says nothing that can be saved."""
+        if self._fresh:
+            return self._opened_with  # most sources know their place only once they have been asked for an item
         if not self._stateful or not hasattr(self._made, "state_dict") or not hasattr(self._made, "load_state_dict"):
             return None
         if _has_shuffle_buffer(self._made):

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.encode.batch import Batch, Position, torch_is_here
 from penstock.errors import ConfigError, NoData, StateFormat
 from penstock.feed.pool import Pool, Task
-from penstock.order.permute import permute
+from penstock.order.permute import LONGEST, permute
 from penstock.order.shuffle import mix
 from penstock.sources.samples import Made, SampleWork, is_rows
 from penstock.sources.source import Producer, Run
@@ -308,7 +308,8 @@ class IndexedSource:
         raise StateFormat(f"data that can be addressed has no lanes, and the state has a place for one: {value!r}")
 
     def check_state(self, state: State) -> None:
-        """There is nothing else."""
+        if max(state.row, state.first) >= LONGEST:
+            raise StateFormat(f"the state stands at row {state.row} of epoch {state.first}: no stream is that long")
 
     def row_bytes(self) -> int:
         return 2 * 8 * int(self.dataset.seq_len) if self.rows else 0

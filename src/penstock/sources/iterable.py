@@ -217,7 +217,7 @@ class IterableSource:
         self._source = source
         self._how: dict[str, Any] = {"preprocess": preprocess, "collate": collate, "pad": pad}
         self._name = name_of(source)
-        self._once = Once()
+        self._once = Once(source)
         self.skip: frozenset[Address] = frozenset()
 
     def data_id(self) -> dict[str, Any]:

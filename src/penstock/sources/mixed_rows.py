@@ -239,7 +239,7 @@ class MixPacker:
     def _some(self, n: int) -> MixRows | None:
         """Up to `n` rows; fewer where a part ends. None if it ends before the first."""
         numbers: I64 = turn(self._row + np.arange(n, dtype=np.int64), self._lane, self._lanes)
-        chosen = self._chooser.at(self._row * self._lanes, numbers, self._lane)
+        chosen = self._chooser.at(numbers, self._lane, first=self._row * self._lanes)
         credits: list[tuple[int, ...]] | None = None
         if any(self._left):
             chosen, credits = self._substitute(chosen, numbers)

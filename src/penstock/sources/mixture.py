@@ -158,7 +158,7 @@ class MixtureSource:
         return self._of_parts("tokenizer_id")
 
     def settings_id(self) -> dict[str, Any]:
-        weights = {name: weight for name, (_, weight) in self.mixture.parts.items()}
+        weights = {name: float(weight) for name, (_, weight) in self.mixture.parts.items()}
         return self._of_parts("settings_id") | {"on_end": self.mixture.on_end, "weights": weights}
 
     def _of_parts(self, method: str) -> dict[str, Any]:

@@ -9,10 +9,9 @@ Cost:  the user's own code. Rows of ids are gathered by one call for all batches
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,16 +210,17 @@ def _takes_rng(preprocess: Callable[..., Any]) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def user_code() -> Iterator[None]:
+class user_code:  # noqa: N801 - it reads like a statement
     """A StopIteration that gets out of a user's function would look like the end of the data."""
-    try:
-        yield
-    except StopIteration as error:
-        raised = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
-        for note in getattr(error, "__notes__", ()):
-            raised.add_note(note)
-        raise raised from error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, StopIteration):
+            raised = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
+            for note in getattr(error, "__notes__", ()):
+                raised.add_note(note)
+            raise raised from error
 
 
 def is_rows(dataset: Any) -> bool:

@@ -61,7 +61,7 @@ class TextStream:
             raise ConfigError(f"source={source!r}: needs an iterable of documents, or a function that gives one")
         one_of("packing", packing, ("concat", "best_fit", "bos"))
         self.source = source
-        self.once = Once()
+        self.once = Once(source)
         self.name = name or name_of(source)
         self.seq_len = whole_number("seq_len", seq_len, 1)
         self.text_field = text_field
