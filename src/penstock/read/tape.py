@@ -10,6 +10,7 @@ State: the epoch, and how many of its items were taken. Where the source has `st
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -32,13 +33,26 @@ class Once:
     """What all readers of one source have to know: how it began, and whether somebody has begun it.
 
     An iterator can be read once, so whoever else wants to read it comes too late. A source that keeps
-    its own place is put back to its beginning before it is read anew.
+    its own place is copied for each reader, or else put back to its beginning before it is read anew.
     """
 
     def __init__(self, source: Any) -> None:
         self.begun = False
-        stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self.beginning = source.state_dict() if stateful and not isinstance(source, type) else None
+        self.stateful = _is_stateful(source) and not isinstance(source, type)
+        self.beginning = source.state_dict() if self.stateful else None
+
+    def copy(self, source: Any) -> Any:
+        """The source, or a copy of it: nobody else has to notice that it is read."""
+        if self.stateful and not hasattr(source, "__next__"):
+            try:
+                return copy.deepcopy(source)
+            except Exception as error:  # of any type: it has something that cannot be copied
+                log.debug("%s cannot be copied (%s), so it is read itself", name_of(source), error)
+        return source
+
+
+def _is_stateful(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 class Tape:
@@ -66,7 +80,7 @@ class Tape:
             )
         self._once.begun = True
         source = self._source
-        made = source() if callable(source) and not hasattr(source, "__iter__") else source
+        made = source() if callable(source) and not hasattr(source, "__iter__") else self._once.copy(source)
         if hasattr(made, "set_epoch"):
             made.set_epoch(epoch)
         if state is not None:
@@ -116,7 +130,7 @@ class Tape:
         """What the source says of where it is; None where it says nothing that can be saved."""
         if self._fresh:
             return self._opened_with  # most sources know their place only once they have been asked for an item
-        if not self._stateful or not hasattr(self._made, "state_dict") or not hasattr(self._made, "load_state_dict"):
+        if not self._stateful or not _is_stateful(self._made):
             return None
         if _has_shuffle_buffer(self._made):
             return None  # what it says leaves out the samples in its buffer, and they would be lost

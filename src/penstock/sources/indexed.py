@@ -21,13 +21,13 @@ import numpy as np
 
 from penstock.encode.batch import Batch, Position, torch_is_here
 from penstock.errors import ConfigError, NoData, StateFormat
-from penstock.feed.pool import Pool, Task
+from penstock.feed.pool import InlinePool, Pool, Task, ThreadPool
 from penstock.order.permute import LONGEST, permute
 from penstock.order.shuffle import mix
 from penstock.sources.samples import Made, SampleWork, is_rows
 from penstock.sources.source import Producer, Run
 from penstock.state import State
-from penstock.types import Address, Shard, Span
+from penstock.types import Address, MiB, Shard, Span
 
 log = logging.getLogger("penstock")
 
@@ -37,6 +37,10 @@ _ROWS = 4  # see order.plan: an order of rows shares no key with one of files, c
 TASK_S = 2e-3
 """Batches that take less are made together, until they take about this long: handing one over costs
 a twentieth of a millisecond."""
+CHEAP_S = 2e-4
+"""Batches that take less are made by the producer itself: to tell a worker takes longer."""
+CAREFUL_BYTES = 256 * MiB
+"""Where memory is tighter than this, one batch tells how large they are before others are asked for."""
 PLAN_ROWS = 4096
 """Rows whose samples are worked out at once."""
 
@@ -130,7 +134,10 @@ def spans_of(dataset: Any, index: int) -> list[Span]:
 class IndexedProducer:
     """Has batches made ahead, and gives them out in order."""
 
-    def __init__(self, dataset: Any, length: int, run: Run, pool: Pool, rows: bool) -> None:
+    def __init__(self, dataset: Any, length: int, run: Run, pool: Pool, rows: bool, work: SampleWork) -> None:
+        # Threads share what a dataset keeps, so the producer may make batches itself; processes do not.
+        self._own: Pool = InlinePool(work) if type(pool) is ThreadPool else pool
+        self._cheap = False
         self._dataset = dataset
         self._run = run
         self._pool = pool
@@ -179,6 +186,8 @@ class IndexedProducer:
     def _adapt(self, made: Made) -> None:
         """Make as many batches at once as are worth a task of their own, within the bounds of memory."""
         each = made.seconds / len(made.batches)
+        # What was cheap once has to be clearly dear to count as such: a core may be taken away at any time.
+        self._cheap = each < (3 * CHEAP_S if self._cheap else CHEAP_S)
         self._batch_bytes = max(1, made.nbytes // len(made.batches))
         fitting = max(1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1))
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
@@ -186,11 +195,12 @@ class IndexedProducer:
     def _ask_ahead(self) -> None:
         """Keep every worker busy, and one piece of work waiting."""
         under_way = sum(len(group) for group, _ in self._tasks)
-        while len(self._tasks) <= self._pool.n_workers and not self._full(under_way):
+        pool = self._own if self._cheap else self._pool
+        while len(self._tasks) <= pool.n_workers and not self._full(under_way):
             group = self._plan()
             if group is None:
                 return
-            task = self._pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
+            task = pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
             self._tasks.append((group, task))
             under_way += len(group)
 
@@ -203,7 +213,11 @@ class IndexedProducer:
         self._group = self._most = 1
 
     def _full(self, under_way: int) -> bool:
-        return bool(self._tasks) and (under_way + self._group) * self._batch_bytes > self._run.read_ahead_bytes
+        if not self._tasks:
+            return False
+        if not self._batch_bytes and not self._rows_known:
+            return self._run.read_ahead_bytes < CAREFUL_BYTES
+        return (under_way + self._group) * self._batch_bytes > self._run.read_ahead_bytes
 
     def _plan(self) -> Group | None:
         """The samples of the next batches of this shard, or None at the end."""
@@ -336,7 +350,7 @@ class IndexedSource:
                 f"{total} samples do not fill one batch of {run.batch_size} on each of {run.shard.mod} ranks. "
                 "Use a smaller batch_size, more epochs, or drop_last=False."
             )
-        return IndexedProducer(self.dataset, self._length, run, pool, self.rows)
+        return IndexedProducer(self.dataset, self._length, run, pool, self.rows, work)
 
 
 def steps(length: int, epochs: int, batch_size: int, shard: Shard, *, alone: bool, drop_last: bool) -> int:

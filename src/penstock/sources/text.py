@@ -325,4 +325,8 @@ def check_place(value: Any) -> Place:
     fits = isinstance(value, list | tuple) and len(value) in (7, 8)
     if not fits or not all(is_count(n) for n in value[:7]):
         raise StateFormat(f"a lane's place is not 7 counts: {show(value)}")
-    return Place(*value)
+    place = Place(*value)
+    said = place.source
+    if said is not None and (not isinstance(said, dict) or not is_count(said.get("taken"))):
+        raise StateFormat(f"a lane's place does not say where its iterable stands: {show(said)}")
+    return place
