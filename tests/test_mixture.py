@@ -665,3 +665,11 @@ def test_a_state_in_which_all_parts_have_left_is_refused() -> None:
     with pytest.raises(StateError):
         go_on(loader, state)
     loader.shutdown()
+
+
+def test_a_state_does_not_grow_with_every_change_of_weights() -> None:
+    with loader_of(mixture((Part(0, 300), 1), (Part(1, 300), 1))) as loader:
+        for step in range(20):
+            loader.set_weights({"p0": 1 + step, "p1": 1})
+            loader.next_batch(timeout=10)
+        assert len(loader.state_dict()["weights"]) <= 2

@@ -352,7 +352,7 @@ class AsyncDataLoader:
         if at < state.batch:
             raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
         row = state.row + (at - state.batch) * self._options.batch_size * self._options.shard.mod
-        changed = self._source.schedule(state.weights, row, state.lanes, weights)
+        changed = self._source.schedule(state.weights, state.row, row, state.lanes, weights)
         self._close()
         self._state = replace(state, weights=changed)
 

@@ -10,12 +10,14 @@ State: the epoch, and how many of its items were taken. Where the source has `st
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from penstock.errors import ConfigError, NoData, SourceError
 
@@ -29,26 +31,35 @@ class End:
 END = End()
 
 
-class Once:
-    """What all readers of one source have to know: how it began, and whether somebody has begun it.
+@dataclass(slots=True)
+class Known:
+    """What is known of an object that keeps its own place, whoever reads it."""
 
-    An iterator can be read once, so whoever else wants to read it comes too late. A source that keeps
-    its own place is copied for each reader, or else put back to its beginning before it is read anew.
-    """
+    begun: bool = False
+    beginning: Any = None
+    """What it said of itself before anybody read it."""
 
-    def __init__(self, source: Any) -> None:
-        self.begun = False
-        self.stateful = _is_stateful(source) and not isinstance(source, type)
-        self.beginning = source.state_dict() if self.stateful else None
 
-    def copy(self, source: Any) -> Any:
-        """The source, or a copy of it: nobody else has to notice that it is read."""
-        if self.stateful and not hasattr(source, "__next__"):
-            try:
-                return copy.deepcopy(source)
-            except Exception as error:  # of any type: it has something that cannot be copied
-                log.debug("%s cannot be copied (%s), so it is read itself", name_of(source), error)
-        return source
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+# By object and not by loader: a place that an object keeps is the same for all loaders that read it.
+
+
+def known(source: Any) -> Known:
+    """What is known of a source; of functions and collections there is nothing to know."""
+    found = Known()
+    if not only_one(source):
+        return found
+    with suppress(TypeError):  # some objects cannot be referred to weakly
+        found = _KNOWN.setdefault(source, found)
+    if not found.begun and _is_stateful(source):
+        found.beginning = source.state_dict()
+    return found
+
+
+def only_one(source: Any) -> bool:
+    """Whether two cannot read it at once: an iterator, or an object that keeps its own place."""
+    function = callable(source) and not hasattr(source, "__iter__")
+    return not function and (hasattr(source, "__next__") or _is_stateful(source))
 
 
 def _is_stateful(source: Any) -> bool:
@@ -58,13 +69,12 @@ def _is_stateful(source: Any) -> bool:
 class Tape:
     """An iterable that is open at one place."""
 
-    def __init__(self, source: Any, name: str, once: Once) -> None:
+    def __init__(self, source: Any, name: str, known: Known) -> None:
         self._source = source
         self._name = name
         self._made: Any = None
         self._items: Iterator[Any] | None = None
-        self._one_shot = hasattr(source, "__next__")
-        self._once = once
+        self._known = known
         self._stateful = True
         self._fresh = True
         self._opened_with: Any = None
@@ -73,22 +83,22 @@ class Tape:
 
     def open(self, epoch: int, taken: int, state: Any = None) -> None:
         """Stand in an epoch before the item number `taken`; `state` is what the source said there."""
-        if self._one_shot and self._once.begun:
+        if hasattr(self._source, "__next__") and self._known.begun and state is None:
             raise ConfigError(
                 f"{self._name} is an iterator, which can be read once, and another epoch, a restart or a second reader was asked for. "
                 "Pass a function that makes it anew, or a collection; or read it once, with epochs=1."
             )
-        self._once.begun = True
+        begun, self._known.begun = self._known.begun, True
         source = self._source
-        made = source() if callable(source) and not hasattr(source, "__iter__") else self._once.copy(source)
+        made = source() if callable(source) and not hasattr(source, "__iter__") else source
         if hasattr(made, "set_epoch"):
             made.set_epoch(epoch)
         if state is not None:
             if not hasattr(made, "load_state_dict"):
                 raise SourceError(f"the state has what {self._name} said of itself, and now it has no load_state_dict")
             made.load_state_dict(state)
-        elif made is source and self._once.beginning is not None:
-            made.load_state_dict(self._once.beginning)
+        elif begun and self._items is None and self._known.beginning is not None:
+            made.load_state_dict(self._known.beginning)  # another run has left it somewhere else
         self._opened_with, self._fresh = state, True
         self._made, self._items = made, iter(made)
         self.epoch, self.taken = epoch, taken

@@ -217,7 +217,8 @@ class IndexedProducer:
             return False
         if not self._batch_bytes and not self._rows_known:
             return self._run.read_ahead_bytes < CAREFUL_BYTES
-        return (under_way + self._group) * self._batch_bytes > self._run.read_ahead_bytes
+        # One group more than those under way: the one that was made last waits for room in the queue.
+        return (under_way + 2 * self._group) * self._batch_bytes > self._run.read_ahead_bytes
 
     def _plan(self) -> Group | None:
         """The samples of the next batches of this shard, or None at the end."""

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.encode.batch import Batch, Position, torch_is_here
 from penstock.errors import ConfigError, StateFormat
 from penstock.feed.pool import Pool, Task
-from penstock.read.tape import END, Once, Tape, name_of
+from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.samples import SampleWork, user_code
 from penstock.sources.source import Producer, Run
 from penstock.state import State, is_count, show
@@ -217,7 +217,7 @@ class IterableSource:
         self._source = source
         self._how: dict[str, Any] = {"preprocess": preprocess, "collate": collate, "pad": pad}
         self._name = name_of(source)
-        self._once = Once(source)
+        self._known = known(source)
         self.skip: frozenset[Address] = frozenset()
 
     def data_id(self) -> dict[str, Any]:
@@ -255,6 +255,6 @@ class IterableSource:
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         if run.shuffle:
             raise ConfigError("shuffle=True: an iterable of samples comes in its own order. Shuffle where it is made.")
-        tape = Tape(self._source, self._name, self._once)
+        tape = Tape(self._source, self._name, self._known)
         own_texts = self._how["preprocess"] is not None or self._how["collate"] is not None
         return IterableProducer(self._name, tape, run, pool, own_texts)

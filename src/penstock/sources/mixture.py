@@ -22,6 +22,7 @@ from penstock.errors import ConfigError, StateFormat
 from penstock.feed.pool import Pool, Scoped, Works
 from penstock.order.mix import UNIT, Chooser, Schedule, whole_weights
 from penstock.order.shuffle import mix
+from penstock.read.tape import only_one
 from penstock.sources.indexed import IndexedSource
 from penstock.sources.indexed_lanes import IndexedRowSource
 from penstock.sources.mixed_rows import MixPacker
@@ -107,6 +108,12 @@ class MixtureSource:
         for name, part in zip(self.names, self.parts, strict=True):
             if not hasattr(part, "open_lanes"):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
+            stream = getattr(part, "stream", None)
+            if mixture.on_end != "restart" and stream is not None and only_one(stream.source):
+                raise ConfigError(
+                    f"part {name!r} keeps its own place or can be read once, and with on_end={mixture.on_end!r} lanes and "
+                    "epochs read it side by side. Pass a function that makes it anew."
+                )
         self.positions = any(part.positions for part in self.parts)
         without = [
             name
@@ -120,12 +127,13 @@ class MixtureSource:
 
     # Weights
 
-    def schedule(self, weights: Schedule, row: int, lanes: int, changed: Mapping[str, float]) -> Schedule:
+    def schedule(self, weights: Schedule, now: int, row: int, lanes: int, changed: Mapping[str, float]) -> Schedule:
         """The weights with those that hold from `row` on, or from the next round of lanes on if it lies
-        within one; later changes that were planned stay."""
+        within one. Later changes that were planned stay; what was over before `now` goes."""
         row = -(-row // lanes) * lanes
         new = (row, whole_weights(changed, self.names))
-        kept = [(begin, w) for begin, w in weights if begin != row]
+        over = max(begin for begin, _ in weights if begin <= now // lanes * lanes)
+        kept = [(begin, w) for begin, w in weights if begin != row and begin >= over]
         return tuple(sorted([*kept, new]))
 
     def check_state(self, state: State) -> None:
@@ -135,12 +143,18 @@ class MixtureSource:
             if len(weights) != n or sum(weights) != UNIT or row % state.lanes:
                 raise StateFormat(f"the state's weights from row {row} on are not those of {n} parts: {show(weights)}")
         rows = [row for row, _ in state.weights]
-        if rows[:1] != [0] or rows != sorted(set(rows)):
-            raise StateFormat(f"the state's weights do not begin with row 0 and ascend: {show(state.weights)}")
+        first = min((place.row for place in state.places.values()), default=0) * state.lanes
+        if not rows or rows[0] > first or rows != sorted(set(rows)):
+            raise StateFormat(f"the state's weights do not begin before row {first} and ascend: {show(state.weights)}")
         for lane, place in state.places.items():
             dealt = max(0, -(-(state.row - lane) // state.lanes))
             if place.row > dealt:
                 raise StateFormat(f"lane {lane} has given {place.row} rows, and the stream has come to {state.row}")
+            since = place.row * state.lanes - max(begin for begin in rows if begin <= place.row * state.lanes)
+            if since and sum(place.counts) != since:
+                raise StateFormat(
+                    f"lane {lane} counts {sum(place.counts)} rows since the weights changed: it was {since}"
+                )
 
     def check_epochs(self, epochs: int | None) -> None:
         if epochs is not None and self.mixture.on_end == "restart":

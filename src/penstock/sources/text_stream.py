@@ -24,7 +24,7 @@ from penstock.encode.window import Place
 from penstock.errors import BadRecord, ConfigError
 from penstock.feed.pool import Pool, Task
 from penstock.order.plan import Plan
-from penstock.read.tape import END, Once, Tape, name_of
+from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.source import Producer, RowsProducer, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
 from penstock.state import State
@@ -61,7 +61,7 @@ class TextStream:
             raise ConfigError(f"source={source!r}: needs an iterable of documents, or a function that gives one")
         one_of("packing", packing, ("concat", "best_fit", "bos"))
         self.source = source
-        self.once = Once(source)
+        self.known = known(source)
         self.name = name or name_of(source)
         self.seq_len = whole_number("seq_len", seq_len, 1)
         self.text_field = text_field
@@ -99,7 +99,7 @@ class StreamReader:
         self._file = file
         self._lanes = lanes
         self._own = frozenset(places)
-        self._tape = Tape(stream.source, stream.name, stream.once)
+        self._tape = Tape(stream.source, stream.name, stream.known)
         self._partial = partial
         self._late: Exception | None = None
         self._lock = threading.Lock()
@@ -270,22 +270,22 @@ class TextStreamSource:
     even = False
 
     def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
+        self.stream = stream
         self.seq_len = stream.seq_len
         self.positions = stream.positions
         self.dtype = IDS if stream.tokenizer is None else stream.tokenizer.dtype
         self.skip: frozenset[Address] = frozenset()
 
     def data_id(self) -> dict[str, Any]:
-        return {"iterable": self._stream.name}
+        return {"iterable": self.stream.name}
 
     def tokenizer_id(self) -> dict[str, Any]:
-        tokenizer = self._stream.tokenizer
+        tokenizer = self.stream.tokenizer
         return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
         names = ("seq_len", "packing", "text_field", "chunk_docs", "chunk_bytes", "shuffle_chunks")
-        return {name: getattr(self._stream, name) for name in names}
+        return {name: getattr(self.stream, name) for name in names}
 
     def first_place(self, epoch: int) -> Place:
         return Place(epoch=epoch)
@@ -306,10 +306,10 @@ class TextStreamSource:
         return None
 
     def work(self, run: Run) -> StreamWork:
-        return StreamWork(self._stream.tokenizer, self._stream.doc_batch)
+        return StreamWork(self.stream.tokenizer, self.stream.doc_batch)
 
     def open_lanes(self, run: Run, pool: Pool, work: StreamWork) -> StreamLanes:
-        return StreamLanes(self._stream, run, pool)
+        return StreamLanes(self.stream, run, pool)
 
     def open(self, run: Run, pool: Pool, work: StreamWork) -> Producer:
         return RowsProducer(self, run, self.open_lanes(run, pool, work))
