@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, NoData, StateFormat
 from penstock.feed.pool import InlinePool, Pool, Task, ThreadPool
 from penstock.order.permute import LONGEST, permute
 from penstock.order.shuffle import mix
-from penstock.sources.samples import Made, SampleWork, is_rows
+from penstock.sources.samples import Made, SampleWork, is_rows, reached
 from penstock.sources.source import Producer, Run
 from penstock.state import State
 from penstock.types import Address, MiB, Shard, Span
@@ -70,7 +70,7 @@ class Order:
         return samples, epochs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Group:
     """Batches that are made together."""
 
@@ -100,12 +100,21 @@ class Group:
             epochs=self.epochs[mine],
         )
 
+    def reached(self) -> list[int]:
+        """The epoch that each batch has reached."""
+        first, count = int(self.epochs[0]), len(self)
+        # Rows ascend, and epochs with them, but for a last batch that is filled up with the first rows.
+        ascend = self.total is None or self.row + count * self.whole <= self.total
+        if ascend and first == int(self.epochs[-1]):
+            return [first] * count
+        return [reached(part) for part in self.parts(self.epochs)]
+
     def parts(self, values: I64) -> list[I64]:
         """What belongs to each batch."""
         return [values[i : i + self.size] for i in range(0, len(values), self.size)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FetchedFrom:
     """One batch of a group, and where the stream goes on after it."""
 
@@ -156,9 +165,10 @@ class IndexedProducer:
 
     def next(self) -> list[Batch]:
         """The next batches; none at the end of a finite stream."""
-        self._ask_ahead()
         if not self._tasks:
-            return []
+            self._ask_ahead()
+            if not self._tasks:
+                return []
         group, task = self._tasks.popleft()
         made = task.result()
         if len(made.batches) < len(group):
@@ -166,15 +176,17 @@ class IndexedProducer:
             if not made.batches:
                 return self.next()
         self._adapt(made)
-        self._ask_ahead()  # the workers go on while these are finished
+        if not self._cheap:
+            self._ask_ahead()  # the workers go on while these are finished
         run = self._run
         wrap = run.tensors and not run.narrow and torch_is_here()
-        for number, batch in enumerate(made.batches):
-            batch.index = group.batch + number
-            batch._origin, batch._state = FetchedFrom(group, number), run.state
+        state, number = run.state, group.batch
+        for i, batch in enumerate(made.batches):
+            batch.index = number + i
+            batch._origin, batch._state = FetchedFrom(group, i), state
             if wrap:
                 batch.to_torch()
-        self._samples += sum(len(part) for part in group.parts(group.samples)[: len(made.batches)])
+        self._samples += min(len(group.samples), len(made.batches) * group.size)
         return made.batches
 
     def totals(self) -> dict[str, int]:
@@ -194,22 +206,25 @@ class IndexedProducer:
 
     def _ask_ahead(self) -> None:
         """Keep every worker busy, and one piece of work waiting."""
-        under_way = sum(len(group) for group, _ in self._tasks)
+        under_way = sum([len(group) for group, _ in self._tasks])
         pool = self._own if self._cheap else self._pool
         while len(self._tasks) <= pool.n_workers and not self._full(under_way):
             group = self._plan()
             if group is None:
                 return
-            task = pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
-            self._tasks.append((group, task))
+            self._tasks.append((group, self._submit(pool, group)))
             under_way += len(group)
+
+    def _submit(self, pool: Pool, group: Group, first: bool = False) -> Task[Made]:
+        if self._rows_known:
+            return pool.submit("row_batches", group.samples, group.size, group.reached(), first=first)
+        return pool.submit("batches", group.parts(group.samples), group.parts(group.epochs), first=first)
 
     def _ask_again(self, group: Group, made: int) -> None:
         """Of a group that failed part of the way, have the rest made one by one."""
         for number in reversed(range(made, len(group))):
             one = group.only(number)
-            task = self._pool.submit("batches", [one.samples], [one.epochs], first=True)
-            self._tasks.appendleft((one, task))
+            self._tasks.appendleft((one, self._submit(self._pool, one, first=True)))
         self._group = self._most = 1
 
     def _full(self, under_way: int) -> bool:
