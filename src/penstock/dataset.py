@@ -33,6 +33,9 @@ class TextDataset:
     `urls` is a file, a folder, a glob, or a list of these.
     """
 
+    packed = True
+    """It gives packed rows of ids."""
+
     def __init__(
         self,
         urls: Path | Sequence[Path],

@@ -19,20 +19,19 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
 from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.agree import RankAgreement
-from penstock.feed.cargo import BatchCargo, open_feed
-from penstock.feed.device import DeviceFeed
 from penstock.options import MEMORY_LIMIT, Workers, check
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
-from penstock.sources.indexed import steps
 from penstock.sources.kinds import as_source
-from penstock.sources.mixture import MixtureSource
 from penstock.sources.source import Run
 from penstock.state import State, StateMaker, fitting, parse
 from penstock.stats import Stats, Tally, Warmup
 from penstock.types import Shard
 
 if TYPE_CHECKING:
+    from penstock.feed.cargo import BatchCargo
+    from penstock.feed.device import DeviceFeed
+    from penstock.sources.mixture import MixtureSource
     from penstock.torch_dataset import TorchDataset
 
 
@@ -110,8 +109,9 @@ class AsyncDataLoader:
             numa_node=numa_node, device_prefetch=device_prefetch, device_preprocess=device_preprocess,
             warmup_batches=warmup_batches, warmup_timeout=warmup_timeout, report_docs=report_docs,
         )  # fmt: skip
-        if isinstance(self._source, MixtureSource):
-            self._source.check_epochs(self._options.epochs)
+        self._mixture: MixtureSource | None = getattr(self._source, "mixed", None)
+        if self._mixture is not None:
+            self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._feed: DeviceFeed[BatchCargo] | None = None
         self._finalizer: Any = None
@@ -158,6 +158,8 @@ class AsyncDataLoader:
         if length is None or options.epochs is None:
             why = "an endless stream" if options.epochs is None else "a stream whose length is not known beforehand"
             raise TypeError(f"{why} has no len()")
+        from penstock.sources.indexed import steps
+
         return steps(
             length, options.epochs, options.batch_size, options.shard, alone=options.alone, drop_last=options.drop_last
         )
@@ -194,6 +196,8 @@ class AsyncDataLoader:
         if options.device is None:
             return self._pipeline.next(timeout)
         if self._feed is None:
+            from penstock.feed.cargo import open_feed
+
             self._feed = open_feed(
                 options.device,
                 self._pipeline.next,
@@ -345,14 +349,14 @@ class AsyncDataLoader:
         It is part of the state from now on. All ranks have to call it at the same batch. Batches that
         were prepared under the old weights are made anew.
         """
-        if not isinstance(self._source, MixtureSource):
+        if self._mixture is None:
             raise ConfigError(f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}")
         state = self._current()
         at = state.batch if step is None else whole_number("step", step, 0)
         if at < state.batch:
             raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
         row = state.row + (at - state.batch) * self._options.batch_size * self._options.shard.mod
-        changed = self._source.schedule(state.weights, state.row, row, state.lanes, weights)
+        changed = self._mixture.schedule(state.weights, state.row, row, state.lanes, weights)
         self._close()
         self._state = replace(state, weights=changed)
 
@@ -367,8 +371,8 @@ class AsyncDataLoader:
 
     def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
         source = self._source
-        if isinstance(source, MixtureSource) and not weights:
-            weights = ((0, source.mixture.weights),)
+        if self._mixture is not None and not weights:
+            weights = ((0, self._mixture.mixture.weights),)
         return State(
             row=0,
             batch=batch,

@@ -36,6 +36,9 @@ OnEnd = Literal["restart", "stop", "leave"]
 class Mixture:
     """Several datasets as one stream: `Mixture({"web": (data, 0.7), "code": (other, 0.3)})`."""
 
+    packed = True
+    """It gives packed rows of ids."""
+
     def __init__(
         self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart", seq_len: int | None = None
     ) -> None:
@@ -94,6 +97,7 @@ class MixtureSource:
 
     def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
         self.mixture = mixture
+        self.mixed = self  # tells the loader that it is one
         self.names = list(sources)
         known = {name: int(s.seq_len) for name, s in _with_seq_len(sources).items()}
         lengths = set(known.values()) | ({mixture.seq_len} if mixture.seq_len is not None else set())

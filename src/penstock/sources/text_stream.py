@@ -37,6 +37,9 @@ IDS = np.dtype(np.uint32)
 class TextStream:
     """An iterable of documents, to be streamed as packed rows: made by `TextDataset.from_iterable`."""
 
+    packed = True
+    """It gives packed rows of ids."""
+
     def __init__(
         self,
         source: Any,
