@@ -86,6 +86,7 @@ class TokenFileDataset:
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if all(file.itemsize <= 2 for file in files) else np.uint32)
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._begins = self._ends - np.array(counts, np.int64)
+        self._length = int(self._ends[-1])
         # Caches of their own, that know nothing of `self`: a cycle would keep files open until collected.
         self._rows = lru_cache(OPEN_FILES)(lambda number: _map_rows(files[number], seq_len))
         self._index = lru_cache(OPEN_FILES)(lambda number: _Index(files[number]))
@@ -110,7 +111,7 @@ class TokenFileDataset:
         return type(self), (self.files, self.seq_len, self.positions)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._length
 
     def __getitem__(self, index: int) -> Ids:
         row: Ids = self.__getitems__([index + len(self) if index < 0 else index])[0]
@@ -118,6 +119,10 @@ class TokenFileDataset:
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         """The rows at `indices`, as a new array of a row each."""
+        plain = isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1 and indices.size > 0
+        # The usual case, which should not wait for general rules. Seen as unsigned, a negative number is a huge one.
+        if plain and len(self.files) == 1 and int(np.asarray(indices).view(np.uint64).max()) < self._length:
+            return self._gather(0, np.asarray(indices))
         groups, count = self._by_file(indices)
         if len(groups) == 1:
             return self._gather(groups[0][0], groups[0][2])
