@@ -124,7 +124,7 @@ def test_num_epochs_is_epochs_everywhere(write: Write) -> None:
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    resolved = load(environment={"HOME": "/root", "PENSTOCK_CACHE": "/tmp/x", "PENSTOCK_BENCH_DIR": "y"})
+    resolved = load(environment={"HOME": "/home/someone", "PENSTOCK_CACHE": "x", "PENSTOCK_BENCH_DIR": "y"})
     assert resolved.settings == Settings()
     assert set(resolved.sources.values()) == {"default"}
     assert (resolved.file, resolved.file_from, resolved.preset, resolved.data) == (None, "", None, None)
