@@ -86,10 +86,10 @@ def _failed(error: BaseException) -> Reply:
     story = traceback.TracebackException.from_exception(error)
     story.__notes__ = None  # they travel with the exception
     text = "".join(story.format()).rstrip()
-    return Reply(None, _portable(error), text)
+    return Reply(None, portable(error), text)
 
 
-def _portable(error: BaseException) -> bytes:
+def portable(error: BaseException) -> bytes:
     """An exception pickled in the first way that gives it back as it was."""
     for make in (lambda: error, lambda: Remade(error), lambda: Remade(error, only_portable=True)):
         with contextlib.suppress(Exception):

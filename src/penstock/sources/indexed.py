@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,17 +89,6 @@ class Group:
     def __len__(self) -> int:
         return -(-len(self.samples) // self.size)
 
-    def only(self, number: int) -> Group:
-        """One of its batches, by itself."""
-        mine = slice(number * self.size, (number + 1) * self.size)
-        return replace(
-            self,
-            row=self.row + number * self.whole,
-            batch=self.batch + number,
-            samples=self.samples[mine],
-            epochs=self.epochs[mine],
-        )
-
     def reached(self) -> list[int]:
         """The epoch that each batch has reached."""
         first, count = int(self.epochs[0]), len(self)
@@ -160,21 +149,23 @@ class IndexedProducer:
         self._group = 1
         self._batch_bytes = 0
         self._samples = 0
+        self._failed: Exception | None = None
         self._rows_known = rows
         self.stop = self.close = _nothing
 
     def next(self) -> list[Batch]:
         """The next batches; none at the end of a finite stream."""
+        if self._failed is not None:
+            raise self._failed
         if not self._tasks:
             self._ask_ahead()
             if not self._tasks:
                 return []
         group, task = self._tasks.popleft()
         made = task.result()
-        if len(made.batches) < len(group):
-            self._ask_again(group, len(made.batches))
-            if not made.batches:
-                return self.next()
+        self._failed = made.failed
+        if not made.batches:
+            return self.next()
         self._adapt(made)
         if not self._cheap:
             self._ask_ahead()  # the workers go on while these are finished
@@ -215,17 +206,10 @@ class IndexedProducer:
             self._tasks.append((group, self._submit(pool, group)))
             under_way += len(group)
 
-    def _submit(self, pool: Pool, group: Group, first: bool = False) -> Task[Made]:
+    def _submit(self, pool: Pool, group: Group) -> Task[Made]:
         if self._rows_known:
-            return pool.submit("row_batches", group.samples, group.size, group.reached(), first=first)
-        return pool.submit("batches", group.parts(group.samples), group.parts(group.epochs), first=first)
-
-    def _ask_again(self, group: Group, made: int) -> None:
-        """Of a group that failed part of the way, have the rest made one by one."""
-        for number in reversed(range(made, len(group))):
-            one = group.only(number)
-            self._tasks.appendleft((one, self._submit(self._pool, one, first=True)))
-        self._group = self._most = 1
+            return pool.submit("row_batches", group.samples, group.size, group.reached())
+        return pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
 
     def _full(self, under_way: int) -> bool:
         if not self._tasks:

@@ -18,7 +18,7 @@ from penstock.encode.rows import PackCounts, Rows
 from penstock.errors import BadRecord, StateFormat
 from penstock.feed.pool import Pool, Task
 from penstock.sources.indexed import IndexedSource, Order, spans_of
-from penstock.sources.samples import is_rows
+from penstock.sources.samples import Fetched, is_rows
 from penstock.sources.source import Run
 from penstock.state import is_count, show
 from penstock.types import Span
@@ -88,10 +88,11 @@ class IndexedPacker:
             total = (run.end_epoch - start.epoch) * order.length
             self._end = max(0, -(-(total - lane) // run.lanes))
         self._size = max(1, min(64, TASK_TOKENS // source.seq_len))
-        self._tasks: deque[tuple[I64, I64, Task[Ids]]] = deque()
+        self._tasks: deque[tuple[I64, I64, Task[Fetched]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
         self.failed: Exception | None = None
+        self._ended_by: Exception | None = None  # it fails once the rows before are given out
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
@@ -112,22 +113,25 @@ class IndexedPacker:
         return IndexedPlace(self._base, self._next)
 
     def _fetch(self) -> IndexedRows | None:
+        if self._ended_by is not None:
+            self.failed = self._ended_by
+            return None
         while len(self._tasks) <= self._pool.n_workers and self._ask():
             pass
         if not self._tasks:
             return None
         samples, epochs, task = self._tasks.popleft()
         try:
-            ids = self._source.narrowed(task.result())
+            fetched = task.result()
+            ids = self._source.narrowed(fetched.ids)
         except Exception as error:
-            if len(samples) > 1:  # those before the one that failed are good
-                for i in reversed(range(len(samples))):
-                    self._submit(samples[i : i + 1], epochs[i : i + 1], first=True)
-                self._size = 1
-                return self._fetch()
             self.failed = error  # raised by whoever deals the rows, after those that came before it
             return None
-        return IndexedRows(ids, self.mark(), samples, epochs, self._source.dataset)
+        self._ended_by = fetched.failed
+        if not len(ids):
+            self.failed = self._ended_by
+            return None
+        return IndexedRows(ids, self.mark(), samples[: len(ids)], epochs[: len(ids)], self._source.dataset)
 
     def _ask(self) -> bool:
         last = self._asked + self._size if self._end is None else min(self._asked + self._size, self._end)
@@ -135,13 +139,9 @@ class IndexedPacker:
             return False
         rows = np.arange(self._asked, last, dtype=np.int64) * self._lanes + self._lane
         samples, epochs = self._order.samples(rows)
-        self._submit(samples, epochs)
+        self._tasks.append((samples, epochs, self._pool.submit("rows", samples, epochs, self._source.seq_len + 1)))
         self._asked = last
         return True
-
-    def _submit(self, samples: I64, epochs: I64, first: bool = False) -> None:
-        task = self._pool.submit("rows", samples, epochs, self._source.seq_len + 1, first=first)
-        (self._tasks.appendleft if first else self._tasks.append)((samples, epochs, task))
 
 
 def _cut(rows: IndexedRows, n: int) -> tuple[IndexedRows, IndexedRows]:

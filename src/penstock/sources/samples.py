@@ -40,6 +40,47 @@ class Made:
     batches: list[Batch]
     seconds: float
     nbytes: int
+    failed: Exception | None = None
+    """Why there are no more of them: it belongs to the next one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.batches, self.seconds, self.nbytes, _packed(self.failed))
+
+
+@dataclass(slots=True)
+class Fetched:
+    """Rows of ids, and why there are no more of them."""
+
+    ids: Any
+    failed: Exception | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fetched, (self.ids, _packed(self.failed))
+
+
+def _made(batches: list[Batch], seconds: float, nbytes: int, failed: bytes | None) -> Made:
+    return Made(batches, seconds, nbytes, _unpacked(failed))
+
+
+def _fetched(ids: Any, failed: bytes | None) -> Fetched:
+    return Fetched(ids, _unpacked(failed))
+
+
+def _packed(error: Exception | None) -> bytes | None:
+    """An exception on its way to another process, in a form that always arrives."""
+    if error is None:
+        return None
+    from penstock.feed.child import portable
+
+    return portable(error)
+
+
+def _unpacked(error: bytes | None) -> Any:
+    if error is None:
+        return None
+    from penstock.feed.channel import loads
+
+    return loads(error)
 
 
 class SampleWork:
@@ -67,28 +108,26 @@ class SampleWork:
         self._random = preprocess is not None and _takes_rng(preprocess)
 
     def batches(self, indices: list[I64], epochs: list[I64]) -> Made:
-        """Some batches, given the samples of each."""
+        """Some batches, given the samples of each; up to the first that fails."""
         begun = time.perf_counter()
         made: list[Batch] = []
-        with user_code():
-            try:
+        failed = None
+        try:
+            with user_code():
                 for i, e in zip(indices, epochs, strict=True):
                     made.append(self.of_samples(self._fetch(i), i, e))
-            except Exception:
-                # Those before it are good. The rest is asked for again, one by one, and fails in its turn.
-                if not made and len(indices) == 1:
-                    raise
-        return Made(made, time.perf_counter() - begun, sum(batch.nbytes for batch in made))
+        except Exception as error:
+            failed = error
+        return Made(made, time.perf_counter() - begun, sum(batch.nbytes for batch in made), failed)
 
     def row_batches(self, samples: I64, size: int, epochs: list[int]) -> Made:
         """Some batches of rows of ids, all gathered by one call; the epoch that each has reached is known."""
         begun = time.perf_counter()
+        failed = None
         try:
             ids = self._dataset.__getitems__(samples)
-        except Exception:
-            if len(epochs) == 1:
-                raise
-            return Made([], 0.0, 0)  # as above
+        except Exception as error:
+            ids, failed = self._up_to_failure(samples, size, error)
         seq_len = ids.shape[1] - 1
         inputs = targets = None
         if not self._narrow:
@@ -97,6 +136,8 @@ class SampleWork:
         for number, epoch in enumerate(epochs):
             first = number * size
             last = min(first + size, len(ids))
+            if failed is not None and last <= first:
+                break
             batch = Batch(None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len)
             if inputs is not None and targets is not None:
                 batch.inputs, batch.targets = inputs[first:last], targets[first:last]
@@ -107,12 +148,26 @@ class SampleWork:
             made.append(batch)
         # Inputs and targets of 8 bytes each, and positions; or the ids as they are.
         nbytes = ids.nbytes if self._narrow else ids.size * (24 if self._positions else 16)
-        return Made(made, time.perf_counter() - begun, nbytes)
+        return Made(made, time.perf_counter() - begun, nbytes, failed)
 
-    def rows(self, indices: I64, epochs: I64, width: int) -> Any:
-        """Samples as rows of ids, all of one width: for mixtures."""
-        if self._rows:
-            return self._dataset.__getitems__(indices)
+    def rows(self, indices: I64, epochs: I64, width: int) -> Fetched:
+        """Samples as rows of ids, all of one width, up to the first that fails: for mixtures."""
+        try:
+            if self._rows:
+                return Fetched(self._dataset.__getitems__(indices))
+            return Fetched(self._prepared_rows(indices, epochs, width))
+        except Exception as error:
+            if self._rows:
+                return Fetched(*self._up_to_failure(indices, 1, error))
+            good: list[Any] = []
+            for i in range(len(indices)):
+                try:
+                    good.append(self._prepared_rows(indices[i : i + 1], epochs[i : i + 1], width))
+                except Exception as own:
+                    return Fetched(np.concatenate(good or [np.empty((0, width), np.uint32)]), own)
+            return Fetched(np.empty((0, width), np.uint32), error)
+
+    def _prepared_rows(self, indices: I64, epochs: I64, width: int) -> Any:
         with user_code():
             samples = self._prepare(self._fetch(indices), indices, epochs)
         rows = [as_array(sample) for sample in samples]
@@ -123,6 +178,16 @@ class SampleWork:
                     f"a row of seq_len + 1 = {width} ids"
                 )
         return np.stack(rows)
+
+    def _up_to_failure(self, samples: I64, size: int, error: Exception) -> tuple[Any, Exception]:
+        """The rows before the first `size` of them that cannot be had, and why."""
+        good = [np.empty((0, self._dataset.seq_len + 1), self._dataset.dtype)]
+        for first in range(0, len(samples), size):
+            try:
+                good.append(self._dataset.__getitems__(samples[first : first + size]))
+            except Exception as own:
+                return np.concatenate(good), own
+        return good[0], error  # each by itself can be had, and all together cannot
 
     def of_samples(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
         """A batch of samples that were fetched."""
