@@ -25,7 +25,7 @@ from penstock.feed.pool import InlinePool, Pool, Task, ThreadPool
 from penstock.order.permute import LONGEST, permute
 from penstock.order.shuffle import mix
 from penstock.sources.samples import Made, SampleWork, is_rows, reached
-from penstock.sources.source import Producer, Run
+from penstock.sources.source import Producer, Run, Source
 from penstock.state import State
 from penstock.types import Address, MiB, Shard, Span
 
@@ -269,7 +269,7 @@ def _nothing() -> None:
     """There is nothing to stop or close: maps and arrays go with their last user."""
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """A dataset that can be addressed, as the loader sees it."""
 
     by_lane = False
@@ -313,9 +313,6 @@ class IndexedSource:
         return dict(known()) if known is not None else {}
 
     def first_place(self, epoch: int) -> Any:
-        return None
-
-    def start(self, epoch: int) -> Any:
         return None
 
     def check_place(self, value: Any) -> Any:

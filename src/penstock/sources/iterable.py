@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, StateFormat
 from penstock.feed.pool import Pool, Task
 from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.samples import SampleWork, user_code
-from penstock.sources.source import Producer, Run
+from penstock.sources.source import Producer, Run, Source
 from penstock.state import State, is_count, show
 from penstock.types import Address, Span
 
@@ -200,7 +200,7 @@ class IterableProducer:
             self._tasks.append(self._pool.submit("of_pulled", before=read))
 
 
-class IterableSource:
+class IterableSource(Source):
     """An iterable of samples, as the loader sees it."""
 
     by_lane = False
@@ -245,9 +245,6 @@ class IterableSource:
 
     def row_bytes(self) -> int:
         return 0
-
-    def length(self) -> int | None:
-        return None
 
     def work(self, run: Run) -> IterableWork:
         return IterableWork(None, **self._how, seed=run.seed)

@@ -26,7 +26,7 @@ from penstock.read.tape import only_one
 from penstock.sources.indexed import IndexedSource
 from penstock.sources.indexed_lanes import IndexedRowSource
 from penstock.sources.mixed_rows import MixPacker
-from penstock.sources.source import Lanes, Producer, RowsProducer, Run, Source
+from penstock.sources.source import Lanes, RowSource, Run, Source
 from penstock.state import State, is_count, show
 from penstock.types import Address
 
@@ -88,12 +88,8 @@ class MixPlace(NamedTuple):
         return [self.epoch, self.row, list(self.counts), list(self.credits), list(self.left), children]
 
 
-class MixtureSource:
+class MixtureSource(RowSource):
     """A mixture, as the loader sees it."""
-
-    by_lane = True
-    shuffles = False
-    even = False
 
     def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
         self.mixture = mixture
@@ -191,9 +187,6 @@ class MixtureSource:
         none = (0,) * len(self.parts)
         return MixPlace(epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts))
 
-    def start(self, epoch: int) -> None:
-        return None
-
     def check_place(self, value: Any) -> MixPlace:
         n = len(self.parts)
         fits = isinstance(value, list | tuple) and len(value) == 6 and is_count(value[0]) and is_count(value[1])
@@ -209,21 +202,12 @@ class MixtureSource:
 
     # For a run
 
-    def row_bytes(self) -> int:
-        return 2 * 8 * self.seq_len
-
-    def length(self) -> int | None:
-        return None
-
     def work(self, run: Run) -> Works:
         runs = self._runs(run)
         return Works({name: part.work(runs[name]) for name, part in zip(self.names, self.parts, strict=True)})
 
     def open_lanes(self, run: Run, pool: Pool, work: Works) -> MixLanes:
         return MixLanes(self, run, self._runs(run), pool, work)
-
-    def open(self, run: Run, pool: Pool, work: Works) -> Producer:
-        return RowsProducer(self, run, self.open_lanes(run, pool, work))
 
     def _runs(self, run: Run) -> dict[str, Run]:
         """How each part is run: in an order of its own, with its share of the memory."""

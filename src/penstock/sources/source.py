@@ -91,7 +91,7 @@ class Lanes(Protocol):
 
 
 class Source(Protocol):
-    """A dataset, as the loader sees it."""
+    """A dataset, as the loader sees it. Those who are one say so, and write only what differs."""
 
     by_lane: bool
     """Whether the state is kept by lane. Where it is not, a row's number says it all."""
@@ -115,18 +115,21 @@ class Source(Protocol):
 
     def start(self, epoch: int) -> Any:
         """For an iterable of samples: where it stands at the beginning of an epoch."""
+        return None
 
     def check_place(self, value: Any) -> Any:
         """A place as it was saved, checked. Raises `StateFormat`."""
 
     def check_state(self, state: State) -> None:
         """Whatever else has to fit. Raises `StateFormat`."""
+        return
 
     def row_bytes(self) -> int:
         """About what a row of a batch takes in the queue; 0 where that is not known beforehand."""
 
     def length(self) -> int | None:
         """Rows or samples in an epoch, where that is known."""
+        return None
 
     def work(self, run: Run) -> Any:
         """What the workers do. It can be pickled."""
@@ -136,13 +139,22 @@ class Source(Protocol):
 
 
 class RowSource(Source, Protocol):
-    """A source whose rows all have `seq_len + 1` ids."""
+    """A source whose rows all have `seq_len + 1` ids, dealt from lanes."""
 
+    by_lane: bool = True
+    shuffles: bool = False
+    even: bool = False
     seq_len: int
     positions: bool
     dtype: np.dtype[Any]
 
     def open_lanes(self, run: Run, pool: Pool, work: Any) -> Lanes: ...
+
+    def row_bytes(self) -> int:
+        return 2 * 8 * self.seq_len
+
+    def open(self, run: Run, pool: Pool, work: Any) -> Producer:
+        return RowsProducer(self, run, self.open_lanes(run, pool, work))
 
 
 class RowsProducer:

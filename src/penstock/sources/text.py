@@ -13,6 +13,7 @@ State: see `lane` and `encode.pack`; all of it integers that a batch carries alo
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +30,8 @@ from penstock.lane import Lane, LaneSettings
 from penstock.order.plan import Plan
 from penstock.read.reader import Reader, ReadSettings
 from penstock.read.records import Quarantine, where
-from penstock.sources.source import Producer, RowsProducer, Run
-from penstock.state import State, is_count, show
+from penstock.sources.source import RowSource, Run
+from penstock.state import is_count, show
 from penstock.types import Address, Bad, ChunkRef, FileRef, Packing, TokenChunk
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Counts:
     bad: dict[str, int] = field(default_factory=dict)
 
 
-class TextLanes:
+class TextLanes(ABC):
     """The lanes of one run: what is read ahead, and what was found on the way."""
 
     def __init__(self, *, plan: Plan, pack: PackSettings, run: Run, pool: Pool, read_ahead_bytes: int) -> None:
@@ -141,22 +142,25 @@ class TextLanes:
 
     # What differs between files and iterables
 
+    @abstractmethod
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         """The chunks of some files."""
-        raise NotImplementedError
 
     def foresee(self, group: tuple[int, ...]) -> None:
         """Some files will be needed soon."""
+        return
 
+    @abstractmethod
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         """Have a chunk made."""
-        raise NotImplementedError
 
     def stop(self) -> None:
-        """The work is stopped by whoever runs it."""
+        """Nothing to do: the work is stopped by whoever runs it."""
+        return
 
     def close(self) -> None:
         """Let go of what is not the work's."""
+        return
 
     # Counting
 
@@ -273,12 +277,8 @@ class FileLanes(TextLanes):
             self._quarantine.close()
 
 
-class TextSource:
+class TextSource(RowSource):
     """A `TextDataset`, as the loader sees it."""
-
-    by_lane = True
-    shuffles = False
-    even = False
 
     def __init__(self, dataset: TextDataset) -> None:
         self._dataset = dataset
@@ -286,27 +286,21 @@ class TextSource:
         self.positions = dataset.positions
         self.dtype = dataset.tokenizer.dtype
         self.skip: frozenset[Address] = dataset.read.skip
-        self.data_id = dataset.data_id
-        self.tokenizer_id = dataset.tokenizer_id
-        self.settings_id = dataset.settings_id
+
+    def data_id(self) -> dict[str, Any]:
+        return self._dataset.data_id()
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        return self._dataset.tokenizer_id()
+
+    def settings_id(self) -> dict[str, Any]:
+        return self._dataset.settings_id()
 
     def first_place(self, epoch: int) -> Place:
         return Place(epoch=epoch)
 
-    def start(self, epoch: int) -> None:
-        return None
-
     def check_place(self, value: Any) -> Place:
         return check_place(value)
-
-    def check_state(self, state: State) -> None:
-        """There is nothing else."""
-
-    def row_bytes(self) -> int:
-        return 2 * 8 * self.seq_len
-
-    def length(self) -> int | None:
-        return None
 
     def work(self, run: Run) -> TextWork:
         read = replace(self._dataset.read, skip=run.skip)
@@ -315,9 +309,6 @@ class TextSource:
 
     def open_lanes(self, run: Run, pool: Pool, work: TextWork) -> FileLanes:
         return FileLanes(self._dataset, run, pool, work)
-
-    def open(self, run: Run, pool: Pool, work: TextWork) -> Producer:
-        return RowsProducer(self, run, self.open_lanes(run, pool, work))
 
 
 def check_place(value: Any) -> Place:

@@ -25,9 +25,8 @@ from penstock.errors import BadRecord, ConfigError
 from penstock.feed.pool import Pool, Task
 from penstock.order.plan import Plan
 from penstock.read.tape import END, Tape, known, name_of
-from penstock.sources.source import Producer, RowsProducer, Run
+from penstock.sources.source import RowSource, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
-from penstock.state import State
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
 
 IDS = np.dtype(np.uint32)
@@ -257,6 +256,9 @@ class StreamLanes(TextLanes):
             read_ahead_bytes=run.read_ahead_bytes,
         )
 
+    def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
+        return [[] for _ in group]  # nothing is known of it beforehand
+
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         def read() -> tuple[Any, ...]:
             pulled = self._reader.read(place.epoch, ref.index)
@@ -265,12 +267,8 @@ class StreamLanes(TextLanes):
         return self._pool.submit("encode", before=read)
 
 
-class TextStreamSource:
+class TextStreamSource(RowSource):
     """A `TextStream`, as the loader sees it."""
-
-    by_lane = True
-    shuffles = False
-    even = False
 
     def __init__(self, stream: TextStream) -> None:
         self.stream = stream
@@ -293,26 +291,11 @@ class TextStreamSource:
     def first_place(self, epoch: int) -> Place:
         return Place(epoch=epoch)
 
-    def start(self, epoch: int) -> None:
-        return None
-
     def check_place(self, value: Any) -> Place:
         return check_place(value)
-
-    def check_state(self, state: State) -> None:
-        """There is nothing else."""
-
-    def row_bytes(self) -> int:
-        return 2 * 8 * self.seq_len
-
-    def length(self) -> int | None:
-        return None
 
     def work(self, run: Run) -> StreamWork:
         return StreamWork(self.stream.tokenizer, self.stream.doc_batch)
 
     def open_lanes(self, run: Run, pool: Pool, work: StreamWork) -> StreamLanes:
         return StreamLanes(self.stream, run, pool)
-
-    def open(self, run: Run, pool: Pool, work: StreamWork) -> Producer:
-        return RowsProducer(self, run, self.open_lanes(run, pool, work))
