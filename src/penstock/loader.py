@@ -23,8 +23,7 @@ from penstock.options import MEMORY_LIMIT, Workers, check
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
-from penstock.sources.source import Run
-from penstock.state import State, StateMaker, fitting, parse
+from penstock.state import State, fitting, parse
 from penstock.stats import Stats, Tally, Warmup
 from penstock.types import Shard
 
@@ -226,32 +225,8 @@ class AsyncDataLoader:
             return self
         if self._needs_agreement() and self._agreement is None:
             self._agreement = RankAgreement(self._options.shard)
-        state, options = self._state, self._options
-        run = Run(
-            shuffle=options.shuffle,
-            seed=options.seed,
-            lanes=state.lanes,
-            skip=self._skip,
-            weights=state.weights,
-            shard=options.shard,
-            alone=options.alone,
-            batch_size=options.batch_size,
-            n_workers=options.n_workers,
-            prefetch_size=options.prefetch_size,
-            queue_bytes=options.queue_bytes,
-            read_ahead_bytes=options.read_ahead_bytes,
-            drop_last=options.drop_last,
-            first_epoch=state.first,
-            end_epoch=None if options.epochs is None else state.first + options.epochs,
-            tensors=options.tensors,
-            narrow=options.device is not None,
-            report_docs=options.report_docs,
-            places=state.places,
-            source=state.source,
-            row=state.row,
-            batch=state.batch,
-            state=StateMaker(state),
-        )
+        options = self._options
+        run = options.run(self._state, self._skip)
         pipeline = Pipeline(
             self._source, run, workers=options.workers, cpus=options.cpus, restart=options.restart_workers
         )

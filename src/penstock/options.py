@@ -1,7 +1,7 @@
 """How a loader runs: its arguments, checked against each other and against the data.
 
 In:    what the user gave.
-Out:   `Options`, of which every value fits.
+Out:   `Options`, of which every value fits; the `Run` that they make of a state.
 Where: the thread that creates a loader.
 State: none.
 """
@@ -16,8 +16,9 @@ from typing import Any, Literal
 from penstock.config import current_shard, default_workers, one_of, whole_number
 from penstock.errors import ConfigError, MissingExtra
 from penstock.feed.pin import resolve
-from penstock.sources.source import Source
-from penstock.types import MiB, Shard
+from penstock.sources.source import Run, Source
+from penstock.state import State, StateMaker
+from penstock.types import Address, MiB, Shard
 
 MEMORY_LIMIT = 1024 * MiB
 
@@ -52,6 +53,34 @@ class Options:
     warmup_batches: int | Literal["auto"]
     warmup_timeout: float
     report_docs: int
+
+    def run(self, state: State, skip: frozenset[Address]) -> Run:
+        """A run with these options, from a state on."""
+        return Run(
+            shuffle=self.shuffle,
+            seed=self.seed,
+            lanes=state.lanes,
+            skip=skip,
+            weights=state.weights,
+            shard=self.shard,
+            alone=self.alone,
+            batch_size=self.batch_size,
+            n_workers=self.n_workers,
+            prefetch_size=self.prefetch_size,
+            queue_bytes=self.queue_bytes,
+            read_ahead_bytes=self.read_ahead_bytes,
+            drop_last=self.drop_last,
+            first_epoch=state.first,
+            end_epoch=None if self.epochs is None else state.first + self.epochs,
+            tensors=self.tensors,
+            narrow=self.device is not None,
+            report_docs=self.report_docs,
+            places=state.places,
+            source=state.source,
+            row=state.row,
+            batch=state.batch,
+            state=StateMaker(state),
+        )
 
 
 def check(

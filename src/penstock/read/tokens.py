@@ -14,7 +14,6 @@ only ever a target. No row crosses files, and what is left at the end of a file 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from penstock.config import whole_number
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.order.shuffle import I64
 from penstock.read.manifest import CODECS, classify, list_files, tell_apart
+from penstock.read.megatron import HEADER, MegatronIndex, index_path, map_file
 from penstock.types import FileRef, Span
 
 Ids = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -41,7 +41,6 @@ _HEADER_BYTES = 256 * 4
 _HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """llm.c's magic numbers, with their version and type of id: GPT-2 (also modded-nanogpt) and Llama 3."""
 _MEGATRON = b"MMIDIDX\0\0"
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 """Megatron's codes of integers, and two more that appear in its forks."""
 _ENDINGS = (".bin", ".npy")  # what is taken from a folder
@@ -69,6 +68,12 @@ class TokenFile(NamedTuple):
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 
+    def documents_index(self) -> MegatronIndex:
+        """For Megatron: where its documents begin."""
+        return MegatronIndex(
+            self.path, self.index_size, itemsize=self.itemsize, sequences=self.sequences, documents=self.documents
+        )
+
 
 class TokenFileDataset:
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
@@ -89,7 +94,7 @@ class TokenFileDataset:
         self._length = int(self._ends[-1])
         # Caches of their own, that know nothing of `self`: a cycle would keep files open until collected.
         self._rows = lru_cache(OPEN_FILES)(lambda number: _map_rows(files[number], seq_len))
-        self._index = lru_cache(OPEN_FILES)(lambda number: _Index(files[number]))
+        self._index = lru_cache(OPEN_FILES)(lambda number: files[number].documents_index())
 
     @classmethod
     def from_binary_file(
@@ -209,87 +214,13 @@ class TokenFileDataset:
         return ids.astype(self.dtype, copy=False)
 
 
-class _Index:
-    """Where Megatron's documents begin.
-
-    The index knows at which byte each sequence begins, and with which sequence each document does. It
-    stays on disk, where its numbers lie across the bounds of machine words: numpy's own search would
-    copy all of them into memory first.
-    """
-
-    def __init__(self, file: TokenFile) -> None:
-        self.path, self.sequences, self.itemsize = _index_path(file.path), file.sequences, file.itemsize
-        data = _map(self.path, file.index_size)
-        at = _MEGATRON_HEADER.size
-        self.sizes = np.frombuffer(data, "<i4", file.sequences, at)
-        self.pointers = np.frombuffer(data, "<i8", file.sequences, at + 4 * file.sequences)
-        self.firsts = np.frombuffer(data, "<i8", file.documents, at + 12 * file.sequences)
-
-    def end(self) -> int:
-        """The bytes of the file that it describes."""
-        if self.pointers[0] != 0 or self.firsts[0] != 0 or self.firsts[-1] != self.sequences:
-            raise CorruptFile(f"{self.path}: its documents do not begin and end with its sequences. Write it anew.")
-        return int(self.pointers[-1]) + int(self.sizes[-1]) * self.itemsize
-
-    def boundaries(self, begins: I64, length: int) -> tuple[I64, I64]:
-        """Row and column of the documents that begin inside of the rows at `begins`, not at their first id."""
-        after = np.concatenate([begins * self.itemsize + 1, (begins + length) * self.itemsize])
-        first, last = np.split(_count_below(self.firsts, _count_below(self.pointers, after)), 2)
-        counts = np.maximum(last - first, 0)
-        row = np.repeat(np.arange(begins.size), counts)
-        document = np.arange(row.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        column = self._starts(document) - begins[row]
-        wrong = (last < first) | (self.firsts[last] > self.sequences)
-        if wrong.any() or (column.size and not 0 < column.min() <= column.max() < length):
-            raise CorruptFile(f"{self.path}: documents do not lie in the order of their numbers. Write the file anew.")
-        # Documents without a token begin where the next one does; the place counts once.
-        new = np.ones(row.size, np.bool_)
-        new[1:] = (row[1:] != row[:-1]) | (column[1:] != column[:-1])
-        return row[new], column[new]
-
-    def documents_at(self, tokens: I64) -> tuple[I64, I64]:
-        """The numbers of the documents that these tokens belong to, and where they begin."""
-        sequence = _count_below(self.pointers, tokens * self.itemsize + 1) - 1
-        document = _count_below(self.firsts, sequence + 1) - 1
-        return document, self._starts(document)
-
-    def _starts(self, documents: I64) -> I64:
-        first = self.firsts[documents]
-        if first.size and not 0 <= first.min() <= first.max() < self.sequences:
-            raise CorruptFile(f"{self.path}: a document begins beyond its {self.sequences} sequences. Write it anew.")
-        starts: I64 = self.pointers[first] // self.itemsize
-        return starts
-
-
-def _count_below(numbers: I64, values: I64) -> I64:
-    """How many of the ascending `numbers` are below each value."""
-    count, left = np.zeros(values.shape, np.int64), len(numbers)
-    while left > 1:
-        half = left // 2
-        count += (numbers[count + (half - 1)] < values) * half
-        left -= half
-    return count + (numbers[count] < values)
-
-
-def _map(path: str, size: int) -> mmap.mmap:
-    """Map a file that had `size` bytes when it was looked at."""
-    try:
-        with open(path, "rb") as file:
-            # Reading beyond the end of a mapped file kills the process, so nothing is mapped on trust.
-            if (now := os.fstat(file.fileno()).st_size) != size:
-                raise CorruptFile(f"{path} changed while in use: it had {size} bytes, it has {now}. Start a new run.")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise NoData(f"{path} is gone: it was there when the dataset was made (looked from {Path.cwd()})") from None
-
-
 def _map_rows(file: TokenFile, seq_len: int) -> tuple[Ids, int | None]:
     """A view of a file's rows, which overlap by one id; and the largest id allowed, if it could hold larger ones."""
     unsigned = np.dtype(file.dtype.replace("i", "u"))
     # Seen as unsigned, a negative id is one that is too large.
     limit = min(int(np.iinfo(file.dtype).max), 0xFFFFFFFF)
     shape, strides = ((file.tokens - 1) // seq_len, seq_len + 1), (seq_len * file.itemsize, file.itemsize)
-    rows: Ids = np.ndarray(shape, unsigned, _map(file.path, file.size), file.offset, strides)
+    rows: Ids = np.ndarray(shape, unsigned, map_file(file.path, file.size), file.offset, strides)
     return rows, limit if limit < np.iinfo(unsigned).max else None
 
 
@@ -329,7 +260,7 @@ def _inspect(ref: FileRef, asked: np.dtype[Any] | None) -> TokenFile:
     file = TokenFile(path, ref.name, "plain", "", size, 0, 0)
     if head.startswith(b"\x93NUMPY"):
         file = _inspect_npy(file)
-    elif os.path.isfile(_index_path(path)):
+    elif os.path.isfile(index_path(path)):
         file = _inspect_megatron(file)
     elif magic == 20240522:
         raise ConfigError(f"{path} is an evaluation file of llm.c (magic {magic}): questions and answers, not a text.")
@@ -370,31 +301,27 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 
 def _inspect_megatron(file: TokenFile) -> TokenFile:
-    path = _index_path(file.path)
+    path = index_path(file.path)
     with open(path, "rb") as stream:
-        head = stream.read(_MEGATRON_HEADER.size)
+        head = stream.read(HEADER.size)
         size = os.fstat(stream.fileno()).st_size
-    if len(head) < _MEGATRON_HEADER.size or not head.startswith(_MEGATRON):
+    if len(head) < HEADER.size or not head.startswith(_MEGATRON):
         raise CorruptFile(
             f"{path}, which begins with {head[:9]!r}, is no whole index of Megatron. Write it anew, or move it."
         )
-    _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
+    _, version, code, sequences, documents = HEADER.unpack(head)
     if version != 1 or code not in _MEGATRON_TYPES:
         raise CorruptFile(f"{path}: version {version}, type {code}; we read version 1, types {[*_MEGATRON_TYPES]}.")
     # Megatron's files with several kinds of data have another byte for each sequence at their end.
-    should = _MEGATRON_HEADER.size + 12 * sequences + 8 * documents
+    should = HEADER.size + 12 * sequences + 8 * documents
     if size not in (should, should + sequences) or sequences == 0 or documents < 2:
         raise CorruptFile(f"{path} lists {sequences} sequences, so takes {should} bytes; it has {size}. Get it anew.")
     file = file._replace(
         format="megatron", dtype=_MEGATRON_TYPES[code], index_size=size, sequences=sequences, documents=documents
     )
-    if (end := _Index(file).end()) != file.size:
+    if (end := file.documents_index().end()) != file.size:
         raise CorruptFile(f"{path} describes a .bin of {end} bytes, and {file.path} has {file.size}. Get both anew.")
     return file._replace(tokens=file.size // file.itemsize)
-
-
-def _index_path(path: str) -> str:
-    return os.path.splitext(path)[0] + ".idx"
 
 
 def _integer(dtype: Any) -> np.dtype[Any]:
