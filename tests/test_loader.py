@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -474,3 +475,51 @@ def test_warmup_returns_as_soon_as_the_queue_is_full(corpus: Path) -> None:
         with AsyncDataLoader(dataset(corpus), 4, prefetch_size=prefetch, output="numpy") as loader:
             done = loader.warmup(timeout=3600)
             assert done.filled == prefetch
+
+
+def test_the_estimate_of_memory_is_prefetch_and_one_times_inputs_and_targets_of_eight_bytes(corpus: Path) -> None:
+    loader = AsyncDataLoader(dataset(corpus, seq_len=64), 4, prefetch_size=8)
+    assert loader.stats().memory_estimate == (8 + 1) * 4 * 64 * 8 * 2
+    loader.shutdown()
+
+
+class Slow:
+    """Samples that come later than they are asked for."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.001)
+        return np.arange(index, index + 9)
+
+
+def test_a_queue_that_stays_low_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with AsyncDataLoader(Slow(), 1, n_workers=1, output="numpy") as loader:
+        contracts.take(loader, 250)
+    told = [record for record in caplog.records if "less than half full" in record.getMessage()]
+    assert len(told) == 1
+    assert "n_workers" in told[0].getMessage()
+
+
+def test_documents_are_reported_every_so_often(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock")
+    with AsyncDataLoader(dataset(corpus), 4, epochs=1, report_docs=50, output="numpy") as loader:
+        contracts.take(loader, 10_000)
+        documents = loader.stats().documents
+    told = [int(r.getMessage().split()[0]) for r in caplog.records if "documents" in r.getMessage()]
+    assert told
+    assert told == sorted(told)
+    assert told[-1] <= documents
+
+
+@pytest.mark.parametrize("batches", [3, "auto"])
+def test_a_loader_told_to_warm_up_does_so_before_its_first_batch(corpus: Path, batches: Any) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, warmup_batches=batches, output="numpy") as loader:
+        assert loader.queue_depth() >= (1 if batches == "auto" else 3)
+
+
+def test_a_world_without_a_rank_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK is not"):
+        AsyncDataLoader(dataset(corpus), 4)
