@@ -19,6 +19,7 @@ _HOME = {
     "AsyncDataLoader": "loader",
     "Batch": "encode.batch",
     "Mixture": "sources.mixture",
+    "Remote": "read.attempt",
     "Shard": "types",
     "Span": "types",
     "Stats": "stats",
@@ -29,18 +30,19 @@ _HOME = {
     "batched": "sources.samples",
     **dict.fromkeys(
         (
-            "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra", "NoData",
-            "PeerFailed", "PenstockError", "SourceError", "StateError", "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks",
-            "WorkerDied",
+            "AccessDenied", "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra",
+            "NoData", "Offline", "PeerFailed", "PenstockError", "RemoteError", "SourceChanged", "SourceError", "StateError",
+            "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks", "WorkerDied",
         ),
         "errors",
     ),
 }  # fmt: skip
 
 __all__ = [
-    "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout",
-    "MissingExtra", "Mixture", "NoData", "PeerFailed", "PenstockError", "Shard", "SourceError", "Span", "StateError",
-    "StateFormat", "StateMismatch", "Stats", "SyntheticDataset", "TextDataset", "TokenFileDataset", "TokenizerError",
+    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed",
+    "LoaderTimeout", "MissingExtra", "Mixture", "NoData", "Offline", "PeerFailed", "PenstockError", "Remote",
+    "RemoteError", "Shard", "SourceChanged", "SourceError", "Span", "StateError", "StateFormat",
+    "StateMismatch", "Stats", "SyntheticDataset", "TextDataset", "TokenFileDataset", "TokenizerError",
     "UnevenRanks", "Warmup", "WorkerDied", "__version__", "batched",
 ]  # fmt: skip
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.dataset import TextDataset
     from penstock.encode.batch import Batch
     from penstock.errors import (
+        AccessDenied,
         BadRecord,
         ConfigError,
         CorruptFile,
@@ -55,8 +58,11 @@ if TYPE_CHECKING:
         LoaderTimeout,
         MissingExtra,
         NoData,
+        Offline,
         PeerFailed,
         PenstockError,
+        RemoteError,
+        SourceChanged,
         SourceError,
         StateError,
         StateFormat,
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from penstock.loader import AsyncDataLoader
+    from penstock.read.attempt import Remote
     from penstock.read.synthetic import SyntheticDataset
     from penstock.read.tokens import TokenFileDataset
     from penstock.sources.mixture import Mixture

@@ -82,12 +82,51 @@ def current_shard() -> Shard:
 
 
 def cache_dir() -> Path:
-    """Where small things are kept between runs."""
+    """Where things are kept between runs: our own place if it is named, else beside what the Hub's tools keep.
+
+    Whoever has moved those to a larger disk wants ours there too.
+    """
     named = os.environ.get("PENSTOCK_CACHE")
     if named:
         return Path(named).expanduser()
+    for name in ("HF_DATASETS_CACHE", "HF_HOME"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser() / "penstock"
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "penstock"
+
+
+def hub_endpoint() -> str:
+    """Where the Hub is."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def hub_token() -> str | None:
+    """The Hub's token, where its own tools look for it. Read here because those take 0.2 s to import."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := os.environ.get(name, "").strip():
+            return token
+    named = os.environ.get("HF_TOKEN_PATH")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    try:
+        return Path(named or Path(home) / "token").expanduser().read_text().strip() or None
+    except OSError:
+        return None
+
+
+def offline() -> bool:
+    """Whether the network is not to be used."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name, "").strip().upper() in {"1", "ON", "YES", "TRUE"} for name in names)
+
+
+def proxy_for(scheme: str, host: str) -> str | None:
+    """The proxy that the environment names for a host, if it does."""
+    if host in ("localhost", "127.0.0.1", "::1") or not any(name.lower().endswith("_proxy") for name in os.environ):
+        return None
+    from urllib.request import getproxies, proxy_bypass
+
+    return None if proxy_bypass(host) else getproxies().get(scheme)
 
 
 def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> None:

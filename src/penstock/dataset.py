@@ -1,36 +1,58 @@
-"""TextDataset: text on disk, how it is tokenized and packed. A description; nothing runs yet.
+"""TextDataset: text somewhere, how it is tokenized and packed. A description; nothing runs yet.
 
-In:    paths and settings.
+In:    paths or addresses, and settings.
 Out:   what a `Pipeline` needs, and fingerprints for the state.
 Where: the thread that creates it. Any number of loaders may share one.
-State: none: it lists files and loads the vocabulary, and opens no data.
+State: none: it lists files and loads the vocabulary (the one while the other is under way), and opens
+       no data.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from penstock.config import one_of, whole_number
+from penstock.config import cache_dir, one_of, whole_number
 from penstock.encode.tokenize import AUTO, CACHE_BYTES, load_tokenizer
 from penstock.errors import ConfigError, StateFormat
+from penstock.read.attempt import Remote
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.reader import ReadSettings
 from penstock.sources.text import PackSettings
 from penstock.state import address
-from penstock.types import Address, FileRef, Format, KiB, MiB, OnBadRecord, Packing
+from penstock.types import Address, FileRef, Format, GiB, KiB, MiB, OnBadRecord, Packing
 
 if TYPE_CHECKING:
+    from penstock.sources.network import Outside
     from penstock.sources.text_stream import TextStream
 
 Path = str | os.PathLike[str]
 
 
+def any_remote(urls: Any) -> bool:
+    """Whether some of it is not on disk."""
+    sources = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else []
+    return any(isinstance(url, str) and _is_remote(url) for url in sources)
+
+
+def _is_remote(url: str) -> bool:
+    if "://" in url:
+        return not url.startswith("file://")
+    if not url.isidentifier() or os.path.exists(url):
+        return False
+    from penstock.read.hub import SHORT_NAMES
+
+    return url in SHORT_NAMES
+
+
 class TextDataset:
     """Text in Parquet, JSONL or plain files, to be streamed as packed rows of ids.
 
-    `urls` is a file, a folder, a glob, or a list of these.
+    `urls` is a file, a folder, a glob, or a list of these: on disk, on the Hub (`hf://datasets/…`), in a
+    bucket (`s3://`, `gs://`, `az://`) or on a web server (`https://`, files only).
     """
 
     packed = True
@@ -63,6 +85,11 @@ class TextDataset:
         skip: Iterable[Any] = (),
         doc_batch: int | None = None,
         tokenizer_cache_bytes: int = CACHE_BYTES,
+        config: str | None = None,
+        remote: Remote | dict[str, Any] | None = None,
+        cache: bool | Literal["auto"] = "auto",
+        cache_bytes: int = 50 * GiB,
+        share_listing: bool = False,
     ) -> None:
         """Describe a dataset.
 
@@ -85,6 +112,13 @@ class TextDataset:
         skip: documents to leave out, as spans or addresses from `batch.provenance()`.
         doc_batch: documents tokenized at once; the whole chunk where None. Never changes the stream.
         tokenizer_cache_bytes: memory the tokenizer's cache of words may take before it starts anew.
+        config: which of the configurations of a Hub dataset's card, by name.
+        remote: deadlines, retries and requests in flight, where data comes over a network.
+        cache: keep token chunks on disk, so that the next epoch and the next run need neither network nor
+            tokenizer. "auto": for remote data.
+        cache_bytes: disk that the token cache may use. When full, what will be needed last is dropped first.
+        share_listing: have rank 0 list the files for all, through torch.distributed. All ranks must then
+            create the dataset, and in the same order as others.
         """
         one_of("packing", packing, get_args(Packing))
         one_of("on_bad_record", on_bad_record, get_args(OnBadRecord))
@@ -115,14 +149,38 @@ class TextDataset:
         self.shuffle_bytes = whole_number("shuffle_bytes", shuffle_bytes, 1)
         self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.quarantine = None if quarantine is None else os.fspath(quarantine)
-        self.files: tuple[FileRef, ...] = list_files(urls, format=format, whole=separator is None)
-        self.tokenizer = load_tokenizer(
+        if not isinstance(config, str | None):
+            raise ConfigError(f"config={config!r}: needs the name of a configuration of the dataset's card")
+        if cache not in (True, False, "auto"):
+            raise ConfigError(f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is.")
+        if not isinstance(share_listing, bool):
+            raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
+        load = partial(
+            load_tokenizer,
             tokenizer,
             eos=eos,
             bos=bos,
             engine=engine,
             cache_bytes=whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB),
         )
+        self.outside: Outside | None = None
+        """What it needs of the network and keeps of it; None where it needs and keeps nothing."""
+        self.files: tuple[FileRef, ...]
+        if any_remote(urls):
+            from penstock.sources.far import Listing, far_away
+
+            listing = Listing(urls, format, separator is None, config, share_listing)
+            self.files, self.tokenizer, self.outside = far_away(listing, Remote.of(remote), load)
+        else:
+            if config is not None:
+                raise ConfigError(f"config={config!r}: is for datasets on the Hub; these files are on disk")
+            self.files = list_files(urls, format=format, whole=separator is None)
+            self.tokenizer = load()
+        if cache is True or (cache == "auto" and self.outside is not None):
+            from penstock.sources.network import Outside
+
+            self.outside = self.outside or Outside(limits=Remote.of(remote), folder=cache_dir())
+            self.outside = replace(self.outside, cache_bytes=whole_number("cache_bytes", cache_bytes, 0))
         self.read = ReadSettings(
             text_field=text_field,
             separator=separator,
@@ -167,6 +225,12 @@ class TextDataset:
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
         return f"TextDataset({len(self.files)} files, {size} bytes, {self.tokenizer.vocabulary.name}, seq_len={self.seq_len})"
+
+    def fetches(self) -> int:
+        """Requests to have in flight; 0 where everything is on disk."""
+        if self.outside is None or not any(file.remote for file in self.files):
+            return 0
+        return self.outside.limits.fetches
 
     def pack(self) -> PackSettings:
         """How the documents become rows."""

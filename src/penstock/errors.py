@@ -6,6 +6,10 @@
     ├── SourceError            the data
     │   ├── NoData             nothing matches, or a reader would have nothing
     │   ├── CorruptFile        a file or a chunk of it cannot be read
+    │   ├── RemoteError        it cannot be fetched, however often it was tried
+    │   ├── AccessDenied       it is not for us, or not without a token
+    │   ├── SourceChanged      it is not what it was
+    │   ├── Offline            it is not on this machine, and the network is not to be used
     │   └── BadRecord          one document cannot be used
     ├── TokenizerError         the vocabulary
     ├── StateError             a saved state
@@ -50,6 +54,22 @@ class CorruptFile(SourceError):
     """A file, or a chunk of it, cannot be read."""
 
     reason = "corrupt"
+
+
+class RemoteError(SourceError):
+    """Something remote cannot be fetched, however often it was tried."""
+
+
+class AccessDenied(SourceError):
+    """The server does not let us have it: a token, a permission or the acceptance of terms is missing."""
+
+
+class SourceChanged(SourceError):
+    """A file is not what it was when the run began or its state was saved."""
+
+
+class Offline(SourceError):
+    """It is not on this machine, and the network is not to be used."""
 
 
 class BadRecord(SourceError):

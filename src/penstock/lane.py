@@ -38,6 +38,18 @@ class Ahead(NamedTuple):
     task: Task[TokenChunk]
 
 
+class Standing(NamedTuple):
+    """Where a lane reads ahead."""
+
+    lane: int
+    epoch: int
+    group: int
+    at: int
+    """The next one's number in the group."""
+    refs: list[ChunkRef] | None
+    """The chunks of the group, in order, once they are known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSettings:
     """What decides a lane's order, apart from the plan."""
@@ -96,10 +108,14 @@ class Lane:
             a.task.result().nbytes if a.task.ready() else self._settings.expansion * a.ref.nbytes for a in self._ahead
         )
 
-    def wanted_ahead(self, n_workers: int) -> int:
-        """Chunks that should be under way: the next window, and work for every thread beyond it."""
+    def wanted_ahead(self, beyond: int) -> int:
+        """Chunks that should be under way: the next window, and some beyond it."""
         full = self._settings.window_chunks
-        return window_chunks(self._window_epoch, self._window, full) + 2 * n_workers
+        return window_chunks(self._window_epoch, self._window, full) + beyond
+
+    def standing(self) -> Standing:
+        """What is asked for next. Read by other threads too, which may find it a moment old."""
+        return Standing(self.number, self._epoch, self._group, self._index, self._refs)
 
     def ask(self) -> bool:
         """Ask for one more chunk. False at the end of a finite stream."""
@@ -166,6 +182,17 @@ class Lane:
             self._any = self._any or self._tokens > 0
             return window
 
+    def next_chunk(self) -> TokenChunk | None:
+        """The next chunk by itself, or None at the end of a finite stream."""
+        if not self._ahead and not self.ask():
+            return None
+        place, ref, task = self._ahead.popleft()
+        chunk = task.result()
+        if chunk.last and ref.file.open_ended:
+            self._file_ended(place)
+        self._used(chunk)
+        return chunk
+
     def _take_window(self, start: Place) -> list[TokenChunk]:
         settings = self._settings
         limit = window_chunks(start.epoch, self._window, settings.window_chunks)
@@ -176,14 +203,12 @@ class Lane:
                 break
             if self._ahead[0].place.epoch != start.epoch:
                 break
-            place, ref, task = self._ahead.popleft()
-            chunk = task.result()
-            if chunk.last and ref.file.open_ended:
-                self._file_ended(place)
-            self._used(chunk)
+            nbytes = self._ahead[0].ref.nbytes
+            chunk = self.next_chunk()
+            assert chunk is not None
             if len(chunk.docs) or not chunk.ref.file.open_ended:
                 chunks.append(chunk)
-                size += ref.nbytes
+                size += nbytes
         return chunks
 
     def _build(self, start: Place, chunks: list[TokenChunk]) -> Window:

@@ -299,6 +299,7 @@ class AsyncDataLoader:
         """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
         loaded = parse(state)
         source, options = self._source, self._options
+        source.check_data(loaded)
         loaded.require(stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id())
         if source.by_lane:
             fitting(loaded.lanes, options.shard.mod, StateMismatch)

@@ -8,6 +8,8 @@ from penstock.pipeline import Pipeline
 
 PART = "rows of "
 """How a pipeline names its count of the rows of a mixture's part."""
+FAULT = "fault "
+"""How it names its count of attempts that failed for a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,28 @@ class Stats:
     dropped_tokens: int = 0
     parts: dict[str, int] = field(default_factory=dict)
     """For mixtures: rows of each part, those of batches not yet handed out included."""
+    requests: int = 0
+    """Requests to servers, each attempt counted."""
+    fetched_bytes: int = 0
+    """Bytes that came over the network and were used."""
+    hedges: int = 0
+    """Reads that took so long that they were asked for a second time."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Attempts that failed, by reason."""
+    retry_wait_ms: int = 0
+    """Time that fetch threads, added up, spent waiting between attempts: no bandwidth was to be had by it."""
+    cache_hits: int = 0
+    """Chunks that came from the token cache."""
+    cache_misses: int = 0
+    """Chunks that were read and tokenized."""
+    cache_written: int = 0
+    """Chunks that were put there, and those for which it had no room, no time, or which it had to drop again."""
+    cache_written_bytes: int = 0
+    cache_refused: int = 0
+    cache_skipped: int = 0
+    cache_evicted: int = 0
+    cache_damaged: int = 0
+    """Entries of the cache that were damaged, and so made again."""
     worker_restarts: int = 0
     """Worker processes that died and were replaced."""
     memory_estimate: int = 0
@@ -89,7 +113,7 @@ class Tally:
         if pipeline is not None:
             _add(counts, pipeline.totals())
             _add(bad, pipeline.bad())
-        parts = {name.removeprefix(PART): counts.pop(name) for name in list(counts) if name.startswith(PART)}
+        parts, faults = _those(counts, PART), _those(counts, FAULT)
         return Stats(
             batches=self.batches,
             tokens=self.tokens,
@@ -98,9 +122,15 @@ class Tally:
             wall_s=0.0 if self.first is None else self.last - self.first,
             bad=bad,
             parts=parts,
+            faults=faults,
             memory_estimate=memory_estimate,
             **counts,
         )
+
+
+def _those(counts: dict[str, int], prefix: str) -> dict[str, int]:
+    """Take out the counts whose names begin so."""
+    return {name.removeprefix(prefix): counts.pop(name) for name in list(counts) if name.startswith(prefix)}
 
 
 def _add(into: dict[str, int], more: dict[str, int]) -> None:

@@ -70,6 +70,13 @@ class FileRef:
     format: Format
     codec: Codec = ""
     members: tuple[Member, ...] = ()
+    etag: str = ""
+    """What its server says of its content, where it comes from one."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether it has to be fetched."""
+        return "://" in self.path
 
     @property
     def open_ended(self) -> bool:
@@ -163,6 +170,8 @@ class TokenChunk:
     text_bytes: int
     source: Any = None
     """For iterables that have a `state_dict`: what it gave before this chunk."""
+    cached: bool = False
+    """Whether it comes from the token cache."""
 
     @property
     def nbytes(self) -> int:

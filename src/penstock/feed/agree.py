@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from penstock.errors import LoaderTimeout, PeerFailed, UnevenRanks
+from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
 from penstock.types import Shard
 
 T = TypeVar("T")
@@ -56,6 +56,35 @@ class RankAgreement:
         value = torch.tensor([status], dtype=torch.int32)
         self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
         return int(value.item())
+
+
+def from_rank_0(make: Callable[[], bytes]) -> bytes:
+    """What rank 0 makes, on every rank. If it fails there, it fails everywhere."""
+    distributed = _distributed()
+    if distributed is None:
+        raise ConfigError(
+            "share_listing=True needs torch.distributed to be initialised: call init_process_group first, or leave it out"
+        )
+    import torch
+
+    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+    first = distributed.get_rank() == 0
+    made, error = b"", None
+    if first:
+        try:
+            made = b"+" + make()
+        except Exception as failed:
+            made, error = f"-{type(failed).__name__}: {failed}".encode(), failed
+    size = torch.tensor([len(made)], dtype=torch.int64)
+    distributed.broadcast(size, src=0, group=group)
+    data = torch.frombuffer(bytearray(made), dtype=torch.uint8) if first else torch.empty(int(size), dtype=torch.uint8)
+    distributed.broadcast(data, src=0, group=group)
+    if error is not None:
+        raise error
+    whole = bytes(data.numpy())
+    if whole[:1] == b"-":
+        raise PeerFailed(f"rank 0 could not list the data: {whole[1:].decode('utf-8', 'replace')}")
+    return whole[1:]
 
 
 def _distributed() -> Any:

@@ -156,13 +156,13 @@ class ThreadPool:
 
     restarts = 0
 
-    def __init__(self, n_workers: int, work: Any, *, cpus: frozenset[int] | None = None) -> None:
+    def __init__(self, n_workers: int, work: Any, *, cpus: frozenset[int] | None = None, name: str = "worker") -> None:
         self.n_workers = n_workers
         self._work = work
         self._cpus = cpus
         self._jobs = Jobs(n_workers)
         self._threads = [
-            threading.Thread(target=self._serve, args=(i,), name=f"penstock-worker-{i}", daemon=True)
+            threading.Thread(target=self._serve, args=(i,), name=f"penstock-{name}-{i}", daemon=True)
             for i in range(n_workers)
         ]
         for thread in self._threads:

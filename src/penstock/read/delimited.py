@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.read.storage import CompressedFile, PlainFile
+from penstock.read.storage import AnyFile
 from penstock.types import MiB
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -36,7 +36,7 @@ class Records:
     """The last record ends with the file, not with a separator."""
 
 
-def read_records(source: PlainFile | CompressedFile, lo: int, hi: int, separator: bytes, max_bytes: int) -> Records:
+def read_records(source: AnyFile, lo: int, hi: int, separator: bytes, max_bytes: int) -> Records:
     """The records that start in [lo, hi)."""
     m = len(separator)
     offset = max(0, lo - m)
@@ -63,9 +63,7 @@ def read_records(source: PlainFile | CompressedFile, lo: int, hi: int, separator
     return records
 
 
-def _extend(
-    records: Records, source: PlainFile | CompressedFile, separator: bytes, max_bytes: int, at_end: bool
-) -> None:
+def _extend(records: Records, source: AnyFile, separator: bytes, max_bytes: int, at_end: bool) -> None:
     """Read on until the last record is complete, or longer than allowed."""
     start = int(records.starts[-1])
     parts = [records.buffer]

@@ -1,24 +1,32 @@
 """List the files that a dataset consists of.
 
-In:    a path, a folder, a glob, or a list of these.
-Out:   `FileRef`s in a fixed order, and a fingerprint of names and sizes.
+In:    a path, a folder, a glob, an address elsewhere, or a list of these.
+Out:   `FileRef`s in a fixed order, and a fingerprint of names, sizes and ETags.
 Where: the thread that creates the dataset.
-State: none. No file is opened.
-Cost:  one `stat` a file.
+State: none. No file is opened. Remote listings are kept on disk by their fingerprints, so that a
+       later run whose data changed can say which file it was.
+Cost:  one `stat` a local file; what is elsewhere is asked for by `listing.RemoteListing`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, NoData
 from penstock.types import Codec, FileRef, Format, Member, MiB
+
+if TYPE_CHECKING:
+    from penstock.read.kept import Kept
+    from penstock.read.listing import RemoteListing
 
 FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
@@ -54,10 +62,12 @@ def list_files(
     *,
     format: Format | None = None,
     whole: bool = True,
+    remote: RemoteListing | None = None,
 ) -> tuple[FileRef, ...]:
     """The files behind `urls`, each once, in the order given and by name within a folder or glob.
 
-    With `whole`, a plain-text file is one document, and small ones are bundled.
+    With `whole`, a plain-text file is one document, and small ones are bundled. `remote` lists what is
+    not on disk; without it, only what is on disk can be listed.
     """
     try:
         sources = [urls] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
@@ -65,12 +75,18 @@ def list_files(
         raise ConfigError(f"{urls!r} is no path, folder, glob or list of these") from None
     if not sources:
         raise NoData("no data: the list of paths is empty. Name a file, a folder or a glob.")
+    paths = [os.fspath(source) for source in sources]
+    # All at once: what is far away is asked for side by side.
+    away = remote.list([path for path in paths if remote.takes(path)], format) if remote is not None else {}
     found: dict[str, FileRef] = {}
-    for source in sources:
-        for file in _expand(os.fspath(source), format):
-            found.setdefault(os.path.realpath(file.path), file)
+    for path in paths:
+        for file in away[path] if path in away else _expand(path, format):
+            found.setdefault(file.path if file.remote else os.path.realpath(file.path), file)
     files = tell_apart(list(found.values()))
-    return tuple(_bundle(files) if whole else files)
+    listed = tuple(_bundle(files) if whole else files)
+    if away and remote is not None:
+        _remember(remote.kept, listed)
+    return listed
 
 
 def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
@@ -83,9 +99,7 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
     if path.is_file():
         known = _file(path, path.name, format)
         if known is None:
-            raise ConfigError(
-                f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')"
-            )
+            raise unknown_format(str(path))
         yield known
         return
     if path.is_dir():
@@ -99,12 +113,21 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
             raise NoData(f"{path} {what} (looked from {Path.cwd()})")
     files = [f for name in names if (f := _file(root / name, name, format)) is not None]
     if not files:
-        endings = " ".join(FORMATS)
-        raise NoData(
-            f"{path}: none of its {len(names)} files has an ending we know ({endings}, "
-            f"each also {' '.join(CODECS)}). Name the format: TextDataset(…, format='jsonl')"
-        )
+        raise no_known_ending(str(path), len(names))
     yield from files
+
+
+def no_known_ending(where: str, count: int) -> NoData:
+    """Files are there, and none that we can read."""
+    return NoData(
+        f"{where}: none of its {count} files has an ending we know ({' '.join(FORMATS)}, "
+        f"each also {' '.join(CODECS)}). Name the format: TextDataset(…, format='jsonl')"
+    )
+
+
+def unknown_format(path: str) -> ConfigError:
+    """A file was named whose name does not say what it is."""
+    return ConfigError(f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')")
 
 
 def tell_apart(files: list[FileRef]) -> list[FileRef]:
@@ -113,10 +136,36 @@ def tell_apart(files: list[FileRef]) -> list[FileRef]:
     parents = 0
     while len(same := [i for i, n in enumerate(_counts(out)) if n > 1]) > 0:
         parents += 1
+        longer = False
         for i in same:
-            parts = Path(os.path.abspath(files[i].path)).parts
-            below = len(files[i].name.split("/"))
-            out[i] = replace(files[i], name="/".join(parts[max(0, len(parts) - below - parents) :]))
+            parts = _parts(files[i])
+            first = len(parts) - len(files[i].name.split("/")) - parents
+            longer |= first >= 0
+            out[i] = replace(files[i], name="/".join(parts[max(0, first) :]))
+        if not longer:
+            return _number(out)
+    return out
+
+
+def _parts(file: FileRef) -> Sequence[str]:
+    if not file.remote:
+        return Path(os.path.abspath(file.path)).parts
+    # What follows a # only tells apart addresses that differ in what must not be shown.
+    return file.path.partition("://")[2].partition("#")[0].split("/")
+
+
+def _number(files: list[FileRef]) -> list[FileRef]:
+    """Addresses may differ in their queries only: the second of one name gets a number."""
+    taken = {file.name for file in files}
+    seen: set[str] = set()
+    out = []
+    for file in files:
+        name, number = file.name, 1
+        while name in seen or (number > 1 and name in taken):
+            number += 1
+            name = f"{file.name}~{number}"
+        seen.add(name)
+        out.append(replace(file, name=name))
     return out
 
 
@@ -146,24 +195,86 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _file(path: Path, name: str, format: Format | None) -> FileRef | None:
     """A file, or None where neither its name nor the user says what it is."""
+    kind = known_format(name, format)
+    return FileRef(str(path), name.replace(os.sep, "/"), path.stat().st_size, *kind) if kind else None
+
+
+def known_format(name: str, format: Format | None) -> tuple[Format, Codec] | None:
+    """Format and compression, by what the user says and what the name says."""
     by_name = classify(name)
     if by_name is None:
-        if format is None:
-            return None
-        by_name = (format, CODECS.get(path.suffix.lower(), ""))
-    return FileRef(str(path), name.replace(os.sep, "/"), path.stat().st_size, format or by_name[0], by_name[1])
+        return (format, CODECS.get(os.path.splitext(name.lower())[1], "")) if format else None
+    return format or by_name[0], by_name[1]
+
+
+# Globs of what is not on disk
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """A glob as `glob.glob(…, recursive=True)` understands it, for paths that are only names.
+
+    Stars match no hidden names, and no slashes but for `**`. Time is bounded by the lengths of pattern
+    and path, whatever the pattern: it may come from a dataset's card.
+    """
+    parts = pattern.split("/")
+    end = len(parts)
+
+    def fits(part: str, name: str) -> bool:
+        if not glob.has_magic(part):
+            return part == name
+        return (part.startswith(".") or not name.startswith(".")) and fnmatch.fnmatchcase(name, part)
+
+    def spread(positions: set[int]) -> set[int]:
+        """Where one may stand without going on: `**` also stands for no folder at all."""
+        out: set[int] = set()
+        for at in positions:
+            out.add(at)
+            while at < end - 1 and parts[at] == "**":
+                at += 1
+                out.add(at)
+        return out
+
+    def matches(path: str) -> bool:
+        here = spread({0})
+        for name in path.split("/"):
+            after: set[int] = set()
+            for at in here:
+                if at == end:
+                    continue
+                if parts[at] != "**":
+                    if fits(parts[at], name):
+                        after.add(at + 1)
+                elif not name.startswith("."):
+                    after |= {at, end} if at == end - 1 else {at}
+            here = spread(after)
+        return end in here
+
+    return matches
+
+
+def fixed_folder(pattern: str) -> str:
+    """The folders of a pattern up to the first that is none for sure, without a slash at the end."""
+    folder = _fixed_part(Path(pattern))
+    return "" if folder == Path() else folder.as_posix()
+
+
+def is_marker(name: str) -> bool:
+    """Whether a path below a folder is one that its listing leaves out."""
+    return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
-    """Put neighbouring plain-text files together until they make a chunk."""
+    """Put neighbouring plain-text files together until they make a chunk. Their ETags stand one a line."""
     members: list[Member] = []
+    etags: list[str] = []
     total = 0
 
     def close() -> Iterable[FileRef]:
-        nonlocal members, total
+        nonlocal members, etags, total
         if members:
-            yield FileRef(members[0].path, members[0].name, total, "text", members=tuple(members))
-        members, total = [], 0
+            etag = "\n".join(etags) if any(etags) else ""
+            yield FileRef(members[0].path, members[0].name, total, "text", members=tuple(members), etag=etag)
+        members, etags, total = [], [], 0
 
     for file in files:
         if file.format != "text" or file.codec:
@@ -171,17 +282,64 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
             yield file
             continue
         members.append(Member(file.path, file.name, file.size))
+        etags.append(file.etag)
         total += file.size
         if total >= BUNDLE_BYTES or len(members) >= BUNDLE_FILES:
             yield from close()
     yield from close()
 
 
-def fingerprint(files: Sequence[FileRef]) -> str:
-    """A digest of names, sizes and formats, in order. Times are left out: a copy is the same data."""
-    digest = hashlib.sha256()
+def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
+    """Every single file, those in bundles too."""
     for file in files:
-        for member in file.members or (Member(file.path, file.name, file.size),):
-            line = f"{member.name}\0{member.size}\0{file.format}\0{file.codec}\n"
-            digest.update(line.encode("utf-8", "surrogateescape"))
+        if not file.members:
+            yield file
+            continue
+        etags = file.etag.split("\n") if file.etag else [""] * len(file.members)
+        for member, etag in zip(file.members, etags, strict=True):
+            yield FileRef(member.path, member.name, member.size, file.format, file.codec, etag=etag)
+
+
+def fingerprint(files: Sequence[FileRef]) -> str:
+    """A digest of names, sizes and formats, in order, and of ETags where there are any.
+
+    Times are left out: a copy is the same data.
+    """
+    digest = hashlib.sha256()
+    for file in each(files):
+        line = f"{file.name}\0{file.size}\0{file.format}\0{file.codec}"
+        line += f"\0{file.etag}\n" if file.etag else "\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
+
+
+# What changed since
+
+
+def _remember(kept: Kept, files: Sequence[FileRef]) -> None:
+    """Keep a listing by its fingerprint, for `explain_change`."""
+    key = fingerprint(files)
+    if kept.get("manifests", key) is None:
+        rows = [[file.name, file.size, file.etag] for file in each(files)]
+        kept.put("manifests", key, json.dumps(rows).encode())
+
+
+def explain_change(kept: Kept, old_fingerprint: str, files: Sequence[FileRef]) -> str | None:
+    """The first file that differs from a listing of before; None if that is not at hand, or nothing does."""
+    data = kept.get("manifests", old_fingerprint)
+    if data is None:
+        return None
+    before = {name: (size, etag) for name, size, etag in json.loads(data)}
+    now = {file.name: (file.size, file.etag) for file in each(files)}
+    for name, (size, etag) in now.items():
+        if name not in before:
+            return f"{name} was added"
+        old_size, old_etag = before[name]
+        if etag != old_etag:
+            return f"{name} changed: its ETag was {old_etag or 'none'}, it is {etag or 'none'}"
+        if size != old_size:
+            return f"{name} changed: it was {old_size} bytes long, it is {size}"
+    gone = next((name for name in before if name not in now), None)
+    if gone is not None:
+        return f"{gone} is gone"
+    return "the files come in another order" if list(before) != list(now) else None

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
+from penstock.read.footer import AsFile, RemoteFooters, column_range, damaged, parse_footer
 from penstock.read.records import Judge, clean
-from penstock.read.storage import BombError, Storage, is_damage
+from penstock.read.storage import BombError, Bytes, Storage, is_damage
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
+
+if TYPE_CHECKING:
+    from penstock.read.kept import Kept
 
 FOOTERS = 256
 """Footers kept: more than the files whose chunks are read in turn."""
@@ -32,8 +37,9 @@ STEP_BYTES = 64 * MiB
 class ParquetReader:
     """The Parquet files of one dataset."""
 
-    def __init__(self, storage: Storage, field: str, max_chunk_bytes: int) -> None:
+    def __init__(self, storage: Storage, field: str, max_chunk_bytes: int, kept: Kept | None = None) -> None:
         self._storage = storage
+        self._remote = RemoteFooters(storage.remote, kept) if storage.remote is not None else None
         self._field = field
         self._max_chunk_bytes = max_chunk_bytes
         self._lock = threading.Lock()
@@ -46,12 +52,27 @@ class ParquetReader:
         refs = []
         for i in range(footer.num_row_groups):
             group = footer.row_group(i)
-            size = group.column(column).total_uncompressed_size
+            meta = group.column(column)
+            start, length = column_range(meta)
+            if min(start, length) < 0 or (not file.codec and start + length > file.size):
+                raise damaged(file, f"the text of row group {i} is said to lie at bytes {start} to {start + length}")
+            size = meta.total_uncompressed_size
             parts = max(1, min(group.num_rows, -(-size // self._max_chunk_bytes)))
             refs += [ChunkRef(file, i, size // parts, part, parts) for part in range(parts)]
         return refs
 
-    def read(self, ref: ChunkRef, judge: Judge) -> Documents:
+    def range_of(self, ref: ChunkRef) -> tuple[int, int]:
+        """Where the text column of a row group lies: its start and length."""
+        footer = self._footer(ref.file)
+        return column_range(footer.row_group(ref.index).column(self._column(ref.file, footer)))
+
+    def at_hand(self, ref: ChunkRef) -> Bytes | None:
+        """The text column of a row group, where it came together with a small file's footer."""
+        start, length = self.range_of(ref)
+        whole = self._remote.small(ref.file) if self._remote is not None else None
+        return None if whole is None else whole[start : start + length]
+
+    def read(self, ref: ChunkRef, judge: Judge, fetched: list[Bytes] | None = None) -> Documents:
         """The texts of a row group, or of a part of one."""
         file = ref.file
         footer = self._footer(file)
@@ -63,11 +84,10 @@ class ParquetReader:
         size = meta.column(self._column(file, footer)).total_uncompressed_size
         limit = self._storage.max_bytes(file)
         step = max(16, min(STEP_ROWS, STEP_BYTES * meta.num_rows // max(1, size)))
-        path = self._storage.spool(file) if file.codec else file.path
         opened = None
         try:
             # Not memory-mapped: a file that shrinks under a map ends the process, not the read.
-            opened = pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
+            opened = pq.ParquetFile(self._source(ref, fetched), metadata=footer, page_checksum_verification=True)
             for batch in opened.iter_batches(step, row_groups=[ref.index], columns=[self._field], use_threads=False):
                 column = batch.column(0)
                 first, at = at, at + len(column)
@@ -109,22 +129,28 @@ class ParquetReader:
         rows = np.arange(lo, lo + len(array), dtype=np.int64)
         return clean(array, rows, lambda i: Address(ref.file.name, ref.index, lo + i), judge)
 
+    def _source(self, ref: ChunkRef, fetched: list[Bytes] | None) -> Any:
+        file = ref.file
+        if file.codec:
+            return self._storage.spool(file)
+        if not file.remote:
+            return file.path
+        assert fetched is not None
+        parts = [(self.range_of(ref)[0], fetched[0])]
+        return pa.PythonFile(AsFile(file.size, self._storage.fetched(file, parts)), mode="r")
+
     def _footer(self, file: FileRef) -> pq.FileMetaData:
         with self._lock:
             footer = self._footers.get(file.path)
             if footer is not None:
                 self._footers.move_to_end(file.path)
                 return footer
-        path = self._storage.spool(file) if file.codec else file.path
-        try:
-            footer = pq.read_metadata(path)
-        except (pa.ArrowException, OSError) as error:
-            if not is_damage(error):
-                raise
-            raise CorruptFile(
-                f"{file.path} is no readable Parquet file ({file.size} bytes): {error}. "
-                "It is damaged or was cut short: fetch it again, or leave it out."
-            ) from error
+        if file.remote and not file.codec:
+            assert self._remote is not None
+            footer = self._remote.footer(file)
+        else:
+            path = self._storage.spool(file) if file.codec else file.path
+            footer = parse_footer(file, path)
         with self._lock:
             self._footers[file.path] = footer
             if len(self._footers) > FOOTERS:

@@ -1,17 +1,20 @@
 """From a chunk's address to its documents, whatever the format: what a worker thread calls.
 
-In:    a `ChunkRef`.
+In:    a `ChunkRef`, and for a remote file what was fetched for it.
 Out:   `Documents`: the texts of the chosen split, judged, those to be skipped blanked out.
-Where: worker threads, many at once.
+Where: worker threads, many at once; `fetch` on fetch threads.
 State: open files and footers, behind locks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +26,18 @@ from penstock.read import jsonl, text
 from penstock.read.delimited import read_records
 from penstock.read.parquet import ParquetReader
 from penstock.read.records import Judge, count_empty
-from penstock.read.storage import Storage
-from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, MiB, OnBadRecord
+from penstock.read.storage import Bytes, Storage
+from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB, OnBadRecord
+
+if TYPE_CHECKING:
+    from penstock.read.kept import Kept
+    from penstock.read.remote import RemoteFiles
 
 MAX_CHUNK_BYTES = 256 * MiB
+SHARED_BYTES = 256 * MiB
+"""What the columns of row groups that were split may take in memory, one at the least."""
+TAIL = 64 * KiB
+"""Fetched beyond a range of records: one that begins in it ends after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +59,23 @@ class ReadSettings:
 class Reader:
     """The files of one dataset, open for reading."""
 
-    def __init__(self, settings: ReadSettings, n_workers: int, lanes: int) -> None:
+    def __init__(
+        self,
+        settings: ReadSettings,
+        n_workers: int,
+        lanes: int,
+        remote: RemoteFiles | None = None,
+        kept: Kept | None = None,
+    ) -> None:
         self._settings = settings
         # What is read at once from one compressed file, by all workers or, where lanes share
         # them, by some; never less than lets two of them work side by side.
         keep = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         self.cache_bytes = lanes * keep
         """What the decompressed parts of files may take, where files are compressed."""
-        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep)
-        self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES)
+        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote)
+        self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES, kept)
+        self._shared = Shared()
         self._skip: dict[str, set[tuple[int | None, int]]] = {}
         for address in settings.skip:
             self._skip.setdefault(address.file, set()).add((address.group, address.row))
@@ -75,21 +94,68 @@ class Reader:
         step = self._settings.chunk_bytes
         return [ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))], []
 
-    def read(self, ref: ChunkRef) -> Documents:
+    def fetch(self, ref: ChunkRef, *, again: bool = False) -> list[Bytes]:
+        """What has to be fetched to read a chunk, side by side. Nothing of files that are read forwards.
+
+        `again` says that what was fetched before is in doubt.
+        """
+        remote = self._storage.remote
+        assert remote is not None
+        if again or ref.file.format != "parquet" or ref.file.codec:
+            return [*remote.read_all(self._ranges(ref))]
+        here = self._parquet.at_hand(ref)
+        if here is not None:
+            return [here]
+        if ref.parts == 1:
+            return [*remote.read_all(self._ranges(ref))]
+        # The parts of a row group all need the whole of its column.
+        return self._shared.get((ref.file.path, ref.index), lambda: [*remote.read_all(self._ranges(ref))])
+
+    def _ranges(self, ref: ChunkRef) -> list[tuple[FileRef, int, int]]:
+        file, settings = ref.file, self._settings
+        if file.members:
+            return [(member, 0, min(member.size, settings.max_doc_bytes + 1)) for member in text.bundled(ref)[1]]
+        if file.codec:
+            return []
+        if file.format == "parquet":
+            return [(file, *self._parquet.range_of(ref))]
+        separator = self._separator(file)
+        if separator is None:
+            return [(file, 0, min(file.size, settings.max_doc_bytes + 1))] if ref.index == 0 else []
+        lo, hi = self._span(ref)
+        start = max(0, lo - len(separator))
+        # Its last record ends a little further on.
+        return [(file, start, min(file.size, hi + len(separator) + TAIL) - start)]
+
+    def read(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
         """The documents of a chunk."""
         judge = self._judge()
+        if ref.file.remote and fetched is None:
+            fetched = self.fetch(ref)
         if ref.file.members:
-            documents = text.bundle(ref, judge)
+            documents = text.bundle(ref, fetched, judge)
         elif ref.file.format == "parquet":
-            documents = self._parquet.read(ref, judge)
+            documents = self._parquet.read(ref, judge, fetched)
         else:
-            documents = self._read_range(ref, judge)
+            documents = self._read_range(ref, fetched, judge)
         return self._select(ref, documents)
 
-    def _read_range(self, ref: ChunkRef, judge: Judge) -> Documents:
+    def _separator(self, file: FileRef) -> bytes | None:
+        return b"\n" if file.format == "jsonl" else self._settings.separator
+
+    def _span(self, ref: ChunkRef) -> tuple[int, int]:
+        """The bytes in which the records of a chunk begin."""
+        step, file = self._settings.chunk_bytes, ref.file
+        begin = ref.index * step
+        # A part is a part of what there is: the last chunk of a file may be short.
+        size = step if file.open_ended else min(step, file.size - begin)
+        return begin + size * ref.part // ref.parts, begin + size * (ref.part + 1) // ref.parts
+
+    def _read_range(self, ref: ChunkRef, fetched: list[Bytes] | None, judge: Judge) -> Documents:
         file, settings = ref.file, self._settings
-        source = self._storage.open(file, ref.reader)
-        separator = b"\n" if file.format == "jsonl" else settings.separator
+        parts = [(start, data) for (_, start, _), data in zip(self._ranges(ref), fetched or (), strict=False)]
+        source = self._storage.open(file, ref.reader, parts)
+        separator = self._separator(file)
         if separator is None:
             if ref.index:
                 return Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
@@ -97,11 +163,7 @@ class Reader:
             if source.broken is not None:
                 documents = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
         else:
-            begin = ref.index * settings.chunk_bytes
-            # A part is a part of what there is: the last chunk of a file may be short.
-            size = settings.chunk_bytes if file.open_ended else min(settings.chunk_bytes, file.size - begin)
-            lo = begin + size * ref.part // ref.parts
-            hi = begin + size * (ref.part + 1) // ref.parts
+            lo, hi = self._span(ref)
             records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
             if source.broken is not None and records.unended:
                 # The damage cut this record short: what there is of it is not the document.
@@ -161,6 +223,35 @@ class Reader:
     def close(self) -> None:
         """Close all files. To be called when nobody reads any more."""
         self._storage.close()
+
+
+class Shared:
+    """What several chunks need: fetched by the first that asks, kept for those that follow soon."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[tuple[str, int], Future[list[Bytes]]] = OrderedDict()
+
+    def get(self, key: tuple[str, int], fetch: Callable[[], list[Bytes]]) -> list[Bytes]:
+        with self._lock:
+            known = self._recent.get(key)
+            future: Future[list[Bytes]] = known or Future()
+            self._recent[key] = future
+            self._recent.move_to_end(key)
+            while len(self._recent) > 1 and self._size() > SHARED_BYTES:
+                self._recent.popitem(last=False)
+        if known is None:
+            try:
+                future.set_result(fetch())
+            except BaseException as error:
+                with self._lock:
+                    self._recent.pop(key, None)  # whoever comes later tries for himself
+                future.set_exception(error)
+        return future.result()
+
+    def _size(self) -> int:
+        ended = [f.result() for f in self._recent.values() if f.done() and f.exception() is None]
+        return sum(len(data) for result in ended for data in result)
 
 
 def _key(seed: int, name: str, group: int | None) -> int:

@@ -1,8 +1,8 @@
-"""Bytes of a file by position, whether it is compressed or not.
+"""Bytes of a file by position, whether it is compressed or not, here or elsewhere.
 
 In:    a `FileRef` and a range of (decompressed) bytes.
 Out:   those bytes; fewer only at the end of the file.
-Where: any worker thread.
+Where: any worker thread; what is remote is fetched beforehand by fetch threads (see `Reader.fetch`).
 State: for compressed files, one decompressor with the blocks it passed last, behind a lock.
        A reader that follows in order never decompresses anything twice. One that asks for
        something earlier starts over: no random access is to be had in these formats.
@@ -10,17 +10,28 @@ State: for compressed files, one decompressor with the blocks it passed last, be
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import threading
-from collections import OrderedDict
-from typing import IO
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from penstock.errors import CorruptFile, LoaderClosed
 from penstock.types import FileRef, KiB, MiB
 
+if TYPE_CHECKING:
+    from penstock.read.remote import RemoteFiles
+
+Bytes = bytes | bytearray
+
 BLOCK = MiB
 STEP = 16 * KiB
+STREAM_BLOCK = 4 * MiB
+STREAM_AHEAD = 4
+"""A remote file that can only be read forwards is fetched so many blocks ahead."""
 
 
 class BombError(CorruptFile):
@@ -38,26 +49,97 @@ def is_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
 
 
-def open_stream(file: FileRef) -> IO[bytes]:
+class RangeStream(io.RawIOBase):
+    """A remote file from its beginning on, a few blocks fetched ahead of whoever reads."""
+
+    def __init__(self, file: FileRef, remote: RemoteFiles) -> None:
+        self._file = file
+        self._remote = remote
+        self._ahead: deque[Future[bytearray] | int] = deque()
+        self._asked = 0
+        self._block = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not len(self._block):
+            self._block = memoryview(self._next())
+        n = min(len(buffer), len(self._block))
+        buffer[:n] = self._block[:n]
+        self._block = self._block[n:]
+        return n
+
+    def _next(self) -> bytes | bytearray:
+        while self._asked < self._file.size and len(self._ahead) < STREAM_AHEAD:
+            start, self._asked = self._asked, self._asked + self._length(self._asked)
+            self._ahead.append(self._remote.ahead(self._file, start, self._length(start)) or start)
+        if not self._ahead:
+            return b""
+        first = self._ahead.popleft()
+        return self._remote.read(self._file, first, self._length(first)) if isinstance(first, int) else first.result()
+
+    def _length(self, start: int) -> int:
+        return min(STREAM_BLOCK, self._file.size - start)
+
+
+def open_stream(file: FileRef, remote: RemoteFiles | None = None) -> IO[bytes]:
     """The file's decompressed bytes, in order."""
+    source: Any = file.path
+    if file.remote:
+        assert remote is not None
+        source = io.BufferedReader(RangeStream(file, remote), STREAM_BLOCK)
+    return cast(IO[bytes], _decompressed(source, file))
+
+
+def _decompressed(source: Any, file: FileRef) -> Any:
     if file.codec == "gz":
         import gzip
 
-        return gzip.open(file.path, "rb")  # type: ignore[return-value]
+        return gzip.open(source, "rb")
     if file.codec == "bz2":
         import bz2
 
-        return bz2.open(file.path, "rb")
+        return bz2.open(source, "rb")
     if file.codec == "xz":
         import lzma
 
-        return lzma.open(file.path, "rb")
+        return lzma.open(source, "rb")
     if file.codec == "zst":
         import pyarrow as pa
 
-        stream: IO[bytes] = pa.input_stream(file.path, compression="zstd", buffer_size=0)
-        return stream
-    return open(file.path, "rb")
+        if file.remote:
+            return pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
+        return pa.input_stream(source, compression="zstd", buffer_size=0)
+    return source if file.remote else open(source, "rb")
+
+
+class FetchedFile:
+    """Parts of a remote file that are here already. What else is asked for is fetched then."""
+
+    broken: CorruptFile | None = None
+
+    def __init__(self, file: FileRef, remote: RemoteFiles, parts: Sequence[tuple[int, Bytes]]) -> None:
+        self._file = file
+        self._remote = remote
+        self._parts = parts
+
+    def read(self, start: int, length: int) -> bytes:
+        length = max(0, min(length, self._file.size - start))
+        out: list[bytes] = []
+        while length > 0:
+            for first, data in self._parts:
+                if first <= start < first + len(data):
+                    found = memoryview(data)[start - first : start - first + length]
+                    break
+            else:
+                # Up to the next part that is here, or to the end.
+                gap = min([first - start for first, _ in self._parts if first > start] + [length])
+                found = memoryview(self._remote.read(self._file, start, gap))
+            out.append(bytes(found))
+            start += len(found)
+            length -= len(found)
+        return out[0] if len(out) == 1 else b"".join(out)
 
 
 class PlainFile:
@@ -87,8 +169,16 @@ class PlainFile:
 class CompressedFile:
     """A compressed file, read forwards."""
 
-    def __init__(self, file: FileRef, keep_bytes: int, max_bytes: int, closing: threading.Event) -> None:
+    def __init__(
+        self,
+        file: FileRef,
+        keep_bytes: int,
+        max_bytes: int,
+        closing: threading.Event,
+        remote: RemoteFiles | None = None,
+    ) -> None:
         self._file = file
+        self._remote = remote
         self._closing = closing
         self._keep = max(4, -(-keep_bytes // BLOCK))
         self._max_bytes = max_bytes
@@ -100,6 +190,7 @@ class CompressedFile:
         self.broken: CorruptFile | None = None
         """Why the file ends where it does, if that is not its true end."""
         self.restarts = 0
+        self._doubted = False
 
     def read(self, start: int, length: int) -> bytes:
         first, last = start // BLOCK, (start + length - 1) // BLOCK
@@ -123,6 +214,11 @@ class CompressedFile:
             while self._next <= number:
                 _go_on(self._closing)
                 block = self._decompress()
+                if self.broken is not None and self._remote is not None and not self._doubted:
+                    # What came over the network is fetched a second time before it is believed.
+                    self._doubted, self.broken = True, None
+                    self._rewind()
+                    continue
                 self._blocks[self._next] = block
                 if len(self._blocks) > self._keep:
                     self._blocks.popitem(last=False)
@@ -137,7 +233,7 @@ class CompressedFile:
         if self._stream is not None:
             self._stream.close()
             self.restarts += 1
-        self._stream = open_stream(self._file)
+        self._stream = open_stream(self._file, self._remote)
         self._blocks.clear()
         self._next = 0
 
@@ -192,7 +288,8 @@ def _lzma_error() -> type[Exception]:
 class Storage:
     """The open files of one dataset. Used by all worker threads at once."""
 
-    def __init__(self, *, max_ratio: float, keep_bytes: int) -> None:
+    def __init__(self, *, max_ratio: float, keep_bytes: int, remote: RemoteFiles | None = None) -> None:
+        self.remote = remote
         self._max_ratio = max_ratio
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
@@ -206,14 +303,19 @@ class Storage:
         """What may come out of a file before it counts as a bomb; small files are given some room."""
         return int(self._max_ratio * file.size) + 64 * MiB
 
-    def open(self, file: FileRef, reader: int) -> PlainFile | CompressedFile:
+    def fetched(self, file: FileRef, parts: Sequence[tuple[int, Bytes]]) -> FetchedFile:
+        """A remote file of which some parts are here."""
+        assert self.remote is not None
+        return FetchedFile(file, self.remote, parts)
+
+    def open(self, file: FileRef, reader: int, parts: Sequence[tuple[int, Bytes]] = ()) -> AnyFile:
         if not file.codec:
-            return PlainFile(file)
+            return self.fetched(file, parts) if file.remote else PlainFile(file)
         with self._lock:
             key = (file.path, reader)
             opened = self._compressed.get(key)
             if opened is None:
-                opened = CompressedFile(file, self._keep_bytes, self.max_bytes(file), self._closing)
+                opened = CompressedFile(file, self._keep_bytes, self.max_bytes(file), self._closing, self.remote)
                 self._compressed[key] = opened
                 same_reader = [k for k in self._compressed if k[1] == reader]
                 # A lane reads one file after another; two are open while it crosses over.
@@ -232,7 +334,7 @@ class Storage:
             target = os.path.join(self._folder.name, f"{len(self._spooled)}.{file.format}")
             limit = self.max_bytes(file)
             try:
-                with open_stream(file) as source, open(target, "wb") as sink:
+                with open_stream(file, self.remote) as source, open(target, "wb") as sink:
                     _copy(source, sink, limit, file, self._closing)
             except (OSError, EOFError, _zlib_error(), _lzma_error()) as error:
                 if not is_damage(error):
@@ -257,6 +359,9 @@ class Storage:
         self._folder = None
 
 
+AnyFile = PlainFile | CompressedFile | FetchedFile
+
+
 def _go_on(closing: threading.Event) -> None:
     if closing.is_set():
         raise LoaderClosed("the loader was shut down")
@@ -274,4 +379,4 @@ def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef, closing
         sink.write(part)
 
 
-__all__ = ["BombError", "CompressedFile", "PlainFile", "Storage", "open_stream"]
+__all__ = ["AnyFile", "BombError", "CompressedFile", "FetchedFile", "PlainFile", "Storage", "open_stream"]

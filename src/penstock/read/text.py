@@ -8,12 +8,14 @@ State: none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 
 from penstock.read.delimited import Records
 from penstock.read.records import Judge, clean, reject_cut
-from penstock.read.storage import CompressedFile, PlainFile
+from penstock.read.storage import AnyFile, PlainFile
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
 
 
@@ -38,7 +40,7 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
     return documents
 
 
-def whole(file: FileRef, source: PlainFile | CompressedFile, judge: Judge) -> Documents:
+def whole(file: FileRef, source: AnyFile, judge: Judge) -> Documents:
     """A file that is one document, read no further than is allowed."""
     parts: list[bytes] = []
     have = 0
@@ -54,15 +56,28 @@ def whole(file: FileRef, source: PlainFile | CompressedFile, judge: Judge) -> Do
     return documents
 
 
-def bundle(ref: ChunkRef, judge: Judge) -> Documents:
+def bundled(ref: ChunkRef) -> tuple[int, list[FileRef]]:
+    """The files of a bundle, or of a part of one, and the number of the first."""
+    file = ref.file
+    lo = len(file.members) * ref.part // ref.parts
+    hi = len(file.members) * (ref.part + 1) // ref.parts
+    # The ETags of remote members stand in the bundle's own, in their order.
+    etags = file.etag.split(",") if file.etag else [""] * len(file.members)
+    return lo, [
+        FileRef(member.path, member.name, member.size, "text", etag=etag)
+        for member, etag in zip(file.members[lo:hi], etags[lo:hi], strict=True)
+    ]
+
+
+def bundle(ref: ChunkRef, fetched: Sequence[bytes | bytearray] | None, judge: Judge) -> Documents:
     """Small files, each one a document."""
     members = ref.file.members
-    lo = len(members) * ref.part // ref.parts
-    hi = len(members) * (ref.part + 1) // ref.parts
-    texts = []
-    for member in members[lo:hi]:
-        file = FileRef(member.path, member.name, member.size, "text")
-        texts.append(PlainFile(file).read(0, min(member.size, judge.max_doc_bytes) + 1))
+    lo, files = bundled(ref)
+    hi = lo + len(files)
+    if fetched is None:
+        texts = [PlainFile(file).read(0, min(file.size, judge.max_doc_bytes) + 1) for file in files]
+    else:
+        texts = [bytes(data) for data in fetched]
     column = pa.array(texts, pa.large_binary())
     rows = np.arange(lo, hi, dtype=np.int64)
     return clean(column, rows, lambda i: Address(members[lo + i].name, None, 0), judge)

@@ -120,6 +120,10 @@ class Source(Protocol):
     def check_place(self, value: Any) -> Any:
         """A place as it was saved, checked. Raises `StateFormat`."""
 
+    def check_data(self, state: State) -> None:
+        """Say more of data that changed than that it did, where that can be known. Raises `SourceChanged`."""
+        return
+
     def check_state(self, state: State) -> None:
         """Whatever else has to fit. Raises `StateFormat`."""
         return

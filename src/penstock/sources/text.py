@@ -6,7 +6,7 @@
 
 In:    a `TextDataset`, and a place for each lane.
 Out:   rows, by lane.
-Where: `TextWork` on the workers; the rest on the producer thread.
+Where: the producer thread; `TextWork` on the workers, and for what is remote on fetch threads.
 State: see `lane` and `encode.pack`; all of it integers that a batch carries along.
 """
 
@@ -22,61 +22,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.encode.pack import make_packer
-from penstock.encode.tokenize import Tokenizer
 from penstock.encode.window import Place
-from penstock.errors import StateFormat
-from penstock.feed.pool import Pool, Task
+from penstock.errors import SourceChanged, StateFormat
+from penstock.feed.keep import CacheWriter
+from penstock.feed.pool import Pool, Task, ThreadPool
 from penstock.lane import Lane, LaneSettings
 from penstock.order.plan import Plan
-from penstock.read.reader import Reader, ReadSettings
 from penstock.read.records import Quarantine, where
+from penstock.sources.foresight import Foresight
 from penstock.sources.source import RowSource, Run
-from penstock.state import is_count, show
-from penstock.types import Address, Bad, ChunkRef, FileRef, Packing, TokenChunk
+from penstock.sources.text_work import TextWork
+from penstock.state import State, is_count, show
+from penstock.types import Address, Bad, ChunkRef, Packing, TokenChunk
 
 if TYPE_CHECKING:
     from penstock.dataset import TextDataset
 
 log = logging.getLogger("penstock")
-
-
-class TextWork:
-    """What workers do with files: list their chunks, and turn a chunk into tokens."""
-
-    def __init__(
-        self, read: ReadSettings, tokenizer: Tokenizer, doc_batch: int | None, workers: int, lanes: int
-    ) -> None:
-        self._made_of = (read, tokenizer, doc_batch, workers, lanes)
-        self._tokenizer = tokenizer
-        self._doc_batch = doc_batch
-        self._reader = Reader(read, workers, lanes)
-        self.cache_bytes = self._reader.cache_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TextWork, self._made_of
-
-    def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
-        try:
-            return self._reader.inspect(file)
-        except BaseException as error:
-            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
-            raise
-
-    def encode(self, ref: ChunkRef) -> TokenChunk:
-        stage = "fetch, decode"
-        try:
-            documents = self._reader.read(ref)
-            stage = "tokenize"
-            return self._tokenizer.encode(ref, documents, self._doc_batch)
-        except BaseException as error:
-            error.add_note(f"in stage {stage}, reading {ref}")
-            raise
-
-    def stop(self) -> None:
-        self._reader.stop()
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +63,8 @@ class Counts:
     documents: int = 0
     empty: int = 0
     text_bytes: int = 0
+    chunks: int = 0
+    cache_hits: int = 0
     bad: dict[str, int] = field(default_factory=dict)
 
 
@@ -154,6 +118,10 @@ class TextLanes(ABC):
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         """Have a chunk made."""
 
+    def beyond(self, workers: int) -> int:
+        """Chunks to have under way beyond the next window: work for every thread."""
+        return 2 * workers
+
     def stop(self) -> None:
         """Nothing to do: the work is stopped by whoever runs it."""
         return
@@ -166,7 +134,13 @@ class TextLanes(ABC):
 
     def totals(self) -> dict[str, int]:
         counts = self._counts
-        return {"documents": counts.documents, "empty": counts.empty, "text_bytes": counts.text_bytes}
+        return {
+            "documents": counts.documents,
+            "empty": counts.empty,
+            "text_bytes": counts.text_bytes,
+            "cache_hits": counts.cache_hits,
+            "cache_misses": counts.chunks - counts.cache_hits,
+        }
 
     def bad(self) -> dict[str, int]:
         return dict(self._counts.bad)
@@ -191,7 +165,8 @@ class TextLanes(ABC):
         if workers == 0:
             return
         budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
-        hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(workers)]
+        beyond = self.beyond(workers)
+        hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(beyond)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)
             before = lane.ahead_bytes()
@@ -200,7 +175,7 @@ class TextLanes(ABC):
             except Exception:
                 # It will be raised where the stream gets there: asking again fails again.
                 more = False
-            if not more or lane.ahead_chunks() >= lane.wanted_ahead(workers):
+            if not more or lane.ahead_chunks() >= lane.wanted_ahead(beyond):
                 hungry.remove(lane)
             budget -= lane.ahead_bytes() - before
 
@@ -210,6 +185,8 @@ class TextLanes(ABC):
         counts.documents += len(chunk.docs)
         counts.empty += chunk.empty
         counts.text_bytes += chunk.text_bytes
+        counts.chunks += 1
+        counts.cache_hits += chunk.cached
         if chunk.bad:
             self.report(chunk.bad)
         if self._run.report_docs and counts.documents - self._reported_docs >= self._run.report_docs:
@@ -234,7 +211,13 @@ class FileLanes(TextLanes):
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._reported: set[int] = set()
+        self._work = work
+        self._taken = 0
         compressed = any(file.open_ended for file in dataset.files)
+        # What is remote is fetched by threads of its own, in this process, whatever the workers are.
+        self._fetches = dataset.fetches() if pool.n_workers > 0 else 0
+        self._fetchers = ThreadPool(self._fetches, work, name="fetch") if self._fetches else None
+        self._writer = CacheWriter(work.cache) if work.cache is not None else None
         super().__init__(
             plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
             pack=dataset.pack(),
@@ -242,6 +225,8 @@ class FileLanes(TextLanes):
             pool=pool,
             read_ahead_bytes=run.read_ahead_bytes - (work.cache_bytes if compressed else 0),
         )
+        if work.cache is not None:
+            work.cache.foresee(Foresight(self._plan, self._lanes, work.file_hash))
 
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         """The chunks of some files: their footers are read side by side, and kept for a while."""
@@ -261,11 +246,39 @@ class FileLanes(TextLanes):
         """Have the footers of some files read, before everything else that waits."""
         for index in group:
             if index not in self._inspected and not self._plan.files[index].open_ended:
-                self._inspected[index] = self._pool.submit("inspect", self._plan.files[index], first=True)
+                file = self._plan.files[index]
+                pool = self._fetchers if self._fetchers is not None and file.remote else self._pool
+                self._inspected[index] = pool.submit("inspect", file, first=True)
 
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         # A compressed file is read forwards: whoever has begun with it goes on with it.
-        return self._pool.submit("encode", ref, to=ref.reader if ref.file.open_ended else None)
+        to = ref.reader if ref.file.open_ended else None
+        if self._fetchers is None or not ref.file.remote or ref.file.codec or self._work.at_hand(ref):
+            return self._pool.submit("encode", ref, to=to)
+        fetched = self._fetchers.submit("fetch", ref)
+        return self._pool.submit("encode", before=lambda: (ref, fetched.result()), to=to)
+
+    def beyond(self, workers: int) -> int:
+        if not self._fetches:
+            return super().beyond(workers)
+        # Requests in flight hide the latency, but the first chunk must not share the link with many:
+        # they become more as chunks come in.
+        return min(1 + 2 * self._taken, self._fetches + 2 * workers)
+
+    def _use(self, chunk: TokenChunk) -> None:
+        self._taken += 1
+        super()._use(chunk)
+        if self._writer is not None and not chunk.cached:
+            self._writer.offer(self._work.key(chunk.ref), chunk)
+
+    def totals(self) -> dict[str, int]:
+        kept = self._writer.counts() if self._writer is not None else {}
+        # What a worker found in the cache counts once it is used, whichever process it was found by.
+        return self._work.counts() | kept | super().totals()
+
+    def stop(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.stop()
 
     def report(self, bad: Sequence[Bad]) -> None:
         super().report(bad)
@@ -273,6 +286,10 @@ class FileLanes(TextLanes):
             self._quarantine.write(list(bad))
 
     def close(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.join(5.0)
+        if self._writer is not None:
+            self._writer.close()
         if self._quarantine is not None:
             self._quarantine.close()
 
@@ -302,10 +319,25 @@ class TextSource(RowSource):
     def check_place(self, value: Any) -> Place:
         return check_place(value)
 
+    def check_data(self, state: State) -> None:
+        """Data that changed elsewhere is refused with the name of the file, where that can be known."""
+        files = self._dataset.data_id()["files"]
+        if self._dataset.outside is not None and state.data.get("files") != files:
+            text = self._dataset.outside.explain_change(str(state.data.get("files")), self._dataset.files)
+            if text is not None:
+                raise SourceChanged(f"the data changed since the state was saved: {text}")
+
     def work(self, run: Run) -> TextWork:
-        read = replace(self._dataset.read, skip=run.skip)
-        lanes = len(run.own_lanes)
-        return TextWork(read, self._dataset.tokenizer, self._dataset.doc_batch, run.n_workers, lanes)
+        dataset = self._dataset
+        return TextWork(
+            replace(dataset.read, skip=run.skip),
+            dataset.tokenizer,
+            dataset.doc_batch,
+            run.n_workers,
+            len(run.own_lanes),
+            dataset.outside,
+            threads=run.n_workers > 0,
+        )
 
     def open_lanes(self, run: Run, pool: Pool, work: TextWork) -> FileLanes:
         return FileLanes(self._dataset, run, pool, work)

@@ -1,0 +1,176 @@
+"""One try at something remote: how long it may take, what it gave, why it failed.
+
+In:    `Remote`, the user's limits.
+Out:   an `Answer`, or a `Fault` with a reason that can be counted.
+Where: fetch threads, and whichever thread lists files.
+State: a `Patience` belongs to one attempt: when it began, and how fast bytes have been coming in.
+
+Silence, a stall and a drip end alike: whatever the transport, fewer than `min_bytes_per_s` over
+`stall_timeout` is too slow, and no attempt outlives `request_timeout`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from penstock.config import whole_number
+from penstock.errors import ConfigError, PenstockError
+from penstock.types import KiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """How to deal with a network and its faults. Nothing here changes the stream."""
+
+    connect_timeout: float = 10.0
+    """Seconds to reach a server, the name's resolution included."""
+    request_timeout: float = 120.0
+    """Seconds that one request may take in all."""
+    stall_timeout: float = 10.0
+    """Seconds over which bytes must come in at `min_bytes_per_s`. Fewer notice a dead server sooner, and
+    take a slow one for dead."""
+    min_bytes_per_s: int = 4 * KiB
+    """The least rate of one connection."""
+    retry_budget: float = 180.0
+    """Seconds to keep trying for one piece of data. Well below the 10 minutes after which collectives
+    of other ranks give up."""
+    metadata_budget: float = 60.0
+    """The same for names, revisions and listings."""
+    retry_after_cap: float = 30.0
+    """The longest a server's `Retry-After` is honoured."""
+    backoff: float = 0.2
+    """Seconds of the first pause between two attempts; each is up to twice the last, up to 10 s."""
+    fetches: int = 8
+    """Requests in flight. More hide a longer latency, and take memory."""
+    hedge: bool = True
+    """Whether a read much slower than most is asked for a second time, and the first answer taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout", "request_timeout", "stall_timeout", "retry_budget", "metadata_budget"):
+            _seconds(name, getattr(self, name), more_than_none=True)
+        for name in ("retry_after_cap", "backoff"):
+            _seconds(name, getattr(self, name), more_than_none=False)
+        whole_number("min_bytes_per_s", self.min_bytes_per_s, 0)
+        whole_number("fetches", self.fetches, 1)
+
+    @classmethod
+    def of(cls, value: Any) -> Remote:
+        """From what a user gave: one of these, a table, or nothing."""
+        if isinstance(value, cls):
+            return value
+        if value is None:
+            return cls()
+        names = [f.name for f in fields(cls)]
+        if not isinstance(value, dict) or not set(value) <= set(names):
+            raise ConfigError(f"remote={value!r}: needs penstock.Remote(…) or a table with some of {', '.join(names)}")
+        return cls(**value)
+
+
+def _seconds(name: str, value: Any, *, more_than_none: bool) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    if not fits or not (value > 0 if more_than_none else value >= 0):
+        raise ConfigError(f"{name}={value!r}: needs seconds, {'more than 0' if more_than_none else 'at least 0'}")
+
+
+class Fault(Exception):
+    """An attempt failed. `reason` is a short word to count by; `detail` has no secrets."""
+
+    def __init__(
+        self, reason: str, detail: str, *, retry_after: float | None = None, final: PenstockError | None = None
+    ) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.retry_after = retry_after
+        self.final = final
+        """What to raise at once: trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Bytes that came, and what was said of the file they are from."""
+
+    data: bytes | bytearray | memoryview
+    etag: str = ""
+    total: int | None = None
+    """The whole file's size."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long one attempt may still take. Used by the attempt's own thread, but for `cancel`."""
+
+    limits: Remote
+    deadline: float
+    """In monotonic time, from whoever asks."""
+    cancelled: bool = False
+    began: float = field(default_factory=time.monotonic)
+    _window: float = 0.0
+    _bytes: int = 0
+    _on_cancel: Callable[[], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.deadline = min(self.deadline, self.began + self.limits.request_timeout)
+        self._window = self.began
+
+    def connect_s(self) -> float:
+        """Seconds left for a connection."""
+        return self._left(min(self.deadline, self.began + self.limits.connect_timeout), "connect")
+
+    def wait_s(self) -> float:
+        """Seconds to wait for the next bytes."""
+        return self._left(min(self.deadline, self._window + self.limits.stall_timeout), "stall")
+
+    def asked(self) -> None:
+        """The request has been sent: from now on bytes are due."""
+        self._window, self._bytes = time.monotonic(), 0
+
+    def moved(self, n: int) -> None:
+        """Some bytes came in."""
+        self._bytes += n
+        now = time.monotonic()
+        span = now - self._window
+        if span < self.limits.stall_timeout:
+            return
+        if self._bytes < self.limits.min_bytes_per_s * span:
+            raise Fault("slow", f"{self._bytes} bytes in {span:.1f} s")
+        self._window, self._bytes = now, 0
+
+    def ran_out(self) -> Fault:
+        """Nothing came for as long as was waited."""
+        now = time.monotonic()
+        if now >= self.deadline:
+            return Fault("deadline", f"not done after {now - self.began:.1f} s")
+        return Fault("stall", f"{self._bytes} bytes in {now - self._window:.1f} s")
+
+    def _left(self, until: float, reason: str) -> float:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise Fault(reason, f"nothing after {time.monotonic() - self.began:.1f} s")
+        return left
+
+    # From other threads
+
+    def when_cancelled(self, wake: Callable[[], None] | None) -> None:
+        """What wakes the attempt up from whatever it waits for."""
+        with self._lock:
+            self._on_cancel = wake
+            if not self.cancelled or wake is None:
+                return
+        wake()
+
+    def cancel(self) -> None:
+        """End the attempt: nobody needs it any more. Safe from any thread."""
+        with self._lock:
+            self.cancelled = True
+            wake = self._on_cancel
+        if wake is not None:
+            wake()
+
+
+__all__ = ["Answer", "Fault", "Patience", "Remote"]

@@ -1,0 +1,421 @@
+"""Files in buckets: s3://, gs://, az:// and abfss://, through `obstore`.
+
+In:    an address, or a `FileRef` and a range.
+Out:   sizes and ETags; bytes, of exactly the length asked for.
+Where: listing blocks the calling thread; reading runs on fetch threads, many at once.
+State: one store for each bucket, with its connections, behind a lock.
+
+obstore's own retries are off: there is one loop that tries again, counts and gives up, and it is not
+here. obstore's timeouts bound whatever blocks; reads also end by their `Patience`, and when cancelled.
+
+Credentials are those that the environment has, as obstore finds them (AWS_…, GOOGLE_…, AZURE_…; roles of
+the machine, too). For S3 without any there, boto3 is asked where it is installed, because it knows
+profiles and SSO. Where boto3 has none either, requests are not signed: public buckets can be read, and
+others say so at once, instead of after waiting for a machine's role that does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.config import environment
+from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
+from penstock.read.attempt import Answer, Fault, Patience
+from penstock.read.hub import Entry
+from penstock.types import FileRef
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+    from penstock.read.retry import Client
+
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+PAGE = 1000
+LOGIN = {
+    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket AWS_SKIP_SIGNATURE=true.",
+    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; for a public bucket "
+    "GOOGLE_SKIP_SIGNATURE=true.",
+    "a": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and "
+    "set AZURE_USE_AZURE_CLI=true; for a public container AZURE_SKIP_SIGNATURE=true.",
+}
+AGAIN = frozenset({408, 425, 429})
+NATIVE = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE",
+)  # fmt: skip
+"""What obstore itself makes credentials of, or needs none with."""
+
+
+REASONS = (
+    ("non-partial response", "no_range"),
+    ("Requested ", "wrong_range"),
+    ("dns error", "dns"),
+    ("ConnectionRefused", "refused"),
+    ("ConnectionReset", "reset"),
+    ("TimedOut", "timeout"),
+    ("kind: Timeout", "timeout"),
+    ("IncompleteMessage", "cut"),
+    ("kind: Interrupted", "cut"),
+    ("redirect", "redirect"),
+    ("Header", "protocol"),
+    ("hyper", "protocol"),
+)
+"""Which words of obstore's errors stand for which reason; the first that fits counts."""
+
+
+class Place(NamedTuple):
+    """A bucket, and a key, prefix or glob in it."""
+
+    root: str
+    """The bucket's address, without a slash at the end."""
+    key: str
+
+
+def place(url: str) -> Place:
+    """Bucket and key of an address, or an error that shows how to write one."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    form = "abfss://container@account.dfs.core.windows.net/path" if scheme[:1] == "a" else f"{scheme}://bucket/path"
+    if not bucket or ("@" in bucket and not scheme.startswith("abfs")) or re.search(r"[\s:\\\0]", bucket):
+        raise ConfigError(f"{scheme}://…: the name of its bucket does not fit; needs the form {form}")
+    key = key.removesuffix("/")
+    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/") if key):
+        raise ConfigError(f"{url}: {key!r} is no path in a bucket; needs the form {form}")
+    return Place(f"{scheme}://{bucket}", key)
+
+
+class Buckets:
+    """The buckets of one run."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._stores: dict[str, ObjectStore] = {}
+
+    # Listing
+
+    def below(self, root: str, folder: str, *, recursive: bool) -> list[Entry]:
+        """The files whose keys begin with a folder's."""
+        obstore = _obstore(root)
+
+        where = f"{root}/{folder}" if folder else root
+        found: dict[str, Entry] = {}
+
+        def level(_: Patience) -> bool:
+            with _faults(where):
+                self._client.tally.add(requests=1)
+                found.update(_by_key(obstore.list_with_delimiter(self._store(root), folder or None)["objects"]))
+            return True
+
+        def pages(_: Patience) -> bool:
+            """Whether this was all; not if there were some and then a fault."""
+            keys = list(found)
+            if keys != sorted(keys):  # where a server has no order, there is no going on from the last
+                found.clear()
+            had = len(found)
+            try:
+                with _faults(where):
+                    for page in obstore.list(
+                        self._store(root), folder or None, offset=max(found, default=None), chunk_size=PAGE
+                    ):
+                        self._client.tally.add(requests=1)
+                        found.update(_by_key(page))
+            except Fault as fault:
+                if fault.final is not None or len(found) <= had:
+                    raise
+                self._client.tally.add(fault=fault.reason)
+                return False
+            return True
+
+        attempt: Callable[[Patience], bool] = pages if recursive else level
+        try:
+            while not self._client.keep_trying(where, self._client.limits.metadata_budget, attempt):
+                pass  # some came, and then a fault: what is left has a budget of its own
+        except _Missing:
+            raise NoData(f"{root} does not exist at {self.endpoint(root) or 'its provider'}.") from None
+        # A store's web page makes an empty object to stand for a folder.
+        folders = {key.rpartition("/")[0] for key in found}
+        return [entry for key, entry in found.items() if entry.size or (key not in folders and key != folder)]
+
+    def one(self, root: str, key: str) -> Entry | None:
+        """A single file, if it is there."""
+        where = f"{root}/{key}"
+        try:
+            return self._client.keep_trying(
+                where, self._client.limits.metadata_budget, lambda _: self._head(root, key, where)
+            )
+        except _Missing:
+            return None
+
+    def _head(self, root: str, key: str, where: str) -> Entry:
+        obstore = _obstore(root)
+        self._client.tally.add(requests=1)
+        with _faults(where):
+            (entry,) = _by_key([obstore.head(self._store(root), key)]).values()
+        return entry
+
+    # Reading
+
+    def read_range(self, file: FileRef, start: int, length: int, patience: Patience) -> Answer:
+        """A range of a file: all of it, or a fault."""
+        _obstore(file.path)
+        root, key = place(file.path)
+        store = self._store(root)
+        self._client.tally.add(requests=1)
+        data = _Filling(length, patience)
+        try:
+            with _faults(file.path):
+                result = _run(_read(store, key, start, data), patience) or _read_blocking(store, key, start, data)
+        except _Missing:
+            text = f"{file.path} is gone. Restore it, or start a new run."
+            raise Fault("status_404", text, final=SourceChanged(text)) from None
+        except Fault as fault:
+            if fault.reason in ("status_416", "wrong_range"):
+                self._look_closer(file, root, key)
+            raise
+        self._client.tally.add(bytes=data.at)
+        if data.at != length:
+            raise Fault("short", f"{data.at} bytes instead of {length}")
+        meta = result.meta
+        return Answer(data.buffer, _plain(meta["e_tag"]), meta["size"])
+
+    def _look_closer(self, file: FileRef, root: str, key: str) -> None:
+        """A range that cannot be had: the file may have become shorter since it was listed."""
+        now = self._head(root, key, file.path)
+        if now.size != file.size or (file.etag and now.etag != file.etag):
+            text = (
+                f"{file.path} changed: it was {file.size} bytes long with the ETag {file.etag or 'none'}, it is "
+                f"{now.size} with {now.etag or 'none'}. Restore the file, or start a new run."
+            )
+            raise Fault("size", text, final=SourceChanged(text))
+
+    # Stores
+
+    def endpoint(self, root: str) -> str:
+        """Which service a bucket's name means here: the same name elsewhere is another bucket."""
+        return re.sub(r"//[^/@]*@", "//", _endpoint(root))
+
+    def _store(self, root: str) -> ObjectStore:
+        with self._lock:
+            if root not in self._stores:
+                self._stores[root] = self._open(root)
+            return self._stores[root]
+
+    def _open(self, root: str) -> ObjectStore:
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        limits = self._client.limits
+        scheme, _, bucket = root.partition("://")
+        common: dict[str, Any] = {
+            "client_options": {
+                "connect_timeout": timedelta(seconds=limits.connect_timeout),
+                "timeout": timedelta(seconds=limits.request_timeout),
+                "read_timeout": timedelta(seconds=limits.stall_timeout),
+                "allow_http": _endpoint(root).startswith("http://"),
+                "user_agent": "penstock",
+            },
+            "retry_config": {"max_retries": 0},
+        }
+        try:
+            if scheme in ("s3", "s3a"):
+                return S3Store(bucket, **common, **_s3_credentials())
+            if scheme == "gs":
+                return GCSStore(bucket, **common)
+            if scheme == "az":
+                return AzureStore(bucket, **common, **_azure_account())
+            return AzureStore.from_url(root, **common, **_azure_account())
+        except Exception as error:  # obstore has its own exception for each missing setting
+            raise ConfigError(f"{root}: {_clean(str(error))}. {LOGIN[root[0]]}") from None
+
+
+class _Filling:
+    """A buffer, how far it is filled, and how long that may take."""
+
+    def __init__(self, length: int, patience: Patience) -> None:
+        self.buffer = bytearray(length)
+        self.at = 0
+        self.patience = patience
+
+    def add(self, part: Any) -> None:
+        end = self.at + len(part)
+        if end > len(self.buffer):
+            raise Fault("long", f"more than the {len(self.buffer)} bytes asked for came")
+        self.buffer[self.at : end] = part
+        self.at = end
+        self.patience.moved(len(part))
+        if self.patience.cancelled:
+            raise Fault("cancelled", "nobody needs it any more")
+
+
+async def _read(store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
+    import obstore
+
+    end = start + len(data.buffer)
+    async with asyncio.timeout(data.patience.wait_s()):
+        result = await obstore.get_async(store, key, options={"range": (start, end)})
+    # Bytes are taken as they come, some hundred kilobytes at once on a fast line: a drip is seen.
+    parts = aiter(result.stream(min_chunk_size=1))
+    while True:
+        try:
+            async with asyncio.timeout(data.patience.wait_s()):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return result
+        data.add(part)
+
+
+def _read_blocking(store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
+    import obstore
+
+    result = obstore.get(store, key, options={"range": (start, start + len(data.buffer))})
+    for part in result.stream(min_chunk_size=1):
+        data.add(part)
+    return result
+
+
+def _run(reading: Any, patience: Patience) -> Any:
+    """What a coroutine gives, unless it is cancelled meanwhile; None in a thread that runs another loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        reading.close()
+        return None
+    loop = asyncio.new_event_loop()
+    try:
+        task = loop.create_task(reading)
+        patience.when_cancelled(lambda: _wake(loop, task))
+        return loop.run_until_complete(task)
+    except TimeoutError:
+        raise patience.ran_out() from None
+    except asyncio.CancelledError:
+        raise Fault("cancelled", "nobody needs it any more") from None
+    finally:
+        patience.when_cancelled(None)
+        loop.close()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    with contextlib.suppress(RuntimeError):  # it has just ended by itself
+        loop.call_soon_threadsafe(task.cancel)
+
+
+def _obstore(root: str) -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise MissingExtra("obstore", f"reading {root.partition('://')[0]}://", "buckets") from None
+
+
+# Credentials
+
+
+def _endpoint(root: str) -> str:
+    """The service that the environment names, if it does."""
+    names = {
+        "s": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "g": ("GOOGLE_BASE_URL",),
+        "a": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    }
+    found = environment()
+    if root[0] == "a" and found.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true"):
+        return "http://127.0.0.1:10000"
+    return next((found[name] for name in names[root[0]] if found.get(name)), "")
+
+
+def _s3_credentials() -> dict[str, Any]:
+    """Nothing where obstore finds them by itself; else boto3's, where it has some."""
+    if any(environment().get(name) for name in NATIVE) or importlib.util.find_spec("boto3") is None:
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # boto3 knows none
+        return {"skip_signature": True}
+
+
+def _azure_account() -> dict[str, str]:
+    """What the `az` tool calls otherwise than obstore does."""
+    found = environment()
+    names = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"}
+    given = {ours: found[name] for name, ours in names.items() if found.get(name)}
+    parts = (part.partition("=") for part in found.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
+    names = {
+        "AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
+        "BlobEndpoint": "endpoint",
+    }  # fmt: skip
+    return {names[name]: value for name, _, value in parts if name in names} | given
+
+
+# Faults
+
+
+class _Missing(Exception):
+    """There is no such file or bucket."""
+
+
+@contextlib.contextmanager
+def _faults(where: str) -> Iterator[None]:
+    """obstore's exceptions as faults, without the secrets that an address in their text may hold."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise _Missing(where) from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        text = f"{where}: access is refused{_said(str(error))}. {LOGIN[where[0]]}"
+        raise Fault("denied", text, final=AccessDenied(text)) from None
+    except exceptions.BaseError as error:
+        raise _fault(str(error), where) from None
+
+
+def _fault(text: str, where: str) -> Fault:
+    said, _, inner = text.partition("\n\nDebug source")
+    status = re.search(r"non-2xx status code: (\d{3})", said)
+    if status is not None:
+        number = int(status[1])
+        detail = f"the server answered {number}{_said(said)}"
+        if 400 <= number < 500 and number not in AGAIN and number != 416 and "Timeout" not in said:
+            advice = " Set AWS_REGION to the region of the bucket?" if where[0] == "s" and number == 400 else ""
+            return Fault(f"status_{number}", detail, final=RemoteError(f"{where}: {detail}.{advice}"))
+        return Fault(f"status_{number}", detail)
+    if "incorrectly configured region" in said:
+        detail = f"{where}: the bucket is in another region. Set AWS_REGION to its region."
+        return Fault("region", detail, final=RemoteError(detail))
+    return Fault(next((reason for mark, reason in REASONS if mark in said or mark in inner), "bucket"), _clean(said))
+
+
+def _said(text: str) -> str:
+    """The code that a service gives with a refusal."""
+    code = re.search(r"<Code>(\w{1,60})</Code>", text)
+    return f" ({code[1]})" if code else ""
+
+
+def _clean(text: str) -> str:
+    """The first part of a message, its addresses without logins and queries."""
+    said = " ".join(text.partition("\n\nDebug source")[0].split())
+    said = re.sub(r"//[^/\s@]*@", "//", said)
+    return re.sub(r"\?[^\s]*", "", said)[:240].rstrip(". ")
+
+
+def _by_key(objects: Any) -> dict[str, Entry]:
+    return {meta["path"]: Entry(meta["path"], meta["size"], _plain(meta["e_tag"])) for meta in objects}
+
+
+def _plain(etag: str | None) -> str:
+    """An ETag without its quotes: Azure gives them in answers and not in listings."""
+    return "".join((etag or "").removeprefix("W/").strip('"').split())
+
+
+__all__ = ["SCHEMES", "Buckets", "Place", "place"]

@@ -1,0 +1,309 @@
+"""Try again, within a budget: the loop that everything remote goes through.
+
+In:    what to do, what to call it in messages, and for how long to keep trying.
+Out:   its result; or `RemoteError` with every reason counted; or the error that is final at once.
+Where: fetch threads, and whichever thread lists files.
+State: counts of attempts by reason, and of the time spent waiting between them, so that nobody
+       mistakes retry sleep for bandwidth; the attempts under way, so that a shutdown ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from penstock.errors import LoaderClosed, RemoteError
+from penstock.read.attempt import Fault, Patience, Remote
+from penstock.read.http import Http, Refused, Response, Target
+from penstock.types import MiB
+
+log = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+"""Statuses that may be different next time."""
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+HOPS = 5
+MAX_PAUSE_S = 10.0
+
+
+class Threads(Protocol):
+    """Somebody with threads to spare."""
+
+    def submit(self, call: Callable[[], T]) -> Future[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    url: str = field(repr=False)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the network was asked for. Shared by many threads."""
+
+    requests: int = 0
+    bytes: int = 0
+    hedges: int = 0
+    pause_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, requests: int = 0, bytes: int = 0, hedges: int = 0, pause_s: float = 0.0, fault: str = "") -> None:
+        with self._lock:
+            self.requests += requests
+            self.bytes += bytes
+            self.hedges += hedges
+            self.pause_s += pause_s
+            if fault:
+                self.faults[fault] += 1
+
+    def counts(self) -> dict[str, Any]:
+        """Everything so far."""
+        with self._lock:
+            return {
+                "requests": self.requests,
+                "fetched_bytes": self.bytes,
+                "hedges": self.hedges,
+                "retry_wait_ms": round(1e3 * self.pause_s),
+                **{f"fault {name}": n for name, n in self.faults.items()},
+            }
+
+
+class Client:
+    """Everything remote that one dataset or one run asks for."""
+
+    def __init__(
+        self, limits: Remote, *, http: Http | None = None, side: Threads | None = None, second: Threads | None = None
+    ) -> None:
+        """`side` is for things done side by side, `second` for attempts, which wait for nothing of ours.
+
+        Were they the same, all threads could be waiting for attempts that none is left to make.
+        """
+        self.limits = limits
+        self.http = http or Http()
+        self._side = side
+        self._second = second
+        self.tally = Tally()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._patiences: dict[int, Patience] = {}
+
+    # Trying
+
+    def keep_trying(self, what: str, budget_s: float, attempt: Callable[[Patience], T]) -> T:
+        """The result of an attempt that did not fail. `what` names it for people, without secrets."""
+        began = time.monotonic()
+        deadline = began + budget_s
+        tried: Counter[str] = Counter()
+        pause = self.limits.backoff
+        while True:
+            try:
+                return self.attempt(attempt, deadline)
+            except Fault as fault:
+                if self._closing.is_set():
+                    raise LoaderClosed("the loader was shut down") from None
+                self.tally.add(fault=fault.reason)
+                if fault.final is not None:
+                    raise _named(what, fault) from fault
+                tried[fault.reason] += 1
+                delay = pause * random.uniform(0.5, 1.0)
+                pause = min(2 * pause, MAX_PAUSE_S)
+                if fault.retry_after is not None:
+                    delay = max(delay, min(fault.retry_after, self.limits.retry_after_cap))
+                if time.monotonic() + delay >= deadline:
+                    raise self._gave_up(what, tried, fault, time.monotonic() - began) from fault
+                level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
+                log.log(level, "%s: %s; attempt %d in %.1f s", what, fault.detail, tried.total() + 1, delay)
+                self.pause(delay)
+
+    def attempt(self, attempt: Callable[[Patience], T], deadline: float) -> T:
+        """One attempt, which a shutdown ends."""
+        patience = Patience(self.limits, deadline)
+        with self._lock:
+            if self._closing.is_set():
+                raise LoaderClosed("the loader was shut down")
+            self._patiences[id(patience)] = patience
+        try:
+            return attempt(patience)
+        finally:
+            with self._lock:
+                del self._patiences[id(patience)]
+
+    def pause(self, seconds: float) -> None:
+        """Wait, unless the loader is shut down meanwhile."""
+        self.tally.add(pause_s=seconds)
+        if self._closing.wait(seconds):
+            raise LoaderClosed("the loader was shut down")
+
+    def _gave_up(self, what: str, tried: Counter[str], fault: Fault, seconds: float) -> RemoteError:
+        reasons = ", ".join(f"{name} {n}x" if n > 1 else name for name, n in tried.most_common())
+        return RemoteError(
+            f"{what} cannot be fetched: {tried.total()} attempts in {seconds:.1f} s failed ({reasons}); "
+            f"at last: {fault.detail}. See that the server can be reached, or allow more time: Remote(retry_budget=…)."
+        )
+
+    def stop(self) -> None:
+        """End every attempt and every pause. Waits for nobody."""
+        with self._lock:
+            self._closing.set()
+            live = list(self._patiences.values())
+        for patience in live:
+            patience.cancel()
+
+    def close(self) -> None:
+        self.stop()
+        self.http.close()
+
+    # Side by side
+
+    def ahead(self, thunk: Callable[[], T]) -> Future[T] | None:
+        """Have something done meanwhile, if there is a thread for it."""
+        return self._side.submit(thunk) if self._side is not None else None
+
+    def side_by_side(self, thunks: Sequence[Callable[[], T]]) -> list[T]:
+        """Their results, in order. The first failure is raised once all have ended."""
+        if self._side is None or len(thunks) < 2:
+            return [thunk() for thunk in thunks]
+        # The caller does the first one itself.
+        futures = [self._side.submit(thunk) for thunk in thunks[1:]]
+        try:
+            return [thunks[0](), *(future.result() for future in futures)]
+        finally:
+            wait(futures)
+
+    def first_of(self, attempt: Callable[[Patience], T], deadline: float, hedge_after_s: float | None) -> T:
+        """An attempt, and a second one beside it should it take longer than most do."""
+        if self._second is None or hedge_after_s is None:
+            return self.attempt(attempt, deadline)
+        patiences: list[Patience] = []
+
+        def run() -> T:
+            def one(patience: Patience) -> T:
+                patiences.append(patience)
+                return attempt(patience)
+
+            return self.attempt(one, deadline)
+
+        futures = [self._second.submit(run)]
+        done, _ = wait(futures, timeout=hedge_after_s)
+        if not done:
+            self.tally.add(hedges=1)
+            futures.append(self._second.submit(run))
+        pending = set(futures)
+        while True:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            won = next((f for f in done if f.exception() is None), None)
+            if won is not None or not pending:
+                for patience in patiences:
+                    patience.cancel()
+                return (won or futures[0]).result()
+
+    # Small things, as a whole
+
+    def call(
+        self,
+        url: str,
+        *,
+        what: str,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        token: str | None = None,
+        ok: Container[int] = (200,),
+        max_bytes: int = 64 * MiB,
+    ) -> Reply:
+        """A whole answer with a status that is `ok`. Redirects are followed as far as they may be."""
+
+        def attempt(patience: Patience) -> Reply:
+            with self.follow(method, Target(url), headers or {}, token, patience)[1] as response:
+                if response.status in ok:
+                    limit = max_bytes if method != "HEAD" else 0
+                    body = response.read(limit)
+                    self.tally.add(bytes=len(body))
+                    return Reply(response.status, response.headers, body, url)
+                raise_for(response)
+
+        return self.keep_trying(what, self.limits.metadata_budget, attempt)
+
+    def follow(
+        self,
+        method: str,
+        target: Target,
+        headers: Mapping[str, str],
+        token: str | None,
+        patience: Patience,
+        check: Callable[[Response], None] | None = None,
+    ) -> tuple[Target, Response]:
+        """Ask, and go where redirects lead; a token goes to the origin it is for, and nowhere else.
+
+        `check` looks at each redirect before it is followed.
+        """
+        origin = target.origin
+        for _ in range(HOPS):
+            given = dict(headers)
+            if target.origin != origin:
+                given.pop("Authorization", None)
+            elif token is not None:
+                given["Authorization"] = f"Bearer {token}"
+            self.tally.add(requests=1)
+            response = self.http.open(method, target, given, patience)
+            location = response.headers.get("location", "")
+            if response.status not in REDIRECTS or not location:
+                return target, response
+            with response:
+                if check is not None:
+                    check(response)
+                response.read(MiB)  # so that the connection can be used again
+                target = target.redirect(location, response.private)
+        text = f"more than {HOPS} redirects"
+        raise Fault("redirect", text, final=RemoteError(text))
+
+
+def raise_for(response: Response) -> NoReturn:
+    """Why a status is not what was asked for: to be tried again, or a refusal."""
+    status, headers = response.status, response.headers
+    if status in AGAIN or 500 <= status < 600:
+        raise Fault(f"status_{status}", f"the server answered {status}", retry_after=retry_after(headers))
+    if status >= 400:
+        raise Refused(status, headers, response.read(MiB))
+    raise Fault(f"status_{status}", f"the server answered {status}, which is no answer to this")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks to wait, given as a number or as a date."""
+    value = headers.get("retry-after", "").strip()
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    import email.utils
+
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def _named(what: str, fault: Fault) -> BaseException:
+    """The final error, saying of what."""
+    final = fault.final
+    assert final is not None
+    return final if what in str(final) else type(final)(f"{what}: {final}")
+
+
+__all__ = ["Client", "Reply", "Threads", "raise_for", "retry_after"]

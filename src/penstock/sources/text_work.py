@@ -1,0 +1,194 @@
+"""What workers do with files: list their chunks, and turn a chunk into tokens.
+
+In:    a file, or the address of a chunk and what was fetched for it.
+Out:   its chunks, or its token chunk: from the cache where it is there.
+Where: worker threads or processes; `inspect` and `fetch` of what is remote on fetch threads.
+State: open files, footers and connections, behind locks. What it is made of travels to other
+       processes, where each copy opens its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from penstock.encode.tokenize import Tokenizer
+from penstock.errors import CorruptFile
+from penstock.read.reader import MAX_CHUNK_BYTES, Reader, ReadSettings
+from penstock.read.storage import BombError, Bytes
+from penstock.types import Bad, ChunkRef, Documents, FileRef, TokenChunk
+
+if TYPE_CHECKING:
+    # Local files need no network, and its libraries take a while to import.
+    from penstock.read.cache import TokenCache
+    from penstock.read.cache_file import Key
+    from penstock.sources.network import Opened, Outside
+
+FORMAT = 1
+"""Counts up when the same text would give other token chunks than before."""
+DAMAGE = (CorruptFile.reason, BombError.reason)
+
+
+class TextWork:
+    """The work of one run."""
+
+    def __init__(
+        self,
+        read: ReadSettings,
+        tokenizer: Tokenizer,
+        doc_batch: int | None,
+        workers: int,
+        lanes: int,
+        outside: Outside | None = None,
+        *,
+        threads: bool = False,
+    ) -> None:
+        self._made_of = (read, tokenizer, doc_batch, workers, lanes, outside)
+        self._tokenizer = tokenizer
+        self._doc_batch = doc_batch
+        self._opened: Opened | None = outside.open(threads=threads) if outside is not None else None
+        files, kept = (None, None) if self._opened is None else (self._opened.files, self._opened.kept)
+        self._reader = Reader(read, workers, lanes, files, kept)
+        self.cache_bytes = self._reader.cache_bytes
+        self.cache: TokenCache | None = outside.cache() if outside is not None else None
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = {}
+        self._settings = _settings(read, tokenizer)
+        self._skip: dict[str, list[Any]] = {}
+        for file, group, row in sorted(read.skip, key=str):
+            self._skip.setdefault(file, []).append([group, row])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextWork, self._made_of
+
+    def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
+        try:
+            return self._reader.inspect(file)
+        except BaseException as error:
+            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
+            raise
+
+    def fetch(self, ref: ChunkRef) -> list[Bytes]:
+        try:
+            return self._reader.fetch(ref)
+        except BaseException as error:
+            error.add_note(f"in stage fetch, reading {ref}")
+            raise
+
+    def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
+        stage = "fetch, decode"
+        try:
+            if self.cache is not None and fetched is None:
+                kept = self.cache.get(self.key(ref), ref)
+                if kept is not None:
+                    kept.cached = True
+                    return kept
+            documents = self._documents(ref, fetched)
+            stage = "tokenize"
+            return self._tokenizer.encode(ref, documents, self._doc_batch)
+        except BaseException as error:
+            error.add_note(f"in stage {stage}, reading {ref}")
+            raise
+
+    def _documents(self, ref: ChunkRef, fetched: list[Bytes] | None) -> Documents:
+        if not ref.file.remote or ref.file.codec:
+            return self._reader.read(ref)
+        if fetched is None:
+            fetched = self._reader.fetch(ref)
+        damage: CorruptFile | None = None
+        try:
+            documents = self._reader.read(ref, fetched)
+        except CorruptFile as error:
+            damage = error
+        else:
+            if not any(bad.reason in DAMAGE for bad in documents.bad):
+                return documents
+        # What came over the network is fetched a second time before its damage is believed.
+        again = self._reader.fetch(ref, again=True)
+        if again != fetched:
+            return self._reader.read(ref, again)
+        if damage is not None:
+            raise damage
+        return documents
+
+    # The token cache
+
+    def key(self, ref: ChunkRef) -> Key:
+        """The address of a token chunk in the cache: everything that decides what is in it."""
+        assert self.cache is not None
+        file = ref.file
+        rest = {
+            **self._settings,
+            "part": [ref.part, ref.parts],
+            "format": [file.format, file.codec],
+        }
+        if skip := [entry for name in _names(file) for entry in self._skip.get(name, ())]:
+            rest["skip"] = skip
+        return self.cache.key(self._id(file), ref.index, json.dumps(rest, sort_keys=True))
+
+    def at_hand(self, ref: ChunkRef) -> bool:
+        """Whether the cache seems to have a chunk."""
+        return self.cache is not None and self.cache.has(self.key(ref))
+
+    def file_hash(self, file: FileRef) -> str:
+        """How the cache names a file."""
+        assert self.cache is not None
+        return self.cache.key(self._id(file), 0, "").file
+
+    def _id(self, file: FileRef) -> str:
+        """A file and its content. The Hub's commits are left out: the ETag says what is in it."""
+        with self._lock:
+            known = self._ids.get(file.path)
+        if known is not None:
+            return known
+        path = file.path
+        if path.startswith("hf://"):
+            before, _, after = path.partition("@")
+            path = before + "/" + after.partition("/")[2]
+        version = file.etag
+        if not file.remote:
+            paths = [member.path for member in file.members] or [file.path]
+            version = hashlib.sha256(repr([os.stat(p).st_mtime_ns for p in paths]).encode()).hexdigest()[:16]
+            path = os.path.realpath(path)
+        # The name is part of it: a document's split depends on it.
+        identity = f"{path} {file.name} {file.size} {version}"
+        if file.members:
+            names = repr([(member.name, member.size) for member in file.members])
+            identity += f" {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+        with self._lock:
+            self._ids[file.path] = identity
+        return identity
+
+    def counts(self) -> dict[str, Any]:
+        """What the network was asked for."""
+        return self._opened.counts() if self._opened is not None else {}
+
+    def stop(self) -> None:
+        self._reader.stop()
+        if self._opened is not None:
+            self._opened.stop()
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._opened is not None:
+            self._opened.close()
+
+
+def _names(file: FileRef) -> list[str]:
+    return [member.name for member in file.members] or [file.name]
+
+
+def _settings(read: ReadSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides the ids, besides the file."""
+    return {
+        "version": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "text_field": read.text_field,
+        "separator": None if read.separator is None else read.separator.hex(),
+        "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
+        "split": [read.split, read.val_fraction, read.split_seed] if read.split is not None else None,
+        "bad": [read.on_bad_record == "raise", read.max_doc_bytes, read.max_ratio],
+    }

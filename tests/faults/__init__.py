@@ -1,0 +1,1 @@
+"""Faults of disks and of the network, brought about by the system itself."""

@@ -1,0 +1,234 @@
+"""The token cache on disks that are full, read-only, failing or gone with the power: the run goes on, no entry is torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.read.cache import TokenCache, entries, verify
+from penstock.types import GiB
+from tests.test_token_cache import REF, age, assert_same, bytes_in, sized
+
+ROOT = Path(__file__).parent.parent.parent
+STEP = 10_000
+PUTS = 2
+
+# It reports with `writev`, which nothing else uses, so that faults of other calls spare the report.
+# It imports little, because it is started many times.
+CHILD = """
+import json, logging, os, sys
+from pathlib import Path
+import numpy as np
+import pyarrow as pa
+from penstock.feed.keep import CacheWriter
+from penstock.read.cache import TokenCache
+from penstock.types import ChunkRef, FileRef, TokenChunk
+
+told = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        told.append(record.getMessage())
+
+logging.getLogger("penstock").addHandler(Keep())
+folder, task, puts, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+ref = ChunkRef(FileRef("/a", "a", 1, "parquet"), 0, 1)
+cache = TokenCache(folder, 1 << 30)
+keys = [cache.key("a", i, "r") for i in range(puts)]
+docs = [pa.array([bytes([i]) * step], pa.large_binary()) for i in range(puts)]
+chunks = [TokenChunk(ref, doc, np.arange(1), False, [], 0, step) for doc in docs]
+report = {}
+if task == "put":
+    report["kept"] = [cache.put(*pair) for pair in zip(keys, chunks)]
+elif task == "close":
+    writer = CacheWriter(cache)
+    report["taken"] = [writer.offer(*pair) for pair in zip(keys, chunks)]
+    report["closed"] = writer.close(0.3)
+found = [cache.get(key, ref) for key in keys]
+assert all(one is None or one.docs.equals(doc) for one, doc in zip(found, docs))
+report |= {"found": [one is not None for one in found], "told": told, "off": cache.off, "counts": cache.counts()}
+os.writev(os.open(folder / "report.json", os.O_CREAT | os.O_WRONLY), [json.dumps(report).encode()])
+"""
+
+
+@pytest.fixture(scope="module")
+def strace() -> list[str]:
+    """How to run something under strace."""
+    found = shutil.which("strace")
+    if found is None:
+        pytest.skip("strace is not installed")
+    command = [found, "-f", "-qqq", "-o", "/dev/null"]
+    tried = subprocess.run([*command, "-e", "inject=fsync:error=EIO", "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"strace cannot inject faults here: {tried.stderr.strip()}")
+    # Only the calls that matter stop the child: it starts as fast as without.
+    return [*command, "--seccomp-bpf"] if "seccomp" in _help(found) else command
+
+
+def _help(found: str) -> str:
+    return subprocess.run([found, "--help"], capture_output=True, text=True).stdout
+
+
+def run(strace: list[str], folder: Path, task: str, *faults: str) -> int:
+    """Run the child with faults in its system calls; its exit code, negative for a signal."""
+    command = [*strace, *faults, sys.executable, "-c", CHILD, str(folder), task, str(PUTS), str(STEP)]
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, timeout=60).returncode
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def temporary(folder: Path) -> list[Path]:
+    return list(folder.glob("tokens/*/.tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("calls", "nth"),
+    [
+        ("write", 2), ("write", 3), ("fsync", 2), ("rename,?renameat,?renameat2", 2), ("pwrite64", 2), ("ftruncate", 2),
+    ],
+)  # fmt: skip
+def test_a_failing_disk_turns_the_cache_off_with_one_warning(
+    strace: list[str], tmp_path: Path, calls: str, nth: int
+) -> None:
+    assert run(strace, tmp_path, "put", "-e", f"inject={calls}:error=EIO:when={nth}+") == 0
+    report = report_of(tmp_path)
+    assert report["found"] == report["kept"]  # what was kept before is still read
+    assert not report["kept"][-1]
+    assert report["kept"][0] == ((calls, nth) != ("write", 2))
+    assert "Input/output error" in report["off"]
+    assert len(report["told"]) == 1
+    assert str(tmp_path) in report["told"][0]
+    assert "PENSTOCK_CACHE" in report["told"][0]
+    assert temporary(tmp_path) == []
+    assert verify(tmp_path).damaged == []
+
+
+def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(strace: list[str], tmp_path: Path) -> None:
+    assert run(strace, tmp_path, "put") == 0
+    second = tmp_path / "tokens" / TokenCache(tmp_path, GiB).key("a", 1, "r").name
+    assert run(strace, tmp_path, "get", "-P", str(second), "-e", "inject=read:error=EIO") == 0
+    report = report_of(tmp_path)
+    assert report["found"] == [True, False]
+    assert report["counts"]["cache_misses"] == 1
+    assert len(report["told"]) == 1
+    assert "Input/output error" in report["told"][0]
+    assert second.exists()  # it may be well once the disk is
+
+
+def test_where_locks_are_not_supported_it_works_without(strace: list[str], tmp_path: Path) -> None:
+    assert run(strace, tmp_path, "put", "-e", "inject=flock:error=ENOLCK") == 0
+    report = report_of(tmp_path)
+    assert report["found"] == report["kept"] == [True] * PUTS
+    assert report["told"] == []
+    assert report["off"] is None
+
+
+def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(strace: list[str], tmp_path: Path) -> None:
+    assert run(strace, tmp_path, "close", "-e", "inject=fsync:delay_enter=3s") == 0
+    report = report_of(tmp_path)
+    assert report["taken"] == [True] * PUTS
+    assert not report["closed"]
+    assert report["counts"]["cache_written"] == 0  # the report was made while the disk hung
+    assert verify(tmp_path).damaged == []
+
+
+@pytest.mark.parametrize("calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64", "ftruncate"])
+def test_a_crash_at_any_moment_leaves_no_torn_entry(strace: list[str], tmp_path: Path, calls: str) -> None:
+    nth = 0
+    while True:
+        nth += 1
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        code = run(strace, folder, "put", "-e", f"inject={calls}:signal=KILL:when={nth}")
+        assert verify(folder).damaged == []
+        cache = TokenCache(folder, GiB)
+        found = [cache.get(cache.key("a", i, "r"), REF) for i in range(PUTS)]
+        for i, chunk in enumerate(found):
+            assert chunk is None or chunk.docs.to_pylist() == [bytes([i]) * STEP]
+        if code == 0:
+            break
+        assert code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        assert None in found
+        # The next process goes on from there, and cleans up.
+        assert all(cache.put(cache.key("a", i, "r"), sized(STEP, i)) for i in range(PUTS))
+        assert temporary(folder) == []
+        assert int((folder / "tokens" / ".lock").read_bytes()) == bytes_in(folder)
+    assert nth > PUTS  # each put was hit at least once
+    assert None not in found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_turns_the_cache_off_with_one_warning(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = TokenCache(small_disk, GiB)
+    keys = [cache.key("a", i, "r") for i in range(8)]
+    kept = [cache.put(key, sized(4 * STEP, i)) for i, key in enumerate(keys)]
+    n = kept.index(False)
+    assert n >= 4
+    assert not any(kept[n:])
+    assert cache.off is not None
+    assert "No space left" in cache.off
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Free some space" in caplog.text
+    assert temporary(small_disk) == []
+    assert verify(small_disk).damaged == []
+    for i, key in enumerate(keys[:n]):
+        assert_same(cache.get(key, REF), sized(4 * STEP, i))
+    assert cache.get(keys[n], REF) is None
+
+
+def test_a_read_only_disk_is_read_and_turns_writing_off_with_one_warning(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = TokenCache(small_disk, GiB)
+    key = before.key("a", 0, "r")
+    assert before.put(key, sized(STEP))
+    age(small_disk, key, 90)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    cache = TokenCache(small_disk, GiB)
+    assert_same(cache.get(key, REF), sized(STEP))
+    for i in range(1, 4):
+        assert not cache.put(cache.key("a", i, "r"), sized(STEP))
+    assert_same(cache.get(key, REF), sized(STEP))
+    assert cache.off is not None
+    assert "Read-only" in cache.off
+    assert len(caplog.records) == 1
+    assert len(list(entries(small_disk))) == 1
+
+
+def test_a_damaged_entry_on_a_read_only_disk_is_refused_each_time(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = TokenCache(small_disk, GiB)
+    key = cache.key("a", 0, "r")
+    cache.put(key, sized(STEP))
+    path = small_disk / "tokens" / key.name
+    path.write_bytes(path.read_bytes()[:-1])
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert [cache.get(key, REF) for _ in range(3)] == [None] * 3
+    assert cache.counts()["cache_damaged"] == 3
+    assert len(caplog.records) == 1
