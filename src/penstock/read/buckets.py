@@ -54,20 +54,12 @@ NATIVE = (
 """What obstore itself makes credentials of, or needs none with."""
 
 
-REASONS = (
-    ("non-partial response", "no_range"),
-    ("Requested ", "wrong_range"),
-    ("dns error", "dns"),
-    ("ConnectionRefused", "refused"),
-    ("ConnectionReset", "reset"),
-    ("TimedOut", "timeout"),
-    ("kind: Timeout", "timeout"),
-    ("IncompleteMessage", "cut"),
-    ("kind: Interrupted", "cut"),
-    ("redirect", "redirect"),
-    ("Header", "protocol"),
-    ("hyper", "protocol"),
-)
+REASONS = {
+    "non-partial response": "no_range", "Requested ": "wrong_range", "dns error": "dns",
+    "ConnectionRefused": "refused", "ConnectionReset": "reset", "TimedOut": "timeout", "kind: Timeout": "timeout",
+    "IncompleteMessage": "cut", "kind: Interrupted": "cut", "redirect": "redirect", "Header": "protocol",
+    "hyper": "protocol",
+}  # fmt: skip
 """Which words of obstore's errors stand for which reason; the first that fits counts."""
 
 
@@ -344,7 +336,7 @@ def _s3_credentials() -> dict[str, Any]:
         return {"skip_signature": True}
 
 
-def _azure_account() -> dict[str, str]:
+def _azure_account() -> dict[str, Any]:
     """What the `az` tool calls otherwise than obstore does."""
     found = environment()
     names = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"}
@@ -393,7 +385,8 @@ def _fault(text: str, where: str) -> Fault:
     if "incorrectly configured region" in said:
         detail = f"{where}: the bucket is in another region. Set AWS_REGION to its region."
         return Fault("region", detail, final=RemoteError(detail))
-    return Fault(next((reason for mark, reason in REASONS if mark in said or mark in inner), "bucket"), _clean(said))
+    reason = next((reason for mark, reason in REASONS.items() if mark in said or mark in inner), "bucket")
+    return Fault(reason, _clean(said))
 
 
 def _said(text: str) -> str:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
@@ -228,7 +229,7 @@ class Hub:
         """Where the next page is; nothing after the last."""
         for link, rest in re.findall(r"<([^<>]*)>([^<]*)", reply.headers.get("link", "")):
             if re.search(r';\s*rel="?next"?', rest):
-                url = urljoin(reply.url, link)
+                url: str = urljoin(reply.url, link)
                 if _origin(url) != _origin(self._endpoint):
                     raise SourceError(
                         f"{address}: the next page of its listing would not be at {_shown(self._endpoint)}, "
@@ -236,6 +237,45 @@ class Hub:
                     )
                 return url
         return ""
+
+
+class Known(Protocol):
+    """Somebody who keeps answers, and asks where there is none: `what` says of what, for messages."""
+
+    def __call__(self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool) -> Any: ...
+
+
+class Repository:
+    """A commit of a dataset: files in folders, and a card. Nothing of it ever changes."""
+
+    def __init__(self, client: Client, known: Known, repo: str, sha: str) -> None:
+        self._hub, self._known = Hub(client), known
+        self._repo, self._sha = repo, sha
+        self._all: list[Entry] | None = None
+        self.prefix = f"{SCHEME}{repo}@{sha}/"
+        self.card = ""
+
+    def below(self, folder: str, recursive: bool) -> list[Entry]:
+        """The files of a folder; none where there is no such folder."""
+        if self._all is not None:
+            return [entry for entry in self._all if not folder or entry.path.startswith(f"{folder}/")]
+        key = [hub_endpoint(), self._repo, self._sha, folder, recursive]
+        make = partial(self._hub.files, self._repo, self._sha, folder, recursive=recursive)
+        found = self._known("listings", key, make, f"which files {self.prefix}{folder} has", moving=False)
+        return [Entry(*row) for row in found or ()]
+
+    def one(self, path: str) -> Entry | None:
+        """A single file, if it is there."""
+        return next((entry for entry in self.below(path.rpartition("/")[0], False) if entry.path == path), None)
+
+    def read_all(self) -> None:
+        """List everything: whatever is asked for later is among it."""
+        self._all = self.below("", True)
+
+    def read_card(self) -> None:
+        key = [hub_endpoint(), self._repo, self._sha]
+        make = partial(self._hub.card, self._repo, self._sha)
+        self.card = self._known("cards", key, make, f"the card {self.prefix}README.md", moving=False)
 
 
 def _origin(url: str) -> tuple[str, str, int] | None:
@@ -270,4 +310,7 @@ def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
         yield Entry(path, size, etag)
 
 
-__all__ = ["FORM", "SCHEME", "SHORT_NAMES", "Entry", "Hub", "HubName", "parse", "refused", "resolve_url", "sound"]
+__all__ = [
+    "FORM", "SCHEME", "SHORT_NAMES", "Entry", "Hub", "HubName", "Known", "Repository", "parse", "refused",
+    "resolve_url", "sound",
+]  # fmt: skip

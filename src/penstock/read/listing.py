@@ -31,7 +31,7 @@ from penstock.errors import AccessDenied, ConfigError, NoData, Offline, Penstock
 from penstock.read import card
 from penstock.read.attempt import Patience
 from penstock.read.http import Refused, Target
-from penstock.read.hub import SCHEME, SHORT_NAMES, Entry, Hub, HubName, parse
+from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repository, parse
 from penstock.read.kept import Kept
 from penstock.read.manifest import (
     classify,
@@ -133,6 +133,7 @@ class RemoteListing:
         self._offline = offline_here() if offline is None else offline
         self._wait_s = client.limits.metadata_budget
         self._commits: dict[tuple[str, str], str] = {}
+        self._shown: dict[str, str] = {}
 
     def takes(self, source: str) -> bool:
         """Whether a source is elsewhere."""
@@ -140,7 +141,7 @@ class RemoteListing:
             return not os.path.lexists(source)
         return "://" in source and not source.startswith("file://")
 
-    def list(self, sources: Sequence[str], format: Format | None = None) -> dict[str, list[FileRef]]:
+    def files_of(self, sources: Sequence[str], format: Format | None = None) -> dict[str, list[FileRef]]:
         """The files of each source. All are looked at before anything is asked for."""
         hub: dict[str, HubName] = {}
         buckets: dict[str, Place] = {}
@@ -155,7 +156,7 @@ class RemoteListing:
 
                 buckets[source] = place(url)
             elif scheme in ("http", "https"):
-                web[source] = self._public(url, format)
+                web[source] = self._checked(url, format)
             else:
                 raise ConfigError(f"{scheme[:20]}://…: cannot be read. What can: a path on disk, {KNOWN}")
         if self.config is not None and not any(name.path == "" for name in hub.values()):
@@ -167,8 +168,12 @@ class RemoteListing:
         later: list[Callable[[], None]] = []
         commits = {(name.repo, name.revision): name for name in hub.values()}
         self._side_by_side([partial(self._resolve, name) for name in commits.values()])
-        trees = {source: _Repository(self, name.repo, self._commits[name[:2]]) for source, name in hub.items()}
+        trees = {
+            source: Repository(self._client, self.known, name.repo, self._commits[name[:2]])
+            for source, name in hub.items()
+        }
         thunks: list[Callable[[], None]] = []
+        service: Buckets | None = None
         for source, name in hub.items():
             tree = trees[source]
             if name.path:
@@ -178,16 +183,24 @@ class RemoteListing:
             if self.config is None:
                 thunks.append(tree.read_all)  # most often the default is all or most of a repository
             later.append(partial(self._configured, found, source, tree, format))
-        service = self._buckets() if buckets else None
         for source, where in buckets.items():
-            assert service is not None
-            thunks.append(partial(self._find, found, source, _Bucket(self, service, where.root), where.key, format))
+            service = service or self._buckets()
+            thunks.append(
+                partial(self._find, found, source, _Bucket(self.known, service, where.root), where.key, format)
+            )
         for source, path in web.items():
             thunks.append(partial(self._look_up, found, source, path, format))
         self._side_by_side(thunks)
         for thunk in later:
             thunk()
         return found
+
+    def know(self, files: Sequence[FileRef], urls: Any) -> None:
+        """Take a listing that another process made of the same sources. Secrets did not travel with it."""
+        for url in [urls] if isinstance(urls, str) else urls:
+            if isinstance(url, str) and url.lower().startswith(("http://", "https://")):
+                self._public(url)
+        remember(self.kept, files)
 
     def _side_by_side(self, thunks: Sequence[Callable[[], None]]) -> None:
         if thunks:
@@ -201,8 +214,9 @@ class RemoteListing:
             self._commits[name[:2]] = name.revision
             return
         what = f"which commit {name.revision!r} of {name.repo} is"
-        make = partial(_encoded, Hub(self._client).commit, name)
-        self._commits[name[:2]] = self.known("revisions", [name.repo, name.revision], make, what, moving=True)
+        make = partial(Hub(self._client).commit, name)
+        key = [hub_endpoint(), name.repo, name.revision]
+        self._commits[name[:2]] = self.known("revisions", key, make, what, moving=True)
 
     def _find(self, found: dict[str, Any], source: str, tree: _Files, pattern: str, format: Format | None) -> None:
         entries, base = find(tree, pattern)
@@ -213,7 +227,7 @@ class RemoteListing:
             raise NoData(f"{where} does not exist.")
         found[source] = _refs(tree, entries, base, format, pattern)
 
-    def _configured(self, found: dict[str, Any], source: str, tree: _Repository, format: Format | None) -> None:
+    def _configured(self, found: dict[str, Any], source: str, tree: Repository, format: Format | None) -> None:
         """The files that the card gives the configuration, or those that look like data."""
         where = f"{tree.prefix}README.md"
         choice = card.choose(card.configurations(tree.card, where), self.config, where)
@@ -244,8 +258,8 @@ class RemoteListing:
 
     # http(s)
 
-    def _public(self, url: str, format: Format | None) -> str:
-        """What may be shown of an address; the whole of it goes to the secrets where that is less."""
+    def _checked(self, url: str, format: Format | None) -> str:
+        """What may be shown of an address that can be read, or an error that shows no more than that."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -253,19 +267,24 @@ class RemoteListing:
             host = None
         if not host or re.search(r"[\s\0\\]", url):
             raise ConfigError("an http(s) address is malformed; needs the form https://host/path/file.parquet")
-        path = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        path = self._public(url)
         if "*" in parts.path or parts.path.endswith("/") or not parts.path:
             raise ConfigError(f"{path}: there is no listing over http(s). Give the address of each file, as a list.")
         if path.startswith(f"{hub_endpoint()}/datasets/") and "/resolve/" not in path:
             raise ConfigError(f"{path}: is a page of the Hub. Give its dataset as hf://datasets/ORG/NAME/path-or-glob")
         if known_format(parts.path, format) is None:
             raise unknown_format(path)
-        whole = url.partition("#")[0]
-        shown, number = path, 1
-        while shown in self.secrets and self.secrets[shown].reveal() != whole:
+        return path
+
+    def _public(self, url: str) -> str:
+        """What may be shown of an address; the whole of it goes to the secrets where that is less."""
+        parts = urlsplit(url)
+        path = shown = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        whole, number = url.partition("#")[0], 1
+        while self._shown.setdefault(shown, whole) != whole:
             number += 1
             shown = f"{path}#{number}"  # nothing of what tells them apart may be shown
-        if parts.query or "@" in parts.netloc or number > 1:
+        if shown != whole:
             self.secrets[shown] = Secret(whole)
         return shown
 
@@ -274,9 +293,7 @@ class RemoteListing:
         whole = self.secrets[path].reveal() if path in self.secrets else path
         url, login = basic_authorization(whole)
         what = f"the size of {path}"
-        size, etag = self.known(
-            "files", [path], lambda: json.dumps(self._ask(url, login, path)).encode(), what, moving=True
-        )
+        size, etag = self.known("files", [path], partial(self._ask, url, login, path), what, moving=True)
         kind = known_format(urlsplit(path).path, format)
         assert kind is not None
         name = urlsplit(path).path.rpartition("/")[2]
@@ -317,12 +334,14 @@ class RemoteListing:
 
     # On disk
 
-    def known(self, kind: str, key: Sequence[Any], make: Callable[[], bytes], what: str, *, moving: bool) -> Any:
+    def known(self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool) -> Any:
         """What is kept, or else asked for; what moves is asked for anew, unless the network is not to be used."""
-        name = json.dumps([hub_endpoint(), *key] if kind != "files" else key)
+        name = json.dumps(key)
         if not self._offline:
             since = time.time() if moving else None
-            return json.loads(self.kept.once(kind, name, make, self._wait_s, since=since))
+            return json.loads(
+                self.kept.once(kind, name, lambda: json.dumps(make()).encode(), self._wait_s, since=since)
+            )
         data = self.kept.get(kind, name)
         if data is None:
             raise Offline(
@@ -331,12 +350,6 @@ class RemoteListing:
             )
         return json.loads(data)
 
-    def entries(
-        self, key: Sequence[Any], make: Callable[[], list[Entry] | None], what: str, *, moving: bool
-    ) -> list[Entry]:
-        """A listing."""
-        return [Entry(*row) for row in self.known("listings", key, partial(_encoded, make), what, moving=moving) or ()]
-
 
 class _Files(Tree, Protocol):
     """A tree, and what stands before its paths in an address."""
@@ -344,43 +357,11 @@ class _Files(Tree, Protocol):
     prefix: str
 
 
-class _Repository:
-    """A commit of a dataset."""
-
-    def __init__(self, listing: RemoteListing, repo: str, sha: str) -> None:
-        self._listing = listing
-        self._repo, self._sha = repo, sha
-        self._hub = Hub(listing._client)
-        self._all: list[Entry] | None = None
-        self.prefix = f"{SCHEME}{repo}@{sha}/"
-        self.card = ""
-
-    def below(self, folder: str, recursive: bool) -> list[Entry]:
-        if self._all is not None:
-            return [e for e in self._all if not folder or e.path.startswith(f"{folder}/")]
-        make = partial(self._hub.files, self._repo, self._sha, folder, recursive=recursive)
-        what = f"which files {self.prefix}{folder} has"
-        return self._listing.entries([self._repo, self._sha, folder, recursive], make, what, moving=False)
-
-    def one(self, path: str) -> Entry | None:
-        return next((e for e in self.below(path.rpartition("/")[0], False) if e.path == path), None)
-
-    def read_all(self) -> None:
-        """List the whole repository: whatever is asked for later is among it."""
-        self._all = self.below("", True)
-
-    def read_card(self) -> None:
-        make = partial(_encoded, self._hub.card, self._repo, self._sha)
-        self.card = self._listing.known(
-            "cards", [self._repo, self._sha], make, f"the card of {self.prefix}", moving=False
-        )
-
-
 class _Bucket:
     """A bucket. What is in it may change."""
 
-    def __init__(self, listing: RemoteListing, service: Buckets, root: str) -> None:
-        self._listing, self._service, self._root = listing, service, root
+    def __init__(self, known: Known, service: Buckets, root: str) -> None:
+        self._known, self._service, self._root = known, service, root
         self.prefix = f"{root}/"
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
@@ -395,11 +376,8 @@ class _Bucket:
         return next(iter(self._entries([path], make, f"the size of {self.prefix}{path}")), None)
 
     def _entries(self, key: list[Any], make: Callable[[], list[Entry]], what: str) -> list[Entry]:
-        return self._listing.entries([self._service.endpoint(self._root), self._root, *key], make, what, moving=True)
-
-
-def _encoded(make: Callable[..., Any], *args: Any) -> bytes:
-    return json.dumps(make(*args)).encode()
+        key = [self._service.endpoint(self._root), self._root, *key]
+        return [Entry(*row) for row in self._known("listings", key, make, what, moving=True)]
 
 
 def _refs(

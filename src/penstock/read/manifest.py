@@ -77,7 +77,7 @@ def list_files(
         raise NoData("no data: the list of paths is empty. Name a file, a folder or a glob.")
     paths = [os.fspath(source) for source in sources]
     # All at once: what is far away is asked for side by side.
-    away = remote.list([path for path in paths if remote.takes(path)], format) if remote is not None else {}
+    away = remote.files_of([path for path in paths if remote.takes(path)], format) if remote is not None else {}
     found: dict[str, FileRef] = {}
     for path in paths:
         for file in away[path] if path in away else _expand(path, format):
@@ -85,7 +85,7 @@ def list_files(
     files = tell_apart(list(found.values()))
     listed = tuple(_bundle(files) if whole else files)
     if away and remote is not None:
-        _remember(remote.kept, listed)
+        remember(remote.kept, listed)
     return listed
 
 
@@ -264,7 +264,7 @@ def is_marker(name: str) -> bool:
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
-    """Put neighbouring plain-text files together until they make a chunk. Their ETags stand one a line."""
+    """Put neighbouring plain-text files together until they make a chunk. Their ETags stand in its own, in order."""
     members: list[Member] = []
     etags: list[str] = []
     total = 0
@@ -272,7 +272,7 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
     def close() -> Iterable[FileRef]:
         nonlocal members, etags, total
         if members:
-            etag = "\n".join(etags) if any(etags) else ""
+            etag = ",".join(etags) if any(etags) else ""
             yield FileRef(members[0].path, members[0].name, total, "text", members=tuple(members), etag=etag)
         members, etags, total = [], [], 0
 
@@ -282,7 +282,8 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
             yield file
             continue
         members.append(Member(file.path, file.name, file.size))
-        etags.append(file.etag)
+        # One with a comma cannot stand in a list of them; it is learnt when the file is read.
+        etags.append("" if "," in file.etag else file.etag)
         total += file.size
         if total >= BUNDLE_BYTES or len(members) >= BUNDLE_FILES:
             yield from close()
@@ -295,7 +296,7 @@ def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
         if not file.members:
             yield file
             continue
-        etags = file.etag.split("\n") if file.etag else [""] * len(file.members)
+        etags = file.etag.split(",") if file.etag else [""] * len(file.members)
         for member, etag in zip(file.members, etags, strict=True):
             yield FileRef(member.path, member.name, member.size, file.format, file.codec, etag=etag)
 
@@ -316,7 +317,7 @@ def fingerprint(files: Sequence[FileRef]) -> str:
 # What changed since
 
 
-def _remember(kept: Kept, files: Sequence[FileRef]) -> None:
+def remember(kept: Kept, files: Sequence[FileRef]) -> None:
     """Keep a listing by its fingerprint, for `explain_change`."""
     key = fingerprint(files)
     if kept.get("manifests", key) is None:
