@@ -13,15 +13,16 @@ import pytest
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the user's cache, and no launcher's variables leak in."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Fails a test that leaves one of our threads running."""
+    """Fails a test that leaves one of our threads running; servers may outlive a test, and check their own."""
     yield
-    left = [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
+    names = [t.name for t in threading.enumerate()]
+    left = [name for name in names if name.startswith("penstock-") and not name.startswith("penstock-testing-")]
     assert not left, f"threads left behind: {left}"
 
 

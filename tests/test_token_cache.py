@@ -26,7 +26,8 @@ from penstock.encode.tokenize import load_tokenizer
 from penstock.errors import ConfigError
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify
-from penstock.read.cache_room import alone
+from penstock.read.cache_file import make_key
+from penstock.read.cache_room import Room, alone
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, GiB, MiB, TokenChunk
 
 REF = ChunkRef(FileRef("/data/a.parquet", "a.parquet", 1000, "parquet"), 3, 100)
@@ -331,6 +332,26 @@ def test_what_the_run_has_passed_is_needed_an_epoch_later(tmp_path: Path) -> Non
     assert indices(cache) == [1, 3, 4]
 
 
+def test_between_two_scans_of_a_large_folder_the_same_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.read.cache_room.SCAN_PUTS", 1)  # as if every entry were 64
+    now = 0
+    when: Callable[[str, int], float] = lambda file, index: index if index > now else index + 10  # noqa: E731
+    before = TokenCache(tmp_path, GiB)
+    fill(before, [2, 3, 4, 5, 6])
+    cache = TokenCache(tmp_path, 7 * STEP)
+    cache.foresee(when)
+    fill(cache, [1])  # with the only scan; what follows is done from memory
+    assert not cache.put(cache.key("a", 7, "r"), sized(STEP))
+    now = 3
+    fill(cache, [7, 8])
+    assert indices(cache) == [1, 4, 5, 6, 7, 8]
+    fill(before, [20])  # not seen by the other, and within its own limit
+    now = 4
+    fill(cache, [9])
+    assert indices(cache) == [5, 6, 7, 8, 9, 20]
+    assert bytes_in(tmp_path) <= 7 * STEP
+
+
 def test_what_no_run_uses_goes_before_what_this_one_needs(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path, 5 * STEP)
     others = fill(TokenCache(tmp_path, GiB), [100, 101], "another tokenizer")
@@ -388,7 +409,9 @@ def test_entries_cleared_by_somebody_make_room(tmp_path: Path) -> None:
     assert indices(cache) == [3, 4]
 
 
-@pytest.mark.parametrize("account", [b"", b"12", b"nonsense\n", b"%020d\n" % 10**18, b"\xff" * 64], ids=repr)
+@pytest.mark.parametrize(
+    "account", [b"", b"12", b"nonsense\n", b"%020d\n" % 10**18, b"%020d\n" % 0, b"\xff" * 64], ids=repr
+)
 def test_a_wrong_account_of_the_bytes_in_use_is_put_right(tmp_path: Path, account: bytes) -> None:
     fill(TokenCache(tmp_path, GiB), [0, 1])
     (tmp_path / "tokens" / ".lock").write_bytes(account)
@@ -407,22 +430,34 @@ def test_a_chunk_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert cache.counts()["cache_written"] == 1
 
 
-def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
-    import fcntl
+def test_an_entry_made_by_two_at_once_counts_once(tmp_path: Path) -> None:
+    key = make_key("a", 0, "r")
+    rooms = [Room(tmp_path / "tokens", GiB) for _ in range(2)]
+    files = [room.reserve(key, STEP)[0] for room in rooms]
+    for room, file in zip(rooms, files, strict=True):
+        assert file is not None
+        with file:
+            room.settle(file.name, tmp_path / "tokens" / key.name, STEP)
+    assert bytes_in(tmp_path) == STEP
+    assert int((tmp_path / "tokens" / ".lock").read_bytes()) == STEP
+    assert len(list((tmp_path / "tokens").glob("*/.tmp-*"))) == 0
 
-    folder = tmp_path / "tokens" / "ab"
-    folder.mkdir(parents=True)
-    left, live, stuck = (folder / f".tmp-{i}-aa" for i in range(3))
-    for path in (left, live, stuck):
-        path.write_bytes(bytes(STEP))
-    os.utime(stuck, (0, 0))
-    with open(live) as one, open(stuck) as two:
-        fcntl.flock(one, fcntl.LOCK_EX)
-        fcntl.flock(two, fcntl.LOCK_EX)
-        cache = TokenCache(tmp_path, 3 * STEP)
-        fill(cache, [0])
-        assert (left.exists(), live.exists(), stuck.exists()) == (False, True, False)
-        assert not cache.put(cache.key("a", 1, "r"), sized(STEP))  # what is being written counts
+
+def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
+    live, old = (Room(tmp_path / "tokens", GiB).reserve(make_key("b", i, "r"), STEP)[0] for i in range(2))
+    assert live is not None
+    assert old is not None
+    left = Path(live.name).with_name(".tmp-1-aa")
+    left.write_bytes(bytes(STEP))
+    os.utime(old.name, (0, 0))
+    cache = TokenCache(tmp_path, 3 * STEP)
+    fill(cache, [0])
+    assert [os.path.exists(path) for path in (left, live.name, old.name)] == [False, True, False]
+    assert not cache.put(cache.key("a", 1, "r"), sized(STEP))  # what is being written counts
+    live.close()
+    old.close()
+    fill(cache, [1])
+    assert not os.path.exists(live.name)
 
 
 WRITE_MANY = """

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.feed.cargo import BatchCargo
     from penstock.feed.device import DeviceFeed
     from penstock.sources.mixture import MixtureSource
+    from penstock.sources.source import Run, Source
     from penstock.torch_dataset import TorchDataset
 
 
@@ -235,6 +236,10 @@ class AsyncDataLoader:
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
         return self
+
+    def lay_open(self) -> tuple[Source, Run]:
+        """What the loader reads and how it would run, for those who do something else with it."""
+        return self._source, self._options.run(self._current(), self._skip)
 
     def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
         """Start, and wait until `batches` (by default a full queue) stand ready or the timeout passes.

@@ -148,8 +148,16 @@ def _value(file: ConfigFile, table: str, key: str, value: Any) -> Any:
 
 
 def _beside(folder: Path, value: Any) -> Any:
-    """A path as seen from the file's folder; addresses with a scheme stay."""
-    return str(folder / Path(value).expanduser()) if isinstance(value, str) and "://" not in value else value
+    """A path as seen from the file's folder; addresses with a scheme, and names that stand for one, stay."""
+    if not isinstance(value, str) or "://" in value:
+        return value
+    path = folder / Path(value).expanduser()
+    if value.isidentifier() and not path.exists():
+        from penstock.read.hub import SHORT_NAMES
+
+        if value in SHORT_NAMES:
+            return value
+    return str(path)
 
 
 def build_dataset(data: DataTable, *, doc_batch: int | None = None) -> Any:

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.cache import cache
 from penstock.cli.config import config
 from penstock.cli.demo import demo
+from penstock.cli.stage import stage
 from penstock.errors import PenstockError
 
 cli = typer.Typer(
@@ -20,6 +22,8 @@ cli = typer.Typer(
 )
 cli.command()(demo)
 cli.command()(config)
+cli.command()(stage)
+cli.add_typer(cache, name="cache")
 
 _debug = False
 

@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import environment
 from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
@@ -63,16 +63,8 @@ REASONS = {
 """Which words of obstore's errors stand for which reason; the first that fits counts."""
 
 
-class Place(NamedTuple):
-    """A bucket, and a key, prefix or glob in it."""
-
-    root: str
-    """The bucket's address, without a slash at the end."""
-    key: str
-
-
-def place(url: str) -> Place:
-    """Bucket and key of an address, or an error that shows how to write one."""
+def place(url: str) -> tuple[str, str]:
+    """The address of a bucket and a key, prefix or glob in it; or an error that shows how to write one."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     form = "abfss://container@account.dfs.core.windows.net/path" if scheme[:1] == "a" else f"{scheme}://bucket/path"
@@ -81,7 +73,7 @@ def place(url: str) -> Place:
     key = key.removesuffix("/")
     if "\0" in key or any(part in ("", ".", "..") for part in key.split("/") if key):
         raise ConfigError(f"{url}: {key!r} is no path in a bucket; needs the form {form}")
-    return Place(f"{scheme}://{bucket}", key)
+    return f"{scheme}://{bucket}", key
 
 
 class Buckets:
@@ -399,7 +391,7 @@ def _clean(text: str) -> str:
     """The first part of a message, its addresses without logins and queries."""
     said = " ".join(text.partition("\n\nDebug source")[0].split())
     said = re.sub(r"//[^/\s@]*@", "//", said)
-    return re.sub(r"\?[^\s]*", "", said)[:240].rstrip(". ")
+    return re.sub(r"\?\S*", "", said)[:240].rstrip(". ")
 
 
 def _by_key(objects: Any) -> dict[str, Entry]:
@@ -411,4 +403,4 @@ def _plain(etag: str | None) -> str:
     return "".join((etag or "").removeprefix("W/").strip('"').split())
 
 
-__all__ = ["SCHEMES", "Buckets", "Place", "place"]
+__all__ = ["SCHEMES", "Buckets", "place"]

@@ -141,7 +141,7 @@ def refused(address: str, refusal: Refused) -> PenstockError:
             f"it. {sent}"
         )
     if refusal.status in (403, 451):
-        return AccessDenied(f"{address}: {where} refuses access ({refusal.status}). {login.capitalize()}. {sent}")
+        return AccessDenied(f"{address}: {where} refuses access ({refusal.status}). To get it, {login}. {sent}")
     return RemoteError(f"{address}: {where} answered {refusal.status}.")
 
 

@@ -33,20 +33,12 @@ from penstock.read.attempt import Patience
 from penstock.read.http import Refused, Target
 from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repository, parse
 from penstock.read.kept import Kept
-from penstock.read.manifest import (
-    classify,
-    fixed_folder,
-    is_marker,
-    known_format,
-    matcher,
-    no_known_ending,
-    unknown_format,
-)
+from penstock.read.manifest import Tree, below, find, known_format, no_known_ending, remember, unknown_format
 from penstock.read.retry import Client, raise_for
 from penstock.types import FileRef, Format
 
 if TYPE_CHECKING:
-    from penstock.read.buckets import Buckets, Place
+    from penstock.read.buckets import Buckets
 
 BUCKETS = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 KNOWN = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
@@ -79,46 +71,6 @@ def basic_authorization(url: str) -> tuple[str, dict[str, str]]:
     return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {login}"}
 
 
-class Tree(Protocol):
-    """Something with files in folders."""
-
-    def below(self, folder: str, recursive: bool) -> list[Entry]:
-        """The files of a folder; none where there is no such folder."""
-
-    def one(self, path: str) -> Entry | None:
-        """A single file, if it is there."""
-
-
-def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
-    """The files that a path or glob names, and the folder below which they are named.
-
-    Only what may hold them is asked for.
-    """
-    if has_magic(pattern):
-        base = fixed_folder(pattern)
-        rest = pattern[len(base) :].removeprefix("/")
-        entries = tree.below(base, "/" in rest or "**" in rest)
-        exactly = [entry for entry in entries if entry.path == pattern]
-        if exactly:
-            return exactly, pattern.rpartition("/")[0]
-        matches = matcher(rest)
-        return [entry for entry in entries if matches(_below(entry.path, base))], base
-    # What its ending says is a file is looked for as one first, and the rest as a folder.
-    parent = pattern.rpartition("/")[0]
-    named = classify(pattern) is not None
-    if named and (file := tree.one(pattern)) is not None:
-        return [file], parent
-    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.path, pattern))]
-    if inside:
-        return inside, pattern
-    file = tree.one(pattern) if not named and pattern else None
-    return ([file], parent) if file is not None else ([], pattern)
-
-
-def _below(path: str, folder: str) -> str:
-    return path[len(folder) + 1 :] if folder else path
-
-
 class RemoteListing:
     """Lists what is elsewhere, for one dataset."""
 
@@ -144,7 +96,7 @@ class RemoteListing:
     def files_of(self, sources: Sequence[str], format: Format | None = None) -> dict[str, list[FileRef]]:
         """The files of each source. All are looked at before anything is asked for."""
         hub: dict[str, HubName] = {}
-        buckets: dict[str, Place] = {}
+        buckets: dict[str, tuple[str, str]] = {}
         web: dict[str, str] = {}
         for source in dict.fromkeys(sources):
             url = SHORT_NAMES.get(source, source)
@@ -183,11 +135,9 @@ class RemoteListing:
             if self.config is None:
                 thunks.append(tree.read_all)  # most often the default is all or most of a repository
             later.append(partial(self._configured, found, source, tree, format))
-        for source, where in buckets.items():
+        for source, (root, key) in buckets.items():
             service = service or self._buckets()
-            thunks.append(
-                partial(self._find, found, source, _Bucket(self.known, service, where.root), where.key, format)
-            )
+            thunks.append(partial(self._find, found, source, _Bucket(self.known, service, root), key, format))
         for source, path in web.items():
             thunks.append(partial(self._look_up, found, source, path, format))
         self._side_by_side(thunks)
@@ -385,7 +335,7 @@ def _refs(
 ) -> list[FileRef]:
     """Files by their names below a folder, leaving out those that are no text."""
     found = []
-    for name, entry in (sorted if sort else list)((_below(entry.path, base), entry) for entry in entries):
+    for name, entry in (sorted if sort else list)((below(entry.path, base), entry) for entry in entries):
         kind = known_format(name, format)
         if kind is not None:
             found.append(FileRef(f"{tree.prefix}{entry.path}", name, entry.size, *kind, etag=entry.etag))
@@ -410,4 +360,4 @@ def _no(path: str, status: int) -> PenstockError:
     return RemoteError(f"{path}: its server answers {status}.")
 
 
-__all__ = ["RemoteListing", "Secret", "Tree", "basic_authorization", "find"]
+__all__ = ["RemoteListing", "Secret", "basic_authorization"]

@@ -15,16 +15,18 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import ConfigError, NoData
 from penstock.types import Codec, FileRef, Format, Member, MiB
 
 if TYPE_CHECKING:
+    from penstock.read.hub import Entry
     from penstock.read.kept import Kept
     from penstock.read.listing import RemoteListing
 
@@ -218,11 +220,13 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     """
     parts = pattern.split("/")
     end = len(parts)
+    globs = [re.compile(fnmatch.translate(part)).match if glob.has_magic(part) else None for part in parts]
 
-    def fits(part: str, name: str) -> bool:
-        if not glob.has_magic(part):
-            return part == name
-        return (part.startswith(".") or not name.startswith(".")) and fnmatch.fnmatchcase(name, part)
+    def fits(at: int, name: str) -> bool:
+        match = globs[at]
+        if match is None:
+            return parts[at] == name
+        return (not name.startswith(".") or parts[at].startswith(".")) and match(name) is not None
 
     def spread(positions: set[int]) -> set[int]:
         """Where one may stand without going on: `**` also stands for no folder at all."""
@@ -242,7 +246,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
                 if at == end:
                     continue
                 if parts[at] != "**":
-                    if fits(parts[at], name):
+                    if fits(at, name):
                         after.add(at + 1)
                 elif not name.startswith("."):
                     after |= {at, end} if at == end - 1 else {at}
@@ -261,6 +265,47 @@ def fixed_folder(pattern: str) -> str:
 def is_marker(name: str) -> bool:
     """Whether a path below a folder is one that its listing leaves out."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+class Tree(Protocol):
+    """Something with files in folders."""
+
+    def below(self, folder: str, recursive: bool) -> list[Entry]:
+        """The files of a folder; none where there is no such folder."""
+
+    def one(self, path: str) -> Entry | None:
+        """A single file, if it is there."""
+
+
+def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
+    """The files that a path or glob names, and the folder below which they are named.
+
+    Only what may hold them is asked for.
+    """
+    if glob.has_magic(pattern):
+        base = fixed_folder(pattern)
+        rest = pattern[len(base) :].removeprefix("/")
+        entries = tree.below(base, "/" in rest or "**" in rest)
+        exactly = [entry for entry in entries if entry.path == pattern]
+        if exactly:
+            return exactly, pattern.rpartition("/")[0]
+        matches = matcher(rest)
+        return [entry for entry in entries if matches(below(entry.path, base))], base
+    # What its ending says is a file is looked for as one first, and the rest as a folder.
+    parent = pattern.rpartition("/")[0]
+    named = classify(pattern) is not None
+    if named and (file := tree.one(pattern)) is not None:
+        return [file], parent
+    inside = [e for e in tree.below(pattern, True) if not is_marker(below(e.path, pattern))]
+    if inside:
+        return inside, pattern
+    file = tree.one(pattern) if not named and pattern else None
+    return ([file], parent) if file is not None else ([], pattern)
+
+
+def below(path: str, folder: str) -> str:
+    """A path as it is named below a folder."""
+    return path[len(folder) + 1 :] if folder else path
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:

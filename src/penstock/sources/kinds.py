@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError
+from penstock.sources.files import TextSource
 from penstock.sources.source import Source
-from penstock.sources.text import TextSource
 
 
 def as_source(

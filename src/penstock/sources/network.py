@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.config import offline
+from penstock.errors import Offline
 from penstock.feed.spare import SpareThreads, resolve_in_time
 from penstock.read.attempt import Remote
 from penstock.read.cache import TokenCache
@@ -62,7 +64,7 @@ class Opened:
         self._second = SpareThreads(4 * fetches, "attempt") if threads else None
         http = Http(resolve=resolve_in_time)
         self.client = Client(outside.limits, http=http, side=self._side, second=self._second)
-        self.files = RemoteFiles(self.client, outside.secrets)
+        self.files = RemoteFiles(self.client, outside.secrets) if not offline() else _NoFiles(self.client, {})
         self.kept = Kept(outside.folder)
 
     def meanwhile(self, thunk: Callable[[], T]) -> Future[T]:
@@ -93,3 +95,14 @@ class Opened:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _NoFiles(RemoteFiles):
+    """Remote files while the network is not to be used."""
+
+    def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
+        path = ranges[0][0].path if ranges else "what was asked for"
+        raise Offline(
+            f"{path} is not in the cache of this machine, and HF_HUB_OFFLINE is set. Allow the network, or fetch what a "
+            f"run needs beforehand: `penstock stage`, with the settings of the run and the same cache."
+        )

@@ -1,4 +1,4 @@
-"""Text in files: read, tokenized and packed.
+"""Text, read, tokenized and packed: what files and iterables have in common.
 
     files ──plan──► chunks ══ fetch · decode · tokenize ══► windows ── shuffle · pack ──► rows
              pure                  stateless                                 stateful
@@ -14,29 +14,25 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.encode.pack import make_packer
 from penstock.encode.window import Place
-from penstock.errors import SourceChanged, StateFormat
-from penstock.feed.keep import CacheWriter
-from penstock.feed.pool import Pool, Task, ThreadPool
+from penstock.errors import StateFormat
+from penstock.feed.pool import Pool, Task
 from penstock.lane import Lane, LaneSettings
 from penstock.order.plan import Plan
-from penstock.read.records import Quarantine, where
-from penstock.sources.foresight import Foresight
-from penstock.sources.source import RowSource, Run
-from penstock.sources.text_work import TextWork
-from penstock.state import State, is_count, show
-from penstock.types import Address, Bad, ChunkRef, Packing, TokenChunk
+from penstock.read.records import where
+from penstock.sources.source import Run
+from penstock.state import is_count, show
+from penstock.types import Bad, ChunkRef, Packing, TokenChunk
 
 if TYPE_CHECKING:
-    from penstock.dataset import TextDataset
+    pass
 
 log = logging.getLogger("penstock")
 
@@ -202,145 +198,6 @@ class TextLanes(ABC):
                     "left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail
                 )
             self._counts.bad[record.reason] = self._counts.bad.get(record.reason, 0) + 1
-
-
-class FileLanes(TextLanes):
-    """Lanes that read files."""
-
-    def __init__(self, dataset: TextDataset, run: Run, pool: Pool, work: TextWork) -> None:
-        self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
-        self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
-        self._reported: set[int] = set()
-        self._work = work
-        self._taken = 0
-        compressed = any(file.open_ended for file in dataset.files)
-        # What is remote is fetched by threads of its own, in this process, whatever the workers are.
-        self._fetches = dataset.fetches() if pool.n_workers > 0 else 0
-        self._fetchers = ThreadPool(self._fetches, work, name="fetch") if self._fetches else None
-        self._writer = CacheWriter(work.cache) if work.cache is not None else None
-        super().__init__(
-            plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
-            pack=dataset.pack(),
-            run=run,
-            pool=pool,
-            read_ahead_bytes=run.read_ahead_bytes - (work.cache_bytes if compressed else 0),
-        )
-        if work.cache is not None:
-            work.cache.foresee(Foresight(self._plan, self._lanes, work.file_hash))
-
-    def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
-        """The chunks of some files: their footers are read side by side, and kept for a while."""
-        self.foresee(group)
-        chunks = []
-        for index in group:
-            refs, bad = self._inspected[index].result()
-            if bad and index not in self._reported:
-                self._reported.add(index)
-                self.report(bad)
-            chunks.append(refs)
-        while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
-            self._inspected.popitem(last=False)
-        return chunks
-
-    def foresee(self, group: tuple[int, ...]) -> None:
-        """Have the footers of some files read, before everything else that waits."""
-        for index in group:
-            if index not in self._inspected and not self._plan.files[index].open_ended:
-                file = self._plan.files[index]
-                pool = self._fetchers if self._fetchers is not None and file.remote else self._pool
-                self._inspected[index] = pool.submit("inspect", file, first=True)
-
-    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
-        # A compressed file is read forwards: whoever has begun with it goes on with it.
-        to = ref.reader if ref.file.open_ended else None
-        if self._fetchers is None or not ref.file.remote or ref.file.codec or self._work.at_hand(ref):
-            return self._pool.submit("encode", ref, to=to)
-        fetched = self._fetchers.submit("fetch", ref)
-        return self._pool.submit("encode", before=lambda: (ref, fetched.result()), to=to)
-
-    def beyond(self, workers: int) -> int:
-        if not self._fetches:
-            return super().beyond(workers)
-        # Requests in flight hide the latency, but the first chunk must not share the link with many:
-        # they become more as chunks come in.
-        return min(1 + 2 * self._taken, self._fetches + 2 * workers)
-
-    def _use(self, chunk: TokenChunk) -> None:
-        self._taken += 1
-        super()._use(chunk)
-        if self._writer is not None and not chunk.cached:
-            self._writer.offer(self._work.key(chunk.ref), chunk)
-
-    def totals(self) -> dict[str, int]:
-        kept = self._writer.counts() if self._writer is not None else {}
-        # What a worker found in the cache counts once it is used, whichever process it was found by.
-        return self._work.counts() | kept | super().totals()
-
-    def stop(self) -> None:
-        if self._fetchers is not None:
-            self._fetchers.stop()
-
-    def report(self, bad: Sequence[Bad]) -> None:
-        super().report(bad)
-        if self._quarantine is not None:
-            self._quarantine.write(list(bad))
-
-    def close(self) -> None:
-        if self._fetchers is not None:
-            self._fetchers.join(5.0)
-        if self._writer is not None:
-            self._writer.close()
-        if self._quarantine is not None:
-            self._quarantine.close()
-
-
-class TextSource(RowSource):
-    """A `TextDataset`, as the loader sees it."""
-
-    def __init__(self, dataset: TextDataset) -> None:
-        self._dataset = dataset
-        self.seq_len = dataset.seq_len
-        self.positions = dataset.positions
-        self.dtype = dataset.tokenizer.dtype
-        self.skip: frozenset[Address] = dataset.read.skip
-
-    def data_id(self) -> dict[str, Any]:
-        return self._dataset.data_id()
-
-    def tokenizer_id(self) -> dict[str, Any]:
-        return self._dataset.tokenizer_id()
-
-    def settings_id(self) -> dict[str, Any]:
-        return self._dataset.settings_id()
-
-    def first_place(self, epoch: int) -> Place:
-        return Place(epoch=epoch)
-
-    def check_place(self, value: Any) -> Place:
-        return check_place(value)
-
-    def check_data(self, state: State) -> None:
-        """Data that changed elsewhere is refused with the name of the file, where that can be known."""
-        files = self._dataset.data_id()["files"]
-        if self._dataset.outside is not None and state.data.get("files") != files:
-            text = self._dataset.outside.explain_change(str(state.data.get("files")), self._dataset.files)
-            if text is not None:
-                raise SourceChanged(f"the data changed since the state was saved: {text}")
-
-    def work(self, run: Run) -> TextWork:
-        dataset = self._dataset
-        return TextWork(
-            replace(dataset.read, skip=run.skip),
-            dataset.tokenizer,
-            dataset.doc_batch,
-            run.n_workers,
-            len(run.own_lanes),
-            dataset.outside,
-            threads=run.n_workers > 0,
-        )
-
-    def open_lanes(self, run: Run, pool: Pool, work: TextWork) -> FileLanes:
-        return FileLanes(self._dataset, run, pool, work)
 
 
 def check_place(value: Any) -> Place:

@@ -15,6 +15,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader, ReadSettings
@@ -78,9 +81,13 @@ class TextWork:
             error.add_note(f"in stage fetch, reading {ref}")
             raise
 
-    def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
+    def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None, beyond: bool = False) -> TokenChunk:
+        """A chunk's tokens. `beyond` says that its file has ended before it."""
         stage = "fetch, decode"
         try:
+            if beyond:
+                nothing = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
+                return self._tokenizer.encode(ref, nothing)
             if self.cache is not None and fetched is None:
                 kept = self.cache.get(self.key(ref), ref)
                 if kept is not None:
@@ -154,10 +161,10 @@ class TextWork:
             version = hashlib.sha256(repr([os.stat(p).st_mtime_ns for p in paths]).encode()).hexdigest()[:16]
             path = os.path.realpath(path)
         # The name is part of it: a document's split depends on it.
-        identity = f"{path} {file.name} {file.size} {version}"
+        identity = f"{path}\n{file.name}\n{file.size}\n{version}"
         if file.members:
             names = repr([(member.name, member.size) for member in file.members])
-            identity += f" {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+            identity += f"\n{hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
         with self._lock:
             self._ids[file.path] = identity
         return identity

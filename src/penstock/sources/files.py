@@ -1,0 +1,221 @@
+"""Text in files, here or elsewhere.
+
+    files ──plan──► chunks ══ fetch ══► bytes ══ decode · tokenize ══► token chunks
+             pure              fetch threads            workers              │  ▲
+                                                                     cache writer, and next time from disk
+
+In:    a `TextDataset`, and a place for each lane.
+Out:   rows, by lane; chunks on their way to the token cache.
+Where: the producer thread. Footers and bytes of remote files are fetched by threads of their own, ahead
+       of the workers, so that no core waits for a network.
+State: which files have been looked into.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.encode.window import Place
+from penstock.errors import SourceChanged
+from penstock.feed.keep import CacheWriter
+from penstock.feed.pool import Pool, Task, ThreadPool
+from penstock.order.plan import Plan
+from penstock.read.records import Quarantine
+from penstock.sources.foresight import Foresight
+from penstock.sources.source import RowSource, Run
+from penstock.sources.text import TextLanes, check_place
+from penstock.sources.text_work import TextWork
+from penstock.state import State
+from penstock.types import Address, Bad, ChunkRef, TokenChunk
+
+if TYPE_CHECKING:
+    from penstock.dataset import TextDataset
+
+
+class FileLanes(TextLanes):
+    """Lanes that read files."""
+
+    def __init__(self, dataset: TextDataset, run: Run, pool: Pool, work: TextWork) -> None:
+        self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
+        self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
+        self._reported: set[int] = set()
+        self._work = work
+        self._taken = 0
+        self._patient = False
+        self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
+        compressed = any(file.open_ended for file in dataset.files)
+        super().__init__(
+            plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
+            pack=dataset.pack(),
+            run=run,
+            pool=pool,
+            read_ahead_bytes=run.read_ahead_bytes - (work.cache_bytes if compressed else 0),
+        )
+        # What is remote is fetched by threads of its own, in this process, whatever the workers are.
+        self._fetches = dataset.fetches() if pool.n_workers > 0 else 0
+        self._fetchers = ThreadPool(self._fetches, work, name="fetch") if self._fetches else None
+        self._writer = CacheWriter(work.cache) if work.cache is not None else None
+        if work.cache is not None:
+            work.cache.foresee(Foresight(self._plan, self._lanes, work.file_hash))
+
+    def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
+        """The chunks of some files: their footers are read side by side, and kept for a while."""
+        self.foresee(group)
+        chunks = []
+        for index in group:
+            refs, bad = self._inspected[index].result()
+            if bad and index not in self._reported:
+                self._reported.add(index)
+                self.report(bad)
+            chunks.append(refs)
+        while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
+            self._inspected.popitem(last=False)
+        return chunks
+
+    def foresee(self, group: tuple[int, ...]) -> None:
+        """Have the footers of some files read, before everything else that waits."""
+        for index in group:
+            if index not in self._inspected and not self._plan.files[index].open_ended:
+                file = self._plan.files[index]
+                pool = self._fetchers if self._fetchers is not None and file.remote else self._pool
+                self._inspected[index] = pool.submit("inspect", file, first=True)
+
+    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+        if ref.file.open_ended:
+            return self._submit_next(ref)
+        if self._fetchers is None or not ref.file.remote or ref.file.codec or self._work.at_hand(ref):
+            return self._pool.submit("encode", ref)
+        fetched = self._fetchers.submit("fetch", ref)
+        return self._pool.submit("encode", before=lambda: (ref, fetched.result()))
+
+    def _submit_next(self, ref: ChunkRef) -> Task[TokenChunk]:
+        """The next chunk of a file that is read forwards, by whoever has begun with it."""
+        last, before, doubtful = self._before.get(ref.reader, (None, None, False))
+        at_hand = self._work.at_hand(ref)
+        task: Task[TokenChunk]
+        if before is not None and doubtful and not at_hand and last is not None and last.file is ref.file:
+            # What is before it is at hand, and this is not: perhaps because the file has ended there, which
+            # is not worth opening it for.
+            waited_for = before
+            task = self._pool.submit("encode", before=lambda: (ref, None, waited_for.result().last), to=ref.reader)
+        else:
+            task = self._pool.submit("encode", ref, to=ref.reader)
+            doubtful = at_hand
+        self._before[ref.reader] = (ref, task, doubtful)
+        return task
+
+    def beyond(self, workers: int) -> int:
+        if not self._fetches:
+            return super().beyond(workers)
+        # Requests in flight hide the latency, but the first chunk must not share the link with many:
+        # they become more as chunks come in.
+        return min(1 + 2 * self._taken, self._fetches + 2 * workers)
+
+    def _use(self, chunk: TokenChunk) -> None:
+        self._taken += 1
+        super()._use(chunk)
+        if self._writer is not None and not chunk.cached:
+            keep = self._writer.put if self._patient else self._writer.offer
+            keep(self._work.key(chunk.ref), chunk)
+
+    def stage(self) -> Iterator[TokenChunk]:
+        """Every chunk in the order in which the lanes need them, each in the cache or on its way there."""
+        self._patient = True
+        lanes = list(self._lanes)
+        while lanes:
+            for lane in list(lanes):
+                self._read_ahead()
+                chunk = lane.next_chunk()
+                if chunk is None:
+                    lanes.remove(lane)
+                else:
+                    yield chunk
+
+    def flush(self) -> None:
+        """Wait until everything is in the cache."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def cache_trouble(self) -> str | None:
+        """Why chunks are not being kept, if they are not."""
+        cache = self._work.cache
+        if cache is None or cache.off is not None:
+            return "there is no cache" if cache is None else f"the cache cannot be written: {cache.off}"
+        if cache.counts()["cache_refused"]:
+            return f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: cache_bytes=…"
+        return None
+
+    def totals(self) -> dict[str, int]:
+        kept = self._writer.counts() if self._writer is not None else {}
+        # What a worker found in the cache counts once it is used, whichever process it was found by.
+        return self._work.counts() | kept | super().totals()
+
+    def stop(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.stop()
+
+    def report(self, bad: Sequence[Bad]) -> None:
+        super().report(bad)
+        if self._quarantine is not None:
+            self._quarantine.write(list(bad))
+
+    def close(self) -> None:
+        if self._fetchers is not None:
+            self._fetchers.join(5.0)
+        if self._writer is not None:
+            self._writer.close()
+        if self._quarantine is not None:
+            self._quarantine.close()
+
+
+class TextSource(RowSource):
+    """A `TextDataset`, as the loader sees it."""
+
+    def __init__(self, dataset: TextDataset) -> None:
+        self._dataset = dataset
+        self.files = dataset.files
+        self.seq_len = dataset.seq_len
+        self.positions = dataset.positions
+        self.dtype = dataset.tokenizer.dtype
+        self.skip: frozenset[Address] = dataset.read.skip
+
+    def data_id(self) -> dict[str, Any]:
+        return self._dataset.data_id()
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        return self._dataset.tokenizer_id()
+
+    def settings_id(self) -> dict[str, Any]:
+        return self._dataset.settings_id()
+
+    def first_place(self, epoch: int) -> Place:
+        return Place(epoch=epoch)
+
+    def check_place(self, value: Any) -> Place:
+        return check_place(value)
+
+    def check_data(self, state: State) -> None:
+        """Data that changed elsewhere is refused with the name of the file, where that can be known."""
+        files = self._dataset.data_id()["files"]
+        if self._dataset.outside is not None and state.data.get("files") != files:
+            text = self._dataset.outside.explain_change(str(state.data.get("files")), self._dataset.files)
+            if text is not None:
+                raise SourceChanged(f"the data changed since the state was saved: {text}")
+
+    def work(self, run: Run) -> TextWork:
+        dataset = self._dataset
+        return TextWork(
+            replace(dataset.read, skip=run.skip),
+            dataset.tokenizer,
+            dataset.doc_batch,
+            run.n_workers,
+            len(run.own_lanes),
+            dataset.outside,
+            threads=run.n_workers > 0,
+        )
+
+    def open_lanes(self, run: Run, pool: Pool, work: TextWork) -> FileLanes:
+        return FileLanes(self._dataset, run, pool, work)

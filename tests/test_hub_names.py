@@ -1,0 +1,395 @@
+"""What an address on the Hub names, and what a dataset's card says of its files. Nothing is asked of any server."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceError
+from penstock.read import card
+from penstock.read.card import choose, configurations, data_files
+from penstock.read.http import Refused
+from penstock.read.hub import SHORT_NAMES, Entry, HubName, parse, refused, resolve_url, sound
+from penstock.read.manifest import matcher
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_very_secret_indeed"
+
+
+@pytest.fixture(autouse=True)
+def own_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.test")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("hf://datasets/org/name", ("org/name", "main", "")),
+        ("hf://datasets/org/name/", ("org/name", "main", "")),
+        ("hf://datasets/squad", ("squad", "main", "")),
+        ("hf://datasets/squad@v1/a.parquet", ("squad", "v1", "a.parquet")),
+        ("hf://datasets/org/name/a.parquet", ("org/name", "main", "a.parquet")),
+        ("hf://datasets/org/name/a/b/", ("org/name", "main", "a/b")),
+        ("hf://datasets/org/name@v1", ("org/name", "v1", "")),
+        ("hf://datasets/org/name@v1/a/*.parquet", ("org/name", "v1", "a/*.parquet")),
+        ("hf://datasets/org/name/a@b/c.txt", ("org/name", "main", "a@b/c.txt")),
+        ("hf://datasets/org/name@v1/a@b.txt", ("org/name", "v1", "a@b.txt")),
+        ("hf://datasets/org/name@refs/convert/parquet", ("org/name", "refs/convert/parquet", "")),
+        ("hf://datasets/org/name@refs/convert/parquet/x/y", ("org/name", "refs/convert/parquet", "x/y")),
+        ("hf://datasets/org/name@refs%2Fconvert%2Fparquet/x", ("org/name", "refs/convert/parquet", "x")),
+        ("hf://datasets/org/name@refs/pr/12/x", ("org/name", "refs/pr/12", "x")),
+        ("hf://datasets/org/name@feature%2Fone/x", ("org/name", "feature/one", "x")),
+        (f"hf://datasets/org/name@{SHA.upper()}/x", ("org/name", SHA, "x")),
+        ("hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT", ("HuggingFaceFW/fineweb-edu", "main", "sample/10BT")),
+    ],
+)
+def test_an_address_names_repository_revision_and_path(url: str, name: tuple[str, str, str]) -> None:
+    assert parse(url) == HubName(*name)
+
+
+def test_only_a_whole_commit_is_pinned() -> None:
+    assert parse(f"hf://datasets/org/name@{SHA}").pinned
+    assert not parse("hf://datasets/org/name").pinned
+    assert not parse(f"hf://datasets/org/name@{SHA[:7]}").pinned
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hf://",
+        "hf://org/name",
+        "hf://datasets",
+        "hf://datasets/",
+        "hf://datasets//name",
+        "hf://datasets/org//x",
+        "hf://datasets/../name",
+        "hf://datasets/org/..",
+        "hf://datasets/or g/name",
+        "hf://datasets/org/na?me",
+        "hf://datasets/org/name@",
+        "hf://datasets/org/name@/x",
+        "hf://datasets/org/name@a b/x",
+        "hf://datasets/org/name@..%2F../x",
+        "hf://datasets/org/name@%00/x",
+        "hf://datasets/org/name/../x",
+        "hf://datasets/org/name//x",
+        "hf://datasets/org/name/a/./x",
+        "hf://datasets/org/name/a\\b",
+        "hf://datasets/org/name/a\0b",
+        "hf://datasets/" + "a" * 200,
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_right_form(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"hf://datasets/ORG/NAME\[@revision\]/path-or-glob"):
+        parse(url)
+
+
+@pytest.mark.parametrize("kind", ["models", "spaces"])
+def test_only_datasets_can_be_read(kind: str) -> None:
+    with pytest.raises(ConfigError, match="only datasets"):
+        parse(f"hf://{kind}/org/name/x")
+
+
+@given(st.text())
+def test_any_text_is_an_address_or_is_refused(text: str) -> None:
+    try:
+        name = parse(f"hf://datasets/{text}")
+    except ConfigError:
+        return
+    assert all(sound(part) for part in (name.repo, name.revision, name.path or "x"))
+
+
+def test_a_short_name_is_an_address() -> None:
+    assert parse(SHORT_NAMES["fineweb_edu"]) == HubName("HuggingFaceFW/fineweb-edu", "main", "")
+
+
+def test_bytes_are_asked_for_by_commit_with_everything_quoted() -> None:
+    path = f"hf://datasets/org/name@{SHA}/a b/50%/x#1?.parquet"
+    assert resolve_url(path) == f"https://hub.test/datasets/org/name/resolve/{SHA}/a%20b/50%25/x%231%3F.parquet"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (401, "GatedRepo", AccessDenied, ["gated", "https://hub.test/datasets/org/name", "hf auth login", "HF_TOKEN"]),
+        (403, "GatedRepo", AccessDenied, ["gated", "accept", "https://hub.test/datasets/org/name"]),
+        (401, "RepoNotFound", AccessDenied, ["no dataset org/name", "private", "HF_TOKEN"]),
+        (404, "RepoNotFound", NoData, ["no dataset org/name", "private"]),
+        (401, "", AccessDenied, ["org/name", "HF_TOKEN"]),
+        (403, "", AccessDenied, ["403", "HF_TOKEN"]),
+        (404, "RevisionNotFound", NoData, ["org/name", "'v 1'", "https://hub.test/datasets/org/name"]),
+        (404, "EntryNotFound", NoData, ["does not exist"]),
+        (418, "", RemoteError, ["418"]),
+    ],
+)
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_refusal_says_what_to_do_and_never_shows_the_token(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, kind: type, words: list[str], token: str | None
+) -> None:
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    body = f"you sent {TOKEN}".encode()
+    error = refused("hf://datasets/org/name@v%201/x", Refused(status, {"x-error-code": code}, body))
+    assert type(error) is kind
+    assert [word for word in words if word not in str(error)] == []
+    assert TOKEN not in repr(error)
+    if kind is AccessDenied:
+        assert ("A token was sent" if token else "No token was sent") in str(error)
+
+
+def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:sesame@hub.test/mirror")
+    error = refused("hf://datasets/org/name@main", Refused(401, {"x-error-code": "GatedRepo"}, b""))
+    assert "https://hub.test/mirror/datasets/org/name" in str(error)
+    assert "sesame" not in str(error)
+
+
+# Globs, as they are on disk
+
+
+TREE = [
+    "a.parquet", "b.txt", ".hidden.txt", "_b.txt", "x/a.parquet", "x/.h.txt", "x/y/c.parquet", "x/y/z/d.txt",
+    ".dot/e.txt", "x/.dot/f.txt", "data-1/train-0.parquet", "data-2/train-1.parquet", "data-2/test.parquet", "[a].txt",
+    "x/y/a**b.txt",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tree")
+    for name in TREE:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*", "**", "*.txt", "**/*.txt", "*/*", "x/*", "x/**", "x/**/*", "**/y/*", "x/**/y/*", "**/**/*.parquet", "?.txt",
+        "data-[12]/train-*", "data-[!1]/*", ".*", ".*/*", "x/.*", "**/.*", "x/y", "x/y/*/d.txt", "[[]a].txt", "**.txt",
+        "x/y/a[*][*]b.txt", "*/**/*.txt", "**/x/**/d.txt", "nothing/*", "**/", "*/",
+    ],
+)  # fmt: skip
+def test_globs_mean_what_they_mean_on_disk(tree: Path, pattern: str) -> None:
+    found = glob.glob(str(tree / pattern) if not pattern.endswith("/") else f"{tree}/{pattern}", recursive=True)
+    local = sorted({os.path.relpath(path, tree) for path in found if os.path.isfile(path)})
+    matches = matcher(pattern)
+    assert sorted(name for name in TREE if matches(name)) == local
+
+
+def test_a_glob_made_to_take_for_ever_does_not() -> None:
+    assert not matcher("**/a/" * 200 + "b")("a/" * 400 + "c")
+
+
+# Cards
+
+
+def front(text: str) -> str:
+    return f"---\n{textwrap.dedent(text).strip()}\n---\n# A dataset\nconfigs: not here\n"
+
+
+def chosen(text: str, wanted: str | None = None) -> list[str] | None:
+    return choose(configurations(front(text), "the card"), wanted, "the card").patterns
+
+
+FINEWEB = """
+    license: odc-by
+    configs:
+    - config_name: default
+      data_files:
+      - split: train
+        path: data/*/*
+    - config_name: sample-10BT
+      data_files:
+      - split: train
+        path: sample/10BT/*
+    - config_name: "2024"
+      data_files: data/CC-2024/*
+    """
+
+
+def test_the_default_configuration_is_taken_unless_another_is_named() -> None:
+    assert chosen(FINEWEB) == ["data/*/*"]
+    assert chosen(FINEWEB, "sample-10BT") == ["sample/10BT/*"]
+    assert chosen(FINEWEB, "2024") == ["data/CC-2024/*"]
+
+
+def test_an_unknown_configuration_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no configuration 'sample-1BT'.*'default'.*'sample-10BT'"):
+        chosen(FINEWEB, "sample-1BT")
+
+
+@pytest.mark.parametrize(
+    ("files", "patterns"),
+    [
+        ("a.parquet", ["a.parquet"]),
+        ("[a.parquet, 'b/*.parquet']", ["a.parquet", "b/*.parquet"]),
+        ("{train: a/*, test: b/*}", ["a/*"]),
+        ("{train: [a/*, b/*]}", ["a/*", "b/*"]),
+        ("[{split: test, path: t/*}, {split: train, path: a/*}, {split: train, path: [b/*]}]", ["a/*", "b/*"]),
+        ("{validation: v/*}", ["v/*"]),
+        ("./data/*.parquet", ["data/*.parquet"]),
+        ("data/", ["data"]),
+        ("'**'", ["**"]),
+    ],
+)
+def test_every_form_of_data_files_is_read(files: str, patterns: list[str]) -> None:
+    assert chosen(f"configs:\n- config_name: one\n  data_files: {files}") == patterns
+
+
+def test_a_split_is_chosen_by_name() -> None:
+    text = "configs:\n- config_name: one/two\n  data_files: {valid: v/*, test: t/*}"
+    assert chosen(text, "one/two/test") == ["t/*"]
+    with pytest.raises(ConfigError, match=r"no split 'train'.*config='one/two/valid', config='one/two/test'"):
+        chosen(text)
+    with pytest.raises(ConfigError, match=r"no split 'dev'; it has valid, test"):
+        chosen(text, "one/two/dev")
+
+
+def test_the_marked_configuration_is_the_default_one() -> None:
+    text = "configs:\n- {config_name: default, data_files: a}\n- {config_name: b, default: true, data_files: b}"
+    assert chosen(text) == ["b"]
+
+
+def test_several_configurations_without_a_default_must_be_chosen_from() -> None:
+    text = "configs:\n- {config_name: a, data_files: a}\n- {config_name: b, data_files: b}"
+    with pytest.raises(ConfigError, match=r"config='a', config='b'"):
+        chosen(text)
+
+
+def test_patterns_are_below_the_data_dir() -> None:
+    text = "configs:\n- config_name: a\n  data_dir: some/where\n  data_files: '*.parquet'"
+    assert chosen(text) == ["some/where/*.parquet"]
+    assert choose(configurations(front("configs: [{config_name: a, data_dir: x}]"), "c"), None, "c") == ("x", None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# no front matter", "---\nlicense: mit\n---\n", "---\nnever: ends\n", "---\n---\n"]
+)
+def test_a_card_without_configurations_says_nothing(text: str) -> None:
+    assert configurations(text, "the card") == []
+    assert choose([], None, "the card") == ("", None)
+    with pytest.raises(ConfigError, match=r"config='x': the card names no configurations"):
+        choose([], "x", "the card")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "http://127.0.0.1:1/x.parquet", "https://evil.test/*", "file:///etc/passwd", "s3://bucket/x", "hf://datasets/a/b/c",
+        "/etc/passwd", "../x", "a/../../x", "a//b", "a\\\\b", "a\\0b", "x" * 5000,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["data_files", "data_dir"])
+def test_a_card_cannot_name_anything_outside_its_repository(pattern: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="its own repository only"):
+        chosen(f'configs:\n- config_name: a\n  {key}: "{pattern}"')
+
+
+def test_what_another_configuration_names_is_nobodys_business() -> None:
+    text = "configs:\n- {config_name: default, data_files: a}\n- {config_name: b, data_files: 'http://x.test/'}"
+    assert chosen(text) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "configs: [",
+        "configs: x",
+        "configs: [1, 2]",
+        "configs: [{config_name: [a]}]",
+        "configs: [{config_name: a, data_dir: [x]}]",
+        "configs: [{config_name: a, data_files: 7}]",
+        "configs: [{config_name: a, data_files: {train: {x: y}}}]",
+        "configs: [{config_name: a, data_files: []}]",
+        "configs: !!python/object/apply:os.system [false]",
+        "configs: [{config_name: 2020-99-99, data_files: x}]",
+        "configs: [{config_name: " + "9" * 5000 + ", data_files: x}]",
+        "configs:\n\t- x",
+        "configs: " + "[" * 50_000,
+        "configs: " + "[" * 40 + "]" * 40,
+        "a: &a [x]\nconfigs: *a\nb: *a\nc: [*a, *a]\nconfigs2: 1\nconfigs: [*a, *a]",
+    ],
+)
+def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:
+    with pytest.raises(SourceError, match="the card cannot be understood") as caught:
+        chosen(text)
+    assert len(str(caught.value)) < 500
+
+
+def test_references_that_would_grow_without_bound_are_refused() -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    with pytest.raises(SourceError, match="references"):
+        chosen("\n".join([*lines, "configs: [*a29, *a29]"]))
+
+
+def test_references_elsewhere_in_a_card_do_no_harm() -> None:
+    assert chosen("info: &i [x]\nmore: [*i, *i]\nconfigs: [{config_name: a, data_files: b}]") == ["b"]
+
+
+def test_without_pyyaml_only_cards_with_configurations_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(card.importlib, "import_module", missing)
+    assert configurations(front("license: mit"), "the card") == []
+    with pytest.raises(MissingExtra, match=r"pyyaml.*penstock\[hf\]"):
+        configurations(front(FINEWEB), "the card")
+
+
+def test_yaml_is_imported_only_for_a_card() -> None:
+    code = "import sys, penstock.read.listing; print([m for m in ('yaml', 'obstore', 'boto3') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.strip() == "[]"
+
+
+# Without a card
+
+
+def data(*paths: str, format: Any = None) -> list[str]:
+    return [entry.path for entry in data_files([Entry(path, 1, "") for path in paths], "the repository", format)]
+
+
+def test_parquet_comes_before_jsonl_before_text() -> None:
+    assert data("a.txt", "b.jsonl", "c.parquet", "d.jsonl.zst") == ["c.parquet"]
+    assert data("a.txt", "b.jsonl", "d.jsonl.zst", "e.json.gz") == ["b.jsonl", "d.jsonl.zst", "e.json.gz"]
+    assert data("a.txt", "b.csv", "README.md", "script.py") == ["a.txt"]
+    assert data("a.txt", "b.jsonl", format="text") == ["a.txt"]
+    assert data("a.bin", "b.bin", format="jsonl") == ["a.bin", "b.bin"]
+
+
+@pytest.mark.parametrize(
+    "name", ["train.parquet", "train/0.parquet", "x/train-00000-of-2.parquet", "a_train_0.parquet", "en.train.parquet",
+             "2train3.parquet", "TRAIN.parquet"]
+)  # fmt: skip
+def test_files_for_training_are_taken_where_some_are_called_so(name: str) -> None:
+    assert data(name, "test.parquet", "validation/0.parquet", "training.parquet") == [name]
+
+
+@pytest.mark.parametrize("name", ["training.parquet", "constraint.parquet", "trainer/x.parquet"])
+def test_train_must_be_a_word(name: str) -> None:
+    assert data(name, "test.parquet") == [name, "test.parquet"]
+
+
+def test_what_is_about_the_data_is_no_data() -> None:
+    with pytest.raises(NoData, match="Parquet, JSONL or text"):
+        data("README.md", "dataset_infos.json", ".gitattributes", "_x/a.parquet", "x/.y.jsonl", "loader.py", "a.csv")

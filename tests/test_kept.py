@@ -1,0 +1,283 @@
+"""Small things on disk: sound or not there at all, made once for all processes of a host, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.read.kept import Kept
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from penstock.read.kept import Kept
+def make():
+    print("holding", flush=True)
+    time.sleep(60)
+    return b"late"
+Kept(Path(sys.argv[1])).once("things", "key", make, 10.0)
+"""
+
+MAKER = """
+import os, sys, time
+from pathlib import Path
+from penstock.read.kept import Kept
+def make():
+    with open(sys.argv[2], "a") as log:
+        log.write("made\\n")
+    time.sleep(0.3)
+    return b"thing"
+sys.stdin.readline()
+assert Kept(Path(sys.argv[1])).once("things", "key", make, 30.0) == b"thing"
+"""
+
+
+def files(folder: Path, kind: str) -> list[Path]:
+    return sorted(path for path in (folder / kind).rglob("*") if path.is_file())
+
+
+def never() -> bytes:
+    raise AssertionError("it was made again")
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Any:
+    """A process that holds the lock of "key" until it is killed."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"holding\n"
+        yield process
+        process.kill()
+
+
+def test_what_is_put_is_there_for_others(tmp_path: Path) -> None:
+    Kept(tmp_path).put("things", "key", b"\x00one\ntwo")
+    assert Kept(tmp_path).get("things", "key") == b"\x00one\ntwo"
+
+
+def test_nothing_is_under_another_key_or_kind(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("things", "key", b"one")
+    assert (kept.get("things", "other"), kept.get("others", "key")) == (None, None)
+
+
+def test_keys_may_be_anything_and_stay_in_the_folder(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept")
+    keys = ["", "../../out", "/etc/passwd", "a\0b", "x" * 10_000, "ü/\n", "A", "a"]
+    for i, key in enumerate(keys):
+        kept.put("things", key, bytes([i]))
+    assert [kept.get("things", key) for key in keys] == [bytes([i]) for i in range(len(keys))]
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_an_entry_that_was_cut_or_flipped_anywhere_is_dropped(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("things", "key", b"some bytes")
+    (path,) = files(tmp_path, "things")
+    good = path.read_bytes()
+    flipped = [good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :] for i in range(len(good))]
+    for bad in [good[:n] for n in range(len(good))] + flipped + [good + b"x"]:
+        path.write_bytes(bad)
+        assert kept.get("things", "key") is None
+        assert not path.exists()
+
+
+def test_an_entry_in_the_place_of_another_is_dropped(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("things", "one", b"1")
+    (one,) = files(tmp_path, "things")
+    kept.put("things", "two", b"2")
+    (two,) = set(files(tmp_path, "things")) - {one}
+    os.replace(one, two)
+    assert kept.get("things", "two") is None
+
+
+def test_what_changes_counts_only_if_it_is_newer(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    before = time.time()
+    kept.put("things", "key", b"old")
+    assert kept.get("things", "key", since=before) == b"old"
+    after = time.time() + 0.001
+    assert kept.get("things", "key", since=after) is None
+    assert kept.once("things", "key", lambda: b"new", 1.0, since=after) == b"new"
+    assert kept.get("things", "key") == b"new"
+
+
+def test_it_travels_to_worker_processes(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, max_bytes=123)
+    kept.put("things", "key", b"one")
+    again = pickle.loads(pickle.dumps(kept))
+    assert (again.get("things", "key"), again.max_bytes) == (b"one", 123)
+
+
+def test_processes_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", MAKER, str(tmp_path / "kept"), str(log)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(4)]
+    time.sleep(0.5)  # they are all there, or nearly
+    for process in processes:
+        process.communicate(b"go\n", timeout=30)
+    assert [process.returncode for process in processes] == [0] * 4
+    assert log.read_text() == "made\n"
+
+
+def test_threads_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        time.sleep(0.1)
+        return b"thing"
+
+    kept = Kept(tmp_path)
+    threads = [threading.Thread(target=kept.once, args=("things", "key", make, 10.0)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_a_killed_holder_leaves_no_lock_behind(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    holder.wait()
+    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
+    assert files(tmp_path, "locks")
+
+
+def test_the_one_who_waits_goes_on_when_the_holder_is_killed(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    timer = threading.Timer(0.3, holder.kill)
+    timer.start()
+    began = time.monotonic()
+    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
+    assert time.monotonic() - began < 30.0
+    timer.join()
+
+
+def test_a_holder_that_is_stopped_is_waited_for_so_long_and_no_longer(
+    tmp_path: Path, holder: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    os.kill(holder.pid, signal.SIGSTOP)
+    with caplog.at_level(logging.INFO, "penstock"):
+        began = time.monotonic()
+        assert Kept(tmp_path).once("things", "key", lambda: b"ours", 0.4) == b"ours"
+        assert 0.4 <= time.monotonic() - began < 30.0
+    assert "going on without" in caplog.text
+    assert Kept(tmp_path).once("things", "key", never, 60.0) == b"ours"
+    os.kill(holder.pid, signal.SIGCONT)
+
+
+def test_a_wait_for_a_lock_ends_when_it_is_told_to(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    stop = threading.Event()
+    timer = threading.Timer(0.2, stop.set)
+    timer.start()
+    began = time.monotonic()
+    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0, stop=stop) == b"ours"
+    assert time.monotonic() - began < 30.0
+    timer.join()
+
+
+def test_lock_files_that_lie_around_mean_nothing(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    for i in range(64):
+        (tmp_path / "locks" / f"{i:02}").write_text("12345")
+    began = time.monotonic()
+    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_failure_to_make_it_is_the_callers_and_frees_the_lock(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+
+    def fail() -> bytes:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        kept.once("things", "key", fail, 60.0)
+    assert kept.get("things", "key") is None
+    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
+
+
+def test_making_something_may_need_another_thing_even_of_the_same_lock(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+
+    def outer() -> bytes:
+        return b"+".join(kept.once("things", str(i), lambda: b"x", 60.0) for i in range(130))
+
+    began = time.monotonic()
+    assert kept.once("things", "outer", outer, 60.0).count(b"x") == 130
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_without_locks_it_goes_on_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kept = Kept(tmp_path)
+    with caplog.at_level(logging.INFO, "penstock"):
+        assert [kept.once("things", str(i), lambda: b"x", 60.0) for i in range(3)] == [b"x"] * 3
+    assert caplog.text.count("no locks there") == 1
+    assert kept.once("things", "1", never, 60.0) == b"x"
+
+
+def test_a_disk_that_takes_nothing_costs_one_warning_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    kept = Kept(tmp_path / "file")
+    assert [kept.once("things", str(i), lambda: b"made", 60.0) for i in range(3)] == [b"made"] * 3
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 2  # one for reading, one for writing
+    assert all(str(tmp_path / "file") in text for text in warnings)
+
+
+def test_nothing_half_written_is_left_when_a_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "no such luck")
+
+    kept = Kept(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    kept.put("things", "key", b"one")
+    assert kept.get("things", "key") is None
+    assert files(tmp_path, "things") == []
+
+
+def test_a_kind_is_bounded_and_loses_its_oldest_first(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, max_bytes=100_000)
+    kept.put("others", "key", b"o" * 50_000)
+    for i in range(400):
+        kept.put("things", str(i), b"x" * 900)
+    left = [i for i in range(400) if kept.get("things", str(i)) is not None]
+    size = sum(path.stat().st_size for path in files(tmp_path, "things"))
+    # It is looked at now and then only, so some more may have come since.
+    assert size < 300_000
+    assert left == list(range(400 - len(left), 400))
+    assert kept.get("others", "key") is not None
+
+
+def test_what_a_dead_process_was_writing_is_removed_in_time(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.put("things", "key", b"one")
+    folder = files(tmp_path, "things")[0].parent
+    (folder / ".tmp-old").write_bytes(b"torn")
+    (folder / ".tmp-new").write_bytes(b"being written")
+    os.utime(folder / ".tmp-old", (1, 1))
+    for i in range(500):
+        kept.put("things", str(i), b"x")
+    assert [path.name for path in folder.glob(".tmp-*")] == [".tmp-new"]

@@ -1,0 +1,678 @@
+"""Listing what is elsewhere: which files, by how many requests, what is kept, and what is never asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import AccessDenied, ConfigError, NoData, Offline, RemoteError, SourceError
+from penstock.feed.spare import SpareThreads
+from penstock.read.attempt import Remote
+from penstock.read.kept import Kept
+from penstock.read.listing import RemoteListing, Secret, basic_authorization
+from penstock.read.manifest import explain_change, fingerprint, list_files, tell_apart
+from penstock.read.retry import Client
+from penstock.testing import Fault, FileServer, HubServer
+from penstock.types import FileRef
+
+TOKEN = "hf_very_secret_indeed"
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-10BT
+  data_files: sample/10BT/*
+---
+# Text
+"""
+FILES: dict[str, bytes] = {
+    **{f"data/{part}/{i:03}.parquet": f"{part}{i}".encode() for part in ("x", "y") for i in range(3)},
+    **{f"sample/10BT/{i:03}.parquet": f"s{i}".encode() for i in range(2)},
+    "sample/10BT/deeper/z.jsonl": b"{}",
+    "sample/10BT/_marker.jsonl": b"{}",
+    "notes.txt": b"a note",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+@pytest.fixture
+def files() -> Iterator[FileServer]:
+    with FileServer({"dir/a.parquet": b"aaaa", "dir/b.jsonl": b"bb", "c.txt": b""}) as server:
+        yield server
+
+
+class Lister:
+    """Lists as a dataset would, with a disk of its own and short deadlines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kept = Kept(folder)
+        self.threads = SpareThreads(4)
+        self.client = Client(
+            Remote(metadata_budget=3.0, stall_timeout=0.5, backoff=0.02), side=self.threads
+        )  # fmt: skip
+        self.remote: RemoteListing | None = None
+
+    def __call__(self, urls: Any, config: str | None = None, **more: Any) -> tuple[FileRef, ...]:
+        offline = more.pop("offline", None)
+        self.remote = RemoteListing(self.client, self.kept, config=config, offline=offline)
+        return list_files(urls, remote=self.remote, **{"whole": False, **more})
+
+    def names(self, urls: Any, config: str | None = None, **more: Any) -> list[str]:
+        return [file.name for file in self(urls, config, **more)]
+
+    def close(self) -> None:
+        self.client.close()
+        self.threads.stop()
+        assert self.threads.join(10.0)
+
+
+@pytest.fixture
+def lister(tmp_path: Path) -> Iterator[Lister]:
+    one = Lister(tmp_path / "kept")
+    yield one
+    one.close()
+
+
+def asked(server: HubServer | FileServer) -> list[str]:
+    """What was asked for since last time: the last parts of paths are enough to tell."""
+    kinds = []
+    for request in server.log:
+        parts = request.path.split("/")
+        known = [word for word in ("revision", "tree", "resolve") if word in parts]
+        kinds.append(known[0] if known else f"{request.method} {request.path}")
+    server.clear_log()
+    return kinds
+
+
+# Which files
+
+
+def test_a_folder_a_glob_and_a_file_are_named_as_a_local_copy_would_be(
+    hub: HubServer, lister: Lister, tmp_path: Path
+) -> None:
+    hub.add("org/name", FILES, card=CARD)
+    copy = tmp_path / "copy"
+    for name, data in {**FILES, "README.md": CARD.encode()}.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(data)
+    for path in ("data", "data/", "sample/10BT", "data/*/*.parquet", "data/x/00[12].parquet", "**/*.jsonl", "*",
+                 "sample/**", "sample/*/_*", "notes.txt", "sample/10BT/001.parquet"):  # fmt: skip
+        local = list_files(f"{copy}/{path}", whole=False)
+        away = lister(f"hf://datasets/org/name/{path}")
+        assert [(f.name, f.size, f.format, f.codec) for f in away] == [
+            (f.name, f.size, f.format, f.codec) for f in local
+        ]
+
+
+def test_a_file_carries_its_commit_its_size_and_its_etag(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", FILES)
+    (file,) = lister("hf://datasets/org/name/data/x/001.parquet")
+    assert file.path == f"hf://datasets/org/name@{repo.sha}/data/x/001.parquet"
+    assert (file.size, len(file.etag), file.remote) == (2, 64, True)
+    (small,) = lister("hf://datasets/org/name/notes.txt")
+    assert len(small.etag) == 40
+
+
+def test_the_card_decides_what_a_repository_means(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES, card=CARD)
+    assert lister.names("hf://datasets/org/name") == [name for name in FILES if name.startswith("data/")]
+    sample = [f"sample/10BT/{name}" for name in ("000.parquet", "001.parquet", "_marker.jsonl")]
+    assert lister.names("hf://datasets/org/name", "sample-10BT") == sample
+
+
+def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
+    hub: HubServer, lister: Lister, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("HuggingFaceFW/fineweb-edu", FILES, card=CARD)
+    monkeypatch.chdir(tmp_path)
+    assert len(lister("fineweb_edu")) == 6
+    (tmp_path / "fineweb_edu").mkdir()
+    (tmp_path / "fineweb_edu" / "mine.jsonl").write_text("{}")
+    assert lister.names("fineweb_edu") == ["mine.jsonl"]
+
+
+def test_patterns_of_a_card_keep_their_order_and_may_name_files_and_folders(hub: HubServer, lister: Lister) -> None:
+    card = "---\nconfigs:\n- config_name: a\n  data_files: [sample, data/y/001.parquet, 'data/*/00[01].parquet']\n---\n"
+    hub.add("org/name", FILES, card=card)
+    expected = [
+        "sample/10BT/000.parquet", "sample/10BT/001.parquet", "sample/10BT/deeper/z.jsonl", "data/y/001.parquet",
+        "data/x/000.parquet", "data/x/001.parquet", "data/y/000.parquet",
+    ]  # fmt: skip
+    assert lister.names("hf://datasets/org/name") == expected
+    assert lister.names("hf://datasets/org/name", "a") == expected
+
+
+def test_without_a_card_the_training_files_are_taken(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", {"d/train-0.parquet": b"1", "d/test-0.parquet": b"2", "x.jsonl": b"3"})
+    assert lister.names("hf://datasets/org/name") == ["d/train-0.parquet"]
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", {"a.parquet": b"1"})
+    first = repo.sha
+    repo.branch("refs/convert/parquet", first)
+    repo.branch("v1", first)
+    repo.commit({"b.parquet": b"2"})
+    assert lister.names("hf://datasets/org/name") == ["a.parquet", "b.parquet"]
+    for revision in (first, "v1", "refs%2Fconvert%2Fparquet", "refs/convert/parquet"):
+        assert lister.names(f"hf://datasets/org/name@{revision}") == ["a.parquet"]
+
+
+def test_names_of_any_length_and_case_are_told_apart(hub: HubServer, lister: Lister) -> None:
+    long = "x" * 290 + ".parquet"
+    hub.add("org/name", {"d/A.parquet": b"1", "d/a.parquet": b"2", f"d/{long}": b"3", "d/ü #?%.parquet": b"4"})
+    assert lister.names("hf://datasets/org/name/d") == ["A.parquet", "a.parquet", long, "ü #?%.parquet"]
+
+
+def test_local_and_remote_sources_mix(hub: HubServer, files: FileServer, lister: Lister, tmp_path: Path) -> None:
+    hub.add("org/name", {"d/a.parquet": b"1"})
+    (tmp_path / "a.parquet").write_bytes(b"22")
+    found = lister([files.url_of("dir/a.parquet"), str(tmp_path / "a.parquet"), "hf://datasets/org/name/d"])
+    assert [file.size for file in found] == [4, 2, 1]
+    assert len({file.name for file in found}) == 3
+
+
+def test_an_unknown_ending_needs_a_format(hub: HubServer, files: FileServer, lister: Lister) -> None:
+    hub.add("org/name", {"d/a.bin": b"1", "d/b.bin": b"2"})
+    assert lister.names("hf://datasets/org/name/d", format="jsonl") == ["a.bin", "b.bin"]
+    assert lister.names("hf://datasets/org/name/d/a.bin", format="jsonl") == ["a.bin"]
+    with pytest.raises(NoData, match=r"none of its 2 files has an ending we know"):
+        lister("hf://datasets/org/name/d")
+    with pytest.raises(ConfigError, match=r"d/a\.bin: cannot tell its format"):
+        lister("hf://datasets/org/name/d/a.bin")
+    with pytest.raises(ConfigError, match=r"x\.bin: cannot tell its format"):
+        lister(f"{files.url}/x.bin")
+    assert files.log == []
+
+
+# By how many requests
+
+
+def test_a_branch_costs_one_request_and_its_pages_and_later_one(hub: HubServer, lister: Lister) -> None:
+    hub.page_size = 4
+    hub.add("org/name", {f"d/{i}.parquet": b"x" for i in range(10)})
+    assert len(lister("hf://datasets/org/name/d")) == 10
+    assert asked(hub) == ["revision", "tree", "tree", "tree"]
+    lister("hf://datasets/org/name/d")
+    assert asked(hub) == ["revision"]
+
+
+def test_a_commit_costs_its_pages_and_later_nothing(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
+    repo = hub.add("org/name", FILES, card=CARD)
+    for path, requests in (("/data", ["tree"]), ("/data/x/001.parquet", ["tree"]), ("/data/x/*.parquet", [])):
+        before = lister(f"hf://datasets/org/name@{repo.sha}{path}")
+        assert asked(hub) == requests
+        assert lister(f"hf://datasets/org/name@{repo.sha}{path}") == before
+        assert asked(hub) == []
+
+
+def test_the_card_and_the_files_are_asked_for_together_and_kept(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", FILES, card=CARD)
+    lister("hf://datasets/org/name")
+    assert sorted(asked(hub)) == ["resolve", "revision", "tree"]
+    lister(f"hf://datasets/org/name@{repo.sha}")
+    assert asked(hub) == []
+
+
+def test_a_named_configuration_lists_its_own_folder_only(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", FILES, card=CARD)
+    lister("hf://datasets/org/name", "sample-10BT")
+    assert [request.path.partition(repo.sha)[2] for request in hub.log] == ["", "/README.md", "/sample/10BT"]
+
+
+def test_a_missing_card_is_asked_for_once(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", {"a.parquet": b"1"})
+    lister(f"hf://datasets/org/name@{repo.sha}")
+    assert sorted(asked(hub)) == ["resolve", "tree"]
+    lister(f"hf://datasets/org/name@{repo.sha}")
+    assert asked(hub) == []
+
+
+def test_sources_of_one_repository_ask_for_its_revision_once(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES)
+    lister(["hf://datasets/org/name/data/x", "hf://datasets/org/name/data/y", "hf://datasets/org/name/sample"])
+    assert sorted(asked(hub)) == ["revision", "tree", "tree", "tree"]
+
+
+def test_a_branch_that_moved_is_seen(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", {"d/a.parquet": b"1"})
+    before = lister("hf://datasets/org/name/d")
+    repo.commit({"d/a.parquet": b"2"})
+    after = lister("hf://datasets/org/name/d")
+    assert fingerprint(before) != fingerprint(after)
+
+
+LIST = """
+import sys, time
+from pathlib import Path
+from penstock.read.attempt import Remote
+from penstock.read.kept import Kept
+from penstock.read.listing import RemoteListing
+from penstock.read.manifest import fingerprint, list_files
+from penstock.read.retry import Client
+sys.stdin.readline()
+client = Client(Remote())
+files = list_files(sys.argv[2], remote=RemoteListing(client, Kept(Path(sys.argv[1]))))
+print(len(files), fingerprint(files))
+client.close()
+"""
+
+
+def test_processes_of_a_host_that_list_together_ask_once(hub: HubServer, tmp_path: Path) -> None:
+    hub.page_size = 4
+    hub.add("org/name", {f"d/{i}.parquet": b"x" for i in range(10)})
+    hub.fault(Fault("slow", delay_s=0.5, path="*/revision/*"))
+    command = [sys.executable, "-c", LIST, str(tmp_path), "hf://datasets/org/name/d"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    time.sleep(1.0)  # they have imported what they need, or nearly
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+    out = [process.communicate(timeout=60)[0] for process in processes]
+    assert len(set(out)) == 1
+    assert out[0].startswith(b"10 ")
+    requests = asked(hub)
+    assert requests.count("tree") == 3
+    assert requests.count("revision") < 4
+
+
+# Faults
+
+
+def test_faults_of_metadata_are_tried_again(hub: HubServer, lister: Lister) -> None:
+    hub.page_size = 4
+    hub.add("org/name", {f"d/{i}.parquet": b"x" for i in range(10)})
+    for fault in (
+        Fault("status", code=503), Fault("status", code=429, retry_after="0"), Fault("silence"), Fault("reset"),
+        Fault("html"), Fault("fin", after=10), Fault("garbage"), Fault("truncated_chunked", after=10),
+    ):  # fmt: skip
+        hub.fault(fault)
+    assert len(lister("hf://datasets/org/name/d")) == 10
+
+
+def test_a_portals_page_instead_of_a_listing_is_an_error_that_says_so(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES)
+    hub.fault(Fault("html", times=None, path="*/tree/*"))
+    with pytest.raises(RemoteError, match=r"org/name@.* no listing .*portal or proxy"):
+        lister("hf://datasets/org/name/data")
+
+
+def test_a_hub_that_is_down_is_never_replaced_by_what_was_kept(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES)
+    lister("hf://datasets/org/name/data")
+    hub.fault(Fault("status", code=503, times=None))
+    with pytest.raises(RemoteError, match="status_503"):
+        lister("hf://datasets/org/name/data")
+
+
+# Offline
+
+
+def test_offline_works_from_what_was_last_heard(hub: HubServer, files: FileServer, lister: Lister) -> None:
+    hub.add("org/name", FILES, card=CARD)
+    urls = ["hf://datasets/org/name", "hf://datasets/org/name/sample/10BT", files.url_of("dir/a.parquet")]
+    before = lister(urls)
+    asked(hub), asked(files)
+    assert lister(urls, offline=True) == before
+    assert asked(hub) + asked(files) == []
+
+
+def test_the_environment_says_whether_to_stay_offline(
+    hub: HubServer, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/name", FILES)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(Offline):
+        lister("hf://datasets/org/name/data")
+    assert hub.log == []
+
+
+def test_offline_says_what_is_missing_and_how_to_get_it(hub: HubServer, files: FileServer, lister: Lister) -> None:
+    repo = hub.add("org/name", FILES, card=CARD)
+    for url, words in (
+        ("hf://datasets/org/name/data", "which commit 'main' of org/name is"),
+        (f"hf://datasets/org/name@{repo.sha}/data", rf"which files hf://datasets/org/name@{repo.sha}/data has"),
+        (f"hf://datasets/org/name@{repo.sha}", "the card hf://datasets/org/name@.*README.md"),
+        (files.url_of("c.txt"), "the size of http://.*/c.txt"),
+    ):
+        with pytest.raises(Offline, match=rf"{words}.*HF_HUB_OFFLINE=0.*kept"):
+            lister(url, offline=True)
+    assert hub.log == files.log == []
+
+
+# Hostile servers and cards
+
+
+@pytest.mark.parametrize("where", ["data_files", "data_dir"])
+@pytest.mark.parametrize("config", [None, "a"])
+def test_an_address_elsewhere_in_a_card_is_never_requested(
+    hub: HubServer, files: FileServer, lister: Lister, where: str, config: str | None
+) -> None:
+    card = f"---\nconfigs:\n- config_name: a\n  {where}: {files.url_of('dir/a.parquet')}\n---\n"
+    hub.add("org/name", FILES, card=card)
+    with pytest.raises(ConfigError, match="its own repository only"):
+        lister("hf://datasets/org/name", config)
+    assert files.log == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "../x.parquet"}, {"path": "/etc/x.parquet"}, {"path": "d/../../x.parquet"}, {"path": "d/a\0.parquet"},
+        {"path": "d\\x.parquet"}, {"path": "d//x.parquet"}, {"path": ""}, {"path": None}, {"path": "d/./x.parquet"},
+        {"path": "d/\ud800.parquet"}, {"path": "elsewhere/x.parquet"}, {"size": -1}, {"size": "7"}, {"size": True},
+        {"oid": 7}, {"oid": "a\nb"}, {"path": "d/x\n.parquet"},
+    ],
+)  # fmt: skip
+def test_a_listing_that_leads_elsewhere_is_refused(hub: HubServer, lister: Lister, entry: dict[str, Any]) -> None:
+    hub.add("org/name", FILES)
+    bad = {"type": "file", "path": "d/x.parquet", "size": 1, "oid": "0" * 40} | entry
+    hub.fault(Fault("status", code=200, path="*/tree/*", body=json.dumps([bad]).encode()))
+    with pytest.raises(SourceError, match=r"hf://datasets/org/name@.*its listing"):
+        lister("hf://datasets/org/name/d")
+
+
+@pytest.mark.parametrize("link", ["http://127.0.0.2:{port}/x", "{other}/x", "file:///etc/passwd", "//elsewhere.test/x"])
+def test_the_next_page_is_on_the_same_server_or_not_asked_for(
+    hub: HubServer, files: FileServer, lister: Lister, link: str
+) -> None:
+    hub.add("org/name", FILES)
+    url = link.format(port=hub.endpoint.rpartition(":")[2], other=files.url)
+    hub.fault(Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": f'<{url}>; rel="next"'}))
+    with pytest.raises(SourceError, match="next page"):
+        lister("hf://datasets/org/name/data")
+    assert (len(asked(hub)), files.log) == (2, [])
+
+
+def test_a_listing_that_never_ends_is_given_up(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", FILES)
+    same = f'</api/datasets/org/name/tree/{repo.sha}?again>; rel="next"'
+    hub.fault(Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": same}, times=None))
+    with pytest.raises(SourceError, match="does not end"):
+        lister("hf://datasets/org/name/data")
+
+
+def test_a_commit_that_is_none_is_refused(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES)
+    hub.fault(Fault("status", code=200, path="*/revision/*", body=b'{"sha": "../../x"}'))
+    with pytest.raises(SourceError, match="for a commit"):
+        lister("hf://datasets/org/name/data")
+
+
+def test_a_card_that_is_too_long_is_refused_at_once(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES, card="x" * (2 << 20))
+    with pytest.raises(SourceError, match=r"README\.md is longer than"):
+        lister("hf://datasets/org/name")
+
+
+# Access
+
+
+def texts(error: BaseException) -> str:
+    """Whatever a user may get to see of an exception."""
+    import traceback
+
+    return "".join(traceback.format_exception(error)) + repr(error)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_gated_private_and_unknown_data_say_what_to_do(
+    hub: HubServer, lister: Lister, token: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add("org/gated", FILES, gated=True, denied_tokens=(TOKEN,))
+    hub.add("org/private", FILES, private=True)
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with caplog.at_level(logging.DEBUG):
+        for name, words in (
+            ("gated", "is gated: accept"),
+            ("private", "or it is private"),
+            ("none", "no dataset org/none"),
+        ):
+            with pytest.raises((AccessDenied, NoData), match=words) as caught:
+                lister(f"hf://datasets/org/{name}/data")
+            assert "HF_TOKEN" in str(caught.value)
+            assert ("A token was sent" if token else "No token was sent") in str(caught.value)
+            assert TOKEN not in texts(caught.value)
+    assert TOKEN not in caplog.text
+
+
+def test_the_usual_token_opens_private_data_and_goes_nowhere_else(
+    hub: HubServer, lister: Lister, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.add("org/private", FILES, card=CARD, private=True, tokens=(TOKEN,))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(lister("hf://datasets/org/private")) == 6
+    assert {request.headers.get("authorization") for request in hub.log if request.port == "hub"} == {f"Bearer {TOKEN}"}
+    assert not [request for request in hub.log if request.port != "hub"]
+    kept = [path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert kept
+    assert not any(TOKEN.encode() in data for data in kept)
+
+
+def test_unknown_revisions_folders_and_files_are_named(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", FILES)
+    for url, words in (
+        ("@v9/data", "no revision 'v9'"),
+        ("@" + "0" * 40 + "/data", f"no revision '{'0' * 40}'"),
+        ("/nowhere", "nowhere does not exist"),
+        ("/data/x/9.parquet", r"9\.parquet does not exist"),
+        ("/nowhere/9.parquet", r"9\.parquet does not exist"),
+        ("/data/*.parquet", r"data/\*\.parquet matches no file"),
+    ):
+        with pytest.raises(NoData, match=words):
+            lister(f"hf://datasets/org/name{url}")
+
+
+def test_a_configuration_goes_with_a_repository_only(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
+    for url in ("hf://datasets/org/name/data", str(tmp_path), "https://x.test/a.parquet"):
+        with pytest.raises(ConfigError, match="without a path"):
+            lister(url, "sample")
+    assert hub.log == []
+
+
+# http(s)
+
+
+def test_a_file_on_a_web_server_has_its_size_and_etag(files: FileServer, lister: Lister) -> None:
+    found = lister([files.url_of("dir/b.jsonl"), files.url_of("dir/a.parquet"), files.url_of("c.txt")])
+    assert [(f.path, f.name, f.size) for f in found] == [
+        (files.url_of("dir/b.jsonl"), "b.jsonl", 2), (files.url_of("dir/a.parquet"), "a.parquet", 4),
+        (files.url_of("c.txt"), "c.txt", 0),
+    ]  # fmt: skip
+    assert all(f.etag and '"' not in f.etag for f in found)
+    assert [request.method for request in files.log] == ["HEAD"] * 3
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_where_head_is_refused_a_byte_is_asked_for(files: FileServer, lister: Lister, status: int) -> None:
+    files.fault(Fault("status", code=status, method="HEAD", times=None))
+    found = lister([files.url_of("dir/a.parquet"), files.url_of("c.txt")])
+    assert [file.size for file in found] == [4, 0]
+    assert all(file.etag for file in found[:1])
+
+
+def test_a_server_without_ranges_is_not_made_to_send_everything(files: FileServer, lister: Lister) -> None:
+    files.put("big.parquet", b"x" * (64 << 20))
+    files.fault(Fault("status", code=405, method="HEAD", times=None))
+    files.fault(Fault("no_range", times=None))
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match=r"big\.parquet: its server does not answer requests for a range"):
+        lister(files.url_of("big.parquet"))
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_web_server_that_refuses_says_of_what(files: FileServer, lister: Lister) -> None:
+    with pytest.raises(NoData, match=r"gone\.parquet does not exist: its server answers 404"):
+        lister(f"{files.url}/gone.parquet?sig=sesame")
+    files.fault(Fault("status", code=403, method="*", times=None))
+    with pytest.raises(AccessDenied, match=r"dir/a\.parquet: its server refuses access \(403\)"):
+        lister(f"{files.url_of('dir/a.parquet')}?sig=sesame")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://h.test/dir/", "no listing over http"),
+        ("https://h.test/*.parquet", "no listing over http"),
+        ("https://h.test", "no listing over http"),
+        ("https:///a.parquet", "malformed"),
+        ("https://h.test:99999/a.parquet", "malformed"),
+        ("https://h.test/a b.parquet", "malformed"),
+        ("https://[::1/a.parquet", "malformed"),
+        ("https://huggingface.co/datasets/org/name", "hf://datasets/ORG/NAME"),
+        ("ftp://h.test/a.parquet", "ftp://…: cannot be read"),
+        ("s3://", "bucket"),
+        ("s3://key:sesame@bucket/a", "bucket"),
+        ("s3://bucket/../a", "no path in a bucket"),
+    ],
+)
+def test_addresses_that_cannot_be_read_are_refused_before_anything_is_asked(
+    files: FileServer, lister: Lister, url: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        lister([files.url_of("dir/a.parquet"), url])
+    assert files.log == []
+
+
+def test_logins_and_queries_are_used_and_never_shown(
+    files: FileServer, lister: Lister, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = files.url.removeprefix("http://")
+    files.fault(Fault("status", code=503, method="HEAD", times=3))
+    with caplog.at_level(logging.DEBUG):
+        (file,) = lister(f"http://me:p%40ss-sesame@{host}/dir/a.parquet?sig=open-sesame#part")
+    assert file.path == files.url_of("dir/a.parquet")
+    last = files.log[-1]
+    assert (last.query, last.headers["authorization"]) == ("sig=open-sesame", "Basic bWU6cEBzcy1zZXNhbWU=")
+    assert lister.remote is not None
+    secret = lister.remote.secrets[file.path]
+    assert secret.reveal() == f"http://me:p%40ss-sesame@{host}/dir/a.parquet?sig=open-sesame"
+    shown = f"{file} {lister.remote.secrets} {secret} {secret!r} {caplog.text}"
+    assert "sesame" not in shown
+    for path in (tmp_path / "kept").rglob("*"):
+        assert path.is_dir() or b"sesame" not in path.read_bytes()
+
+
+def test_a_secret_travels_and_stays_one() -> None:
+    secret = pickle.loads(pickle.dumps(Secret("open sesame")))
+    assert (secret.reveal(), f"{secret} {secret!r} {[secret]}") == ("open sesame", "*** *** [***]")
+
+
+def test_a_login_becomes_a_header() -> None:
+    url, headers = basic_authorization("https://a%3Ab:c@h.test:8443/x?y=1")
+    assert (url, headers) == ("https://h.test:8443/x?y=1", {"Authorization": "Basic YTpiOmM="})
+    assert basic_authorization("https://h.test/x@y") == ("https://h.test/x@y", {})
+
+
+def test_addresses_that_differ_in_their_queries_only_are_two_files(files: FileServer, lister: Lister) -> None:
+    url = files.url_of("dir/a.parquet")
+    urls = [f"{url}?id=1", url, f"{url}?id=2", f"{url}?id=1"]
+    found = lister(urls)
+    assert len({file.path for file in found}) == len({file.name for file in found}) == len(found) == 3
+    assert found[1].name.endswith("a.parquet~2")
+    assert lister.remote is not None
+    secrets = lister.remote.secrets
+    assert [secrets[f.path].reveal() for f in found] == [urls[0], urls[1], urls[2]]
+    assert not any("id=" in f"{file}" for file in found)
+
+    other = RemoteListing(lister.client, lister.kept)
+    other.know(found, urls)  # another rank's: the same secrets, without asking
+    assert {path: secret.reveal() for path, secret in other.secrets.items()} == {
+        path: secret.reveal() for path, secret in secrets.items()
+    }
+
+
+def test_numbered_names_do_not_collide_with_names_that_look_numbered() -> None:
+    same = [FileRef(f"https://h/x{mark}", "x", 1, "text") for mark in ("", "#2", "#3")]
+    found = tell_apart([*same, FileRef("https://h/x~2", "h/x~2", 1, "text")])
+    assert len({file.name for file in found}) == 4
+
+
+# What changed
+
+
+def test_the_fingerprint_has_the_etags_of_remote_files(files: FileServer, lister: Lister) -> None:
+    before = fingerprint(lister(files.url_of("dir/a.parquet")))
+    assert fingerprint(lister(files.url_of("dir/a.parquet"))) == before
+    files.put("dir/a.parquet", b"bbbb")
+    assert fingerprint(lister(files.url_of("dir/a.parquet"))) != before
+
+
+def test_a_local_copy_keeps_the_fingerprint_it_always_had(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1")
+    (tmp_path / "b.jsonl").write_text("22")
+    assert fingerprint(list_files(tmp_path)) == "5f27fab6bf92ba9d"
+
+
+def test_bundles_of_remote_texts_keep_the_etags_of_each(files: FileServer, lister: Lister) -> None:
+    for i in range(3):
+        files.put(f"t{i}.txt", b"x" * i)
+    urls = [f"{files.url}/t{i}.txt" for i in range(3)]
+    (bundle,) = lister(urls, whole=True)
+    single = lister(urls)
+    assert bundle.etag.split(",") == [file.etag for file in single]
+    assert fingerprint([bundle]) == fingerprint(single)
+
+
+def test_a_change_is_explained_by_the_first_file_that_differs(hub: HubServer, lister: Lister) -> None:
+    repo = hub.add("org/name", {f"d/{name}.parquet": b"1" for name in "abc"})
+    before = lister("hf://datasets/org/name/d")
+    old = fingerprint(before)
+    assert explain_change(lister.kept, old, before) is None
+    repo.commit({"d/b.parquet": b"2"})
+    after = lister("hf://datasets/org/name/d")
+    assert explain_change(lister.kept, old, after) == (
+        f"b.parquet changed: its ETag was {before[1].etag}, it is {after[1].etag}"
+    )
+    assert explain_change(lister.kept, old, before[:2]) == "c.parquet is gone"
+    assert explain_change(lister.kept, old, before[::-1]) == "the files come in another order"
+    repo.commit({"d/b.parquet": b"1", "d/bb.parquet": b"1"})
+    assert explain_change(lister.kept, old, lister("hf://datasets/org/name/d")) == "bb.parquet was added"
+    assert explain_change(lister.kept, "0" * 16, before) is None
+
+
+def test_a_change_of_size_is_explained_where_there_are_no_etags(tmp_path: Path, lister: Lister) -> None:
+    with FileServer({"a.parquet": b"1"}, etags=False) as server:
+        old = fingerprint(lister(server.url_of("a.parquet")))
+        server.put("a.parquet", b"22")
+        now = lister(server.url_of("a.parquet"))
+    assert explain_change(lister.kept, old, now) == "a.parquet changed: it was 1 bytes long, it is 2"
+
+
+def test_a_lost_cache_is_made_again(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
+    repo = hub.add("org/name", FILES, card=CARD)
+    before = lister(f"hf://datasets/org/name@{repo.sha}")
+    for path in (tmp_path / "kept").rglob("*"):
+        if path.is_file() and "locks" not in path.parts:
+            path.write_bytes(path.read_bytes()[: os.path.getsize(path) // 2])
+    assert lister(f"hf://datasets/org/name@{repo.sha}") == before
+    shutil.rmtree(tmp_path / "kept")
+    assert lister(f"hf://datasets/org/name@{repo.sha}") == before

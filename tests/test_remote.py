@@ -1,0 +1,267 @@
+"""Text from anywhere keeps every promise that text on disk keeps, and what was fetched once stays."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import AsyncDataLoader, Offline, Remote, RemoteError, SourceChanged, TextDataset
+from penstock.testing import Fault, FileServer, HubServer
+from tests.contracts import closes_cleanly, digest, ledger, resumes_everywhere, resumes_repeatedly, same_for_any, take
+
+QUICK = Remote(connect_timeout=2, request_timeout=5, stall_timeout=1, retry_budget=10, metadata_budget=10, backoff=0.02)
+FORMS = ["parquet", "docs.jsonl", "docs.jsonl.gz"]
+
+
+@pytest.fixture(scope="module")
+def serving(corpus: Path) -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add("org/name", {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()})
+        yield hub
+
+
+@pytest.fixture
+def hub(serving: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HubServer:
+    """The server, with nothing kept of it yet."""
+    monkeypatch.setenv("HF_ENDPOINT", serving.endpoint)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    serving.clear_faults()
+    serving.clear_log()
+    return serving
+
+
+def maker(url: Any, **data: Any) -> Any:
+    def make(**how: Any) -> AsyncDataLoader:
+        text = TextDataset(url, **({"tokenizer": "byte", "seq_len": 32, "remote": QUICK} | data))
+        return AsyncDataLoader(
+            text, **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2, "output": "numpy"} | how)
+        )
+
+    return make
+
+
+def data_requests(hub: HubServer) -> list[Any]:
+    return [r for r in hub.log if "/resolve/" in r.path or r.port == "cdn"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stream_is_that_of_a_local_copy_for_any_way_to_run(hub: HubServer, corpus: Path, form: str) -> None:
+    local = ledger(maker(corpus / form), 10**6)
+    remote = maker(f"hf://datasets/org/name/{form}")
+    assert ledger(remote, 10**6) == local
+    same_for_any(
+        maker(f"hf://datasets/org/name/{form}", cache=False),
+        60,
+        [
+            {"n_workers": 0},
+            {"n_workers": 1},
+            {"n_workers": 3, "prefetch_size": 2},
+            {"n_workers": 1, "workers": "process"},
+        ],
+    )
+    assert ledger(remote, 10**6, n_workers=0) == local, "from the cache"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cache", [True, False])
+def test_it_resumes_everywhere_and_again(hub: HubServer, form: str, cache: bool) -> None:
+    make = maker(f"hf://datasets/org/name/{form}", cache=cache)
+    resumes_everywhere(make, 40, every=9)
+    resumes_repeatedly(make, 40, [7] * 6)
+
+
+def test_it_closes_cleanly(hub: HubServer) -> None:
+    closes_cleanly(maker("hf://datasets/org/name/parquet"))
+
+
+def test_a_folder_of_small_texts_is_fetched_side_by_side(hub: HubServer, tmp_path: Path) -> None:
+    texts = {f"books/{i:03}.txt": f"Book {i}. " * (i % 7) for i in range(40)}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    hub.add("org/texts", {name: text.encode() for name, text in texts.items()})
+    assert ledger(maker("hf://datasets/org/texts"), 10**6) == ledger(maker(tmp_path / "books"), 10**6)
+
+
+def test_only_the_text_columns_bytes_are_fetched(hub: HubServer) -> None:
+    text = [f"document {i} " * 50 for i in range(4000)]
+    noise = [bytes((i * j) % 251 for j in range(500)) for i in range(4000)]
+    sink = pa.BufferOutputStream()
+    table = pa.table({"a": noise, "text": text, "z": noise})
+    pq.write_table(table, sink, row_group_size=500, compression="none", use_dictionary=False)
+    content = sink.getvalue().to_pybytes()
+    hub.add("org/wide", {"a.parquet": content})
+    with maker("hf://datasets/org/wide", cache=False)(epochs=1) as loader:
+        take(loader, 10**6)
+        fetched = loader.stats().fetched_bytes
+    column = pq.read_metadata(pa.BufferReader(content)).to_dict()["row_groups"]
+    wanted = sum(group["columns"][1]["total_compressed_size"] for group in column)
+    assert wanted < len(content) / 2
+    assert wanted <= fetched <= wanted + 80_000, "the column, and a footer's guess"
+
+
+def test_a_row_group_that_lanes_share_is_fetched_once(hub: HubServer, tmp_path: Path) -> None:
+    table = pa.table({"text": [f"document {i} of the only row group " * 40 for i in range(600)]})
+    pq.write_table(table, tmp_path / "one.parquet", compression="none", use_dictionary=False)
+    content = (tmp_path / "one.parquet").read_bytes()
+    assert len(content) > 500_000
+    hub.add("org/one", {"one.parquet": content})
+    with maker("hf://datasets/org/one", cache=False)(epochs=1, lanes=2, n_workers=2) as loader:
+        got = take(loader, 10**6)
+        assert loader.stats().fetched_bytes < 1.3 * len(content)
+    assert got == ledger(maker(tmp_path / "one.parquet"), 10**6, epochs=1, lanes=2)
+
+
+def test_the_second_epoch_and_the_next_run_need_no_network(hub: HubServer, corpus: Path) -> None:
+    make = maker("hf://datasets/org/name/parquet")
+    whole = ledger(make, 10**6)
+    first_epoch = len(data_requests(hub))
+    assert first_epoch > 0
+    hub.clear_log()
+    assert ledger(make, 10**6) == whole
+    assert [r.path.split("/")[-2:] for r in hub.log] == [["revision", "main"]], "a branch needs one request"
+    sha = json.loads(_get(hub, "/api/datasets/org/name"))["sha"]
+    hub.clear_log()
+    pinned = maker(f"hf://datasets/org/name@{sha}/parquet")
+    with pinned() as loader:
+        assert take(loader, 10**6) == whole
+        stats = loader.stats()
+    assert hub.log == []
+    assert stats.cache_misses == 0 < stats.cache_hits
+    assert stats.requests == stats.fetched_bytes == 0
+
+
+def _get(hub: HubServer, path: str) -> bytes:
+    from urllib.request import urlopen
+
+    with urlopen(hub.endpoint + path, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def test_offline_works_from_what_is_there_and_says_what_is_missing(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ledger(maker("hf://datasets/org/name/docs.jsonl"), 10**6)
+    take_footer = maker("hf://datasets/org/name/parquet", cache=False)
+    ledger(take_footer, 1)
+    hub.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ledger(maker("hf://datasets/org/name/docs.jsonl"), 10**6) == whole
+    with pytest.raises(Offline, match=r"parquet/[ab]\.parquet is not in the cache.*penstock stage"):
+        ledger(take_footer, 10)
+    with pytest.raises(Offline, match="org/other"):
+        maker("hf://datasets/org/other/parquet")()
+    assert hub.log == []
+
+
+def test_another_tokenizer_field_split_or_policy_never_gets_the_tokens_of_another(hub: HubServer, corpus: Path) -> None:
+    url, path = "hf://datasets/org/name/parquet", corpus / "parquet"
+    for data in (
+        {},
+        {"eos": None},
+        {"split": "train", "val_fraction": 0.3},
+        {"split": "val", "val_fraction": 0.3},
+        {"split": "val", "val_fraction": 0.3, "split_seed": 1},
+        {"on_bad_record": "skip", "max_doc_bytes": 100},
+        {"skip": [["a.parquet", 0, 1], ["a.parquet", 0, 2]]},
+    ):
+        assert ledger(maker(url, **data), 10**6) == ledger(maker(path, **data), 10**6), data
+    assert ledger(maker(url), 10**6) == ledger(maker(path), 10**6)
+
+
+def test_local_files_are_cached_where_asked_for_and_a_changed_file_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one and two"}\n' * 50)
+    with maker(path)(epochs=1) as loader:
+        plain = take(loader, 100)
+        assert loader.stats().cache_written == 0
+    make = maker(path, cache=True)
+    assert ledger(make, 100, epochs=1) == plain
+    with make(epochs=1) as loader:
+        assert take(loader, 100) == plain
+        assert loader.stats().cache_hits == 1
+    path.write_text('{"text": "two and one"}\n' * 50)
+    assert ledger(make, 100, epochs=1) == ledger(maker(path), 100, epochs=1) != plain
+
+
+def test_files_over_http_by_a_list_of_addresses(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    files = {p.name: p for p in (corpus / "parquet").iterdir()}
+    with FileServer(files) as server:
+        urls = [server.url_of(name) for name in sorted(files)]
+        assert ledger(maker(urls), 10**6) == ledger(maker(corpus / "parquet"), 10**6)
+        with maker(urls, cache=False)() as loader:
+            state = None
+            for _ in range(3):
+                assert loader.next_batch(timeout=10) is not None
+                state = loader.state_dict()
+        server.put("b.parquet", (corpus / "parquet" / "a.parquet").read_bytes())
+        with maker(urls)() as loader, pytest.raises(SourceChanged, match=r"b\.parquet.*was.*is"):
+            loader.load_state_dict(state)
+
+
+def test_a_new_commit_is_refused_on_resume_unless_the_old_one_is_named(hub: HubServer, corpus: Path) -> None:
+    repo = hub.add("org/moving", {p.name: p for p in (corpus / "parquet").iterdir()})
+    old = repo.sha
+    make = maker("hf://datasets/org/moving")
+    with make() as loader:
+        take(loader, 3)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = take(loader, 10)
+    repo.commit({"b.parquet": (corpus / "parquet" / "a.parquet").read_bytes()})
+    with make() as loader, pytest.raises(SourceChanged) as refused:
+        loader.load_state_dict(state)
+    assert "b.parquet" in str(refused.value)
+    assert "was" in str(refused.value)
+    with maker(f"hf://datasets/org/moving@{old}")() as loader:
+        loader.load_state_dict(state)
+        assert take(loader, 10) == rest
+
+
+def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_before_it(hub: HubServer) -> None:
+    make = maker("hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=0.5, backoff=0.02))
+    whole = ledger(make, 10**6, shuffle=False)
+    hub.fault(Fault("status", path="*b.parquet", times=None, code=503))
+    got: list[str] = []
+    with make(shuffle=False) as loader, pytest.raises(RemoteError, match=r"b\.parquet.*503") as raised:
+        got.extend(digest(batch) for batch in loader)
+    assert any("in stage fetch" in note for note in raised.value.__notes__)
+    assert 0 < len(got) < len(whole)
+    assert whole[: len(got)] == got
+
+
+def test_no_thread_and_no_socket_is_left_behind(hub: HubServer) -> None:
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+    ledger(maker("hf://datasets/org/name/parquet", cache=False), 5)
+    gc.collect()
+    before = len(process.net_connections())
+    for _ in range(5):
+        ledger(maker("hf://datasets/org/name/parquet", cache=False), 5)
+    gc.collect()
+    assert len(process.net_connections()) <= before + 8, "those the server has not closed yet"
+
+
+def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> None:
+    code = (
+        "import sys; from penstock import *\n"
+        f"data = TextDataset({str(corpus / 'parquet')!r}, tokenizer='byte', seq_len=8)\n"
+        "with AsyncDataLoader(data, 2, output='numpy') as loader: next(loader)\n"
+        "print([m for m in ('h11', 'obstore', 'asyncio', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
