@@ -297,7 +297,7 @@ def fill(cache: TokenCache, numbers: Sequence[int], rest: str = "r") -> list[Key
 
 
 def indices(cache: TokenCache) -> list[int]:
-    return sorted(entry.index for entry in entries(cache.folder))
+    return sorted(entry.chunk for entry in entries(cache.folder))
 
 
 def needed(*order: int) -> Callable[[str, int], float | None]:
@@ -332,23 +332,20 @@ def test_what_the_run_has_passed_is_needed_an_epoch_later(tmp_path: Path) -> Non
     assert indices(cache) == [1, 3, 4]
 
 
-def test_between_two_scans_of_a_large_folder_the_same_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_two_scans_of_a_large_folder_room_is_made_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.read.cache_room.SCAN_PUTS", 1)  # as if every entry were 64
-    now = 0
-    when: Callable[[str, int], float] = lambda file, index: index if index > now else index + 10  # noqa: E731
-    before = TokenCache(tmp_path, GiB)
-    fill(before, [2, 3, 4, 5, 6])
+    another = TokenCache(tmp_path, GiB)
+    fill(another, [10, 11, 12, 13, 14])
     cache = TokenCache(tmp_path, 7 * STEP)
-    cache.foresee(when)
-    fill(cache, [1])  # with the only scan; what follows is done from memory
-    assert not cache.put(cache.key("a", 7, "r"), sized(STEP))
-    now = 3
-    fill(cache, [7, 8])
-    assert indices(cache) == [1, 4, 5, 6, 7, 8]
-    fill(before, [20])  # not seen by the other, and within its own limit
-    now = 4
-    fill(cache, [9])
-    assert indices(cache) == [5, 6, 7, 8, 9, 20]
+    cache.foresee(lambda file, index: index)
+    fill(cache, [9])  # with the only scan
+    fill(cache, [8])
+    assert indices(cache) == [8, 9, 10, 11, 12, 13]
+    fill(another, [20])  # its bytes are in the account, but nobody looked at it
+    fill(cache, [7])
+    assert indices(cache) == [7, 8, 9, 10, 11, 20]
     assert bytes_in(tmp_path) <= 7 * STEP
 
 
@@ -403,7 +400,7 @@ def test_entries_cleared_by_somebody_make_room(tmp_path: Path) -> None:
     fill(cache, [0, 1])
     clear(tmp_path)
     fill(cache, [2, 3])
-    only_file_of_2 = next(entry.path for entry in entries(tmp_path) if entry.index == 2)
+    only_file_of_2 = next(entry.path for entry in entries(tmp_path) if entry.chunk == 2)
     only_file_of_2.unlink()
     fill(cache, [4])
     assert indices(cache) == [3, 4]

@@ -178,7 +178,7 @@ class TokenCache:
             with contextlib.suppress(OSError):  # a disk that fails here too: the next scan removes it
                 os.unlink(file.name)
             raise
-        self._room.add(Entry(path, key.file, key.index, key.digest, image.size, time.time()))
+        self._room.add(Entry(str(path), key.file, key.index, key.digest, image.size, time.time()))
         self._count(written=1, written_bytes=image.size)
         return True
 

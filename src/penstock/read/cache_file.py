@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import CorruptFile
 from penstock.types import Address, Bad, ChunkRef, KiB, MiB, TokenChunk
@@ -87,17 +87,20 @@ def _hex(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:digits]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry as the folder shows it, unopened."""
 
-    path: Path
+    where: str
     file: str
-    index: int
+    chunk: int
     digest: str
     size: int
     used: float
     """When it was last written or read, to the minute: its modification time."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.where)
 
 
 def entries(folder: Path) -> Iterator[Entry]:
@@ -111,8 +114,8 @@ def as_entry(item: os.DirEntry[str], status: os.stat_result) -> Entry | None:
     """What a file's name says of it, if it is an entry."""
     if (found := NAME.fullmatch(item.name)) is None:
         return None
-    file, index, digest = found.groups()
-    return Entry(Path(item.path), file, int(index), digest, status.st_size, status.st_mtime)
+    file, chunk, digest = found.groups()
+    return Entry(item.path, file, int(chunk), digest, status.st_size, status.st_mtime)
 
 
 def listing(tokens: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:

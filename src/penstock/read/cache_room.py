@@ -54,7 +54,7 @@ class Room:
         self._known = -1
         """Entries seen by the last scan; -1 before the first."""
         self._idle: deque[Entry] = deque()
-        self._later: list[tuple[float, str, Entry]] = []
+        self._later: list[tuple[float, Entry]] = []
 
     def reserve(self, key: Key, size: int) -> tuple[BinaryIO | None, int]:
         """A temporary file with room for `size` bytes, or None; and how many entries had to go for it."""
@@ -73,7 +73,7 @@ class Room:
                     used = self._scan()
                 for entry in self._victims(key):
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(entry.path)
+                        os.unlink(entry.where)
                         used -= entry.size
                         evicted += 1
                     if used + size <= self._max_bytes:
@@ -97,7 +97,7 @@ class Room:
         """Remember an entry just made, as one that may have to go."""
         when = self._needed(entry)
         if when is not None:
-            heapq.heappush(self._later, (-when, entry.path.name, entry))
+            heapq.heappush(self._later, (-when, entry))
 
     def _victims(self, key: Key) -> Iterator[Entry]:
         """First what no run seems to use, the oldest first; then what is needed later than the new one, the latest first."""
@@ -105,27 +105,24 @@ class Room:
         while self._idle:
             entry = self._idle.popleft()
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(entry.path).st_mtime < recent:  # not used since the scan
+                if os.stat(entry.where).st_mtime < recent:  # not used since the scan
                     yield entry
         own = None if self.when is None else self.when(key.file, key.index)
         own = math.inf if own is None else own
         while self._later:
-            known, name, entry = self._later[0]
+            entry = self._later[0][-1]
             when = self._needed(entry)
-            if when is not None and when != -known:  # the run has passed it: it is needed an epoch later
-                heapq.heapreplace(self._later, (-when, name, entry))
-            elif when is not None and when <= own:
+            if when is not None and when <= own:
                 return
-            else:
-                heapq.heappop(self._later)
-                if when is not None:
-                    yield entry
+            heapq.heappop(self._later)
+            if when is not None:
+                yield entry
 
     def _needed(self, entry: Entry) -> float | None:
         """When this run needs an entry next."""
         if self.when is None or entry.digest[:8] not in self.kinds:
             return None
-        return self.when(entry.file, entry.index)
+        return self.when(entry.file, entry.chunk)
 
     def _scan(self) -> int:
         """Look at all entries, remove what dead processes left, and give the bytes in use."""
@@ -142,7 +139,7 @@ class Room:
             self._known += 1
             when = self._needed(entry)
             if when is not None:
-                self._later.append((-when, item.name, entry))
+                self._later.append((-when, entry))
             elif entry.used < recent:
                 idle.append(entry)
         heapq.heapify(self._later)

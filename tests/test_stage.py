@@ -1,0 +1,207 @@
+"""Staging fills the cache in the order of the run, and the run goes on with the rest as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import AsyncDataLoader, ConfigError, Remote, Shard, SourceError, SyntheticDataset, TextDataset
+from penstock.sources.files import FileLanes, TextSource
+from penstock.sources.foresight import Foresight
+from penstock.stage import Staged, stage
+from penstock.testing import Fault, HubServer
+from tests.contracts import digest, ledger, take
+
+FILES, GROUPS, DOCUMENTS = 12, 5, 6
+QUICK = Remote(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    files: dict[str, bytes] = {}
+    for i in range(FILES):
+        texts = [f"file {i} document {j} " * (3 + (i * j) % 11) for j in range(GROUPS * DOCUMENTS)]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"text": texts}), sink, row_group_size=DOCUMENTS)
+        files[f"data/{i:02}.parquet"] = sink.getvalue().to_pybytes()
+    with HubServer() as server:
+        server.add("org/name", files)
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+def make(**how: Any) -> AsyncDataLoader:
+    data = {name: how.pop(name) for name in ("cache", "cache_bytes") if name in how}
+    text = TextDataset("hf://datasets/org/name/data", tokenizer="byte", seq_len=64, remote=QUICK, **data)
+    options = {"batch_size": 2, "shuffle": True, "seed": 5, "epochs": 2, "output": "numpy", "shard": Shard(1, 0)}
+    return AsyncDataLoader(text, **(options | how))
+
+
+def fetched(hub: HubServer) -> int:
+    return sum(1 for request in hub.log if request.port == "cdn" and request.status == 206)
+
+
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"shuffle": False}, {"shuffle": True, "lanes": 3}])
+def test_a_run_on_a_staged_part_is_the_run_without_it(hub: HubServer, how: dict[str, Any]) -> None:
+    whole = ledger(make, 10**6, cache=False, **how)
+    half = FILES * GROUPS // 2
+    sizes: list[Staged] = []
+    done = stage(make(**how), 10**9, sizes.append)
+    assert done.complete
+    assert done.chunks == FILES * GROUPS
+    clear_cache()
+    done = stage(make(**how), sizes[half - 1].bytes)
+    assert (done.chunks, done.complete) == (half, False)
+    hub.clear_log()
+    with make(**how) as loader:
+        begun = take(loader, 3)
+        assert fetched(hub) == 0 or how.get("shuffle"), "in order, nothing of the first batches is fetched"
+        assert begun + take(loader, 10**6) == whole
+        stats = loader.stats()
+    assert stats.cache_hits >= half
+
+
+def clear_cache() -> None:
+    import shutil
+
+    from penstock.config import cache_dir
+
+    shutil.rmtree(cache_dir() / "tokens")
+
+
+def test_what_is_staged_is_what_the_run_needs_first(hub: HubServer) -> None:
+    """With the network gone, the run gets as far as the staged chunks reach, and then says so."""
+    from penstock import RemoteError
+
+    whole = ledger(make, 10**6, cache=False)
+    clear_cache_of_footers = stage(make(), 6_000)
+    assert 3 <= clear_cache_of_footers.chunks < FILES * GROUPS
+    got: list[str] = []
+    with make(epochs=None) as loader:
+        hub.fault(Fault("status", path="*", times=None, code=503))
+        with pytest.raises(RemoteError, match="503"):
+            got.extend(digest(batch) for batch in loader)
+    assert len(got) > 3
+    assert whole[: len(got)] == got
+
+
+def test_an_interrupted_staging_goes_on_where_it_was(hub: HubServer) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(done: Staged) -> None:
+        if done.chunks == 20:
+            raise Stop
+
+    with pytest.raises(Stop):
+        stage(make(), 10**9, stop)
+    hub.clear_log()
+    done = stage(make(), 10**9)
+    assert done.complete
+    assert done.already >= 19
+    assert fetched(hub) <= FILES * GROUPS - done.already + FILES
+    hub.clear_log()
+    again = stage(make(), 10**9)
+    assert again.already == again.chunks == FILES * GROUPS
+    assert fetched(hub) == 0
+
+
+def test_staging_that_cannot_keep_anything_is_an_error(hub: HubServer) -> None:
+    with pytest.raises(SourceError, match=r"full.*cache_bytes"):
+        stage(make(cache_bytes=5_000), 10**9)
+    with pytest.raises(ConfigError, match="no cache"):
+        stage(make(cache=False), 10**9)
+    with pytest.raises(ConfigError, match="TextDataset"):
+        stage(AsyncDataLoader(SyntheticDataset(100, 8, 64), 2), 10**9)
+    with pytest.raises(ConfigError, match="bytes=0"):
+        stage(make(), 0)
+
+
+def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "stage"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+
+    done = run("hf://datasets/org/name/data", "--bytes", "1GB", "--shuffle", "--seed", "5")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"staged .* in {FILES * GROUPS} chunks \(0 were there\).*a whole epoch", done.stdout)
+    assert re.search(r"@[0-9a-f]{40}", done.stdout)
+    settings = tmp_path / "run.toml"
+    settings.write_text(
+        '[data]\nkind = "text"\nurls = "hf://datasets/org/name/data"\ntokenizer = "byte"\nseq_len = 64\n'
+        "[loader]\nbatch_size = 2\nshuffle = true\n"
+    )
+    done = run("--settings", str(settings))
+    assert f"({FILES * GROUPS} were there)" in done.stdout
+    for arguments, text in (
+        ((), "what to stage"),
+        (("x", "--bytes", "much"), "such as 5GB"),
+        (("x", "--settings", str(settings)), "not both"),
+    ):
+        failed = run(*arguments)
+        assert failed.returncode == 1
+        assert text in failed.stderr
+        assert "Traceback" not in failed.stderr
+
+
+# What the plan knows
+
+
+def opened(loader: AsyncDataLoader) -> tuple[FileLanes, Foresight]:
+    from penstock.feed.pool import InlinePool
+
+    source, run = loader.lay_open()
+    assert isinstance(source, TextSource)
+    work = source.work(run)
+    lanes = source.open_lanes(run, InlinePool(work), work)
+    return lanes, Foresight(lanes._plan, lanes._lanes, work.file_hash)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_plan_knows_what_is_needed_when(hub: HubServer, shuffle: bool) -> None:
+    """Compared with the order in which chunks really come, in this epoch and the next."""
+    lanes, when = opened(make(shuffle=shuffle, n_workers=0))
+    work = lanes._work
+    probe, _ = opened(make(shuffle=shuffle, n_workers=0))
+    order = [(work.file_hash(chunk.ref.file), chunk.ref.index) for chunk in probe.stage()]
+    probe.close()
+    probe._work.close()
+    per_epoch = FILES * GROUPS
+    assert len(order) == 2 * per_epoch
+    taken = 0
+    for _ in lanes.stage():
+        taken += 1
+        if taken % 7 or taken > per_epoch:
+            continue
+        expected = {}
+        for place, key in enumerate(order[taken:], taken):
+            expected.setdefault(key, place)
+        foreseen = {key: when(*key) for key in set(order)}
+        assert None not in foreseen.values()
+        soon = sorted(expected, key=lambda key: expected[key])[:10]
+        late = sorted(expected, key=lambda key: expected[key])[-10:]
+        assert max(foreseen[key] or 0 for key in soon[:3]) < min(foreseen[key] or 0 for key in late)
+    lanes.close()
+    work.close()
+    assert when("0" * 16, 0) is None
+
+
+def test_a_cache_too_small_for_an_epoch_keeps_what_the_next_one_needs_first(hub: HubServer) -> None:
+    whole = stage(make(), 10**9)
+    clear_cache()
+    limit = whole.bytes // 2
+    with make(shuffle=False, cache_bytes=limit, epochs=3, n_workers=1) as loader:
+        batches = take(loader, 10**6)
+        stats = loader.stats()
+    assert stats.cache_hits > FILES * GROUPS * 0.6, "two epochs, each with half of it at hand"
+    assert batches == ledger(make, 10**6, shuffle=False, cache=False, epochs=3)
