@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.cache import cache as command
 from penstock.encode.tokenize import load_tokenizer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify
 from penstock.read.cache_file import make_key
@@ -697,6 +697,7 @@ def test_clear_removes_what_was_not_used_for_so_long(tmp_path: Path) -> None:
     age(tmp_path, keys[1], 6 * 86400)
     assert "removed 1 files" in run("clear", "--dir", str(tmp_path), "--older-than", "7d", "--yes")
     assert indices(cache) == [1, 2]
+    age(tmp_path, keys[2], -8 * 86400)
     assert "removed 2 files" in run("clear", "--dir", str(tmp_path))
     assert indices(cache) == []
     fill(cache, [0])
@@ -707,11 +708,44 @@ def test_clear_all_removes_what_is_ours_and_nothing_else(tmp_path: Path) -> None
     for name in ("listings/aa/one", "footers/two", "locks/3", "engines/four", "stdlib/five.parquet"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("x")
+    (tmp_path / "tokens" / ".lock").write_bytes(b"")
+    os.utime(tmp_path / "tokens" / ".lock", (2**33, 2**33))  # the age of a lock says nothing
     run("clear", "--dir", str(tmp_path), "--yes")
     assert (tmp_path / "listings/aa/one").exists()
     run("clear", "--dir", str(tmp_path), "--all", "--yes")
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["engines/four", "stdlib/five.parquet"]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 0)])
+def test_clear_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> None:
+    import pty
+
+    fill(TokenCache(tmp_path, GiB), [0, 1])
+    ours, theirs = pty.openpty()
+    try:
+        code = "from penstock.cli.cache import cache; cache()"
+        asked = subprocess.Popen(
+            [sys.executable, "-c", code, "clear", "--dir", str(tmp_path)],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        os.write(ours, f"{answer}\n".encode())
+        out, _ = asked.communicate(timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "Remove 2 entries" in out
+    assert asked.returncode == (1 if left else 0)
+    assert len(list(entries(tmp_path))) == left
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("in the way")
+    done = CliRunner().invoke(command, ["info", "--dir", str(tmp_path)])
+    assert isinstance(done.exception, PenstockError)
+    assert str(tmp_path) in str(done.exception)
 
 
 @pytest.mark.parametrize("age", ["7 days", "-1d", "", "d", "1y"])

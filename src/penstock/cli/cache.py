@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import ConfigError, CorruptFile
+from penstock.errors import ConfigError, CorruptFile, PenstockError
 
 if TYPE_CHECKING:
     from penstock.read.cache import Entry
@@ -33,7 +35,8 @@ def info(folder: Folder = None, as_json: AsJson = False) -> None:
     from penstock.read.cache import entries
 
     folder = _folder(folder)
-    found = list(entries(folder))
+    with _told(folder):
+        found = list(entries(folder))
     files = _by_file(found)
     if as_json:
         summary = _totals(found) | {"folder": str(folder), "files": files}
@@ -52,7 +55,8 @@ def verify(
     from penstock.read.cache import verify as verify_all
 
     folder = _folder(folder)
-    result = verify_all(folder, delete)
+    with _told(folder):
+        result = verify_all(folder, delete)
     if as_json:
         damaged = [{"path": str(path), "why": why} for path, why in result.damaged]
         typer.echo(json.dumps({"entries": result.entries, "bytes": result.bytes, "damaged": damaged}, indent=2))
@@ -83,7 +87,8 @@ def clear(
     if not yes and sys.stdin.isatty():
         going = [entry for entry in entries(folder) if entry.used <= time.time() - age_s]
         typer.confirm(f"Remove {len(going)} entries, {_size(_bytes(going))}, from {folder}?", abort=True)
-    n, freed = clear_all(folder, age_s, everything)
+    with _told(folder):
+        n, freed = clear_all(folder, age_s, everything)
     typer.echo(f"{folder}: removed {n} files, {_size(freed)}")
 
 
@@ -91,6 +96,15 @@ def _folder(given: Path | None) -> Path:
     from penstock.config import cache_dir
 
     return cache_dir() if given is None else given.expanduser()
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What the disk refuses is one line, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise PenstockError(f"the cache in {folder}: {error}") from error
 
 
 def _seconds(age: str) -> float:

@@ -66,6 +66,7 @@ REASONS = {
 def place(url: str) -> tuple[str, str]:
     """The address of a bucket and a key, prefix or glob in it; or an error that shows how to write one."""
     scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
     bucket, _, key = rest.partition("/")
     form = "abfss://container@account.dfs.core.windows.net/path" if scheme[:1] == "a" else f"{scheme}://bucket/path"
     if not bucket or ("@" in bucket and not scheme.startswith("abfs")) or re.search(r"[\s:\\\0]", bucket):
@@ -89,7 +90,6 @@ class Buckets:
     def below(self, root: str, folder: str, *, recursive: bool) -> list[Entry]:
         """The files whose keys begin with a folder's."""
         obstore = _obstore(root)
-
         where = f"{root}/{folder}" if folder else root
         found: dict[str, Entry] = {}
 
@@ -101,19 +101,17 @@ class Buckets:
 
         def pages(_: Patience) -> bool:
             """Whether this was all; not if there were some and then a fault."""
-            keys = list(found)
-            if keys != sorted(keys):  # where a server has no order, there is no going on from the last
-                found.clear()
-            had = len(found)
+            last = max(found, default=None)
             try:
                 with _faults(where):
-                    for page in obstore.list(
-                        self._store(root), folder or None, offset=max(found, default=None), chunk_size=PAGE
-                    ):
+                    for page in obstore.list(self._store(root), folder or None, offset=last, chunk_size=PAGE):
                         self._client.tally.add(requests=1)
                         found.update(_by_key(page))
             except Fault as fault:
-                if fault.final is not None or len(found) <= had:
+                ordered = list(found) == sorted(found)
+                if not ordered:
+                    found.clear()  # where a server has no order, there is no going on from the last
+                if fault.final is not None or not ordered or max(found, default=None) == last:
                     raise
                 self._client.tally.add(fault=fault.reason)
                 return False
@@ -125,9 +123,12 @@ class Buckets:
                 pass  # some came, and then a fault: what is left has a budget of its own
         except _Missing:
             raise NoData(f"{root} does not exist at {self.endpoint(root) or 'its provider'}.") from None
-        # A store's web page makes an empty object to stand for a folder.
-        folders = {key.rpartition("/")[0] for key in found}
-        return [entry for key, entry in found.items() if entry.size or (key not in folders and key != folder)]
+        # A provider's web page makes an empty object to stand for a folder.
+        folders = {folder}
+        for key in found:
+            while (key := key.rpartition("/")[0]) not in folders and key:
+                folders.add(key)
+        return [entry for key, entry in found.items() if entry.size or key not in folders]
 
     def one(self, root: str, key: str) -> Entry | None:
         """A single file, if it is there."""
@@ -158,16 +159,16 @@ class Buckets:
         try:
             with _faults(file.path):
                 result = _run(_read(store, key, start, data), patience) or _read_blocking(store, key, start, data)
+            if data.at != length:
+                raise Fault("short", f"{data.at} bytes instead of {length}")
         except _Missing:
             text = f"{file.path} is gone. Restore it, or start a new run."
             raise Fault("status_404", text, final=SourceChanged(text)) from None
         except Fault as fault:
-            if fault.reason in ("status_416", "wrong_range"):
+            if fault.reason in ("status_416", "wrong_range", "short"):
                 self._look_closer(file, root, key)
             raise
-        self._client.tally.add(bytes=data.at)
-        if data.at != length:
-            raise Fault("short", f"{data.at} bytes instead of {length}")
+        self._client.tally.add(bytes=length)
         meta = result.meta
         return Answer(data.buffer, _plain(meta["e_tag"]), meta["size"])
 
@@ -215,7 +216,10 @@ class Buckets:
                 return GCSStore(bucket, **common)
             if scheme == "az":
                 return AzureStore(bucket, **common, **_azure_account())
-            return AzureStore.from_url(root, **common, **_azure_account())
+            account = _azure_account()
+            if "@" in bucket:
+                account.pop("account_name", None)  # the address has one
+            return AzureStore.from_url(root, **common, **account)
         except Exception as error:  # obstore has its own exception for each missing setting
             raise ConfigError(f"{root}: {_clean(str(error))}. {LOGIN[root[0]]}") from None
 
@@ -361,6 +365,8 @@ def _faults(where: str) -> Iterator[None]:
         text = f"{where}: access is refused{_said(str(error))}. {LOGIN[where[0]]}"
         raise Fault("denied", text, final=AccessDenied(text)) from None
     except exceptions.BaseError as error:
+        if "status code: 404" in str(error):  # a bucket that does not exist
+            raise _Missing(where) from None
         raise _fault(str(error), where) from None
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +46,7 @@ log = logging.getLogger("penstock")
 __all__ = ["Entry", "Key", "TokenCache", "Verified", "clear", "describe", "entries", "verify"]
 
 TOUCH_S = 60.0
-OTHER_PARTS = ("revisions", "listings", "cards", "footers", "locks")
+OTHER_PARTS = ("revisions", "listings", "cards", "footers")
 ADVICE = {
     errno.ENOSPC: "Free some space there, or lower the limit of the cache",
     errno.EDQUOT: "Raise the quota, or lower the limit of the cache",
@@ -85,7 +87,7 @@ class TokenCache:
         return self._off
 
     def key(self, file_id: str, index: int, rest: str) -> Key:
-        """The key of a chunk. `file_id` names the file and its version, and is shown to people.
+        """The key of a chunk. `file_id` names the file and its version; it is kept and shown, so it holds no secrets.
 
         `rest` is all else that decides the ids, the type of the ids too; best the same for all
         chunks of a run, for entries of another `rest` are taken for those of another run.
@@ -229,7 +231,7 @@ def clear(folder: Path, older_than_s: float = 0.0, everything: bool = False) -> 
     With `everything`, listings, footers and locks too. Who has an entry mapped keeps it.
     """
     now, tokens = time.time(), folder / "tokens"
-    before = now - older_than_s
+    before = now - older_than_s if older_than_s > 0 else math.inf  # all, even what a wrong clock dates later
     n = freed = 0
     if tokens.is_dir():
         with alone(tokens) as lock:
@@ -240,19 +242,23 @@ def clear(folder: Path, older_than_s: float = 0.0, everything: bool = False) -> 
                     os.unlink(item.path)
                     n, freed = n + 1, freed + status.st_size
             os.truncate(lock, 0)  # no account: whoever writes next scans
-    for path in _others(folder) if everything else ():
+    for path, limit in _others(folder, before) if everything else ():
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path, follow_symlinks=False)
-            if status.st_mtime <= before:
+            if status.st_mtime <= limit:
                 os.unlink(path)
                 n, freed = n + 1, freed + status.st_size
     return n, freed
 
 
-def _others(folder: Path) -> list[Path]:
-    """What was kept of remote places, and the locks. What else lies in the folder is not ours to remove."""
-    found = [path for path in (*folder.glob("*.lock"), folder / "tokens" / LOCK) if path.is_file()]
-    for part in OTHER_PARTS:
+def _others(folder: Path, before: float) -> Iterator[tuple[Path, float]]:
+    """What was kept of remote places, and the locks; each with the latest use that lets it go.
+
+    What else lies in the folder is not ours to remove.
+    """
+    # The age of a lock says nothing; and locks only save work, so that one in use may go as well.
+    limits = dict.fromkeys(OTHER_PARTS, before) | {"locks": math.inf}
+    for part, limit in limits.items():
         for above, _, names in os.walk(folder / part):
-            found += [Path(above, name) for name in names]
-    return found
+            yield from ((Path(above, name), limit) for name in names)
+    yield from ((path, math.inf) for path in (*folder.glob("*.lock"), folder / "tokens" / LOCK))

@@ -1,0 +1,98 @@
+"""Real ranks that read from one Hub: what a host or a job needs once is asked for once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.testing import Fault, HubServer
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from penstock import AsyncDataLoader, Remote, TextDataset
+from tests.contracts import digest
+out, mode = Path(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if mode == "hosts":  # as on two hosts: nothing on disk is shared
+    os.environ["PENSTOCK_CACHE"] += f"-{rank}"
+result = {}
+try:
+    quick = Remote(metadata_budget=3, retry_budget=5, backoff=0.05)
+    data = TextDataset("hf://datasets/org/name", tokenizer="byte", seq_len=64, remote=quick,
+                       share_listing=mode in ("hosts", "fails"))
+    with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=2, epochs=1, n_workers=1) as loader:
+        result["batches"] = [digest(batch) for batch in loader]
+        result["faults"] = loader.stats().faults
+except Exception as error:
+    result["error"] = f"{type(error).__name__}: {error}"
+(out / f"{rank}.json").write_text(json.dumps(result))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def hub(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with HubServer(latency_s=0.05) as hub:
+        hub.add("org/name", {p.name: p for p in (corpus / "parquet").iterdir()})
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+        yield hub
+
+
+def run(out: Path, mode: str) -> list[dict[str, Any]]:
+    script = out / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc_per_node=2", str(script), str(Path(__file__).parents[2]), str(out), mode]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    results = [out / f"{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in results), done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in results]
+
+
+def api_requests(hub: HubServer) -> list[str]:
+    return [request.path for request in hub.log if request.path.startswith("/api/")]
+
+
+def test_ranks_of_a_host_ask_for_the_listing_and_each_footer_once(hub: HubServer, tmp_path: Path) -> None:
+    results = run(tmp_path, "host")
+    assert "error" not in results[0] | results[1]
+    assert len(results[0]["batches"]) == len(results[1]["batches"]) > 5
+    pages = [path for path in api_requests(hub) if "/tree/" in path]
+    assert len(pages) == 1
+    whole = [r for r in hub.log if r.port == "cdn" and r.range is not None and r.range[0] == 0]
+    assert len(whole) == 2, "each of the two small files once, with its footer"
+
+
+def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -> None:
+    shared = run(tmp_path, "hosts")
+    assert "error" not in shared[0] | shared[1]
+    paths = api_requests(hub)
+    assert len([path for path in paths if "/tree/" in path]) == 1
+    assert len([path for path in paths if "/revision/" in path]) == 1
+
+
+def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_path: Path) -> None:
+    hub.fault(Fault("status", path="/api/*", times=None, code=404, headers={"X-Error-Code": "RepoNotFound"}))
+    results = run(tmp_path, "fails")
+    assert "NoData" in results[0]["error"]
+    assert "rank 0 could not list the data" in results[1]["error"]
+    assert "NoData" in results[1]["error"]
+
+
+def test_a_fault_that_one_rank_meets_stays_its_own(hub: HubServer, tmp_path: Path) -> None:
+    hub.fault(Fault("reset", path="*b.parquet", port="cdn", times=2, after=10))
+    hub.fault(Fault("status", path="*a.parquet", port="hub", times=1, code=503))
+    results = run(tmp_path, "host")
+    assert "error" not in results[0] | results[1]
+    assert len(results[0]["batches"]) == len(results[1]["batches"]) > 5
+    assert sum(sum(result["faults"].values()) for result in results) >= 2

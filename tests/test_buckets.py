@@ -1,0 +1,471 @@
+"""Buckets: listing and reading through obstore, from moto's S3 and from a server of files with faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, Offline, RemoteError, SourceChanged
+from penstock.read.attempt import Answer, Patience, Remote
+from penstock.read.attempt import Fault as Failed
+from penstock.read.buckets import Buckets, place
+from penstock.read.kept import Kept
+from penstock.read.listing import RemoteListing
+from penstock.read.manifest import list_files
+from penstock.read.retry import Client
+from penstock.testing import Fault, FileServer
+from penstock.types import FileRef
+
+obstore = pytest.importorskip("obstore")
+
+SECRET = "open-sesame-open-sesame"
+VARIABLES = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT", "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3", "AWS_SKIP_SIGNATURE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE", "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ENDPOINT", "AZURE_SKIP_SIGNATURE", "AZURE_STORAGE_CONNECTION_STRING",
+)  # fmt: skip
+OBJECTS = {
+    **{f"data/{i:04}.parquet": b"p" * (i + 1) for i in range(5)},
+    "data/deep/er/x.jsonl": b"{}\n",
+    "data/_SUCCESS": b"",
+    "data/odd name #1%?.txt": b"odd",
+    "database/y.parquet": b"not in data",
+    "top.parquet": b"0123456789" * 10_000,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """S3 on loopback, with a bucket in it."""
+    from moto.server import ThreadedMotoServer
+    from obstore.store import S3Store
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    for bucket in ("texts", "empty"):
+        urllib.request.urlopen(urllib.request.Request(f"{url}/{bucket}", method="PUT")).close()
+    store = S3Store("texts", endpoint=url, client_options={"allow_http": True}, skip_signature=True)
+    for name, data in OBJECTS.items():
+        obstore.put(store, name, data)
+    # What consoles make to stand for a folder.
+    urllib.request.urlopen(urllib.request.Request(f"{url}/texts/data/deep/", data=b"", method="PUT")).close()
+    yield url
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    return moto
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """A server of files: it answers what S3 answers to GET and HEAD, and has faults."""
+    with FileServer({"texts/top.parquet": OBJECTS["top.parquet"]}) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        yield server
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    one = Client(Remote(metadata_budget=2.0, connect_timeout=2.0, stall_timeout=0.5, request_timeout=3.0, backoff=0.02))
+    yield one
+    one.close()
+
+
+def lister(client: Client, folder: Path, **more: Any) -> RemoteListing:
+    return RemoteListing(client, Kept(folder), **more)
+
+
+def names(client: Client, folder: Path, urls: Any, **more: Any) -> list[str]:
+    return [file.name for file in list_files(urls, whole=False, remote=lister(client, folder), **more)]
+
+
+def read(client: Client, file: FileRef, start: int, length: int) -> Answer:
+    return Buckets(client).read_range(file, start, length, Patience(client.limits, time.monotonic() + 60.0))
+
+
+TOP = FileRef("s3://texts/top.parquet", "top.parquet", 100_000, "parquet")
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("s3://bucket", ("s3://bucket", "")),
+        ("s3://bucket/", ("s3://bucket", "")),
+        ("s3://bucket/a/b.parquet", ("s3://bucket", "a/b.parquet")),
+        ("gs://bucket/a/*", ("gs://bucket", "a/*")),
+        ("az://container/a/", ("az://container", "a")),
+        ("abfss://c@account.dfs.core.windows.net/a", ("abfss://c@account.dfs.core.windows.net", "a")),
+    ],
+)
+def test_an_address_has_a_bucket_and_a_key(url: str, found: tuple[str, str]) -> None:
+    assert place(url) == found
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://k:open-sesame@bucket/a", "s3://a b/c", "gs://u@bucket/a"])
+def test_a_malformed_bucket_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="needs the form") as caught:
+        place(url)
+    assert "sesame" not in str(caught.value)
+
+
+# Listing
+
+
+def test_a_prefix_a_glob_and_a_file_are_listed(s3: str, client: Client, tmp_path: Path) -> None:
+    numbers = [f"{i:04}.parquet" for i in range(5)]
+    everything = [*numbers, "deep/er/x.jsonl", "odd name #1%?.txt"]
+    for url, expected in (
+        ("s3://texts/data", everything),
+        ("s3://texts/data/", everything),
+        ("s3://texts/data/000[1-3].parquet", numbers[1:4]),
+        ("s3://texts/data/**/*.jsonl", ["deep/er/x.jsonl"]),
+        ("s3://texts/*/*.parquet", [f"data/{name}" for name in numbers] + ["database/y.parquet"]),
+        ("s3://texts/top.parquet", ["top.parquet"]),
+        ("s3://texts/*.parquet", ["top.parquet"]),
+        ("s3://texts", [f"data/{name}" for name in everything] + ["database/y.parquet", "top.parquet"]),
+    ):
+        assert names(client, tmp_path, url) == expected
+
+
+def test_a_file_has_its_size_and_etag_however_it_was_found(s3: str, client: Client, tmp_path: Path) -> None:
+    (one,) = list_files("s3://texts/top.parquet", remote=lister(client, tmp_path))
+    (same,) = list_files("s3://texts/*.parquet", remote=lister(client, tmp_path))
+    assert one == same
+    assert (one.path, one.size) == ("s3://texts/top.parquet", 100_000)
+    assert one.etag
+    assert '"' not in one.etag
+
+
+def test_many_pages_are_listed(s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
+    assert len(names(client, tmp_path, "s3://texts")) == 9
+    assert len(names(client, tmp_path, "s3://texts/data/*")) == 6
+
+
+def test_an_unknown_ending_in_a_bucket_needs_a_format(s3: str, client: Client, tmp_path: Path) -> None:
+    assert names(client, tmp_path, "s3://texts/data/_SUCCESS", format="text") == ["_SUCCESS"]
+    assert names(client, tmp_path, "s3://texts/data/deep", format="text") == ["er/x.jsonl"]
+    assert "deep" not in names(client, tmp_path, "s3://texts/data", format="text")
+    with pytest.raises(ConfigError, match="cannot tell its format"):
+        names(client, tmp_path, "s3://texts/data/_SUCCESS")
+
+
+def test_what_is_not_there_is_named(s3: str, client: Client, tmp_path: Path) -> None:
+    for url, words in (
+        ("s3://texts/nowhere", "s3://texts/nowhere does not exist"),
+        ("s3://texts/gone.parquet", r"s3://texts/gone\.parquet does not exist"),
+        ("s3://texts/data/*.csv", r"matches no file"),
+        ("s3://no-such-bucket/data", "s3://no-such-bucket does not exist"),
+    ):
+        with pytest.raises(NoData, match=words):
+            names(client, tmp_path, url)
+
+
+def test_offline_lists_what_was_last_heard(s3: str, client: Client, tmp_path: Path, monkeypatch: Any) -> None:
+    before = list_files("s3://texts/data", remote=lister(client, tmp_path))
+    monkeypatch.setattr(Buckets, "_open", None)  # whoever asked now would fail
+    assert list_files("s3://texts/data", remote=lister(client, tmp_path, offline=True)) == before
+    with pytest.raises(Offline, match="which files s3://texts/database has"):
+        list_files("s3://texts/database", remote=lister(client, tmp_path, offline=True))
+
+
+def test_a_listing_goes_on_where_a_fault_broke_it_off(
+    s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun = obstore.list, []
+
+    def breaks_off(store: Any, prefix: Any, *, offset: Any, chunk_size: int) -> Any:
+        begun.append(offset)
+        for page in real(store, prefix, offset=offset, chunk_size=2):
+            yield page
+            if len(begun) < 3:
+                raise obstore.exceptions.GenericError("Generic S3 error: dns error")
+
+    monkeypatch.setattr(obstore, "list", breaks_off)
+    assert len(names(client, tmp_path, "s3://texts/data")) == 7
+    assert begun[0] is None
+    assert begun[2] > begun[1]
+    assert client.tally.counts()["fault dns"] == 2
+
+
+def test_a_listing_that_breaks_off_again_and_again_is_given_up(
+    s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks_off(store: Any, prefix: Any, *, offset: Any, chunk_size: int) -> Any:
+        yield [{"path": f"data/{name}", "size": 1, "e_tag": None} for name in "ba"]
+        raise obstore.exceptions.GenericError("Generic S3 error: dns error")
+
+    monkeypatch.setattr(obstore, "list", breaks_off)
+    with pytest.raises(RemoteError, match="dns"):
+        names(client, tmp_path, "s3://texts/data")
+
+
+# Credentials
+
+
+def signer(server: FileServer) -> str:
+    return server.log[-1].headers.get("authorization", "")
+
+
+def test_keys_in_the_environment_sign_requests(
+    plain: FileServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    read(client, TOP, 0, 10)
+    assert "Credential=AKIAEXAMPLE/" in signer(plain)
+
+
+def test_a_profile_signs_requests_by_way_of_boto3(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    text = f"[work]\naws_access_key_id = AKIAPROFILE\naws_secret_access_key = {SECRET}\nregion = eu-west-3\n"
+    (tmp_path / "credentials").write_text(text)
+    read(client, TOP, 0, 10)
+    assert "Credential=AKIAPROFILE/" in signer(plain)
+    assert "/eu-west-3/s3/" in signer(plain)
+
+
+def test_without_any_credentials_requests_are_not_signed_and_come_at_once(
+    plain: FileServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    assert bytes(read(client, TOP, 5, 10).data) == b"5678901234"
+    assert signer(plain) == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "word"),
+    [
+        ({"AWS_ENDPOINT_URL": "", "AWS_SKIP_SIGNATURE": "true"}, "s3://texts/top.parquet", "AWS_PROFILE"),
+        ({"GOOGLE_BASE_URL": "", "GOOGLE_SKIP_SIGNATURE": "true"}, "gs://texts/top.parquet", "gcloud auth"),
+        (
+            {"AZURE_STORAGE_ENDPOINT": "", "AZURE_STORAGE_ACCOUNT": "me", "AZURE_SKIP_SIGNATURE": "true"},
+            "az://texts/top.parquet",
+            "az login",
+        ),
+    ],
+)
+@pytest.mark.parametrize("status", [401, 403])
+def test_refused_access_says_what_to_set(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], url: str, word: str, status: int,
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value or plain.url)
+    plain.fault(Fault("status", code=status, method="*", times=None, body=b"<Error><Code>Nope</Code></Error>"))
+    with pytest.raises(AccessDenied, match=rf"{url}: access is refused.*{word}"):
+        names(client, tmp_path, url)
+    with pytest.raises(Failed) as caught:
+        read(client, FileRef(url, "x", 100_000, "parquet"), 0, 10)
+    assert isinstance(caught.value.final, AccessDenied)
+
+
+def test_other_providers_are_read_the_same_way(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BASE_URL", plain.url)
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", plain.url)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    for root in ("s3://texts", "gs://texts", "az://texts", "abfss://texts@me.dfs.core.windows.net"):
+        (file,) = list_files(f"{root}/top.parquet", remote=lister(client, tmp_path))
+        answer = read(client, file, 95_000, 5_000)
+        assert bytes(answer.data) == OBJECTS["top.parquet"][95_000:]
+        assert (answer.etag, answer.total) == (file.etag, 100_000)
+
+
+def test_a_missing_setting_is_named(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"az://texts: .*AZURE_STORAGE_ACCOUNT_NAME"):
+        names(client, tmp_path, "az://texts/data")
+
+
+def test_without_obstore_buckets_say_what_to_install(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr("penstock.read.buckets.importlib.import_module", missing)
+    with pytest.raises(MissingExtra, match=r"reading gs:// needs `obstore`.*penstock\[buckets\]"):
+        Buckets(client).below("gs://texts", "data", recursive=True)
+
+
+# Reading
+
+
+def test_a_range_is_read_exactly(s3: str, client: Client) -> None:
+    for start, length in ((0, 1), (0, 100_000), (99_999, 1), (31_111, 54_321)):
+        answer = read(client, TOP, start, length)
+        assert bytes(answer.data) == OBJECTS["top.parquet"][start : start + length]
+        assert answer.total == 100_000
+
+
+def test_reading_works_in_a_thread_that_runs_a_loop_of_its_own(plain: FileServer, client: Client) -> None:
+    async def in_a_notebook() -> Answer:
+        return read(client, TOP, 5, 10)
+
+    assert bytes(asyncio.run(in_a_notebook()).data) == b"5678901234"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reasons"),
+    [
+        (Fault("status", code=503), {"status_503"}),
+        (Fault("status", code=429), {"status_429"}),
+        (Fault("status", code=500), {"status_500"}),
+        (Fault("silence"), {"stall", "timeout"}),
+        (Fault("stall", after=1000), {"stall", "timeout"}),
+        (Fault("drip", bytes_per_s=20), {"slow", "stall"}),
+        (Fault("reset", after=1000), {"reset", "cut"}),
+        (Fault("fin", after=1000), {"cut"}),
+        (Fault("truncated_chunked", after=1000), {"protocol"}),
+        (Fault("no_range"), {"no_range"}),
+        (Fault("wrong_range"), {"wrong_range"}),
+        (Fault("short"), {"wrong_range"}),
+        (Fault("html"), {"no_range"}),
+        (Fault("gzip"), {"long", "short"}),
+        (Fault("garbage"), {"protocol"}),
+        (Fault("redirect", to="loop", times=None), {"redirect"}),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_every_fault_ends_in_time_with_a_reason(
+    plain: FileServer, client: Client, fault: Fault, reasons: set[str]
+) -> None:
+    plain.fault(fault)
+    began = time.monotonic()
+    with pytest.raises(Failed) as caught:
+        read(client, TOP, 10, 60_000)
+    assert time.monotonic() - began < 20.0
+    assert caught.value.final is None
+    assert caught.value.reason in reasons
+    plain.clear_faults()
+    assert bytes(read(client, TOP, 10, 60_000).data) == OBJECTS["top.parquet"][10:60_010]
+
+
+@pytest.mark.parametrize("kind", ["silence", "stall", "drip"])
+def test_obstores_own_timeouts_end_what_blocks(plain: FileServer, client: Client, kind: str) -> None:
+    # Where the thread runs a loop of its own, nothing but these ends a read.
+    plain.fault(Fault(kind, times=None))
+
+    async def in_a_notebook() -> None:
+        read(client, TOP, 0, 60_000)
+
+    began = time.monotonic()
+    with pytest.raises(Failed):
+        asyncio.run(in_a_notebook())
+    assert time.monotonic() - began < 20.0
+
+
+def test_a_server_that_cannot_be_reached_is_a_fault(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    with pytest.raises(Failed, match="refused"):
+        read(client, TOP, 0, 10)
+
+
+def test_listing_gives_up_within_its_budget_and_says_why(plain: FileServer, client: Client, tmp_path: Path) -> None:
+    plain.fault(Fault("status", code=503, method="*", times=None))
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match=r"s3://texts/top\.parquet cannot be fetched: .*status_503"):
+        names(client, tmp_path, "s3://texts/top.parquet")
+    assert time.monotonic() - began < 30.0
+
+
+def test_metadata_is_tried_again(plain: FileServer, client: Client, tmp_path: Path) -> None:
+    plain.fault(Fault("status", code=503, method="*", times=2))
+    assert names(client, tmp_path, "s3://texts/top.parquet") == ["top.parquet"]
+
+
+@pytest.mark.parametrize("kind", ["silence", "stall", "drip"])
+def test_a_read_that_nobody_needs_any_more_ends_at_once(plain: FileServer, kind: str) -> None:
+    client = Client(Remote(stall_timeout=60.0, request_timeout=60.0))
+    plain.fault(Fault(kind, times=None))
+    patience = Patience(client.limits, time.monotonic() + 60.0)
+    timer = threading.Timer(0.3, patience.cancel)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(Failed, match="cancelled"):
+        Buckets(client).read_range(TOP, 0, 60_000, patience)
+    assert time.monotonic() - began < 20.0
+    timer.join()
+    client.close()
+
+
+def test_a_file_that_became_shorter_is_a_change_with_both_sizes(plain: FileServer, client: Client) -> None:
+    plain.put("texts/top.parquet", b"short now")
+    for start in (0, 50_000):
+        with pytest.raises(Failed) as caught:
+            read(client, TOP, start, 50_000)
+        assert isinstance(caught.value.final, SourceChanged)
+        assert "100000 bytes" in str(caught.value.final)
+        assert "it is 9 with" in str(caught.value.final)
+
+
+def test_a_file_that_is_gone_is_a_change(plain: FileServer, client: Client) -> None:
+    plain.remove("texts/top.parquet")
+    with pytest.raises(Failed) as caught:
+        read(client, TOP, 0, 10)
+    assert isinstance(caught.value.final, SourceChanged)
+
+
+def test_another_etag_comes_with_the_answer(plain: FileServer, client: Client) -> None:
+    plain.fault(Fault("etag"))
+    assert read(client, TOP, 0, 10).etag != read(client, TOP, 0, 10).etag
+
+
+def test_a_signature_in_an_azure_address_is_never_shown(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", plain.url)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"sv=2024&sig={SECRET}")
+    plain.fault(Fault("reset", method="*", times=4))
+    plain.fault(Fault("status", code=503, method="*", times=None))
+    with caplog.at_level(logging.DEBUG), pytest.raises(RemoteError) as caught:
+        names(client, tmp_path, "az://texts/top.parquet")
+    assert SECRET in plain.log[-1].query
+    shown = repr(caught.value) + repr(caught.value.__cause__) + caplog.text
+    assert "status_503" in shown
+    assert SECRET not in shown
+
+
+def test_the_same_bucket_elsewhere_is_another_one(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_files("s3://texts/top.parquet", remote=lister(client, tmp_path))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(Offline):
+        list_files("s3://texts/top.parquet", remote=lister(client, tmp_path, offline=True))
