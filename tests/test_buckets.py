@@ -258,6 +258,25 @@ def test_a_profile_signs_requests_by_way_of_boto3(
     assert "/eu-west-3/s3/" in signer(plain)
 
 
+def test_credentials_that_expired_are_asked_for_again(
+    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    buckets = Buckets(client)
+    plain.fault(Fault("status", code=400, skip=1, body=b"<Error><Code>ExpiredToken</Code></Error>"))
+    reasons = []
+    for key in ("AKIAFIRST", "AKIAFIRST", "AKIASECOND"):
+        (tmp_path / "credentials").write_text(
+            f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {SECRET}\n"
+        )
+        try:
+            buckets.read_range(TOP, 0, 10, Patience(client.limits, time.monotonic() + 60.0))
+        except Failed as fault:
+            reasons.append((fault.reason, fault.final))
+    assert reasons == [("expired", None)]
+    assert "Credential=AKIASECOND/" in signer(plain)
+
+
 def test_without_any_credentials_requests_are_not_signed_and_come_at_once(
     plain: FileServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

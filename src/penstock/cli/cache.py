@@ -140,7 +140,7 @@ def _name(group: list[Entry]) -> str:
 
     for entry in group:
         try:
-            return describe(entry.path).file_id
+            return describe(entry.path).file_id.partition("\n")[0]  # its content is identified by the rest
         except (CorruptFile, OSError):
             continue  # `verify` is the command that tells
     return f"unreadable ({group[0].file})"

@@ -3,15 +3,11 @@
 In:    an address, or a `FileRef` and a range.
 Out:   sizes and ETags; bytes, of exactly the length asked for.
 Where: listing blocks the calling thread; reading runs on fetch threads, many at once.
-State: one store for each bucket, with its connections, behind a lock.
+State: one store for each bucket, with its connections and credentials, behind a lock.
 
-obstore's own retries are off: there is one loop that tries again, counts and gives up, and it is not
-here. obstore's timeouts bound whatever blocks; reads also end by their `Patience`, and when cancelled.
-
-Credentials are those that the environment has, as obstore finds them (AWS_…, GOOGLE_…, AZURE_…; roles of
-the machine, too). For S3 without any there, boto3 is asked where it is installed, because it knows
-profiles and SSO. Where boto3 has none either, requests are not signed: public buckets can be read, and
-others say so at once, instead of after waiting for a machine's role that does not exist.
+obstore's own retries are off, because one loop tries again, counts and gives up, and it is not here. Its
+timeouts bound whatever blocks; reads also end by their `Patience`, and when cancelled. Credentials are
+those that users have in their environment: see `_s3_credentials` for where else they come from.
 """
 
 from __future__ import annotations
@@ -30,30 +26,25 @@ from penstock.config import environment
 from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
 from penstock.read.attempt import Answer, Fault, Patience
 from penstock.read.hub import Entry
+from penstock.read.retry import AGAIN, Client
 from penstock.types import FileRef
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from penstock.read.retry import Client
-
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 PAGE = 1000
 LOGIN = {
-    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket AWS_SKIP_SIGNATURE=true.",
-    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; for a public bucket "
+    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; if public AWS_SKIP_SIGNATURE=true.",
+    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; if public "
     "GOOGLE_SKIP_SIGNATURE=true.",
     "a": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and "
-    "set AZURE_USE_AZURE_CLI=true; for a public container AZURE_SKIP_SIGNATURE=true.",
+    "set AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
 }
-AGAIN = frozenset({408, 425, 429})
 NATIVE = (
     "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
 """What obstore itself makes credentials of, or needs none with."""
-
-
 REASONS = {
     "non-partial response": "no_range", "Requested ": "wrong_range", "dns error": "dns",
     "ConnectionRefused": "refused", "ConnectionReset": "reset", "TimedOut": "timeout", "kind: Timeout": "timeout",
@@ -96,7 +87,8 @@ class Buckets:
         def level(_: Patience) -> bool:
             with _faults(where):
                 self._client.tally.add(requests=1)
-                found.update(_by_key(obstore.list_with_delimiter(self._store(root), folder or None)["objects"]))
+                page = obstore.list_with_delimiter(self._store(root), folder or None)["objects"]
+                found.update((meta["path"], _entry(meta)) for meta in page)
             return True
 
         def pages(_: Patience) -> bool:
@@ -106,7 +98,7 @@ class Buckets:
                 with _faults(where):
                     for page in obstore.list(self._store(root), folder or None, offset=last, chunk_size=PAGE):
                         self._client.tally.add(requests=1)
-                        found.update(_by_key(page))
+                        found.update((meta["path"], _entry(meta)) for meta in page)
             except Fault as fault:
                 ordered = list(found) == sorted(found)
                 if not ordered:
@@ -132,20 +124,17 @@ class Buckets:
 
     def one(self, root: str, key: str) -> Entry | None:
         """A single file, if it is there."""
-        where = f"{root}/{key}"
+        budget = self._client.limits.metadata_budget
         try:
-            return self._client.keep_trying(
-                where, self._client.limits.metadata_budget, lambda _: self._head(root, key, where)
-            )
+            return self._client.keep_trying(f"{root}/{key}", budget, lambda _: self._head(root, key))
         except _Missing:
             return None
 
-    def _head(self, root: str, key: str, where: str) -> Entry:
+    def _head(self, root: str, key: str) -> Entry:
         obstore = _obstore(root)
         self._client.tally.add(requests=1)
-        with _faults(where):
-            (entry,) = _by_key([obstore.head(self._store(root), key)]).values()
-        return entry
+        with _faults(f"{root}/{key}"):
+            return _entry(obstore.head(self._store(root), key))
 
     # Reading
 
@@ -167,6 +156,9 @@ class Buckets:
         except Fault as fault:
             if fault.reason in ("status_416", "wrong_range", "short"):
                 self._look_closer(file, root, key)
+            if fault.reason == "expired":
+                with self._lock:
+                    self._stores.pop(root, None)  # the next one has new credentials
             raise
         self._client.tally.add(bytes=length)
         meta = result.meta
@@ -174,7 +166,10 @@ class Buckets:
 
     def _look_closer(self, file: FileRef, root: str, key: str) -> None:
         """A range that cannot be had: the file may have become shorter since it was listed."""
-        now = self._head(root, key, file.path)
+        try:
+            now = self._head(root, key)
+        except _Missing:
+            return  # the next attempt will find it gone
         if now.size != file.size or (file.etag and now.etag != file.etag):
             text = (
                 f"{file.path} changed: it was {file.size} bytes long with the ETag {file.etag or 'none'}, it is "
@@ -271,11 +266,8 @@ def _read_blocking(store: ObjectStore, key: str, start: int, data: _Filling) -> 
 
 def _run(reading: Any, patience: Patience) -> Any:
     """What a coroutine gives, unless it is cancelled meanwhile; None in a thread that runs another loop."""
-    try:
+    with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
         reading.close()
         return None
     loop = asyncio.new_event_loop()
@@ -321,7 +313,12 @@ def _endpoint(root: str) -> str:
 
 
 def _s3_credentials() -> dict[str, Any]:
-    """Nothing where obstore finds them by itself; else boto3's, where it has some."""
+    """Nothing where the environment has some for obstore to find: keys, or the role of a container.
+
+    Else boto3 is asked where it is installed: it knows profiles, SSO and the roles of machines. Where it
+    has none either, requests are not signed: public buckets can be read, and others refuse at once.
+    obstore would wait for the role of a machine that has none.
+    """
     if any(environment().get(name) for name in NATIVE) or importlib.util.find_spec("boto3") is None:
         return {}
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -338,11 +335,8 @@ def _azure_account() -> dict[str, Any]:
     names = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"}
     given = {ours: found[name] for name, ours in names.items() if found.get(name)}
     parts = (part.partition("=") for part in found.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
-    names = {
-        "AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
-        "BlobEndpoint": "endpoint",
-    }  # fmt: skip
-    return {names[name]: value for name, _, value in parts if name in names} | given
+    words = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key"}
+    return {words[name]: value for name, _, value in parts if name in words} | given
 
 
 # Faults
@@ -376,6 +370,8 @@ def _fault(text: str, where: str) -> Fault:
     if status is not None:
         number = int(status[1])
         detail = f"the server answered {number}{_said(said)}"
+        if "<Code>Expired" in said:
+            return Fault("expired", detail)
         if 400 <= number < 500 and number not in AGAIN and number != 416 and "Timeout" not in said:
             advice = " Set AWS_REGION to the region of the bucket?" if where[0] == "s" and number == 400 else ""
             return Fault(f"status_{number}", detail, final=RemoteError(f"{where}: {detail}.{advice}"))
@@ -400,8 +396,8 @@ def _clean(text: str) -> str:
     return re.sub(r"\?\S*", "", said)[:240].rstrip(". ")
 
 
-def _by_key(objects: Any) -> dict[str, Entry]:
-    return {meta["path"]: Entry(meta["path"], meta["size"], _plain(meta["e_tag"])) for meta in objects}
+def _entry(meta: Any) -> Entry:
+    return Entry(meta["path"], meta["size"], _plain(meta["e_tag"]))
 
 
 def _plain(etag: str | None) -> str:
@@ -409,4 +405,4 @@ def _plain(etag: str | None) -> str:
     return "".join((etag or "").removeprefix("W/").strip('"').split())
 
 
-__all__ = ["SCHEMES", "Buckets", "place"]
+__all__ = ["Buckets", "place"]

@@ -46,7 +46,7 @@ log = logging.getLogger("penstock")
 __all__ = ["Entry", "Key", "TokenCache", "Verified", "clear", "describe", "entries", "verify"]
 
 TOUCH_S = 60.0
-OTHER_PARTS = ("revisions", "listings", "cards", "footers")
+OTHER_PARTS = ("revisions", "listings", "files", "cards", "manifests", "footers")
 ADVICE = {
     errno.ENOSPC: "Free some space there, or lower the limit of the cache",
     errno.EDQUOT: "Raise the quota, or lower the limit of the cache",

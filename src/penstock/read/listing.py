@@ -1,14 +1,14 @@
 """List files that are elsewhere: on the Hub, in buckets, behind http(s) addresses.
 
 In:    addresses, as users give them.
-Out:   `FileRef`s with sizes and ETags, in the order and with the names that a local copy would have;
-       beside them the full addresses of those files whose queries or logins are secrets.
+Out:   `FileRef`s with sizes and ETags, in the order and with the names that a local copy would have; beside
+       them the full addresses of those files whose queries or logins are secrets.
 Where: the thread that creates a dataset; what can be asked for side by side is.
-State: listings on disk (`Kept`), by what they are of. What belongs to a commit never changes, and is
-       asked for once; the rest is asked for anew, once for all processes that ask at the same time.
+State: listings on disk (`Kept`). What belongs to a commit never changes, and is asked for once; the rest
+       is asked for anew, once for all processes that ask at the same time.
 
-Nothing that is kept stands in for an answer that a server did not give: ranks would read different
-data. Only where the network is not to be used (HF_HUB_OFFLINE=1), what was last heard holds.
+Nothing kept stands in for an answer that a server did not give: ranks would read different data. Only
+where the network is not to be used (HF_HUB_OFFLINE=1), what was last heard holds.
 """
 
 from __future__ import annotations

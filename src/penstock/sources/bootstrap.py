@@ -3,29 +3,21 @@
 In:    paths or addresses, the file to write, and how many bytes.
 Out:   JSONL, a document a line in the order of the source; or the same texts as Parquet.
 Where: the calling thread writes. Fetch threads and workers are some chunks ahead of it.
-State: beside the file: PATH.partial, and PATH.progress.json, which says how much of it counts and which
-       document comes next. A run that was killed goes on from there, to the same bytes.
+State: on disk, see `bootstrap_place`: a run that was killed goes on, to the same bytes.
 Cost:  a flush to disk every few megabytes. A refresh takes room for the old file beside the new one:
        what is appended to a file that others read is seen in halves, and left so by a kill.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import json
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-import pyarrow as pa
 
 from penstock.config import whole_number
 from penstock.dataset import TextDataset
@@ -34,17 +26,13 @@ from penstock.read.attempt import Remote
 from penstock.read.manifest import each
 from penstock.read.reader import MAX_CHUNK_BYTES
 from penstock.sources.bootstrap_lines import InOrder, Piece
+from penstock.sources.bootstrap_place import Place, Point
 from penstock.types import MiB
-
-log = logging.getLogger("penstock")
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-VERSION = 1
 COMMIT_BYTES, COMMIT_S = 4 * MiB, 1.0
-"""What was written is made safe after so many bytes, or so long: as much is read again after a kill."""
-GROUP_BYTES = 8 * MiB
-"""Text in a row group, where Parquet is written."""
+"""What was written counts after so many bytes, or so long: as much is read again after a kill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +45,7 @@ class Progress:
     began: int
     """Bytes that were there when this run began."""
     file: str
-    """What is read, by its name in the listing."""
+    """What is read, by its name in the listing; at the end, what is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,28 +59,9 @@ class Bootstrapped:
     bad: Mapping[str, int]
     """Records that were left out, by reason."""
     already: bool
-    """It was all there before."""
+    """Nothing was missing."""
     exhausted: bool
     """The source has no more text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """What a file has, and which document comes next."""
-
-    goal: int
-    next: tuple[int, int, int] = (0, 0, 0)
-    """File, chunk and document, each by its number."""
-    bytes: int = 0
-    documents: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-    exhausted: bool = False
-    size: int | None = None
-    """Of the finished file, once it is known."""
-
-    @property
-    def complete(self) -> bool:
-        return self.exhausted or self.bytes >= self.goal
 
 
 def bootstrap(
@@ -106,25 +75,25 @@ def bootstrap(
     refresh: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Bootstrapped:
-    """Write documents until the file has `max_bytes` bytes, the last line counted whole.
+    """Write documents until there are `max_bytes` bytes; the last line is written whole.
 
-    Called again after a kill, it goes on. `refresh`: a finished file may be extended, by as much as is
-    missing; until that is done, others read the old one.
+    Called again after a kill, it goes on. `refresh`: a finished file may be extended; until that is
+    done, others read the old one.
     """
     check_name(out, refresh)
-    goal = whole_number("max_bytes", max_bytes, 1)
     place = Place(Path(os.path.realpath(out)))
+    run = Run(place, whole_number("max_bytes", max_bytes, 1), refresh, progress or (lambda _: None))
     place.out.parent.mkdir(parents=True, exist_ok=True)
     with place.locked():
         place.load()
-        run = Run(place, goal, refresh, progress or (lambda _: None))
-        if run.at_hand(asked := Asked.of(urls, config, text_field)):
-            return run.result(already=True)
-        data = TextDataset(
-            urls, tokenizer="byte", seq_len=1, text_field=text_field, config=config, remote=remote,
-            on_bad_record="skip", cache=False,
-        )  # fmt: skip
-        return run.write(data, asked)
+        asked = Asked.of(urls, config, text_field)
+        if not run.at_hand(asked):
+            data = TextDataset(
+                urls, tokenizer="byte", seq_len=1, text_field=text_field, config=config, remote=remote,
+                on_bad_record="skip", cache=False,
+            )  # fmt: skip
+            run.write(data, asked)
+        return run.result()
 
 
 def check_name(out: str | os.PathLike[str], refresh: bool) -> None:
@@ -145,9 +114,8 @@ class Asked:
     urls: list[str]
     config: str | None
     text_field: str
-
     secret: bool
-    """Whether something was left out, so that equal ones need not mean equal data."""
+    """Whether something was left out, so that the same again need not be the same data."""
 
     @classmethod
     def of(cls, urls: Paths, config: str | None, text_field: str) -> Asked:
@@ -172,45 +140,44 @@ class Run:
         self._goal = goal
         self._refresh = refresh
         self._progress = progress
+        self._wrote = False
 
     def at_hand(self, asked: Asked) -> bool:
-        """Whether there is nothing to do, as far as this can be told without asking the source."""
+        """Whether there is nothing to do, as far as that can be told without asking the source."""
         place, source = self._place, self._place.source
         if not (place.done or place.doing):
             return False
         if source["text_field"] != asked.text_field:
             raise ConfigError(
-                f"{place.out} was begun with text_field={source['text_field']!r}, not {asked.text_field!r}. "
+                f"{place.out} was begun with text_field {source['text_field']!r}, not {asked.text_field!r}. "
                 f"{place.start_anew}"
             )
-        done = place.done
-        if done is None:
+        if place.done is None:
             return False
-        if not self._enough(done):
+        if not self._enough(place.done):
+            have = f"{place.out} was finished with {place.done.bytes} bytes, and {self._goal} are asked for"
             if place.parquet:
-                raise ConfigError(f"{place.out} has {done.bytes} bytes, and only JSONL can be extended. {place.start_anew}")
+                raise ConfigError(f"{have}; only JSONL can be extended. {place.start_anew}")
             if not self._refresh:
-                raise ConfigError(
-                    f"{place.out} is finished with {done.bytes} bytes, fewer than {self._goal}. Extend it: refresh"
-                )
-        same = (source["urls"], source["config"]) == (asked.urls, asked.config)
-        return same and not asked.secret and self._enough(done) and not (done.exhausted and self._refresh)
+                raise ConfigError(f"{have}. To extend it, say refresh=True (--refresh). {place.start_anew}")
+            return False
+        same = not asked.secret and (source["urls"], source["config"]) == (asked.urls, asked.config)
+        return same and not (self._refresh and self._goal > place.done.goal)
 
     def _enough(self, done: Point) -> bool:
         return self._goal <= done.goal or done.exhausted
 
-    def result(self, *, already: bool) -> Bootstrapped:
+    def result(self) -> Bootstrapped:
         """What there is, now that it is finished."""
         place, done = self._place, self._place.done
         assert done is not None
-        if place.doing is None:
-            place.partial.unlink(missing_ok=True)  # Parquet was made of it, or a kill left it behind
+        place.tidy()
         return Bootstrapped(
-            path=place.out, bytes=done.bytes, documents=done.documents, bad=done.bad, already=already,
+            path=place.out, bytes=done.bytes, documents=done.documents, bad=done.bad, already=not self._wrote,
             exhausted=done.exhausted,
         )  # fmt: skip
 
-    def write(self, data: TextDataset, asked: Asked) -> Bootstrapped:
+    def write(self, data: TextDataset, asked: Asked) -> None:
         """Write what is missing."""
         place = self._place
         source = _source(data, asked)
@@ -219,16 +186,21 @@ class Run:
         else:
             place.source = source
         if place.done is not None and self._enough(place.done):
-            return self.result(already=True)
+            return
+        self._wrote = True
         try:
-            self._begin()
+            if place.doing is None:
+                place.begin(self._goal)
+            else:
+                place.go_on(self._goal)
             self._fill(data)
             place.finish()
         except BaseException as error:
-            safe = place.doing.bytes if place.doing is not None else 0
-            error.add_note(f"{safe} bytes are safe in {place.partial}; the same call again goes on from there")
+            if place.doing is not None and place.doing.bytes:
+                error.add_note(
+                    f"{place.doing.bytes} bytes are safe in {place.partial}: the same again goes on from there"
+                )
             raise
-        return self.result(already=False)
 
     def _compare(self, now: dict[str, Any], data: TextDataset) -> None:
         """Refuse to go on with other data than it was begun with."""
@@ -239,34 +211,12 @@ class Run:
             return
         why = data.outside.explain_change(then["files"], data.files) if data.outside is not None else None
         if why is None:
-            why = f"it was {then['count']} files of {then['bytes']} bytes from {then['first']} on, it is "
-            why += f"{now['count']} of {now['bytes']} from {now['first']} on"
+            why = f"it was {then['count']} files of {then['bytes']} bytes, it is {now['count']} of {now['bytes']}"
             why += "" if then["files"] != now["files"] else ", written at another time"
         raise SourceChanged(
-            f"the data changed since {place.out} was begun: {why}. Give what it was begun with, {then['first']} "
-            f"and those that follow. {place.start_anew}"
+            f"the data is not what {place.out} was begun with: {why}. Give that data again, {then['first']} and what "
+            f"follows. {place.start_anew}"
         )
-
-    def _begin(self) -> None:
-        """Have a partial file that ends where a run goes on."""
-        place, goal = self._place, self._goal
-        if place.doing is None:
-            if place.done is not None:
-                place.copy()
-                place.save(done=place.done, doing=replace(place.done, goal=goal, size=None))
-            else:
-                place.partial.write_bytes(b"")
-                place.save(done=None, doing=Point(goal=goal))
-            place.sync_folder()
-            return
-        doing = place.doing
-        size = place.partial.stat().st_size
-        if size < doing.bytes:
-            raise ConfigError(f"{place.partial} has {size} bytes, and {doing.bytes} were written. {place.start_anew}")
-        if goal <= doing.bytes and not (doing.complete and goal == doing.goal):
-            raise ConfigError(f"{place.partial} has {doing.bytes} bytes already: ask for more. {place.start_anew}")
-        place.doing = replace(doing, goal=goal, size=None)
-        os.truncate(place.partial, doing.bytes)
 
     def _fill(self, data: TextDataset) -> None:
         place, point = self._place, self._place.doing
@@ -286,12 +236,14 @@ class Run:
                     os.fsync(file.fileno())
                     place.save(done=place.done, doing=point)
                     safe, at = point.bytes, time.monotonic()
-                name = data.files[min(point.next[0], len(data.files) - 1)].name
-                self._progress(
-                    Progress(bytes=point.bytes, goal=point.goal, documents=point.documents, began=began, file=name)
-                )
+                last = point.complete or point.next[0] >= len(data.files)
+                self._tell(point, began, place.out.name if last else data.files[point.next[0]].name)
         if not point.documents:
             raise NoData(f"the {len(data.files)} file(s), from {data.files[0].path} on, hold no text")
+
+    def _tell(self, point: Point, began: int, file: str) -> None:
+        documents = point.documents
+        self._progress(Progress(bytes=point.bytes, goal=point.goal, documents=documents, began=began, file=file))
 
 
 def advance(point: Point, piece: Piece) -> tuple[memoryview, Point]:
@@ -307,13 +259,8 @@ def advance(point: Point, piece: Piece) -> tuple[memoryview, Point]:
     counts = dict(point.bad)
     for record in bad if piece.first == 0 else ():  # else they were counted when the chunk was begun
         counts[record.reason] = counts.get(record.reason, 0) + 1
-    return memoryview(data), replace(
-        point,
-        next=following,
-        bytes=point.bytes + len(data),
-        documents=point.documents + documents,
-        bad=counts,
-    )
+    have, written = point.bytes + len(data), point.documents + documents
+    return memoryview(data), replace(point, next=following, bytes=have, documents=written, bad=counts)
 
 
 def _source(data: TextDataset, asked: Asked) -> dict[str, Any]:
@@ -329,161 +276,3 @@ def _source(data: TextDataset, asked: Asked) -> dict[str, Any]:
         "times": hashlib.sha256(repr(times).encode()).hexdigest()[:16],
         "chunks": [read.chunk_bytes, MAX_CHUNK_BYTES, read.max_doc_bytes, read.max_ratio],
     }
-
-
-# On disk
-
-
-class Place:
-    """A file to be made, and those beside it that say how far it is."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self.parquet = out.suffix == ".parquet"
-        self.partial = Path(f"{out}.partial")
-        self.sidecar = Path(f"{out}.progress.json")
-        self.source: dict[str, Any] = {}
-        """What it is made of."""
-        self.done: Point | None = None
-        """Of the file itself, once it is there."""
-        self.doing: Point | None = None
-        """Of the partial one."""
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep others from the same file. The kernel's lock ends with its holder, however that ends."""
-        path = f"{self.out}.lock"
-        fd = -1
-        while fd < 0:
-            fd = _lock(path)
-        try:
-            yield
-        finally:
-            os.unlink(path)
-            os.close(fd)
-
-    def load(self) -> None:
-        """What earlier runs left, also if they were killed between two steps."""
-        try:
-            saved = json.loads(self.sidecar.read_text())
-            if saved["version"] != VERSION:
-                raise ValueError(f"version {saved['version']!r}")
-            self.source = dict(saved["source"])
-            self.done, self.doing = (saved[key] and Point(**saved[key]) for key in ("done", "doing"))
-        except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.sidecar} is not what was written there ({error}). Delete it and {self.partial} to start anew."
-            ) from error
-        size = self.out.stat().st_size if self.out.exists() else None
-        doing = self.doing
-        if doing is not None and size is not None and size == doing.size:
-            if self.parquet or not self.partial.exists():  # else the one that is there is not it
-                self.save(done=doing, doing=None)
-        elif not self.partial.exists():
-            self.doing = None
-        if size is None:
-            self.done = None
-        elif self.done is None:
-            raise ConfigError(f"{self.out} is there, and was not made by a bootstrap. Move it away, or name another.")
-        elif self.done.size != size:
-            raise ConfigError(
-                f"{self.out} was changed since: it was {self.done.size} bytes long, it is {size}. "
-                "Move it away to start anew."
-            )
-
-    def save(self, *, done: Point | None, doing: Point | None) -> None:
-        self.done, self.doing = done, doing
-        points = {"done": done and asdict(done), "doing": doing and asdict(doing)}
-        text = json.dumps({"version": VERSION, "source": self.source, **points}, indent=1)
-        # Not under a random name: a kill would leave one behind each time.
-        new = Path(f"{self.sidecar}.new")
-        with open(new, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self.sidecar)
-
-    def copy(self) -> None:
-        """The file as the partial one."""
-        with open(self.out, "rb") as source, open(self.partial, "wb") as sink:
-            left = os.fstat(source.fileno()).st_size
-            with suppress(OSError):  # where the disk cannot share the blocks of two files, or another one is asked
-                while left and (n := os.copy_file_range(source.fileno(), sink.fileno(), left)):
-                    left -= n
-            while left and (part := source.read(MiB)):
-                sink.write(part)
-                left -= len(part)
-            sink.flush()
-            os.fsync(sink.fileno())
-
-    def finish(self) -> None:
-        """Put the file into its place, now that everything is in the partial one."""
-        assert self.doing is not None
-        new, size = self.partial, self.doing.bytes
-        if self.parquet:
-            new = Path(f"{self.out}.new")
-            size = write_parquet(self.partial, new)
-        self.save(done=self.done, doing=replace(self.doing, size=size))
-        os.replace(new, self.out)
-        self.sync_folder()
-        self.save(done=self.doing, doing=None)
-
-    def tidy(self) -> None:
-        """Remove what a kill left behind, or Parquet was made of."""
-        if self.doing is None:
-            self.partial.unlink(missing_ok=True)
-
-    def sync_folder(self) -> None:
-        fd = os.open(self.out.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _lock(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-        os.close(fd)
-        raise ConfigError(
-            f"{path.removesuffix('.lock')} is being written by process {pid or 'of unknown number'}. "
-            "Wait for it, end it, or name another file."
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            os.close(fd)
-            raise
-        log.warning("%s: no locks on this disk; see that nobody else writes the same file", path)
-    try:
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise FileNotFoundError
-    except FileNotFoundError:
-        os.close(fd)  # its last holder removed it in between
-        return -1
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def write_parquet(lines: Path, out: Path) -> int:
-    """The texts of a JSONL file as Parquet: the same bytes for the same lines. Gives its size."""
-    import pyarrow.parquet as pq
-
-    schema = pa.schema([("text", pa.string())])
-    with (
-        open(lines, "rb") as source,
-        open(out, "wb") as sink,
-        pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False, write_page_checksum=True) as writer,
-    ):
-        while group := source.readlines(GROUP_BYTES):
-            texts = [json.loads(line)["text"] for line in group]
-            writer.write_batch(pa.record_batch([pa.array(texts, pa.string())], schema), row_group_size=len(texts))
-        writer.close()
-        sink.flush()
-        os.fsync(sink.fileno())
-        return sink.tell()

@@ -192,7 +192,7 @@ def _settings(read: ReadSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What decides the ids, besides the file."""
     return {
         "version": FORMAT,
-        "tokenizer": tokenizer.fingerprint,
+        "tokenizer": [tokenizer.fingerprint, tokenizer.dtype.name],
         "text_field": read.text_field,
         "separator": None if read.separator is None else read.separator.hex(),
         "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
