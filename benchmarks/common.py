@@ -4,6 +4,7 @@ In:    a corpus under ../shared/data, or where there is none the standard librar
 Out:   JSON lines in benchmarks/results, and a table on stdout.
 Where: every script imports this; nothing of Penstock is imported here, so that a script decides
        what is loaded before its clock starts.
+       A loopback Hub runs as a process of its own (`Hub`).
 State: corpora in a cache folder (PENSTOCK_BENCH_DIR, by default below the temporary folder).
        PENSTOCK_BENCH_DATA names another folder to take books.parquet and gpt2-tokenizer.json from.
 """
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +45,10 @@ BATCH_SIZE, SEQ_LEN = 16, 1024
 """The shape of every batch that is measured."""
 COPIES = 8
 """How often the corpus is repeated where a run needs to be long."""
+
+HOSTED = "text.parquet"
+REPOSITORY = "bench/books"
+"""What the loopback Hub serves: this file, under many names, in this dataset."""
 
 Kind = Literal["parquet", "jsonl"]
 
@@ -96,6 +104,29 @@ class Corpus:
                         os.link(original, copy)
                     except OSError:
                         shutil.copyfile(original, copy)
+        return folder
+
+    def hosted(self, compression: str, documents: int) -> Path:
+        """A folder with the corpus as one file of the kind that is on the Hub: row groups of so many documents, and
+        columns beside the text that nobody has asked for."""
+        folder = self.folder / f"hosted-{compression}-{documents}"
+        if not folder.exists():
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            text = pq.read_table(self.parquet, columns=["text"]).column("text")
+            names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(len(text))]
+            columns = {
+                "text": text,
+                "id": [f"<urn:uuid:{name[:32]}>" for name in names],
+                "dump": ["CC-MAIN-2026-05"] * len(text),
+                "url": [f"https://{name[:12]}.example.org/{name[12:40]}" for name in names],
+                "score": [int(name[:4], 16) / 13107 for name in names],
+            }
+            with _made(folder) as temporary:
+                temporary.mkdir()
+                path = temporary / HOSTED
+                pq.write_table(pa.table(columns), path, row_group_size=documents, compression=compression)
         return folder
 
     def texts(self) -> Any:
@@ -215,6 +246,82 @@ def _made(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def text_ranges(path: Path) -> list[tuple[int, int]]:
+    """Where the text of each row group of a Parquet file lies: start and length, by its footer."""
+    import pyarrow.parquet as pq
+
+    footer = pq.read_metadata(path)
+    ranges = []
+    for i in range(footer.num_row_groups):
+        group = footer.row_group(i)
+        text = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "text")
+        start = text.data_page_offset
+        if text.has_dictionary_page and text.dictionary_page_offset:
+            start = min(start, text.dictionary_page_offset)
+        ranges.append((start, text.total_compressed_size))
+    return ranges
+
+
+# The Hub
+
+
+class Hub:
+    """The loopback Hub of penstock.testing in a process of its own, serving the one file of a folder under many names.
+
+    Its log is there once it has ended. Whose request was whose is told by the time: all processes have the
+    same monotonic clock.
+    """
+
+    def __init__(self, folder: Path, copies: int, *options: str) -> None:
+        self._log = Path(tempfile.mkdtemp(prefix="penstock-bench-")) / "requests.jsonl"
+        self.requests: list[dict[str, Any]] = []
+        """What it was asked for, in the order of arrival, with the fields that docs/testing.md names."""
+        command = [sys.executable, "-m", "penstock.testing", "hub", "--dir", str(folder), "--repo", REPOSITORY]
+        command += ["--copies", str(copies), "--log", str(self._log), *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.endpoint = self._process.stdout.readline().strip()
+        if not self.endpoint:
+            raise RuntimeError(f"the Hub ended with code {self._process.wait()}; see its error above")
+
+    def commit(self) -> str:
+        """What its branch stands for."""
+        with urllib.request.urlopen(f"{self.endpoint}/api/datasets/{REPOSITORY}/revision/main", timeout=30) as reply:
+            return str(json.load(reply)["sha"])
+
+    def cpu_s(self) -> float:
+        """CPU time that it has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def between(self, begun: float, ended: float) -> list[dict[str, Any]]:
+        """The requests that came in that time; to be called once it has ended."""
+        return [request for request in self.requests if begun <= request["time"] <= ended]
+
+    def close(self) -> None:
+        """End it, and read what it wrote down."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        finally:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+        self.requests = [json.loads(line) for line in self._log.read_text().splitlines()]
+        shutil.rmtree(self._log.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 # Measuring

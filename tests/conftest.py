@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reaches for anything but this machine."""
+    real = socket.socket.connect
+
+    def connect(sock: socket.socket, address: Any) -> None:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            assert ip_address(address[0].partition("%")[0]).is_loopback, f"a test reached for {address}"
+        real(sock, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture(autouse=True)

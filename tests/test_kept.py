@@ -115,6 +115,16 @@ def test_what_changes_counts_only_if_it_is_newer(tmp_path: Path) -> None:
     assert kept.get("things", "key") == b"new"
 
 
+def test_a_clock_that_is_ahead_makes_nothing_new_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    kept.put("things", "key", b"from another host")
+    monkeypatch.setattr(time, "time", real)
+    assert kept.get("things", "key") == b"from another host"
+    assert kept.once("things", "key", lambda: b"new", 1.0, since=time.time()) == b"new"
+
+
 def test_it_travels_to_worker_processes(tmp_path: Path) -> None:
     kept = Kept(tmp_path, max_bytes=123)
     kept.put("things", "key", b"one")

@@ -276,6 +276,7 @@ from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.retry import Client
+print("ready", flush=True)
 sys.stdin.readline()
 client = Client(Remote())
 files = list_files(sys.argv[2], remote=RemoteListing(client, Kept(Path(sys.argv[1]))))
@@ -290,7 +291,9 @@ def test_processes_of_a_host_that_list_together_ask_once(hub: HubServer, tmp_pat
     hub.fault(Fault("slow", delay_s=0.5, path="*/revision/*"))
     command = [sys.executable, "-c", LIST, str(tmp_path), "hf://datasets/org/name/d"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
-    time.sleep(1.0)  # they have imported what they need, or nearly
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
     for process in processes:
         assert process.stdin is not None
         process.stdin.write(b"go\n")

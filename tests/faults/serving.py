@@ -105,7 +105,9 @@ class Outcome:
         return self.stats.faults
 
 
-def run(url: Any, how: dict[str, Any] | None = None, at: dict[int, Callable[[], Any]] | None = None, **data: Any) -> Outcome:
+def run(
+    url: Any, how: dict[str, Any] | None = None, at: dict[int, Callable[[], Any]] | None = None, **data: Any
+) -> Outcome:
     """Read everything, whatever happens. `at` says what to do after which batch."""
     began = time.monotonic()
     out = Outcome()

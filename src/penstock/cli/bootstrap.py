@@ -23,7 +23,7 @@ SAY_EVERY_S = 5.0
 def bootstrap(
     out: Annotated[Path, typer.Option(help="The file to write; it ends in .jsonl or .parquet.")],
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="hf://…, s3://…, https://…, a short name or a path.")
+        list[str] | None, typer.Argument(metavar="URL", help="hf://…, s3://…, https://…, a short name or a path.")
     ] = None,
     size: Annotated[str, typer.Option("--bytes", help="How much to write: 5GB, 100MiB or a number.")] = "5GiB",
     config: Annotated[str | None, typer.Option(help="A configuration of the dataset's card.")] = None,

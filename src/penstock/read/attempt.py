@@ -80,14 +80,22 @@ class Fault(Exception):
     """An attempt failed. `reason` is a short word to count by; `detail` has no secrets."""
 
     def __init__(
-        self, reason: str, detail: str, *, retry_after: float | None = None, final: PenstockError | None = None
+        self,
+        reason: str,
+        detail: str,
+        *,
+        retry_after: float | None = None,
+        final: PenstockError | None = None,
+        doubtful: bool = False,
     ) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
         self.retry_after = retry_after
         self.final = final
-        """What to raise at once: trying again would not help."""
+        """What to raise: trying again would not help."""
+        self.doubtful = doubtful
+        """Whether that is believed only once it was said twice: a proxy, a mirror or a portal may be at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,68 +117,90 @@ class Patience:
     """In monotonic time, from whoever asks."""
     cancelled: bool = False
     began: float = field(default_factory=time.monotonic)
+    _connect_by: float = 0.0
     _window: float = 0.0
     _bytes: int = 0
     _on_cancel: Callable[[], None] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Reentrant, because a garbage collection may end the run on a thread that is in here.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self.deadline = min(self.deadline, self.began + self.limits.request_timeout)
+        self.connecting()
         self._window = self.began
 
-    def connect_s(self) -> float:
-        """Seconds left for a connection."""
-        return self._left(min(self.deadline, self.began + self.limits.connect_timeout), "connect")
+    def connecting(self) -> None:
+        """A connection is begun: an attempt that is sent elsewhere makes several, each with its own time."""
+        self._connect_by = min(self.deadline, time.monotonic() + self.limits.connect_timeout)
+
+    def connect_s(self, shares: int = 1) -> float:
+        """Seconds left for a connection, or for the next of several addresses that share them."""
+        self.check()
+        left = self._connect_by - time.monotonic()
+        if left <= 0:
+            raise Fault("connect", f"no connection after {time.monotonic() - self.began:.1f} s")
+        return left / shares
 
     def wait_s(self) -> float:
         """Seconds to wait for the next bytes."""
-        return self._left(min(self.deadline, self._window + self.limits.stall_timeout), "stall")
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise self.ran_out()
+        # At least a moment: what has arrived is taken before anything is judged.
+        return min(self.deadline - now, max(0.01, self._window + self.limits.stall_timeout - now))
 
     def asked(self) -> None:
-        """The request has been sent: from now on bytes are due."""
+        """A request goes out, or the head of its answer is here: from now on bytes are due."""
         self._window, self._bytes = time.monotonic(), 0
 
     def moved(self, n: int) -> None:
         """Some bytes came in."""
         self._bytes += n
-        now = time.monotonic()
-        span = now - self._window
-        if span < self.limits.stall_timeout:
-            return
-        if self._bytes < self.limits.min_bytes_per_s * span:
-            raise Fault("slow", f"{self._bytes} bytes in {span:.1f} s")
-        self._window, self._bytes = now, 0
+        self._judge("slow")
+
+    def waited(self) -> None:
+        """Nothing came for as long as `wait_s` said: a fault, unless enough came shortly before."""
+        if time.monotonic() >= self.deadline:
+            raise self.ran_out()
+        self._judge("stall")
 
     def ran_out(self) -> Fault:
-        """Nothing came for as long as was waited."""
+        """Too long without what was waited for."""
         now = time.monotonic()
         if now >= self.deadline:
             return Fault("deadline", f"not done after {now - self.began:.1f} s")
         return Fault("stall", f"{self._bytes} bytes in {now - self._window:.1f} s")
 
-    def _left(self, until: float, reason: str) -> float:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise Fault(reason, f"nothing after {time.monotonic() - self.began:.1f} s")
-        return left
+    def _judge(self, reason: str) -> None:
+        now = time.monotonic()
+        span = now - self._window
+        if span < self.limits.stall_timeout:
+            return
+        if self._bytes < max(1.0, self.limits.min_bytes_per_s * span):
+            raise Fault(reason, f"{self._bytes} bytes in {span:.1f} s")
+        self._window, self._bytes = now, 0
+
+    def check(self) -> None:
+        """Whether somebody still waits for it."""
+        if self.cancelled:
+            raise Fault("cancelled", "nobody needs it any more")
 
     # From other threads
 
     def when_cancelled(self, wake: Callable[[], None] | None) -> None:
-        """What wakes the attempt up from whatever it waits for."""
+        """What wakes the attempt up from whatever it waits for. It must not wait itself."""
         with self._lock:
             self._on_cancel = wake
-            if not self.cancelled or wake is None:
-                return
-        wake()
+            if self.cancelled and wake is not None:
+                wake()
 
     def cancel(self) -> None:
         """End the attempt: nobody needs it any more. Safe from any thread."""
+        # Within the lock: once an attempt has taken its `wake` back, what that closes may be another's.
         with self._lock:
             self.cancelled = True
-            wake = self._on_cancel
-        if wake is not None:
-            wake()
+            if self._on_cancel is not None:
+                self._on_cancel()
 
 
 __all__ = ["Answer", "Fault", "Patience", "Remote"]

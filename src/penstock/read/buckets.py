@@ -140,14 +140,13 @@ class Buckets:
 
     def read_range(self, file: FileRef, start: int, length: int, patience: Patience) -> Answer:
         """A range of a file: all of it, or a fault."""
-        _obstore(file.path)
         root, key = place(file.path)
-        store = self._store(root)
-        self._client.tally.add(requests=1)
         data = _Filling(length, patience)
+        what = _obstore(root), self._store(root), key, start, data
+        self._client.tally.add(requests=1)
         try:
             with _faults(file.path):
-                result = _run(_read(store, key, start, data), patience) or _read_blocking(store, key, start, data)
+                result = _run(_read(*what), patience) or _read_blocking(*what)
             if data.at != length:
                 raise Fault("short", f"{data.at} bytes instead of {length}")
         except _Missing:
@@ -161,8 +160,7 @@ class Buckets:
                     self._stores.pop(root, None)  # the next one has new credentials
             raise
         self._client.tally.add(bytes=length)
-        meta = result.meta
-        return Answer(data.buffer, _plain(meta["e_tag"]), meta["size"])
+        return Answer(data.buffer, _plain(result.meta["e_tag"]), result.meta["size"])
 
     def _look_closer(self, file: FileRef, root: str, key: str) -> None:
         """A range that cannot be had: the file may have become shorter since it was listed."""
@@ -209,8 +207,6 @@ class Buckets:
                 return S3Store(bucket, **common, **_s3_credentials())
             if scheme == "gs":
                 return GCSStore(bucket, **common)
-            if scheme == "az":
-                return AzureStore(bucket, **common, **_azure_account())
             account = _azure_account()
             if "@" in bucket:
                 account.pop("account_name", None)  # the address has one
@@ -238,12 +234,9 @@ class _Filling:
             raise Fault("cancelled", "nobody needs it any more")
 
 
-async def _read(store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
-    import obstore
-
-    end = start + len(data.buffer)
+async def _read(obstore: Any, store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
     async with asyncio.timeout(data.patience.wait_s()):
-        result = await obstore.get_async(store, key, options={"range": (start, end)})
+        result = await obstore.get_async(store, key, options={"range": (start, start + len(data.buffer))})
     # Bytes are taken as they come, some hundred kilobytes at once on a fast line: a drip is seen.
     parts = aiter(result.stream(min_chunk_size=1))
     while True:
@@ -255,9 +248,7 @@ async def _read(store: ObjectStore, key: str, start: int, data: _Filling) -> Any
         data.add(part)
 
 
-def _read_blocking(store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
-    import obstore
-
+def _read_blocking(obstore: Any, store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
     result = obstore.get(store, key, options={"range": (start, start + len(data.buffer))})
     for part in result.stream(min_chunk_size=1):
         data.add(part)
@@ -373,8 +364,9 @@ def _fault(text: str, where: str) -> Fault:
         if "<Code>Expired" in said:
             return Fault("expired", detail)
         if 400 <= number < 500 and number not in AGAIN and number != 416 and "Timeout" not in said:
-            advice = " Set AWS_REGION to the region of the bucket?" if where[0] == "s" and number == 400 else ""
-            return Fault(f"status_{number}", detail, final=RemoteError(f"{where}: {detail}.{advice}"))
+            advice = "Is AWS_REGION the region of the bucket?" if where[0] == "s" and number == 400 else LOGIN[where[0]]
+            kind = AccessDenied if number in (401, 403) else RemoteError
+            return Fault(f"status_{number}", detail, final=kind(f"{where}: {detail}. {advice}"))
         return Fault(f"status_{number}", detail)
     if "incorrectly configured region" in said:
         detail = f"{where}: the bucket is in another region. Set AWS_REGION to its region."

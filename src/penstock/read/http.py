@@ -12,99 +12,34 @@ follows redirects on its own, wherever they lead. The wire format is h11's; noth
 
 from __future__ import annotations
 
-import errno
-import select
-import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from ipaddress import IPv6Address, ip_address
 from typing import Any
-from urllib.parse import urljoin, urlsplit
 
 import h11
 
-from penstock.config import proxy_for
 from penstock.errors import RemoteError
 from penstock.read.attempt import Fault, Patience
-from penstock.types import KiB, MiB
+from penstock.read.connect import (
+    MAX_HEAD,
+    Connection,
+    Connector,
+    Dial,
+    Resolve,
+    Target,
+    dial_directly,
+    fault_of,
+    resolve_here,
+)
+from penstock.types import MiB
 
-MAX_HEAD = 64 * KiB
 IDLE = 32
 """Connections kept for later."""
+IDLE_S = 60.0
+"""And for how long: what lies between may forget a connection that is idle for minutes, without a word."""
 RECEIVE = MiB
-
-Resolve = Callable[[str, int, float], Sequence[tuple[Any, ...]]]
-"""Addresses of a host, as `getaddrinfo` gives them, within some seconds."""
-Dial = Callable[[tuple[Any, ...], float], socket.socket]
-"""A connection to one of them, within some seconds."""
-
-
-def resolve_here(host: str, port: int, timeout: float) -> Sequence[tuple[Any, ...]]:
-    """The system's resolver, with the system's own deadline."""
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-
-
-def dial_directly(address: tuple[Any, ...], timeout: float) -> socket.socket:
-    """A plain connection."""
-    family, kind, protocol, _, where = address
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.settimeout(timeout)
-        sock.connect(where)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An address to ask, and how far it is trusted. Its url may be a secret: it is never shown."""
-
-    url: str = field(repr=False)
-    redirected: bool = False
-    """A server named it, not the user: it must not lead into a network that the user did not name."""
-    private_ok: bool = True
-    """Whether the server that named it is in a private network itself."""
-
-    @property
-    def origin(self) -> tuple[str, str, int]:
-        parts = urlsplit(self.url)
-        return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-    def redirect(self, location: str, private: bool) -> Target:
-        """Where a redirect leads, or a fault that trying again would not mend."""
-        url = urljoin(self.url, location)
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https"):
-            raise _refused(f"a redirect to {parts.scheme or 'no scheme'}:// was refused")
-        if parts.scheme == "http" and self.origin[0] == "https":
-            raise _refused(f"a redirect from https to plain http ({parts.hostname}) was refused")
-        if not parts.hostname or parts.username is not None or parts.password is not None:
-            raise _refused("a redirect to an address without a host, or with a password in it, was refused")
-        return Target(url, True, private and (self.private_ok or not self.redirected))
-
-    def check(self, address: str) -> None:
-        """Refuse an address that a redirect must not lead to, before anything is sent there."""
-        ip = ip_address(address.partition("%")[0])
-        if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
-            ip = ip.ipv4_mapped
-        odd = ip.is_link_local or ip.is_multicast or ip.is_unspecified
-        if self.redirected and (odd or not (ip.is_global or self.private_ok)):
-            kind = "link-local" if ip.is_link_local else "private"
-            raise _refused(f"a redirect to {self.origin[1]}, which is the {kind} address {ip}, was refused")
-
-
-def _refused(text: str) -> Fault:
-    return Fault("redirect", text, final=RemoteError(text))
-
-
-def is_private(address: str) -> bool:
-    return not ip_address(address.partition("%")[0]).is_global
 
 
 class Refused(Exception):
@@ -115,33 +50,6 @@ class Refused(Exception):
         self.status = status
         self.headers = headers
         self.body = body
-
-
-@dataclass(slots=True)
-class Connection:
-    """A socket that speaks HTTP, and what is known of its other end."""
-
-    sock: Any
-    key: tuple[Any, ...]
-    private: bool
-    used: bool = False
-    """Whether it has served a request before: it may have been closed since."""
-
-    def stale(self) -> bool:
-        """Whether the other end has closed it, or sent what nobody asked for."""
-        try:
-            return bool(select.select([self.sock], [], [], 0)[0])
-        except (OSError, ValueError):
-            return True
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.sock.close()
-
-    def wake(self) -> None:
-        """Have whoever waits for this connection go on; it is of no more use."""
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Response:
@@ -160,6 +68,7 @@ class Response:
         chunked = "transfer-encoding" in self.headers
         self.length = int(length) if length.isdigit() and not chunked else None
         self._whole = False
+        patience.asked()
         self._keep = head.http_version == b"1.1" and "close" not in self.headers.get("connection", "").lower()
 
     def __enter__(self) -> Response:
@@ -174,7 +83,7 @@ class Response:
 
     def read_into(self, view: memoryview) -> None:
         """A body of just this length, straight into a buffer."""
-        early, _ = self._wire.trailing_data
+        early, _ = self._wire.trailing_data  # what came with the head
         if self.length is None or len(early) > len(view):
             self._slowly_into(view)
             return
@@ -187,7 +96,8 @@ class Response:
             if n == 0:
                 raise Fault("cut", f"the connection ended after {at} of {end} bytes")
             at += n
-            patience.moved(n)
+            if at < end:
+                patience.moved(n)
         self._whole = True
 
     def _slowly_into(self, view: memoryview) -> None:
@@ -215,48 +125,30 @@ class Response:
 
 def _guard(patience: Patience, act: Callable[[], Any], sock: Any) -> Any:
     """Something that waits for the other end, with the deadline and the names of its faults."""
-    try:
-        sock.settimeout(patience.wait_s())
-        result = act()
-    except TimeoutError:
-        raise patience.ran_out() from None
-    except OSError as error:
-        if patience.cancelled:
-            raise Fault("cancelled", "nobody needs it any more") from None
-        raise _fault(error) from error
-    if patience.cancelled:
-        raise Fault("cancelled", "nobody needs it any more")
-    return result
-
-
-def _fault(error: OSError) -> Fault:
-    import ssl
-
-    if isinstance(error, ssl.SSLCertVerificationError):
-        text = f"the server's certificate cannot be trusted: {error.verify_message}. Set SSL_CERT_FILE to your own CA."
-        return Fault("certificate", text, final=RemoteError(text))
-    if isinstance(error, socket.gaierror):
-        return Fault("dns", f"the host's name cannot be resolved: {error.strerror}")
-    names = {
-        errno.ECONNREFUSED: "refused",
-        errno.ECONNRESET: "reset",
-        errno.EPIPE: "reset",
-        errno.EHOSTUNREACH: "unreachable",
-        errno.ENETUNREACH: "unreachable",
-    }
-    reason = names.get(error.errno or 0, "tls" if isinstance(error, ssl.SSLError) else "network")
-    return Fault(reason, error.strerror or type(error).__name__)
+    while True:
+        try:
+            sock.settimeout(patience.wait_s())
+            result = act()
+        except TimeoutError:
+            patience.check()
+            patience.waited()
+        except OSError as error:
+            patience.check()
+            raise fault_of(error) from error
+        else:
+            patience.check()
+            return result
 
 
 class Http:
     """The connections of one run. Used by many threads at once."""
 
     def __init__(self, *, resolve: Resolve = resolve_here, dial: Dial = dial_directly) -> None:
-        self._resolve = resolve
-        self._dial = dial
-        self._lock = threading.Lock()
+        self._connector = Connector(resolve, dial)
+        # Reentrant, because a garbage collection may close it on a thread that is in here.
+        self._lock = threading.RLock()
         self._idle: list[Connection] = []
-        self._tls: Any = None
+        self._closed = False
 
     def open(self, method: str, target: Target, headers: Mapping[str, str], patience: Patience) -> Response:
         """Send a request and read the head of its answer. Nothing is followed."""
@@ -264,30 +156,22 @@ class Http:
             connection = self._connection(target, patience)
             try:
                 return self._ask(method, target, headers, connection, patience)
-            except _Stale:
-                connection.close()  # closed by the other end while it was idle: no fault of anyone's
-            except BaseException:
+            except BaseException as error:
+                patience.when_cancelled(None)
                 connection.close()
-                raise
+                if not isinstance(error, _Stale):  # closed while it was idle: no fault of anyone's
+                    raise
 
     def _ask(
         self, method: str, target: Target, headers: Mapping[str, str], connection: Connection, patience: Patience
     ) -> Response:
-        parts = urlsplit(target.url)
-        host = parts.netloc.rpartition("@")[2]
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
-        given = {"Host": host, "Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
-        try:
-            request = h11.Request(method=method, target=path, headers=list(given.items()))
-        except h11.LocalProtocolError as error:
-            raise Fault("request", f"no such request can be made: {error}") from None
-        message = (wire.send(request) or b"") + (wire.send(h11.EndOfMessage()) or b"")
+        message = _message(wire, method, target, headers, connection)
         patience.when_cancelled(connection.wake)
+        patience.asked()
         reused, connection.used = connection.used, True
         try:
-            _guard(patience, lambda: connection.sock.sendall(message), connection.sock)
-            patience.asked()
+            _send(patience, connection.sock, message)
             while True:
                 event = self.next_event(wire, connection, patience)
                 if isinstance(event, h11.Response):
@@ -295,7 +179,7 @@ class Http:
                 if not isinstance(event, h11.InformationalResponse):
                     raise Fault("cut", "the connection ended before any answer")
         except Fault as fault:
-            if reused and fault.reason in ("reset", "cut") and not patience.cancelled:
+            if reused and fault.reason in ("reset", "cut", "tls") and not patience.cancelled:
                 raise _Stale from fault
             raise
 
@@ -304,29 +188,39 @@ class Http:
         while True:
             try:
                 event = wire.next_event()
-                if event is not h11.NEED_DATA:
-                    return event
-                data = _guard(patience, lambda: connection.sock.recv(RECEIVE), connection.sock)
-                if not data and wire.their_state is h11.SEND_RESPONSE:
-                    raise Fault("cut", "the connection ended before any answer")
-                patience.moved(len(data))
-                wire.receive_data(data)
             except h11.RemoteProtocolError as error:
-                reason = "cut" if "closed" in str(error) else "protocol"
-                raise Fault(reason, f"the answer is no sound HTTP: {error}") from None
+                cut = "closed" in str(error)
+                break
+            if event is not h11.NEED_DATA:
+                return event
+            data = _guard(patience, lambda: connection.sock.recv(RECEIVE), connection.sock)
+            if not data and wire.their_state is h11.SEND_RESPONSE:
+                raise Fault("cut", "the connection ended before any answer")
+            patience.moved(len(data))
+            wire.receive_data(data)
+        # Out here: the error of h11 quotes the answer, and so perhaps an address that is a secret.
+        if cut:
+            raise Fault("cut", "the connection ended before the answer did")
+        raise Fault("protocol", "the answer is no sound HTTP")
 
     # Connections
 
     def give_back(self, connection: Connection) -> None:
+        """Keep a connection whose answer was read to its end."""
+        connection.idle_since = time.monotonic()
         with self._lock:
-            self._idle.append(connection)
-            old = self._idle.pop(0) if len(self._idle) > IDLE else None
+            if not self._closed:
+                self._idle.append(connection)
+                old = self._idle.pop(0) if len(self._idle) > IDLE else None
+            else:
+                old = connection
         if old is not None:
             old.close()
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close what is idle, and keep nothing any more."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
@@ -338,75 +232,36 @@ class Http:
                 at = next((i for i in range(len(self._idle) - 1, -1, -1) if self._idle[i].key == key), None)
                 connection = self._idle.pop(at) if at is not None else None
             if connection is None:
-                return self._connect(target, key, patience)
-            if not connection.stale():
+                return self._connector.connect(target, key, patience)
+            if time.monotonic() - connection.idle_since < IDLE_S and not connection.stale():
                 return connection
             connection.close()
 
-    def _connect(self, target: Target, key: tuple[Any, ...], patience: Patience) -> Connection:
-        scheme, host, _ = target.origin
-        proxy = proxy_for(scheme, host)
-        via = Target(proxy if "://" in proxy else f"http://{proxy}") if proxy else target
-        error: BaseException = Fault("dns", "the host has no address")
-        try:
-            addresses = self._resolve(*via.origin[1:], patience.connect_s())
-        except OSError as failed:
-            raise patience.ran_out() if isinstance(failed, TimeoutError) else _fault(failed) from failed
-        if proxy:
-            with suppress(ValueError):
-                target.check(host)  # behind a proxy only a plain number can be judged
-        else:
-            for address in addresses:
-                target.check(address[4][0])
-        for address in addresses:
-            try:
-                sock = self._dial(address, patience.connect_s())
-                try:
-                    private = not proxy and is_private(address[4][0])
-                    return Connection(self._dress(sock, target, via if proxy else None, patience), key, private)
-                except BaseException:
-                    sock.close()
-                    raise
-            except TimeoutError:
-                error = Fault("connect", f"{host} did not answer a connection")
-            except OSError as failed:
-                error = _fault(failed)
-            except Fault as fault:
-                error = fault
-        raise error
 
-    def _dress(self, sock: socket.socket, target: Target, proxy: Target | None, patience: Patience) -> Any:
-        """Put a proxy's tunnel and TLS over a plain connection, where they are wanted."""
-        scheme, host, port = target.origin
-        if proxy is not None:
-            self._tunnel(sock, host, port, proxy, patience)
-        if scheme != "https":
-            return sock
-        if self._tls is None:
-            import ssl
+def _message(
+    wire: h11.Connection, method: str, target: Target, headers: Mapping[str, str], connection: Connection
+) -> bytes:
+    """A request as it goes over the wire."""
+    try:
+        given = {"Host": target.host, "Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
+        asked = connection.before_path + target.path
+        request = h11.Request(method=method, target=asked, headers=[*given.items(), *connection.headers.items()])
+        return (wire.send(request) or b"") + (wire.send(h11.EndOfMessage()) or b"")
+    except (h11.LocalProtocolError, UnicodeError):
+        pass  # what is raised must not have these as its context: they quote the header, and with it a token
+    text = "no request can be made of its address and token: one of them has characters that no header may have"
+    raise Fault("request", text, final=RemoteError(text))
 
-            self._tls = ssl.create_default_context()
-        sock.settimeout(patience.connect_s())
-        return self._tls.wrap_socket(sock, server_hostname=host)
 
-    def _tunnel(self, sock: socket.socket, host: str, port: int, proxy: Target, patience: Patience) -> None:
-        import base64
-
-        parts = urlsplit(proxy.url)
-        lines = [f"CONNECT {host}:{port} HTTP/1.1", f"Host: {host}:{port}"]
-        if parts.username:
-            secret = base64.b64encode(f"{parts.username}:{parts.password or ''}".encode()).decode()
-            lines.append(f"Proxy-Authorization: Basic {secret}")
-        sock.settimeout(patience.connect_s())
-        sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
-        head = b""
-        while not head.endswith(b"\r\n\r\n") and len(head) < MAX_HEAD:
-            sock.settimeout(patience.connect_s())
-            if not (byte := sock.recv(1)):  # one by one: what follows the head belongs to TLS
-                break
-            head += byte
-        if b" 200" not in head.partition(b"\r\n")[0]:
-            raise Fault("proxy", f"the proxy {proxy.origin[1]} did not open a way to {host}")
+def _send(patience: Patience, sock: Any, message: bytes) -> None:
+    try:
+        sock.settimeout(patience.wait_s())
+        sock.sendall(message)
+    except TimeoutError:
+        raise patience.ran_out() from None
+    except OSError as error:
+        patience.check()
+        raise fault_of(error) from error
 
 
 class _Stale(Exception):

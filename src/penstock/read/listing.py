@@ -147,7 +147,7 @@ class RemoteListing:
 
     def know(self, files: Sequence[FileRef], urls: Any) -> None:
         """Take a listing that another process made of the same sources. Secrets did not travel with it."""
-        for url in [urls] if isinstance(urls, str) else urls:
+        for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
             if isinstance(url, str) and url.lower().startswith(("http://", "https://")):
                 self._public(url)
         remember(self.kept, files)

@@ -15,14 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from penstock.errors import LoaderClosed, RemoteError
 from penstock.read.attempt import Fault, Patience, Remote
 from penstock.read.http import Http, Refused, Response, Target
-from penstock.types import MiB
+from penstock.types import KiB, MiB
 
 log = logging.getLogger("penstock")
 
@@ -33,6 +33,8 @@ AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 HOPS = 5
 MAX_PAUSE_S = 10.0
+MAX_REDIRECT = 64 * KiB
+"""A longer body of a redirect is not read to its end, though the connection is lost by that."""
 
 
 class Threads(Protocol):
@@ -98,43 +100,54 @@ class Client:
         self._side = side
         self._second = second
         self.tally = Tally()
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self.closing = threading.Event()
+        """Set once the run ends: whoever waits for something of it stops waiting."""
+        self._random = random.Random()  # the program's own is for what it draws itself
+        # Reentrant, because a garbage collection may end the run on a thread that is in here.
+        self._lock = threading.RLock()
         self._patiences: dict[int, Patience] = {}
 
     # Trying
 
-    def keep_trying(self, what: str, budget_s: float, attempt: Callable[[Patience], T]) -> T:
-        """The result of an attempt that did not fail. `what` names it for people, without secrets."""
+    def keep_trying(
+        self, what: str, budget_s: float, attempt: Callable[[Patience], T], *, setting: str = "metadata_budget"
+    ) -> T:
+        """The result of an attempt that did not fail.
+
+        `what` names it for people, without secrets; `setting` is where the budget comes from.
+        """
         began = time.monotonic()
         deadline = began + budget_s
         tried: Counter[str] = Counter()
+        heard: set[str] = set()
         pause = self.limits.backoff
         while True:
             try:
                 return self.attempt(attempt, deadline)
             except Fault as fault:
-                if self._closing.is_set():
+                if self.closing.is_set():
                     raise LoaderClosed("the loader was shut down") from None
                 self.tally.add(fault=fault.reason)
                 if fault.final is not None:
-                    raise _named(what, fault) from fault
+                    if not fault.doubtful or str(fault.final) in heard:
+                        raise _named(what, fault) from fault
+                    heard.add(str(fault.final))
                 tried[fault.reason] += 1
-                delay = pause * random.uniform(0.5, 1.0)
+                delay = pause * self._random.uniform(0.5, 1.0)
                 pause = min(2 * pause, MAX_PAUSE_S)
                 if fault.retry_after is not None:
                     delay = max(delay, min(fault.retry_after, self.limits.retry_after_cap))
                 if time.monotonic() + delay >= deadline:
-                    raise self._gave_up(what, tried, fault, time.monotonic() - began) from fault
+                    raise _gave_up(what, tried, fault, time.monotonic() - began, setting) from fault
                 level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
                 log.log(level, "%s: %s; attempt %d in %.1f s", what, fault.detail, tried.total() + 1, delay)
-                self.pause(delay)
+            self.pause(delay)
 
     def attempt(self, attempt: Callable[[Patience], T], deadline: float) -> T:
         """One attempt, which a shutdown ends."""
         patience = Patience(self.limits, deadline)
         with self._lock:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 raise LoaderClosed("the loader was shut down")
             self._patiences[id(patience)] = patience
         try:
@@ -146,20 +159,13 @@ class Client:
     def pause(self, seconds: float) -> None:
         """Wait, unless the loader is shut down meanwhile."""
         self.tally.add(pause_s=seconds)
-        if self._closing.wait(seconds):
+        if self.closing.wait(seconds):
             raise LoaderClosed("the loader was shut down")
-
-    def _gave_up(self, what: str, tried: Counter[str], fault: Fault, seconds: float) -> RemoteError:
-        reasons = ", ".join(f"{name} {n}x" if n > 1 else name for name, n in tried.most_common())
-        return RemoteError(
-            f"{what} cannot be fetched: {tried.total()} attempts in {seconds:.1f} s failed ({reasons}); "
-            f"at last: {fault.detail}. See that the server can be reached, or allow more time: Remote(retry_budget=…)."
-        )
 
     def stop(self) -> None:
         """End every attempt and every pause. Waits for nobody."""
         with self._lock:
-            self._closing.set()
+            self.closing.set()
             live = list(self._patiences.values())
         for patience in live:
             patience.cancel()
@@ -175,14 +181,21 @@ class Client:
         return self._side.submit(thunk) if self._side is not None else None
 
     def side_by_side(self, thunks: Sequence[Callable[[], T]]) -> list[T]:
-        """Their results, in order. The first failure is raised once all have ended."""
+        """Their results, in order. After a failure no more of them are begun, and it is raised once none runs."""
         if self._side is None or len(thunks) < 2:
             return [thunk() for thunk in thunks]
         # The caller does the first one itself.
         futures = [self._side.submit(thunk) for thunk in thunks[1:]]
         try:
-            return [thunks[0](), *(future.result() for future in futures)]
+            first = thunks[0]()
+            ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in ended:
+                    future.result()
+            return [first, *(future.result() for future in futures)]
         finally:
+            for future in futures:
+                future.cancel()
             wait(futures)
 
     def first_of(self, attempt: Callable[[Patience], T], deadline: float, hedge_after_s: float | None) -> T:
@@ -190,27 +203,33 @@ class Client:
         if self._second is None or hedge_after_s is None:
             return self.attempt(attempt, deadline)
         patiences: list[Patience] = []
+        over = threading.Event()
+
+        def one(patience: Patience) -> T:
+            patiences.append(patience)
+            if over.is_set():  # it had to wait for a thread, and the other one was faster
+                patience.cancel()
+            patience.check()
+            return attempt(patience)
 
         def run() -> T:
-            def one(patience: Patience) -> T:
-                patiences.append(patience)
-                return attempt(patience)
-
             return self.attempt(one, deadline)
 
         futures = [self._second.submit(run)]
-        done, _ = wait(futures, timeout=hedge_after_s)
-        if not done:
-            self.tally.add(hedges=1)
-            futures.append(self._second.submit(run))
-        pending = set(futures)
-        while True:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            won = next((f for f in done if f.exception() is None), None)
-            if won is not None or not pending:
-                for patience in patiences:
-                    patience.cancel()
-                return (won or futures[0]).result()
+        try:
+            if not wait(futures, timeout=hedge_after_s)[0]:
+                self.tally.add(hedges=1)
+                futures.append(self._second.submit(run))
+            pending = set(futures)
+            while True:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                won = next((f for f in done if f.exception() is None), None)
+                if won is not None or not pending:
+                    return (won or futures[0]).result()
+        finally:
+            over.set()
+            for patience in patiences:
+                patience.cancel()
 
     # Small things, as a whole
 
@@ -230,6 +249,8 @@ class Client:
         def attempt(patience: Patience) -> Reply:
             with self.follow(method, Target(url), headers or {}, token, patience)[1] as response:
                 if response.status in ok:
+                    if method != "HEAD":
+                        check_plain(response)
                     limit = max_bytes if method != "HEAD" else 0
                     body = response.read(limit)
                     self.tally.add(bytes=len(body))
@@ -266,10 +287,20 @@ class Client:
             with response:
                 if check is not None:
                     check(response)
-                response.read(MiB)  # so that the connection can be used again
                 target = target.redirect(location, response.private)
+                if response.length is not None and response.length <= MAX_REDIRECT:
+                    response.read(MAX_REDIRECT)  # so that the connection can be used again
         text = f"more than {HOPS} redirects"
-        raise Fault("redirect", text, final=RemoteError(text))
+        raise Fault("redirect", text, final=RemoteError(text), doubtful=True)
+
+
+def check_plain(response: Response) -> None:
+    """Refuse what no server of data answers: a portal's web page, or something compressed that nobody asked for."""
+    encoding = response.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Fault("encoded", f"the answer is {encoding[:20]}-encoded, which nobody asked for")
+    if response.status == 200 and "html" in response.headers.get("content-type", "").lower():
+        raise Fault("html", "a web page came instead of data: a portal or proxy is in the way")
 
 
 def raise_for(response: Response) -> NoReturn:
@@ -295,8 +326,17 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _gave_up(what: str, tried: Counter[str], fault: Fault, seconds: float, setting: str) -> RemoteError:
+    reasons = ", ".join(f"{name} {n}x" if n > 1 else name for name, n in tried.most_common())
+    times = "1 attempt" if tried.total() == 1 else f"{tried.total()} attempts"
+    return RemoteError(
+        f"{what} cannot be fetched: {times} in {seconds:.1f} s failed ({reasons}); at last: {fault.detail}. "
+        f"See that the server can be reached, or allow more time: Remote({setting}=…)."
+    )
 
 
 def _named(what: str, fault: Fault) -> BaseException:
@@ -306,4 +346,4 @@ def _named(what: str, fault: Fault) -> BaseException:
     return final if what in str(final) else type(final)(f"{what}: {final}")
 
 
-__all__ = ["Client", "Reply", "Threads", "raise_for", "retry_after"]
+__all__ = ["Client", "Reply", "Threads", "check_plain", "raise_for", "retry_after"]

@@ -130,7 +130,7 @@ class Place:
         """Make progress count."""
         self.done, self.doing = done, doing
         points = {"done": done and asdict(done), "doing": doing and asdict(doing)}
-        text = json.dumps({"version": VERSION, "source": self.source, **points}, indent=1)
+        text = json.dumps({"version": VERSION, "source": self.source, **points})
         # Not under a random name: each kill would leave one behind.
         new = Path(f"{self._sidecar}.new")
         with open(new, "w", encoding="utf-8") as file:

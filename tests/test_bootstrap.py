@@ -1,0 +1,699 @@
+"""A local file of text: what is in it, and that a kill at any moment does not show."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import ConfigError, NoData, SourceChanged
+from penstock.sources.bootstrap import Progress, bootstrap
+from penstock.sources.bootstrap_lines import as_lines
+from penstock.testing import FileServer, HubServer
+from tests.corpus import texts
+
+ROOT = Path(__file__).parent.parent
+EAGER = "import penstock.sources.bootstrap as b; b.COMMIT_BYTES = 1; from penstock.cli.bootstrap import main; main()"
+"""The command, with every chunk made safe by itself."""
+DEADLINE_S = 60.0
+
+
+def loop(documents: Iterable[str | None], goal: int = 1 << 60) -> bytes:
+    """What the file should be, the plain way."""
+    out = []
+    size = 0
+    for text in documents:
+        if not text:
+            continue
+        line = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode()
+        out.append(line)
+        size += len(line)
+        if size >= goal:
+            break
+    return b"".join(out)
+
+
+def documents(n: int, seed: int = 0, length: int = 300) -> list[str]:
+    rng = random.Random(seed)
+    alphabet = 'abcdefgh  \n\t\\"éß你🙂\x01\x7f\u2028'
+    return ["".join(rng.choices(alphabet, k=rng.randrange(length))) for _ in range(n)]
+
+
+def parquet(path: Path, column: list[str | None] | list[str], rows: int = 20) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(
+        pa.table({"id": range(len(column)), "text": pa.array(column, pa.string())}), path, row_group_size=rows
+    )
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Path, list[str]]:
+    """Three files of several row groups, with empty texts among them, and their documents in order."""
+    parts = [documents(90, seed) for seed in range(3)]
+    for number, part in enumerate(parts):
+        parquet(tmp_path / "source" / f"{number}.parquet", part)
+    return tmp_path / "source", [text for part in parts for text in part]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+def leftovers(out: Path) -> list[str]:
+    """What stands beside a finished file."""
+    return sorted(p.name for p in out.parent.glob(f"{out.name}*"))
+
+
+def command(*args: Any, code: str = EAGER) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, args)]
+
+
+def run(*args: Any, code: str = EAGER) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args, code=code), capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def wait_for(what: Any, process: subprocess.Popen[Any] | None = None) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None
+        time.sleep(0.002)
+
+
+# What is in it
+
+
+def test_a_line_is_what_json_dumps_gives() -> None:
+    every = [chr(i) for i in range(1, 0x2100)] + [
+        "".join(map(chr, range(0x250))),
+        "🙂",
+        '"',
+        "\\",
+        "\\n",
+        '\\"',
+        "\x00",
+    ]
+    some = [text for text in documents(2000, length=80) if text]
+    for column in (every, some):
+        assert as_lines(text.encode() for text in column) == loop(column)
+    assert as_lines([]) == b""
+
+
+@pytest.mark.parametrize("goal", [1, 2_000, 30_000, 1 << 40])
+def test_the_file_is_that_of_a_plain_loop(goal: int, source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    done = bootstrap(source[0], tmp_path / "out.jsonl", goal)
+    content = (tmp_path / "out.jsonl").read_bytes()
+    assert content == loop(source[1], goal)
+    assert (done.bytes, done.documents) == (len(content), content.count(b"\n"))
+    assert done.exhausted == (goal > len(content))
+    assert not done.already
+    assert leftovers(tmp_path / "out.jsonl") == ["out.jsonl", "out.jsonl.progress.json"]
+
+
+def test_a_goal_that_a_line_just_reaches_ends_with_that_line(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    for number in (1, 17, 18, 19, 40):  # row groups have 20 rows, some of them empty
+        expected = b"".join(loop(source[1]).splitlines(keepends=True)[:number])
+        for goal in (len(expected) - 1, len(expected)):
+            out = tmp_path / f"{number}-{goal}.jsonl"
+            bootstrap(source[0], out, goal)
+            assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["parquet", "docs.jsonl", "docs.jsonl.gz", "many"])
+def test_every_format_can_be_the_source(name: str, corpus: Path, tmp_path: Path) -> None:
+    bootstrap(corpus / name, tmp_path / "out.jsonl", 1 << 40)
+    expected = [text for i in range(24) for text in texts()[i::24]] if name == "many" else list(texts())
+    assert (tmp_path / "out.jsonl").read_bytes() == loop(expected)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_file_of_many_chunks_is_extended_from_the_middle_of_one(compressed: bool, tmp_path: Path) -> None:
+    column = documents(12_000, length=1500)
+    data = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in column).encode()
+    path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
+    path.write_bytes(gzip.compress(data, 1) if compressed else data)
+    parquet(tmp_path / "b.parquet", ["after"])
+    out = tmp_path / "out.jsonl"
+    assert len(data) > 3 * (4 << 20)
+    for goal in (5_000_000, 5_100_000, 1 << 40):
+        bootstrap([path, tmp_path / "b.parquet"], out, goal, refresh=True)
+        assert out.read_bytes() == loop([*column, "after"], goal)
+
+
+def test_plain_text_files_are_documents(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "second\nfile"), ("a.txt", "first"), ("c.md", "")):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    bootstrap(tmp_path / "in", tmp_path / "out.jsonl", 1000)
+    assert (tmp_path / "out.jsonl").read_bytes() == loop(["first", "second\nfile"])
+
+
+def test_another_field_may_have_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n{"body": null}\n')
+    bootstrap(tmp_path / "a.jsonl", tmp_path / "out.jsonl", 1000, text_field="body")
+    assert (tmp_path / "out.jsonl").read_bytes() == b'{"text": "yes"}\n'
+    with pytest.raises(ConfigError, match="text_field 'body', not 'text'"):
+        bootstrap(tmp_path / "a.jsonl", tmp_path / "out.jsonl", 1000)
+
+
+def test_progress_is_told(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    told: list[Progress] = []
+    bootstrap(source[0], tmp_path / "out.jsonl", 30_000, progress=told.append)
+    sizes = [now.bytes for now in told]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 3
+    assert told[-1].bytes == (tmp_path / "out.jsonl").stat().st_size
+    assert {now.goal for now in told} == {30_000}
+    assert {now.file for now in told} == {"0.parquet", "1.parquet", "out.jsonl"}
+
+
+def test_bad_records_are_counted_once_whatever_is_repeated(tmp_path: Path) -> None:
+    lines = ['{"text": "one"}', "no json", '{"text": 5}', '{"text": "two"}', '{"text": "three"}']
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "in" / "b.parquet").write_bytes(b"PAR1 this is none PAR1")
+    (tmp_path / "in" / "c.jsonl").write_text('{"text": "four"}\n')
+    out = tmp_path / "out.jsonl"
+    for goal in (1, 20, 40, 1000):
+        done = bootstrap(tmp_path / "in", out, goal, refresh=True)
+    assert out.read_bytes() == loop(["one", "two", "three", "four"])
+    assert done.bad == {"invalid_json": 1, "not_a_string": 1, "corrupt": 1}
+
+
+def test_a_source_without_text_is_an_error(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", ["", None])
+    for _ in range(2):
+        with pytest.raises(NoData, match="hold no text"):
+            bootstrap(tmp_path / "a.parquet", tmp_path / "out.jsonl", 10)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+# Again
+
+
+def test_what_is_complete_is_left_alone(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    first = bootstrap(source[0], out, 5000)
+    before = out.stat()
+    shutil.rmtree(source[0])  # it is not looked at
+    for goal in (5000, 4999, 1):
+        again = bootstrap(source[0], out, goal)
+        assert again.already
+        assert again.bytes == first.bytes
+    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_larger_goal_needs_a_refresh(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    bootstrap(source[0], out, 5000)
+    with pytest.raises(ConfigError, match=r"6000 are asked for. To extend it, say refresh=True"):
+        bootstrap(source[0], out, 6000)
+    assert out.read_bytes() == loop(source[1], 5000)
+
+
+def test_a_refresh_gives_what_a_fresh_start_gives_wherever_the_last_one_stopped(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    rng = random.Random(3)
+    goal = 1
+    while True:
+        done = bootstrap(source[0], out, goal, refresh=True)
+        assert out.read_bytes() == loop(source[1], goal)
+        if done.exhausted:
+            break
+        goal = done.bytes + rng.choice([1, 50, 1000, 9000])
+    assert done.documents == len([text for text in source[1] if text])
+    again = bootstrap(source[0], out, 1 << 40, refresh=True)
+    assert again.already
+    assert again.exhausted
+
+
+def test_readers_see_only_whole_lines_while_a_file_is_extended(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    bootstrap(source[0], out, 2000)
+    versions: set[bytes] = set()
+    extended = threading.Event()
+
+    def read() -> None:
+        while not extended.is_set():
+            versions.add(out.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for goal in range(4000, 40_000, 4000):
+            bootstrap(source[0], out, goal, refresh=True)
+    finally:
+        extended.set()
+        reader.join()
+    whole = [loop(source[1], goal) for goal in (2000, *range(4000, 40_000, 4000))]
+    assert versions <= set(whole)
+
+
+def test_a_refresh_of_nothing_is_a_beginning(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    bootstrap(source[0], tmp_path / "new" / "out.jsonl", 5000, refresh=True)
+    assert (tmp_path / "new" / "out.jsonl").read_bytes() == loop(source[1], 5000)
+
+
+def test_a_link_stays_one(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    out = tmp_path / "out.jsonl"
+    out.symlink_to(tmp_path / "large" / "real.jsonl")
+    bootstrap(source[0], out, 5000)
+    bootstrap(source[0], out, 9000, refresh=True)
+    assert out.is_symlink()
+    assert (tmp_path / "large" / "real.jsonl").read_bytes() == loop(source[1], 9000)
+
+
+# Kills
+
+ZYGOTE = """
+import json, os, signal, sys
+import penstock.sources.bootstrap as b
+import pyarrow.parquet, penstock.sources.text_work
+b.COMMIT_BYTES = 1
+source, folder, ending, goals = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+STEPS = {"write", "fsync", "replace", "truncate", "unlink", "open", "close", "copy_file_range", "flock", "ftruncate"}
+
+def child(out, goal, kill_at):
+    # A process of its own, which dies in front of its n-th step.
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    seen = 0
+    def watch(frame, event, what):
+        nonlocal seen
+        if event == "c_call" and what.__name__ in STEPS:
+            seen += 1
+            if seen == kill_at:
+                if what.__name__ == "write" and str(getattr(what.__self__, "name", "")).endswith(".partial"):
+                    os.write(what.__self__.fileno(), b'{"text": "half a li')  # as a kill within it leaves it
+                os.kill(os.getpid(), signal.SIGKILL)
+    if kill_at:
+        sys.setprofile(watch)
+    b.bootstrap(source, out, goal, refresh=len(goals) > 1)
+    sys.setprofile(None)
+    os._exit(0)
+
+number = 0
+while True:
+    number += 1
+    out = os.path.join(folder, f"{number}{ending}")
+    for goal in goals[:-1]:
+        assert child(out, goal, 0) == 0
+    status = child(out, goals[-1], number)
+    between = open(out, "rb").read() if os.path.exists(out) else None
+    if status:
+        assert os.WTERMSIG(status) == signal.SIGKILL, status
+        status2 = child(out, goals[-1], number // 2 + 1)  # and again before it is through
+        assert child(out, goals[-1], 0) == 0
+    beside = sorted(name.removeprefix(str(number)) for name in os.listdir(folder) if name.startswith(f"{number}."))
+    print(json.dumps([number, status, between and between.hex(), open(out, "rb").read().hex(), beside]), flush=True)
+    if not status:
+        break
+"""
+
+
+def killed_at_every_step(source: Path, folder: Path, ending: str, *goals: int) -> list[tuple[bytes | None, bytes]]:
+    """For each step: what readers found after the kill, and what there was in the end."""
+    folder.mkdir()
+    args = command(source, folder, ending, json.dumps(goals), code=ZYGOTE)
+    done = subprocess.run(args, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(result[4] == [ending, f"{ending}.progress.json"] for result in results), results[0][4]
+    return [(bytes.fromhex(r[2]) if r[2] is not None else None, bytes.fromhex(r[3])) for r in results]
+
+
+def test_a_kill_at_any_step_leaves_no_trace(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    results = killed_at_every_step(source[0], tmp_path / "out", ".jsonl", 6000)
+    assert len(results) > 30
+    expected = loop(source[1], 6000)
+    for between, final in results:
+        assert between in (None, expected)
+        assert final == expected
+
+
+def test_a_kill_at_any_step_of_a_refresh_leaves_the_old_file_or_the_new(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    results = killed_at_every_step(source[0], tmp_path / "out", ".jsonl", 3000, 8000)
+    assert len(results) > 30
+    old, new = loop(source[1], 3000), loop(source[1], 8000)
+    assert {between for between, _ in results} == {old, new}
+    assert {final for _, final in results} == {new}
+
+
+def test_a_kill_at_any_step_gives_the_same_parquet(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    bootstrap(source[0], tmp_path / "whole.parquet", 6000)
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    results = killed_at_every_step(source[0], tmp_path / "out", ".parquet", 6000)
+    assert len(results) > 30
+    assert {between for between, _ in results} == {None, whole}
+    assert {final for _, final in results} == {whole}
+
+
+# Far away
+
+
+def many(hub: HubServer, folder: Path, name: str = "org/name", files: int = 60) -> list[str]:
+    """A repository of small files, and its documents in order."""
+    column = documents(8 * files, 5)
+    for i in range(files):
+        parquet(folder / f"{i:03}.parquet", column[8 * i : 8 * i + 8], rows=4)
+    hub.add(name, {f"data/{path.name}": path for path in sorted(folder.iterdir())})
+    return column
+
+
+def test_kills_again_and_again_while_it_comes_over_a_network(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files")
+    goal = len(loop(column)) - 1000
+    out = tmp_path / "out.jsonl"
+    hub.latency_s = 0.25
+    sizes = []
+    for kills in range(1, 4):
+        process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", goal, "-q"))
+        wait_for(lambda n=kills: saved(out)["bytes"] > goal * n // 5, process)
+        process.kill()
+        process.wait()
+        sizes.append(saved(out)["bytes"])
+    assert sizes[0] < sizes[1] < sizes[2] < goal
+    hub.latency_s = 0.0
+    hub.clear_log()
+    told: list[Progress] = []
+    bootstrap("hf://datasets/org/name", out, goal, progress=told.append)
+    assert out.read_bytes() == loop(column, goal)
+    assert told[0].began == sizes[2]
+    assert not any("000.parquet" in request.path for request in hub.log)  # what was there is not fetched again
+
+
+def saved(out: Path) -> dict[str, Any]:
+    """How much of the partial file counts."""
+    try:
+        return json.loads(Path(f"{out}.progress.json").read_text())["doing"] or {"bytes": 0}
+    except FileNotFoundError:
+        return {"bytes": 0}
+
+
+def test_a_complete_file_asks_the_network_for_nothing(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files", "HuggingFaceFW/fineweb-edu", files=10)
+    out = tmp_path / "out.jsonl"
+    bootstrap("fineweb_edu", out, 5000)
+    assert out.read_bytes() == loop(column, 5000)
+    hub.clear_log()
+    assert bootstrap("fineweb_edu", out, 4000).already
+    assert hub.log == []
+    # Another name of the same data has to be looked up, and is the same.
+    assert bootstrap("hf://datasets/HuggingFaceFW/fineweb-edu", out, 5000).already
+    assert hub.log != []
+
+
+def test_no_more_is_fetched_than_is_wanted(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files")
+    bootstrap("hf://datasets/org/name", tmp_path / "out.jsonl", 1000)
+    assert (tmp_path / "out.jsonl").read_bytes() == loop(column, 1000)
+    asked = {request.path for request in hub.log if request.port == "hub" and "/resolve/" in request.path}
+    assert len([path for path in asked if path.endswith(".parquet")]) <= 4
+
+
+def test_data_that_changed_is_refused_with_the_name_of_the_file(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files", files=5)
+    out = tmp_path / "out.jsonl"
+    bootstrap("hf://datasets/org/name", out, 1000)
+    first = json.loads(Path(f"{out}.progress.json").read_text())["source"]["first"]
+    repository = hub.add("org/other", {"data/000.parquet": parquet(tmp_path / "x.parquet", ["other"])})
+    with pytest.raises(SourceChanged, match="To start anew, delete"):
+        bootstrap("hf://datasets/org/other", out, 2000, refresh=True)
+    repository.commit({"data/000.parquet": b"PAR1"})
+    for path in sorted((tmp_path / "files").iterdir())[:1]:
+        changed = parquet(tmp_path / "changed.parquet", ["changed", *column[1:8]])
+        hub._repositories["org/name"].commit({f"data/{path.name}": changed})
+    with pytest.raises(SourceChanged, match=r"data/000.parquet changed: its ETag was [0-9a-f]{64}, it is [0-9a-f]{64}"):
+        bootstrap("hf://datasets/org/name", out, 2000, refresh=True)
+    # The commit that it was begun with is still there.
+    pinned = first.partition("/data/")[0]
+    bootstrap(pinned, out, 2000, refresh=True)
+    assert out.read_bytes() == loop(column, 2000)
+
+
+def test_local_data_that_changed_is_refused_and_a_new_start_is_possible(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    half_done(source[0], out)
+    parquet(source[0] / "0.parquet", ["changed"])
+    with pytest.raises(SourceChanged, match=f"To start anew, delete {out}.partial"):
+        bootstrap(source[0], out, 9000)
+    Path(f"{out}.partial").unlink()
+    bootstrap(source[0], out, 9000)
+    assert out.read_bytes() == loop(["changed", *source[1][90:]], 9000)
+
+
+def half_done(source: Path, out: Path) -> int:
+    """A run that was interrupted after some lines. Gives how much of them counts."""
+
+    class Enough(Exception):
+        pass
+
+    def stop(now: Progress) -> None:
+        if now.bytes > 3000:
+            raise Enough
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.sources.bootstrap.COMMIT_BYTES", 1)
+        with pytest.raises(Enough) as caught:
+            bootstrap(source, out, 9000, progress=stop)
+    size = Path(f"{out}.partial").stat().st_size
+    assert caught.value.__notes__ == [f"{size} bytes are safe in {out}.partial: the same again goes on from there"]
+    return size
+
+
+def test_another_goal_may_be_asked_for_on_the_way(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    size = half_done(source[0], out)
+    with pytest.raises(ConfigError, match=f"has {size} bytes already, so 2000 are too few"):
+        bootstrap(source[0], out, 2000)
+    bootstrap(source[0], out, 12_000)
+    assert out.read_bytes() == loop(source[1], 12_000)
+
+
+def test_secrets_of_an_address_are_not_written_down(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with FileServer({path.name: path for path in source[0].iterdir()}) as server:
+        for signature in ("s3cret", "t0ken"):  # it may have expired in between
+            url = f"{server.url_of('0.parquet')}?signature={signature}".replace("//", "//user:passw0rd@")
+            done = bootstrap(url, out, 2000)
+            assert done.already == (signature == "t0ken")
+        with pytest.raises(SourceChanged):
+            bootstrap(server.url_of("1.parquet"), out, 2000)
+    assert out.read_bytes() == loop(source[1], 2000)
+    kept = b"".join(path.read_bytes() for path in tmp_path.glob("out*"))
+    assert not any(secret in kept for secret in (b"s3cret", b"t0ken", b"passw0rd"))
+
+
+# Refused
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out", "out.json", "out.jsonl.gz"])
+def test_a_name_that_does_not_say_what_to_write_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.jsonl or \.parquet"):
+        bootstrap(tmp_path, tmp_path / name, 1000)
+
+
+def test_a_file_of_somebody_else_is_not_touched(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+    with pytest.raises(ConfigError, match="no bootstrap made it"):
+        bootstrap(source[0], out, 1000)
+    out.unlink()
+    bootstrap(source[0], out, 1000)
+    with open(out, "a") as file:
+        file.write("mine\n")
+    for goal in (1000, 2000):
+        with pytest.raises(ConfigError, match="was changed after it was finished"):
+            bootstrap(source[0], out, goal, refresh=True)
+    assert out.read_bytes() == loop(source[1], 1000) + b"mine\n"
+
+
+def test_a_progress_file_that_is_none_is_refused(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    for content in ("{", "[]", '{"version": 99}', '{"version": 1, "source": {}, "done": {"x": 1}, "doing": null}'):
+        Path(tmp_path / "out.jsonl.progress.json").write_text(content)
+        with pytest.raises(ConfigError, match="is not what was written there"):
+            bootstrap(source[0], tmp_path / "out.jsonl", 1000)
+
+
+def test_one_process_at_a_time_and_the_second_names_the_first(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files")
+    out = tmp_path / "out.jsonl"
+    hub.latency_s = 0.5
+    process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", "60kB", "-q"))
+    try:
+        wait_for(lambda: saved(out)["bytes"] > 0, process)
+        with pytest.raises(ConfigError, match=f"is being written by process {process.pid}\\."):
+            bootstrap("hf://datasets/org/name", out, 60_000)
+    finally:
+        process.kill()
+        process.wait()
+    hub.latency_s = 0.0
+    bootstrap("hf://datasets/org/name", out, 60_000)  # a dead one holds no lock
+    assert out.read_bytes() == loop(column, 60_000)
+
+
+# Parquet
+
+
+def test_parquet_has_the_same_texts(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    done = bootstrap(source[0], out, 20_000)
+    file = pq.ParquetFile(out, page_checksum_verification=True)
+    lines = loop(source[1], 20_000)
+    assert file.read().to_pydict() == {"text": [json.loads(line)["text"] for line in lines.splitlines()]}
+    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert done.bytes == len(lines)
+    assert leftovers(out) == ["out.parquet", "out.parquet.progress.json"]
+    assert bootstrap(source[0], out, 20_000).already
+    with pytest.raises(ConfigError, match="only JSONL can be extended"):
+        bootstrap(source[0], out, 30_000)
+    with pytest.raises(ConfigError, match="only JSONL can be extended"):
+        bootstrap(source[0], out, 30_000, refresh=True)
+
+
+def test_parquet_has_row_groups_of_a_few_megabytes_with_checksums(tmp_path: Path) -> None:
+    column = documents(15_000, length=2500)
+    parquet(tmp_path / "a.parquet", column, rows=1000)
+    out = tmp_path / "out.parquet"
+    bootstrap(tmp_path / "a.parquet", out, 1 << 40)
+    metadata = pq.ParquetFile(out).metadata
+    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    assert len(sizes) >= 3
+    assert all(6 << 20 < size < 10 << 20 for size in sizes[:-1])
+    data = bytearray(out.read_bytes())
+    data[100_000] ^= 1
+    (tmp_path / "flipped.parquet").write_bytes(data)
+    with pytest.raises(OSError, match="CRC"):
+        pq.ParquetFile(tmp_path / "flipped.parquet", page_checksum_verification=True).read()
+
+
+# The command
+
+
+def test_the_command_ends_with_the_bytes_it_wrote(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out.jsonl"
+    done = run(source[0], "--out", out, "--bytes", "5kB")
+    assert done.returncode == 0, done.stderr
+    size = out.stat().st_size
+    assert done.stdout.splitlines()[-1] == f"wrote bytes: {size}"
+    assert out.read_bytes() == loop(source[1], 5000)
+    assert "documents" in done.stderr
+    again = run(source[0], "--out", out, "--bytes", "4KiB")
+    assert again.returncode == 0
+    assert again.stdout == f"wrote bytes: {size}\n"
+    assert "all there already" in again.stderr
+    for args, message in (
+        (("--bytes", "lots"), "--bytes = 'lots': needs a number of bytes"),
+        (("--bytes", "9kB"), "--refresh"),
+    ):
+        refused = run(source[0], "--out", out, *args)
+        assert refused.returncode == 1
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_the_background_goes_on_by_itself(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    started = run(source[0], "--out", out, "--bytes", "5000", "--background")
+    assert started.returncode == 0, started.stderr
+    pid = int(started.stdout)
+    assert str(pid) in started.stderr
+    log = Path(f"{out}.log")
+    wait_for(lambda: "wrote bytes" in log.read_text())
+    assert log.read_text().splitlines()[-1] == f"wrote bytes: {len(loop(source[1], 5000))}"
+    assert out.read_bytes() == loop(source[1], 5000)
+
+
+@pytest.mark.parametrize("way", ["as it stands", "PYTHONPATH=.", "not installed"])
+def test_the_script_of_the_runbooks_works(way: str, hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files", "HuggingFaceFW/fineweb-edu", files=10)
+    out = tmp_path / "fwe_bootstrap.jsonl"
+    packages = Path(pa.__file__).parent.parent
+    options = ["-S"] if way == "not installed" else []  # without what a .pth file adds
+    path = {"not installed": str(packages), "PYTHONPATH=.": "."}.get(way, "")
+    line = [sys.executable, *options, "scripts/automation/fwe_bootstrap.py", "--out", str(out), "--bytes", "5000"]
+    done = subprocess.run(
+        line, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == loop(column, 5000)
+    assert done.stdout == f"wrote bytes: {out.stat().st_size}\n"
+
+
+# Faults of the disk
+
+
+def traced(out: Path, inject: str, *args: Any) -> subprocess.CompletedProcess[str]:
+    """The command, with something done to its system calls on the partial file."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    paths = [option for name in (f"{out}.partial", f"{out}.progress.json.new") for option in ("-P", name)]
+    line = ["strace", "-f", "-qq", "-o", os.devnull, "-e", "trace=write,fsync,rename", "-e", f"inject={inject}", *paths]
+    return subprocess.run([*line, *command(*args)], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("inject", ["write:error=ENOSPC:when=6", "fsync:error=EIO:when=5", "rename:error=EIO:when=3"])
+def test_a_disk_that_fails_is_told_and_the_next_run_goes_on(
+    inject: str, source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    failed = traced(out, inject, source[0], "--out", out, "--bytes", "9000")
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    what = "No space left on device" if "ENOSPC" in inject else "Input/output error"
+    assert what in failed.stderr
+    assert f"bytes are safe in {out}.partial: the same again goes on from there" in failed.stderr
+    assert not out.exists()
+    done = run(source[0], "--out", out, "--bytes", "9000")
+    assert "goes on after" in done.stderr
+    assert out.read_bytes() == loop(source[1], 9000)
+
+
+def test_a_refresh_that_finds_the_disk_full_leaves_the_old_file(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    bootstrap(source[0], out, 3000)
+    failed = traced(out, "write:error=ENOSPC:when=4", source[0], "--out", out, "--bytes", "9000", "--refresh")
+    assert failed.returncode == 1
+    assert out.read_bytes() == loop(source[1], 3000)
+    bootstrap(source[0], out, 9000, refresh=True)
+    assert out.read_bytes() == loop(source[1], 9000)
+
+
+@pytest.mark.parametrize(
+    "inject", ["write:signal=KILL:when=4", "fsync:signal=KILL:when=6", "rename:signal=KILL:when=2"]
+)
+def test_a_kill_within_a_system_call_leaves_no_trace(
+    inject: str, source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    killed = traced(out, inject, source[0], "--out", out, "--bytes", "9000")
+    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    assert not out.exists()
+    bootstrap(source[0], out, 9000)
+    assert out.read_bytes() == loop(source[1], 9000)
