@@ -488,3 +488,31 @@ def test_the_same_bucket_elsewhere_is_another_one(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Offline):
         list_files("s3://texts/top.parquet", remote=lister(client, tmp_path, offline=True))
+
+
+@pytest.mark.parametrize("form", ["parquet", "docs.jsonl", "docs.jsonl.gz"])
+def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
+    s3: str, corpus: Path, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from obstore.store import S3Store
+
+    from penstock import AsyncDataLoader, TextDataset
+    from tests.contracts import take
+
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    store = S3Store("texts", endpoint=s3, client_options={"allow_http": True}, skip_signature=True)
+    paths = [corpus / form] if (corpus / form).is_file() else sorted((corpus / form).iterdir())
+    for path in paths:
+        obstore.put(store, f"streams/{path.relative_to(corpus)}", path.read_bytes())
+
+    def stream(url: Any, **how: Any) -> tuple[list[str], Any]:
+        data = TextDataset(url, tokenizer="byte", seq_len=32)
+        with AsyncDataLoader(data, 4, shuffle=True, seed=2, epochs=2, output="numpy", **how) as loader:
+            return take(loader, 10**6), loader.stats()
+
+    local, _ = stream(corpus / form)
+    first, fetched = stream(f"s3://texts/streams/{form}")
+    again, kept = stream(f"s3://texts/streams/{form}", n_workers=0)
+    assert first == again == local
+    assert fetched.fetched_bytes > 0 == kept.fetched_bytes
+    assert kept.cache_misses == 0

@@ -27,7 +27,7 @@ from penstock.read.http import Refused, Response, Target
 from penstock.read.hub import refused as hub_refused
 from penstock.read.hub import resolve_url
 from penstock.read.listing import Secret, basic_authorization
-from penstock.read.retry import Client, raise_for
+from penstock.read.retry import AGAIN, Client, check_plain, raise_for
 from penstock.types import FileRef, MiB
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ PIECE = 8 * MiB
 RECENT = 128
 ENOUGH = 16
 """Reads that are remembered, and how many it takes to say what is usual."""
+HEDGES = 8
+"""Reads that may be asked for twice beyond a tenth of all."""
 FILES = 4096
 """Files whose addresses are remembered."""
 
@@ -77,35 +79,51 @@ class RemoteFiles:
         return self._client.ahead(partial(self.read, file, start, length))
 
     def _read(self, file: FileRef, start: int, view: memoryview) -> None:
-        with self._slots:
-            self._read_piece(file, start, view)
+        limits = self._client.limits
+        began = time.monotonic()
+        if not self._slots.acquire(timeout=limits.retry_budget):
+            raise RemoteError(
+                f"{file.path} cannot be fetched: {limits.fetches} other requests were under way for "
+                f"{limits.retry_budget:.0f} s. See that the server can be reached, or allow more: Remote(fetches=…)."
+            )
+        try:
+            # What was spent waiting is spent; but for a try or two there is always time.
+            budget = max(limits.retry_budget / 4, limits.retry_budget - (time.monotonic() - began))
+            self._read_piece(file, start, view, budget)
+        finally:
+            self._slots.release()
 
-    def _read_piece(self, file: FileRef, start: int, view: memoryview) -> None:
-        doubts: list[Exception] = []
-        deadline = time.monotonic() + self._client.limits.retry_budget
+    def _read_piece(self, file: FileRef, start: int, view: memoryview, budget: float) -> None:
+        deadline = time.monotonic() + budget
+        failed = 0
 
         def attempt(patience: Patience) -> Answer:
+            nonlocal failed
             try:
                 answer = self._ask(file, start, len(view), patience)
                 self._check(file, answer, len(view))
-                return answer
-            except _Doubt as doubt:
-                # Believed only if it is said twice: a proxy or a mirror may be at fault.
-                if any(str(doubt.error) == str(other) for other in doubts):
-                    raise Fault(doubt.reason, str(doubt.error), final=doubt.error) from None
-                doubts.append(doubt.error)
-                self._forget(file)
-                raise Fault(doubt.reason, str(doubt.error)) from None
-
-        def hedged(_: Patience) -> Answer:
-            began = time.monotonic()
-            after = self._usual.too_long(len(view)) if self._client.limits.hedge else None
-            answer = self._client.first_of(attempt, deadline, after)
-            self._usual.took(len(view), time.monotonic() - began)
+            except Fault as fault:
+                failed += fault.reason != "cancelled"
+                if fault.doubtful or failed > 1:
+                    self._forget(file)  # another server may have it, or this one in another state
+                raise
+            # Its own time, not that of a first attempt which it overtook: or the usual would grow with every hedge.
+            self._usual.took(len(view), time.monotonic() - patience.began)
             return answer
 
-        answer = self._client.keep_trying(file.path, self._client.limits.retry_budget, hedged)
+        def hedged(_: Patience) -> Answer:
+            return self._client.first_of(attempt, deadline, self._hedge_after(len(view)))
+
+        answer = self._client.keep_trying(file.path, budget, hedged, setting="retry_budget")
         view[:] = answer.data
+
+    def _hedge_after(self, length: int) -> float | None:
+        """Seconds after which to ask a second time; None if that is not to be done."""
+        tally = self._client.tally
+        # Where everything has become slow, second requests would make it slower.
+        if not self._client.limits.hedge or tally.hedges > HEDGES + tally.requests // 10:
+            return None
+        return self._usual.too_long(length)
 
     def etag(self, file: FileRef) -> str:
         """The ETag that a file's bytes came with, where one did."""
@@ -140,9 +158,10 @@ class RemoteFiles:
         if found is not None:
             self._client.tally.add(requests=1)
             with self._client.http.open("GET", found, headers, patience) as response:
-                if response.status not in (401, 403, 404, 410):
+                status = response.status
+                if status in AGAIN or status in (200, 206, 416) or status >= 500:
                     return self._answer(file, response, start, length)
-            # A signed address holds for a while only: it is asked for again, once.
+            # A signed address holds for a while only: where its bytes are now, the origin is asked again, once.
             self._client.tally.add(fault="expired")
             self._forget(file)
         return self._from_origin(file, headers, start, length, patience)
@@ -159,32 +178,35 @@ class RemoteFiles:
             url, given = basic_authorization(url)
             headers = headers | given
         origin = Target(url)
-        reply: Target
-        reply, response = self._client.follow("GET", origin, headers, token, patience, check=partial(_linked, file))
+        target, response = self._client.follow("GET", origin, headers, token, patience, check=partial(_linked, file))
+        elsewhere = target.origin != origin.origin
         with response:
-            if response.status in (401, 403, 404, 410, 451):
-                if hub and reply.origin == origin.origin:
-                    refusal = Refused(response.status, response.headers, response.read(MiB))
-                    raise Fault(f"status_{response.status}", "refused", final=hub_refused(file.path, refusal))
-                raise Fault(f"status_{response.status}", "refused", final=_no_access(file, response.status))
-            if reply != origin:
-                with self._lock:
-                    self._remember(self._found, file.path, reply)
-            return self._answer(file, response, start, length)
+            status = response.status
+            if 400 <= status < 500 and status != 416 and status not in AGAIN:
+                if hub and not elsewhere and status not in (404, 410):
+                    refusal = Refused(status, response.headers, response.read(MiB))
+                    raise Fault(f"status_{status}", "refused", final=hub_refused(file.path, refusal))
+                # An address that was signed a moment ago should be good: it is asked for a second time.
+                detail = f"the server answered {status}"
+                raise Fault(f"status_{status}", detail, final=_no_access(file, status), doubtful=elsewhere)
+            answer = self._answer(file, response, start, length)
+        if elsewhere:
+            # Only now: a portal, too, sends everybody elsewhere. What needs a login is always asked for at its origin.
+            with self._lock:
+                self._remember(self._found, file.path, target)
+        return answer
 
     def _answer(self, file: FileRef, response: Response, start: int, length: int) -> Answer:
         """The body, if the head promises what was asked for."""
         status, headers = response.status, response.headers
-        if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-            raise Fault("encoded", f"the answer is {headers['content-encoding']}-encoded, which nobody asked for")
-        if status == 416:
-            raise _Doubt("range", SourceChanged(f"{file.path} has no bytes {start} to {start + length - 1}: it was "
-                                                f"{file.size} bytes long when it was listed. {_ADVICE}"))  # fmt: skip
         whole = status == 200 and start == 0 and length == file.size and response.length == file.size
+        if not whole:
+            check_plain(response)
+        if status == 416:
+            raise _doubt("range", SourceChanged(f"{file.path} has no bytes {start} to {start + length - 1}: it was "
+                                                f"{file.size} bytes long when it was listed. {_ADVICE}"))  # fmt: skip
         if status == 200 and not whole:
-            if "html" in headers.get("content-type", ""):
-                raise Fault("html", "a web page came instead of data: a portal or proxy is in the way")
-            raise _Doubt("no_range", RemoteError(f"{file.path}: its server does not answer requests for a range of "
+            raise _doubt("no_range", RemoteError(f"{file.path}: its server does not answer requests for a range of "
                                                  "bytes. Use one that does, or copy the file to disk."))  # fmt: skip
         if status not in (200, 206):
             raise_for(response)
@@ -203,7 +225,7 @@ class RemoteFiles:
         if len(answer.data) != length:
             raise Fault("short", f"{len(answer.data)} bytes instead of {length}")
         if answer.total is not None and answer.total != file.size:
-            raise _Doubt("size", SourceChanged(f"{file.path} changed: it was {file.size} bytes long, it is "
+            raise _doubt("size", SourceChanged(f"{file.path} changed: it was {file.size} bytes long, it is "
                                                f"{answer.total}. {_ADVICE}"))  # fmt: skip
         etag = plain_etag(answer.etag)
         if not etag:
@@ -217,7 +239,7 @@ class RemoteFiles:
                 self._remember(self._etags, file.path, etag)
                 return
         if etag != before:
-            raise _Doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {before}, it is {etag}. {_ADVICE}"))
+            raise _doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {before}, it is {etag}. {_ADVICE}"))
 
     def _forget(self, file: FileRef) -> None:
         with self._lock:
@@ -233,13 +255,9 @@ class RemoteFiles:
 _ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
 
 
-class _Doubt(Exception):
-    """An answer that does not fit what is known of the file."""
-
-    def __init__(self, reason: str, error: PenstockError) -> None:
-        super().__init__(str(error))
-        self.reason = reason
-        self.error = error
+def _doubt(reason: str, error: PenstockError) -> Fault:
+    """An answer that does not fit what is known of the file. A proxy or a mirror may be at fault."""
+    return Fault(reason, str(error), final=error, doubtful=True)
 
 
 def _linked(file: FileRef, response: Response) -> None:
@@ -247,7 +265,7 @@ def _linked(file: FileRef, response: Response) -> None:
     linked = plain_etag(response.headers.get("x-linked-etag", ""))
     listed = plain_etag(file.etag)
     if linked and listed and len(linked) == len(listed) and linked != listed:
-        raise _Doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {listed}, it is {linked}. {_ADVICE}"))
+        raise _doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {listed}, it is {linked}. {_ADVICE}"))
 
 
 def plain_etag(etag: str) -> str:
@@ -259,17 +277,20 @@ def _check_range(value: str, start: int, length: int) -> int | None:
     unit, _, rest = value.partition(" ")
     span, _, total = rest.partition("/")
     if unit != "bytes" or span != f"{start}-{start + length - 1}":
-        raise Fault("wrong_range", f"bytes {start}-{start + length - 1} were asked for, {value or 'no range'} came")
-    return int(total) if total.isdigit() else None
+        came = value[:60] or "no range"
+        raise Fault("wrong_range", f"bytes {start}-{start + length - 1} were asked for, {came} came")
+    return int(total) if total.isascii() and total.isdigit() and len(total) < 20 else None
 
 
 def _no_access(file: FileRef, status: int) -> PenstockError:
     if status in (404, 410):
         return SourceChanged(f"{file.path} is gone: its server answers {status}. {_ADVICE}")
-    return AccessDenied(
-        f"{file.path}: its server refuses access ({status}). A signed address may have expired, or a login is missing: "
-        "make a new address, or give the login as https://user:password@host/…"
-    )
+    if status in (401, 403, 407, 451) or file.path.startswith("hf://"):
+        return AccessDenied(
+            f"{file.path}: its server refuses access ({status}). A signed address may have expired, or a login is "
+            "missing: make a new address, or give the login as https://user:password@host/…"
+        )
+    return RemoteError(f"{file.path}: its server answers {status}, which trying again does not change.")
 
 
 class Usual:

@@ -194,9 +194,7 @@ class Client:
                     future.result()
             return [first, *(future.result() for future in futures)]
         finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
+            wait([future for future in futures if not future.cancel()])
 
     def first_of(self, attempt: Callable[[Patience], T], deadline: float, hedge_after_s: float | None) -> T:
         """An attempt, and a second one beside it should it take longer than most do."""
@@ -249,7 +247,7 @@ class Client:
         def attempt(patience: Patience) -> Reply:
             with self.follow(method, Target(url), headers or {}, token, patience)[1] as response:
                 if response.status in ok:
-                    if method != "HEAD":
+                    if method != "HEAD" or "." in Target(url).path.rpartition("/")[2].removesuffix(".html"):
                         check_plain(response)
                     limit = max_bytes if method != "HEAD" else 0
                     body = response.read(limit)
