@@ -99,11 +99,7 @@ class Corpus:
             with _made(folder) as temporary:
                 temporary.mkdir()
                 for i in range(n):
-                    copy = temporary / f"part-{i:02}.{kind}"
-                    try:
-                        os.link(original, copy)
-                    except OSError:
-                        shutil.copyfile(original, copy)
+                    link(original, temporary / f"part-{i:02}.{kind}")
         return folder
 
     def hosted(self, compression: str, documents: int) -> Path:
@@ -246,6 +242,14 @@ def _made(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def link(original: Path, copy: Path) -> None:
+    """Another name for a file, which counts as a file of its own; a copy where there are no such names."""
+    try:
+        os.link(original, copy)
+    except OSError:
+        shutil.copyfile(original, copy)
 
 
 def text_ranges(path: Path) -> list[tuple[int, int]]:

@@ -59,6 +59,8 @@ DOCUMENTS = 250
 """In a row group: 1.5 MB of text."""
 FILL_CHUNKS = 40
 """Chunks whose tokens are at hand: more than a loader reads ahead before its first batch is taken."""
+FOOTER_BYTES = 2 << 20
+"""What reaches up to the end of a file, and is not longer, is taken for its footer."""
 DEADLINE_S = 120.0
 LEDGERS = (
     "Penstock, on disk", "Penstock, cold", "Penstock, manifest", "Penstock, manifest, pinned",
@@ -244,7 +246,8 @@ def purpose(request: Mapping[str, Any], file_bytes: int) -> str:
     """What a request is for."""
     path, span = str(request["path"]), request["range"]
     if request["port"] == "cdn" or (span and "/resolve/" in path):
-        what = "footer" if span and span[1] in (None, file_bytes) else "text"
+        at_end = span and span[1] in (None, file_bytes) and file_bytes - span[0] <= FOOTER_BYTES
+        what = "footer" if at_end else "text"
         return f"{what} asked for" if request["port"] == "cdn" else f"address of a {what} asked for"
     if "/tree/" in path:
         return "listing asked for" + (", next page" if "cursor=" in request["query"] else "")
@@ -276,7 +279,7 @@ def after_the_text(run: Run, file_bytes: int, latency_s: float, bytes_per_s: flo
     """Seconds from when the first text was here, by arithmetic, to the first batch; None if none was asked for."""
     for request in run.asked():
         if purpose(request, file_bytes) == "text asked for":
-            return run.first_batch - (request["at"] + latency_s + request["sent"] / bytes_per_s)
+            return run.first_batch - float(request["at"] + latency_s + request["sent"] / bytes_per_s)
     return None
 
 

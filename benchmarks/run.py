@@ -8,7 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-SCRIPTS = ("start", "latency", "throughput", "tokens", "mapstyle", "resume", "interference", "memory")
+SCRIPTS = (
+    "start", "first_batch", "latency", "throughput", "remote_throughput", "cached", "tokens", "mapstyle", "resume",
+    "interference", "memory",
+)  # fmt: skip
 
 
 def main() -> int:

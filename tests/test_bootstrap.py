@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,11 +21,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from penstock import ConfigError, NoData, SourceChanged
+from penstock.cli.bootstrap import bootstrap as bootstrap_command
 from penstock.sources.bootstrap import Progress, bootstrap
 from penstock.sources.bootstrap_lines import as_lines
-from penstock.testing import FileServer, HubServer
+from penstock.testing import Chaos, FileServer, HubServer
 from tests.corpus import texts
 
 ROOT = Path(__file__).parent.parent
@@ -153,14 +158,14 @@ def test_every_format_can_be_the_source(name: str, corpus: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_of_many_chunks_is_extended_from_the_middle_of_one(compressed: bool, tmp_path: Path) -> None:
-    column = pages(9_000, 3000)
+    column = pages(6_000, 3000)
     data = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in column).encode()
     path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
     path.write_bytes(gzip.compress(data, 1) if compressed else data)
     parquet(tmp_path / "b.parquet", ["after"])
     out = tmp_path / "out.jsonl"
-    assert len(data) > 3 * (4 << 20)
-    for goal in (5_000_000, 5_100_000, 1 << 40):
+    assert len(data) > 2 * (4 << 20)
+    for goal in (5_000_000, 1 << 40):
         bootstrap([path, tmp_path / "b.parquet"], out, goal, refresh=True)
         assert out.read_bytes() == loop([*column, "after"], goal)
 
@@ -300,7 +305,7 @@ import pyarrow.parquet, penstock.sources.text_work
 pyarrow.array([""])  # so that not every child imports what this imports
 b.COMMIT_BYTES = 1
 source, folder, ending, goals = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-STEPS = {"write", "fsync", "replace", "truncate", "unlink", "open", "close", "copy_file_range", "flock", "ftruncate"}
+STEPS = {"write", "fsync", "replace", "truncate", "unlink", "copy_file_range", "ftruncate"}
 
 def child(out, goal, kill_at):
     # A process of its own, which dies in front of its n-th step.
@@ -332,7 +337,8 @@ while True:
     between = open(out, "rb").read() if os.path.exists(out) else None
     if status:
         assert os.WTERMSIG(status) == signal.SIGKILL, status
-        child(out, goals[-1], number // 2 + 1)  # and maybe killed again before it is through
+        if number % 3 == 0:
+            child(out, goals[-1], number // 2 + 1)  # and maybe killed again before it is through
         assert child(out, goals[-1], 0) == 0
     beside = sorted(name.removeprefix(str(number)) for name in os.listdir(folder) if name.startswith(f"{number}."))
     print(json.dumps([number, status, between and between.hex(), open(out, "rb").read().hex(), beside]), flush=True)
@@ -354,7 +360,7 @@ def killed_at_every_step(source: Path, folder: Path, ending: str, *goals: int) -
 
 def test_a_kill_at_any_step_leaves_no_trace(source: tuple[Path, list[str]], tmp_path: Path) -> None:
     results = killed_at_every_step(source[0], tmp_path / "out", ".jsonl", 6000)
-    assert len(results) > 30
+    assert len(results) > 20
     expected = loop(source[1], 6000)
     for between, final in results:
         assert between in (None, expected)
@@ -365,7 +371,7 @@ def test_a_kill_at_any_step_of_a_refresh_leaves_the_old_file_or_the_new(
     source: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     results = killed_at_every_step(source[0], tmp_path / "out", ".jsonl", 3000, 8000)
-    assert len(results) > 30
+    assert len(results) > 20
     old, new = loop(source[1], 3000), loop(source[1], 8000)
     assert {between for between, _ in results} == {old, new}
     assert {final for _, final in results} == {new}
@@ -375,7 +381,7 @@ def test_a_kill_at_any_step_gives_the_same_parquet(source: tuple[Path, list[str]
     bootstrap(source[0], tmp_path / "whole.parquet", 6000)
     whole = (tmp_path / "whole.parquet").read_bytes()
     results = killed_at_every_step(source[0], tmp_path / "out", ".parquet", 6000)
-    assert len(results) > 30
+    assert len(results) > 20
     assert {between for between, _ in results} == {None, whole}
     assert {final for _, final in results} == {whole}
 
@@ -396,21 +402,21 @@ def test_kills_again_and_again_while_it_comes_over_a_network(hub: HubServer, tmp
     column = many(hub, tmp_path / "files")
     goal = len(loop(column)) - 1000
     out = tmp_path / "out.jsonl"
-    hub.latency_s = 0.1
+    hub.latency_s = 0.08
     sizes = []
-    for kills in range(1, 4):
+    for kills in (1, 2):
         process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", goal, "-q"))
-        wait_for(lambda n=kills: saved(out)["bytes"] > goal * n // 5, process)
+        wait_for(lambda n=kills: saved(out)["bytes"] > goal * n // 4, process)
         process.kill()
         process.wait()
         sizes.append(saved(out)["bytes"])
-    assert sizes[0] < sizes[1] < sizes[2] < goal
+    assert sizes[0] < sizes[1] < goal
     hub.latency_s = 0.0
     hub.clear_log()
     told: list[Progress] = []
     bootstrap("hf://datasets/org/name", out, goal, progress=told.append)
     assert out.read_bytes() == loop(column, goal)
-    assert told[0].began == sizes[2]
+    assert told[0].began == sizes[1]
     assert not any("000.parquet" in request.path for request in hub.log)  # what was there is not fetched again
 
 
@@ -441,6 +447,15 @@ def test_no_more_is_fetched_than_is_wanted(hub: HubServer, tmp_path: Path) -> No
     assert (tmp_path / "out.jsonl").read_bytes() == loop(column, 1000)
     asked = {request.path for request in hub.log if request.port == "hub" and "/resolve/" in request.path}
     assert len([path for path in asked if path.endswith(".parquet")]) <= 4
+
+
+def test_faults_of_the_network_do_not_show(hub: HubServer, tmp_path: Path) -> None:
+    column = many(hub, tmp_path / "files")
+    chaos = Chaos(seed=2, rate=0.2, kinds=["status", "reset", "fin", "short"], path="*.parquet")
+    hub.fault(chaos)
+    bootstrap("hf://datasets/org/name", tmp_path / "out.jsonl", 1 << 40, remote={"backoff": 0.001})
+    assert (tmp_path / "out.jsonl").read_bytes() == loop(column)
+    assert chaos.struck.total() > 5
 
 
 def test_data_that_changed_is_refused_with_the_name_of_the_file(hub: HubServer, tmp_path: Path) -> None:
@@ -552,7 +567,7 @@ def test_a_progress_file_that_is_none_is_refused(source: tuple[Path, list[str]],
 def test_one_process_at_a_time_and_the_second_names_the_first(hub: HubServer, tmp_path: Path) -> None:
     column = many(hub, tmp_path / "files")
     out = tmp_path / "out.jsonl"
-    hub.latency_s = 0.5
+    hub.latency_s = 0.15
     process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", "60kB", "-q"))
     try:
         wait_for(lambda: saved(out)["bytes"] > 0, process)
@@ -586,13 +601,13 @@ def test_parquet_has_the_same_texts(source: tuple[Path, list[str]], tmp_path: Pa
 
 
 def test_parquet_has_row_groups_of_a_few_megabytes_with_checksums(tmp_path: Path) -> None:
-    column = pages(7_000, 6000)
+    column = pages(6_000, 6000)
     parquet(tmp_path / "a.parquet", column, rows=1000)
     out = tmp_path / "out.parquet"
     bootstrap(tmp_path / "a.parquet", out, 1 << 40)
     metadata = pq.ParquetFile(out).metadata
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    assert len(sizes) >= 3
+    assert len(sizes) >= 2
     assert all(6 << 20 < size < 10 << 20 for size in sizes[:-1])
     data = bytearray(out.read_bytes())
     data[100_000] ^= 1
@@ -616,14 +631,52 @@ def test_the_command_ends_with_the_bytes_it_wrote(source: tuple[Path, list[str]]
     assert again.returncode == 0
     assert again.stdout == f"wrote bytes: {size}\n"
     assert "all there already" in again.stderr
-    for args, message in (
-        (("--bytes", "lots"), "--bytes = 'lots': needs a number of bytes"),
-        (("--bytes", "9kB"), "--refresh"),
-    ):
-        refused = run(source[0], "--out", out, *args)
-        assert refused.returncode == 1
-        assert message in refused.stderr
-        assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--out", "out.jsonl", "--bytes", "lots"), "--bytes = 'lots': needs a number of bytes"),
+        (("--out", "out.txt", "--bytes", "9kB"), r"ends in \.jsonl or \.parquet"),
+        (("--out", "out.parquet", "--refresh"), "only JSONL can be extended"),
+        (("--out", "out.jsonl", "--config", "x", "a.jsonl"), "config='x'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(bootstrap_command)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, args, catch_exceptions=False)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_terminal_gets_a_bar(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    out = tmp_path / "out.jsonl"
+    line = command(source[0], "--out", out, "--bytes", "5000")
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"COLUMNS": "200"})
+        os.close(theirs)
+        assert process.communicate(timeout=DEADLINE_S)[0] == f"wrote bytes: {out.stat().st_size}\n".encode()
+        shown = screen.read(1 << 20).decode()
+    assert process.returncode == 0
+    assert "5.0/5.0 kB" in shown
+    assert out.name in shown
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    source: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.bootstrap.SAY_EVERY_S", 0.0)
+    app = typer.Typer()
+    app.command()(bootstrap_command)
+    args = [str(source[0]), "--out", str(tmp_path / "out.jsonl"), "--bytes", "5000"]
+    said = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert re.search(r"0 of 0 MB, [0-9.]+ MB/s, 0 s to go \(out\.jsonl\)", said.stderr)
+    assert CliRunner().invoke(app, [*args, "--quiet"]).stderr == ""
 
 
 def test_the_background_goes_on_by_itself(source: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -678,8 +731,9 @@ def test_a_disk_that_fails_is_told_and_the_next_run_goes_on(
     assert what in failed.stderr
     assert f"bytes are safe in {out}.partial: the same again goes on from there" in failed.stderr
     assert not out.exists()
-    done = run(source[0], "--out", out, "--bytes", "9000")
-    assert "goes on after" in done.stderr
+    told: list[Progress] = []
+    bootstrap(source[0], out, 9000, progress=told.append)
+    assert told[0].began > 0
     assert out.read_bytes() == loop(source[1], 9000)
 
 

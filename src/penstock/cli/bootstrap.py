@@ -44,7 +44,7 @@ def bootstrap(
     check_name(out, refresh)
     sources = urls or ["fineweb_edu"]
     if background:
-        _detach(sources, out, goal, config, text_field, refresh)
+        _detach(sources, out, goal, config, text_field, ["--refresh"] * refresh + ["--quiet"] * quiet)
         return
     show = _Silence() if quiet else _Bar() if sys.stderr.isatty() else _Plain()
     began = time.monotonic()
@@ -76,15 +76,13 @@ def main() -> None:
         sys.exit(1)
 
 
-def _detach(
-    urls: list[str], out: Path, goal: int, config: str | None, text_field: str, refresh: bool
-) -> None:  # fmt: skip
+def _detach(urls: list[str], out: Path, goal: int, config: str | None, text_field: str, flags: list[str]) -> None:
+    """The same in a process of its own, which outlives this one and its terminal."""
     import penstock
     from penstock.config import environment
 
-    arguments = ["--out", str(out), "--bytes", str(goal), "--text-field", text_field]
+    arguments = ["--out", str(out), "--bytes", str(goal), "--text-field", text_field, *flags]
     arguments += ["--config", config] if config is not None else []
-    arguments += ["--refresh"] if refresh else []
     # The same package, wherever this process found it.
     folders = [str(Path(penstock.__file__).parent.parent), environment().get("PYTHONPATH", "")]
     out.parent.mkdir(parents=True, exist_ok=True)

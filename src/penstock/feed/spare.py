@@ -13,10 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from penstock.feed.pool import closed, join_all
+from penstock.read.attempt import Fault, Patience
 
 T = TypeVar("T")
 
@@ -29,11 +31,12 @@ class SpareThreads:
     def __init__(self, limit: int, name: str = "spare") -> None:
         self._limit = limit
         self._name = name
-        self._lock = threading.Lock()
+        # Reentrant, because a garbage collection may end the run on a thread that is in here.
+        self._lock = threading.RLock()
         self._wanted = threading.Condition(self._lock)
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._serving = self._idle = 0
         self._stopped = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -46,9 +49,11 @@ class SpareThreads:
             if self._idle >= len(self._calls):
                 self._wanted.notify()
                 return future
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if len(self._threads) >= self._limit:
+            if self._serving >= self._limit:
                 return future
+            # Not by who is alive: a thread may be so for a moment after it has seen that nothing is to be done.
+            self._serving += 1
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             thread = threading.Thread(target=self._serve, name=f"penstock-{self._name}", daemon=True)
             # Started under the lock: a thread that has not begun would not count as alive.
             thread.start()
@@ -83,6 +88,7 @@ class SpareThreads:
                 while not self._calls:
                     left = until - time.monotonic()
                     if self._stopped or left <= 0:
+                        self._serving -= 1
                         return
                     self._idle += 1
                     self._wanted.wait(left)
@@ -96,21 +102,32 @@ class SpareThreads:
             del call, future  # an idle thread must not keep the last result alive
 
 
-def resolve_in_time(host: str, port: int, timeout: float) -> Sequence[tuple[Any, ...]]:
+def resolve_in_time(host: str, port: int, patience: Patience) -> Sequence[tuple[Any, ...]]:
     """The addresses of a host, within a deadline, which the system's own resolver does not know.
 
     A lookup that takes longer cannot be ended: its thread goes on until the resolver gives up.
     """
+    if host.replace(".", "").isdigit() or ":" in host:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # a number needs no server
     answer: Future[Sequence[tuple[Any, ...]]] = Future()
 
     def look_up() -> None:
         try:
-            answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except BaseException as error:  # belongs to whoever asked
-            answer.set_exception(error)
+            _settle(answer, error)
+        else:
+            with suppress(InvalidStateError):
+                answer.set_result(found)
 
-    if host.replace(".", "").isdigit() or ":" in host:
-        look_up()  # a number needs no server
-    else:
-        threading.Thread(target=look_up, name="penstock-lookup", daemon=True).start()
-    return answer.result(timeout)
+    threading.Thread(target=look_up, name="penstock-lookup", daemon=True).start()
+    patience.when_cancelled(lambda: _settle(answer, Fault("cancelled", "nobody needs it any more")))
+    try:
+        return answer.result(patience.connect_s())
+    finally:
+        patience.when_cancelled(None)
+
+
+def _settle(answer: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):  # the other of the two was faster
+        answer.set_exception(error)

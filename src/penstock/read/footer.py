@@ -29,6 +29,8 @@ SMALL = 256 * KiB
 """A file up to this size is fetched whole with its footer: one round trip instead of two."""
 SMALL_BYTES = 32 * MiB
 """What small files may take in memory."""
+MAX_FOOTER = 256 * MiB
+"""A longer one is none: its length is damaged, or it was made to fill the memory."""
 
 
 def column_range(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
@@ -43,7 +45,8 @@ def parse_footer(file: FileRef, source: Any) -> pq.FileMetaData:
     """The metadata at the end of `source`."""
     try:
         footer = pq.read_metadata(source)
-    except (pa.ArrowException, OSError) as error:
+        _ = footer.schema.to_arrow_schema()  # its names may be no text
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if not is_damage(error):
             raise
         raise damaged(file, str(error)) from error
@@ -76,7 +79,8 @@ class RemoteFooters:
         if self._kept is None:
             tail = self._fetch(file)
         else:
-            tail = self._kept.once("footers", _key(file), lambda: self._fetch(file), wait_s=30.0)
+            stop = self._remote.closing
+            tail = self._kept.once("footers", _key(file), lambda: self._fetch(file), wait_s=30.0, stop=stop)
         try:
             return self._parse(file, tail)
         except CorruptFile:
@@ -96,7 +100,9 @@ class RemoteFooters:
         if not tail.endswith(MAGIC):
             raise damaged(file, f"it ends in {tail[-4:]!r} instead of {MAGIC!r}")
         footer = parse_footer(file, pa.BufferReader(tail))
-        self._remote.expect(file, etag.decode("utf-8", "replace"))
+        if not file.etag:
+            # All that tells whether the bytes fetched today are of the file that this footer was of.
+            self._remote.expect(file, etag.decode("utf-8", "replace"))
         return footer
 
     def _fetch(self, file: FileRef) -> bytes:
@@ -106,7 +112,7 @@ class RemoteFooters:
         guess = file.size if file.size <= SMALL else min(file.size, max(64 * KiB, min(file.size // 1000, 2 * MiB)))
         tail = self._remote.read(file, file.size - guess, guess)
         need = int.from_bytes(tail[-8:-4], "little") + 8
-        if tail.endswith(MAGIC) and guess < need <= file.size:
+        if tail.endswith(MAGIC) and guess < need <= min(file.size, MAX_FOOTER):
             tail = self._remote.read(file, file.size - need, need - guess) + tail
         if guess == file.size:
             self._keep_small(file, tail)
@@ -115,8 +121,8 @@ class RemoteFooters:
 
     def _keep_small(self, file: FileRef, data: bytearray) -> None:
         with self._lock:
+            self._small_bytes += len(data) - len(self._small.pop(file.path, b""))
             self._small[file.path] = data
-            self._small_bytes += len(data)
             while self._small_bytes > SMALL_BYTES:
                 self._small_bytes -= len(self._small.popitem(last=False)[1])
 

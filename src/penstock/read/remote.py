@@ -125,6 +125,11 @@ class RemoteFiles:
             return None
         return self._usual.too_long(length)
 
+    @property
+    def closing(self) -> threading.Event:
+        """Set once the run ends."""
+        return self._client.closing
+
     def etag(self, file: FileRef) -> str:
         """The ETag that a file's bytes came with, where one did."""
         with self._lock:
@@ -183,7 +188,8 @@ class RemoteFiles:
         with response:
             status = response.status
             if 400 <= status < 500 and status != 416 and status not in AGAIN:
-                if hub and not elsewhere and status not in (404, 410):
+                gone = response.headers.get("x-error-code", "") in ("EntryNotFound", "RevisionNotFound")
+                if hub and not elsewhere and not gone:
                     refusal = Refused(status, response.headers, response.read(MiB))
                     raise Fault(f"status_{status}", "refused", final=hub_refused(file.path, refusal))
                 # An address that was signed a moment ago should be good: it is asked for a second time.
@@ -200,8 +206,7 @@ class RemoteFiles:
         """The body, if the head promises what was asked for."""
         status, headers = response.status, response.headers
         whole = status == 200 and start == 0 and length == file.size and response.length == file.size
-        if not whole:
-            check_plain(response)
+        check_plain(response, page_ok=whole)
         if status == 416:
             raise _doubt("range", SourceChanged(f"{file.path} has no bytes {start} to {start + length - 1}: it was "
                                                 f"{file.size} bytes long when it was listed. {_ADVICE}"))  # fmt: skip
@@ -231,15 +236,17 @@ class RemoteFiles:
         if not etag:
             return
         with self._lock:
-            # The Hub's own addresses name a commit, whose content cannot change; what serves the bytes
-            # has ETags of its own, so those are compared with each other.
-            listed = "" if file.path.startswith("hf://") else plain_etag(file.etag)
+            # The Hub's own addresses name a commit, whose content cannot change; what serves the bytes may
+            # have ETags of its own, and then those are compared with each other.
+            listed = plain_etag(file.etag)
+            if file.path.startswith("hf://") and len(listed) != len(etag):
+                listed = ""
             before = listed or self._etags.get(file.path, "")
             if not before:
                 self._remember(self._etags, file.path, etag)
                 return
         if etag != before:
-            raise _doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {before}, it is {etag}. {_ADVICE}"))
+            raise _other_etag(file, before, etag)
 
     def _forget(self, file: FileRef) -> None:
         with self._lock:
@@ -265,7 +272,12 @@ def _linked(file: FileRef, response: Response) -> None:
     linked = plain_etag(response.headers.get("x-linked-etag", ""))
     listed = plain_etag(file.etag)
     if linked and listed and len(linked) == len(listed) and linked != listed:
-        raise _doubt("etag", SourceChanged(f"{file.path} changed: its ETag was {listed}, it is {linked}. {_ADVICE}"))
+        raise _other_etag(file, listed, linked)
+
+
+def _other_etag(file: FileRef, before: str, now: str) -> Fault:
+    text = f"{file.path} changed: its ETag was {before[:100]}, it is {now[:100]}. {_ADVICE}"
+    return _doubt("etag", SourceChanged(text))
 
 
 def plain_etag(etag: str) -> str:
@@ -285,7 +297,12 @@ def _check_range(value: str, start: int, length: int) -> int | None:
 def _no_access(file: FileRef, status: int) -> PenstockError:
     if status in (404, 410):
         return SourceChanged(f"{file.path} is gone: its server answers {status}. {_ADVICE}")
-    if status in (401, 403, 407, 451) or file.path.startswith("hf://"):
+    if file.path.startswith("hf://"):
+        return AccessDenied(
+            f"{file.path}: the server that the Hub names for it refuses access ({status}), also with a new address. "
+            "See that this machine's clock is right and that no proxy changes its requests."
+        )
+    if status in (401, 403, 407, 451):
         return AccessDenied(
             f"{file.path}: its server refuses access ({status}). A signed address may have expired, or a login is "
             "missing: make a new address, or give the login as https://user:password@host/…"

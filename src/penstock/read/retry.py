@@ -33,6 +33,7 @@ AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 HOPS = 5
 MAX_PAUSE_S = 10.0
+"""The longest pause between two attempts; where the budget is short, a tenth of that."""
 MAX_REDIRECT = 64 * KiB
 """A longer body of a redirect is not read to its end, though the connection is lost by that."""
 
@@ -134,7 +135,7 @@ class Client:
                     heard.add(str(fault.final))
                 tried[fault.reason] += 1
                 delay = pause * self._random.uniform(0.5, 1.0)
-                pause = min(2 * pause, MAX_PAUSE_S)
+                pause = min(2 * pause, MAX_PAUSE_S, budget_s / 10)
                 if fault.retry_after is not None:
                     delay = max(delay, min(fault.retry_after, self.limits.retry_after_cap))
                 if time.monotonic() + delay >= deadline:
@@ -247,7 +248,7 @@ class Client:
         def attempt(patience: Patience) -> Reply:
             with self.follow(method, Target(url), headers or {}, token, patience)[1] as response:
                 if response.status in ok:
-                    if method != "HEAD" or "." in Target(url).path.rpartition("/")[2].removesuffix(".html"):
+                    if method != "HEAD":
                         check_plain(response)
                     limit = max_bytes if method != "HEAD" else 0
                     body = response.read(limit)
@@ -292,13 +293,13 @@ class Client:
         raise Fault("redirect", text, final=RemoteError(text), doubtful=True)
 
 
-def check_plain(response: Response) -> None:
-    """Refuse what no server of data answers: a portal's web page, or something compressed that nobody asked for."""
+def check_plain(response: Response, *, page_ok: bool = False) -> None:
+    """Refuse what no server of data answers: something compressed that nobody asked for, or a portal's web page."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise Fault("encoded", f"the answer is {encoding[:20]}-encoded, which nobody asked for")
-    if response.status == 200 and "html" in response.headers.get("content-type", "").lower():
-        raise Fault("html", "a web page came instead of data: a portal or proxy is in the way")
+    if response.status == 200 and not page_ok and "html" in response.headers.get("content-type", "").lower():
+        raise Fault("html", "a web page came, and no listing or file: a portal or proxy is in the way")
 
 
 def raise_for(response: Response) -> NoReturn:

@@ -28,6 +28,9 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 AHEAD_BYTES = 128 * MiB
 """Text that may be under way, one chunk at the least."""
 
+STEP = 128
+"""Documents that are made lines at once: their memory is soon used again, where a chunk's would be new each time."""
+
 ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 CONTROL = re.compile(rb"[\x00-\x1f]")
 BETWEEN = b"\xff"
@@ -56,12 +59,13 @@ class LineWork(TextWork):
             raise
         texts = documents.texts.cast(pa.large_binary()).to_pylist()[first:]
         rows = np.array([row for row, text in enumerate(texts, first) if text], np.int64)
-        return Lines(as_lines(filter(None, texts)), rows, documents.bad, documents.last)
+        lines = b"".join([as_lines(texts[i : i + STEP]) for i in range(0, len(texts), STEP)])
+        return Lines(lines, rows, documents.bad, documents.last)
 
 
 def as_lines(texts: Iterable[bytes]) -> bytes:
-    """What `json.dumps({"text": text}, ensure_ascii=False)` gives for each, five times as fast."""
-    data = BETWEEN.join(texts)
+    """What `json.dumps({"text": text}, ensure_ascii=False)` gives for each that is not empty, much faster."""
+    data = BETWEEN.join(filter(None, texts))
     if not data:
         return b""
     for character, escape in ESCAPES.items():
