@@ -16,17 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.config import cache_dir, one_of, whole_number
-from penstock.encode.tokenize import AUTO, CACHE_BYTES, load_tokenizer
 from penstock.errors import ConfigError, StateFormat
 from penstock.read.attempt import Remote
 from penstock.read.manifest import fingerprint, list_files
-from penstock.read.reader import ReadSettings
-from penstock.sources.text import PackSettings
-from penstock.state import address
-from penstock.types import Address, FileRef, Format, GiB, KiB, MiB, OnBadRecord, Packing
+from penstock.read.settings import ReadSettings
+from penstock.types import AUTO, WORD_CACHE_BYTES, Address, FileRef, Format, GiB, KiB, MiB, OnBadRecord, Packing
 
 if TYPE_CHECKING:
+    from penstock.encode.tokenize import Tokenizer
     from penstock.sources.network import Outside
+    from penstock.sources.text import PackSettings
     from penstock.sources.text_stream import TextStream
 
 Path = str | os.PathLike[str]
@@ -46,6 +45,13 @@ def _is_remote(url: str) -> bool:
     from penstock.read.hub import SHORT_NAMES
 
     return url in SHORT_NAMES
+
+
+def _load(spec: Any, **how: Any) -> Tokenizer:
+    # Imported here: while Arrow and the tokenizers are, the files are being listed.
+    from penstock.encode.tokenize import load_tokenizer
+
+    return load_tokenizer(spec, **how)
 
 
 class TextDataset:
@@ -84,7 +90,7 @@ class TextDataset:
         max_ratio: float = 1000.0,
         skip: Iterable[Any] = (),
         doc_batch: int | None = None,
-        tokenizer_cache_bytes: int = CACHE_BYTES,
+        tokenizer_cache_bytes: int = WORD_CACHE_BYTES,
         config: str | None = None,
         remote: Remote | dict[str, Any] | None = None,
         cache: bool | Literal["auto"] = "auto",
@@ -155,14 +161,8 @@ class TextDataset:
             raise ConfigError(f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is.")
         if not isinstance(share_listing, bool):
             raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
-        load = partial(
-            load_tokenizer,
-            tokenizer,
-            eos=eos,
-            bos=bos,
-            engine=engine,
-            cache_bytes=whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB),
-        )
+        words = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
+        load = partial(_load, tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=words)
         self.outside: Outside | None = None
         """What it needs of the network and keeps of it; None where it needs and keeps nothing."""
         self.files: tuple[FileRef, ...]
@@ -213,6 +213,8 @@ class TextDataset:
     def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
         names = {member.name for file in self.files for member in file.members}
         names |= {file.name for file in self.files if not file.members}
+        from penstock.state import address
+
         try:
             addresses = frozenset(address(entry) for entry in skip)
         except (StateFormat, TypeError) as error:
@@ -234,6 +236,8 @@ class TextDataset:
 
     def pack(self) -> PackSettings:
         """How the documents become rows."""
+        from penstock.sources.text import PackSettings
+
         return PackSettings(
             seq_len=self.seq_len,
             packing=self.packing,

@@ -28,6 +28,10 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 
+AUTO: Literal["auto"] = "auto"
+WORD_CACHE_BYTES = 128 * MiB
+"""How far a tokenizer's memory of words may grow, unless told otherwise."""
+
 IGNORE = -100
 """The target of a position that must not count in the loss; PyTorch's default `ignore_index`."""
 

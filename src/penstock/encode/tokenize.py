@@ -37,12 +37,10 @@ from penstock.encode.engines import (
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
-from penstock.types import ChunkRef, Documents, MiB, TokenChunk
+from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
 
-AUTO: Literal["auto"] = "auto"
-CACHE_BYTES = 128 * MiB
 PROBE_VERSION = 1
 PROBE = (
     "The quick brown fox can't jump over 12,345.67 lazy dogs — it's they'll WE'VE I'd\n\n\t  trailing   ",
@@ -136,7 +134,7 @@ def load_tokenizer(
     eos: str | int | None = AUTO,
     bos: str | int | None = None,
     engine: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto",
-    cache_bytes: int = CACHE_BYTES,
+    cache_bytes: int = WORD_CACHE_BYTES,
 ) -> Tokenizer:
     """Find a vocabulary and the fastest engine that encodes it right."""
     if isinstance(spec, Tokenizer):

@@ -9,6 +9,7 @@ State: the last bytes of small remote files, which are often all there is to the
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ def parse_footer(file: FileRef, source: Any) -> pq.FileMetaData:
     try:
         footer = pq.read_metadata(source)
         _ = footer.schema.to_arrow_schema()  # its names may be no text
+        _look_at_columns(footer, os.path.getsize(source) if isinstance(source, str) else file.size)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if not is_damage(error):
             raise
@@ -55,6 +57,21 @@ def parse_footer(file: FileRef, source: Any) -> pq.FileMetaData:
     if rows != footer.num_rows:
         raise damaged(file, f"its row groups have {rows} rows, the whole has {footer.num_rows}")
     return footer
+
+
+def _look_at_columns(footer: pq.FileMetaData, size: int) -> None:
+    """Have Arrow look at all columns of all row groups, in the one way in which it raises what it finds.
+
+    To ask for one that does not fit the schema would end the process: there, an exception of its own that
+    nobody catches. Reading catches it, and first works out where everything lies; no byte has to come.
+    """
+    opened = pq.ParquetFile(pa.PythonFile(_NoBytes(size), mode="r"), metadata=footer, pre_buffer=True)
+    try:
+        opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
+    except _Wanted:
+        pass
+    finally:
+        opened.close(force=True)
 
 
 def damaged(file: FileRef, why: str) -> CorruptFile:
@@ -168,3 +185,18 @@ class AsFile:
 
     def flush(self) -> None:
         return
+
+
+class _Wanted(Exception):
+    """Bytes of a file were asked for."""
+
+
+class _NoBytes(AsFile):
+    """A file of some size of which nothing is here."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._at = 0
+
+    def read(self, n: int = -1) -> bytes:
+        raise _Wanted

@@ -13,8 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +25,9 @@ from penstock.read import jsonl, text
 from penstock.read.delimited import read_records
 from penstock.read.parquet import ParquetReader
 from penstock.read.records import Judge, count_empty
+from penstock.read.settings import ReadSettings
 from penstock.read.storage import Bytes, Storage
-from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB, OnBadRecord
+from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
 
 if TYPE_CHECKING:
     from penstock.read.kept import Kept
@@ -38,22 +38,6 @@ SHARED_BYTES = 256 * MiB
 """What the columns of row groups that were split may take in memory, one at the least."""
 TAIL = 64 * KiB
 """Fetched beyond a range of records: one that begins in it ends after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadSettings:
-    """How documents are taken out of files. All of it decides the stream."""
-
-    text_field: str = "text"
-    separator: bytes | None = None
-    chunk_bytes: int = 4 * MiB
-    split: Literal["train", "val"] | None = None
-    val_fraction: float = 0.0
-    split_seed: int = 0
-    on_bad_record: OnBadRecord = "raise"
-    max_doc_bytes: int = 256 * MiB
-    max_ratio: float = 1000.0
-    skip: frozenset[Address] = field(default_factory=frozenset)
 
 
 class Reader:

@@ -9,20 +9,23 @@ State: none; all threads have ended when the dataset is there.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir, offline
-from penstock.encode.tokenize import Tokenizer
 from penstock.feed.agree import from_rank_0
 from penstock.read.attempt import Remote
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import list_files
 from penstock.sources.network import Opened, Outside
 from penstock.types import FileRef, Format, Member
+
+if TYPE_CHECKING:
+    from penstock.encode.tokenize import Tokenizer
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -53,6 +56,7 @@ def far_away(
         else:
             under_way = opened.meanwhile(lambda: _list(listing, remote))
             tokenizer = load()
+            importlib.import_module("penstock.sources.files")  # the loader will need it; now it costs nothing
             files = under_way.result()
     return files, tokenizer, replace(outside, secrets=dict(remote.secrets))
 

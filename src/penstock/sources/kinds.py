@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError
-from penstock.sources.files import TextSource
 from penstock.sources.source import Source
 
 
@@ -26,6 +25,8 @@ def as_source(
                     "need none. Use device_preprocess=…, or pass a map-style dataset."
                 )
         if isinstance(dataset, TextDataset):
+            from penstock.sources.files import TextSource
+
             return TextSource(dataset)
         return _packed(dataset)
     if isinstance(dataset, str | bytes | dict):

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import offline
 from penstock.errors import Offline
 from penstock.feed.spare import SpareThreads, resolve_in_time
 from penstock.read.attempt import Remote
-from penstock.read.cache import TokenCache
 from penstock.read.http import Http
 from penstock.read.kept import Kept
 from penstock.read.listing import Secret
@@ -26,6 +25,9 @@ from penstock.read.manifest import explain_change
 from penstock.read.remote import RemoteFiles
 from penstock.read.retry import Client
 from penstock.types import FileRef
+
+if TYPE_CHECKING:
+    from penstock.read.cache import TokenCache
 
 T = TypeVar("T")
 
@@ -43,6 +45,8 @@ class Outside:
 
     def cache(self) -> TokenCache | None:
         """The token cache, where there is one."""
+        from penstock.read.cache import TokenCache
+
         return TokenCache(self.folder, self.cache_bytes) if self.cache_bytes else None
 
     def explain_change(self, fingerprint: str, files: Sequence[FileRef]) -> str | None:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from penstock.encode.batch import Batch, Position
-from penstock.encode.deal import Batcher
-from penstock.encode.rows import Packer
 from penstock.feed.pool import Pool
 from penstock.state import State
 from penstock.types import Address, Shard
+
+if TYPE_CHECKING:
+    from penstock.encode.rows import Packer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,8 @@ class RowsProducer:
     """Deals batches from the lanes of a run."""
 
     def __init__(self, source: RowSource, run: Run, lanes: Lanes) -> None:
+        from penstock.encode.deal import Batcher
+
         self._lanes = lanes
         self._batcher = Batcher(
             lanes.packers,

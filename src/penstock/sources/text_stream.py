@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from penstock.config import one_of, whole_number
 from penstock.encode.collate import plain
-from penstock.encode.tokenize import AUTO, CACHE_BYTES, Tokenizer, load_tokenizer
+from penstock.encode.tokenize import Tokenizer, load_tokenizer
 from penstock.encode.window import Place
 from penstock.errors import BadRecord, ConfigError
 from penstock.feed.pool import Pool, Task
@@ -27,7 +27,7 @@ from penstock.order.plan import Plan
 from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.source import RowSource, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
-from penstock.types import Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
+from penstock.types import AUTO, WORD_CACHE_BYTES, Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
 
 IDS = np.dtype(np.uint32)
 """The type of ids where there is no tokenizer to say how large they get."""
@@ -56,7 +56,7 @@ class TextStream:
         chunk_bytes: int = 4 * MiB,
         shuffle_chunks: int = 16,
         doc_batch: int | None = None,
-        tokenizer_cache_bytes: int = CACHE_BYTES,
+        tokenizer_cache_bytes: int = WORD_CACHE_BYTES,
     ) -> None:
         """See `TextDataset.from_iterable`."""
         if isinstance(source, str | bytes | Mapping) or not (callable(source) or hasattr(source, "__iter__")):

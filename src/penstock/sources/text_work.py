@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile
-from penstock.read.reader import MAX_CHUNK_BYTES, Reader, ReadSettings
+from penstock.read.reader import MAX_CHUNK_BYTES, Reader
+from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
 from penstock.types import Bad, ChunkRef, Documents, FileRef, TokenChunk
 

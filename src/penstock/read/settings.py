@@ -1,0 +1,24 @@
+"""How documents are taken out of files. Plain values, and quick to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.types import Address, MiB, OnBadRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """How documents are taken out of files. All of it decides the stream."""
+
+    text_field: str = "text"
+    separator: bytes | None = None
+    chunk_bytes: int = 4 * MiB
+    split: Literal["train", "val"] | None = None
+    val_fraction: float = 0.0
+    split_seed: int = 0
+    on_bad_record: OnBadRecord = "raise"
+    max_doc_bytes: int = 256 * MiB
+    max_ratio: float = 1000.0
+    skip: frozenset[Address] = field(default_factory=frozenset)
