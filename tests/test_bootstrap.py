@@ -303,7 +303,10 @@ import json, os, signal, sys
 import penstock.sources.bootstrap as b
 b.COMMIT_BYTES = 1
 source, folder, ending, goals = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-b.bootstrap(source, os.path.join(folder, "warm" + ending), 1)  # imports whatever it takes, for all children
+# Have everything imported that the children need, and no thread started.
+import pyarrow, pyarrow.parquet, penstock.sources.text_work
+pyarrow.array([""])
+b.TextDataset(source, tokenizer="byte", seq_len=1)
 STEPS = {"write", "fsync", "replace", "truncate", "unlink", "copy_file_range", "ftruncate"}
 
 def child(out, goal, kill_at):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.bootstrap import bootstrap
 from penstock.cli.cache import cache
 from penstock.cli.config import config
 from penstock.cli.demo import demo
@@ -23,6 +24,7 @@ cli = typer.Typer(
 cli.command()(demo)
 cli.command()(config)
 cli.command()(stage)
+cli.command()(bootstrap)
 cli.add_typer(cache, name="cache")
 
 _debug = False

@@ -68,8 +68,9 @@ def _look_at_columns(footer: pq.FileMetaData, size: int) -> None:
     opened = pq.ParquetFile(pa.PythonFile(_NoBytes(size), mode="r"), metadata=footer, pre_buffer=True)
     try:
         opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
-    except _Wanted:
-        pass
+    except _Wanted as wanted:
+        # Arrow may hold on to an exception for good; it must not hold on to what its traceback leads to.
+        wanted.__traceback__ = None
     finally:
         opened.close(force=True)
 
