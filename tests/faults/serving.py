@@ -8,7 +8,7 @@ import json
 import pydoc_data.topics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,16 @@ QUICK = Remote(
     backoff=0.02,
     retry_after_cap=0.2,
 )
+IMPATIENT = replace(QUICK, request_timeout=1, stall_timeout=0.2, retry_budget=0.8, metadata_budget=0.8)
+"""For what never succeeds."""
 DEADLINE_S = 15.0
-"""No run of these tests may take longer until it has ended or failed; the budgets are a third of it."""
+"""No run of these tests may take longer until it has ended or failed, however busy the machine; budgets are shorter."""
 
 FORMS = ("parquet", "docs.jsonl", "docs.jsonl.gz", "docs.jsonl.zst", "texts")
 """What may be asked for in the repository; each has documents enough for several requests."""
-CARD = "---\nconfigs:\n- config_name: default\n  data_files: parquet/*.parquet\n---\nText for tests.\n"
+CHOSEN = "parquet/a.parquet"
+CARD = f"---\nconfigs:\n- config_name: default\n  data_files: {CHOSEN}\n---\nText for tests.\n"
+"""Whoever does not read the card reads other files."""
 
 
 @cache

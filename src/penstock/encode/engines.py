@@ -10,6 +10,7 @@ State: the libraries' own caches. gigatoken's never forgets a word, so its insta
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ class Engine(Protocol):
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]: ...
 
+    def prepare(self) -> None:
+        """Do beforehand what the first call would have to wait for."""
+        return
+
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], I64]:
     """A column's bytes and offsets, without a copy, the first offset being 0."""
@@ -43,7 +48,7 @@ def text_buffers(texts: pa.LargeStringArray) -> tuple[np.ndarray[Any, np.dtype[n
     return data[: offsets[-1]], offsets
 
 
-class ByteEngine:
+class ByteEngine(Engine):
     """Each byte is its own id."""
 
     name = "byte"
@@ -53,7 +58,7 @@ class ByteEngine:
         return text_buffers(texts)
 
 
-class TokenizersEngine:
+class TokenizersEngine(Engine):
     """Hugging Face `tokenizers`: the reference, and the fallback for whatever else there is."""
 
     name = "tokenizers"
@@ -76,7 +81,7 @@ class TokenizersEngine:
         return _flatten([encoding.ids for encoding in encodings])
 
 
-class TiktokenEngine:
+class TiktokenEngine(Engine):
     """OpenAI's `tiktoken`: the reference for its own vocabularies."""
 
     name = "tiktoken"
@@ -98,18 +103,21 @@ def _flatten(ids: list[list[int]]) -> tuple[Ids, I64]:
     return flat, offsets
 
 
-class GigatokenEngine:
+class GigatokenEngine(Engine):
     """gigatoken: Arrow memory in, numpy out, the GIL released in between."""
 
     name = "gigatoken"
     MIN_TEXT = 8 * MiB
     """Text an instance must have seen before it is replaced: bounds what replacing can cost."""
+    PLAIN = 8 * MiB
+    """A first text no longer than this is encoded without awkward, whose import takes longer than that."""
     FIRST = 2
     """Chunks that are encoded by one instance before another is loaded."""
     MAX_TEXT = GiB
     """Where the system does not tell a process its own size, replace after this much text."""
 
-    def __init__(self, load: Callable[[], Any], cache_bytes: int) -> None:
+    def __init__(self, load: Callable[[], Any], cache_bytes: int, vocab_size: int | None = None) -> None:
+        """Where `vocab_size` is known, the vocabulary has been loaded before, and is loaded when it is needed."""
         self._load = load
         self._cache_bytes = cache_bytes
         self._generation = 0
@@ -117,18 +125,37 @@ class GigatokenEngine:
         """The size of the process when an instance of this generation had seen the common words."""
         # An instance serialises its callers, so each call has one to itself. There are as many as
         # there were calls at once, and the one used last, whose cache is warm, is used next.
-        self._idle = [_Instance(load())]  # fails here and now if the vocabulary is not for it
+        self._idle: list[_Instance] = []
+        self._unborn = vocab_size is not None
+        """Whether nobody has begun to load the first one."""
+        if vocab_size is None:
+            self._idle.append(_Instance(load()))  # fails here and now if the vocabulary is not for it
+            vocab_size = int(self._idle[0].tokenizer.vocab_size)
         self._changed = threading.Condition()
         self._done = 0
-        self.vocab_size = int(self._idle[0].tokenizer.vocab_size)
+        self.vocab_size = vocab_size
         self.replaced = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GigatokenEngine, (self._load, self._cache_bytes)
+        return GigatokenEngine, (self._load, self._cache_bytes, self.vocab_size)
+
+    def prepare(self) -> None:
+        with self._changed:
+            if not self._unborn:
+                return
+            self._unborn = False
+        first = self._new(0)
+        with self._changed:
+            self._idle.append(first)
+            self._changed.notify_all()
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         instance = self._take()
         try:
+            # The first batch, for which somebody is waiting, does without a quarter of a second of import,
+            # during which no other thread gets on either.
+            if self._done == 0 and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
+                return self._encode_plainly(instance, texts)
             return self._encode(instance, texts)
         finally:
             instance.seen += texts.nbytes
@@ -139,11 +166,21 @@ class GigatokenEngine:
         with self._changed:
             # Loading holds the GIL for a tenth of a second. The first batch, for which somebody is
             # waiting, goes before it: until it is on its way, the threads share the one instance.
-            self._changed.wait_for(lambda: self._idle or self._done >= self.FIRST)
+            self._changed.wait_for(lambda: self._idle or self._unborn or self._done >= self.FIRST)
             if self._idle:
                 return self._idle.pop()
+            self._unborn = False
             generation = self._generation
-        return _Instance(self._load(), generation)
+        return self._new(generation)
+
+    def _new(self, generation: int) -> _Instance:
+        try:
+            return _Instance(self._load(), generation)
+        except BaseException:
+            with self._changed:  # whoever waits for this one tries for himself
+                self._unborn = True
+                self._changed.notify_all()
+            raise
 
     def _give_back(self, instance: _Instance) -> None:
         with self._changed:
@@ -174,6 +211,15 @@ class GigatokenEngine:
         )
         encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
+
+    def _encode_plainly(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+        """The same by way of Python's own lists, which is slower."""
+        from gigatoken import BytesSource
+
+        documents = texts.cast(pa.large_binary()).to_pylist()
+        some = [document for document in documents if document]
+        encoded = iter(instance.tokenizer.encode_batch_list(BytesSource(some), parallel=False))
+        return _flatten([next(encoded) if document else [] for document in documents])
 
     def _outgrown(self, instance: _Instance) -> bool:
         """Whether the process has grown by more than the budget since these instances were warm."""

@@ -37,6 +37,7 @@ from penstock.encode.engines import (
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
+from penstock.read.columns import binaries, flags, nothing, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -94,7 +95,7 @@ class Tokenizer:
         texts = documents.texts
         step = doc_batch or max(1, len(texts))
         parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
-        docs = pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
+        docs = pa.concat_arrays(parts) if parts else nothing(pa.large_binary())
         return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, _text_bytes(texts))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
@@ -112,12 +113,12 @@ class Tokenizer:
         if not (before or after) or len(docs) == 0:
             return docs
         some = np.diff(offsets) > 0
-        glue = pa.scalar(b"", pa.large_binary())
+        glue = scalar(b"")
         if some.all():
-            around = [pa.scalar(b, pa.large_binary()) for b in (before, after)]
+            around = [scalar(b) for b in (before, after)]
         else:
-            mask = pa.array(some)
-            around = [pc.if_else(mask, pa.scalar(b, pa.large_binary()), glue) for b in (before, after)]
+            mask = flags(some)
+            around = [pc.if_else(mask, scalar(b), glue) for b in (before, after)]
         return pc.binary_join_element_wise(around[0], docs, around[1], glue)
 
     def _bytes(self, id: int | None) -> bytes:
@@ -167,8 +168,11 @@ def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Eng
         return ByteEngine()
     reference = _reference(vocabulary)
     if wanted in ("auto", "gigatoken"):
-        fast = _gigatoken(vocabulary, cache_bytes, required=wanted == "gigatoken")
-        if fast is not None and _agrees(vocabulary, fast, reference):
+        verdict = _Verdict(vocabulary, reference)
+        known = verdict.recall()
+        size = known[1] if known is not None else None
+        fast = _gigatoken(vocabulary, cache_bytes, size, required=wanted == "gigatoken")
+        if fast is not None and verdict.heed(known[0] if known is not None else verdict.reach(fast)):
             return fast
         if wanted == "gigatoken":
             raise TokenizerError(f"gigatoken does not give the reference's ids for {vocabulary.name}")
@@ -234,7 +238,7 @@ class _LoadGigatoken:
             return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
 
 
-def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> GigatokenEngine | None:
+def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, size: int | None, *, required: bool) -> GigatokenEngine | None:
     if importlib.util.find_spec("gigatoken") is None:
         if required:
             raise TokenizerError("engine='gigatoken' needs gigatoken: pip install gigatoken")
@@ -242,7 +246,7 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> G
     if vocabulary.tokenizer_json is None and vocabulary.ranks is None:
         return None
     try:
-        return GigatokenEngine(_LoadGigatoken(vocabulary), cache_bytes)
+        return GigatokenEngine(_LoadGigatoken(vocabulary), cache_bytes, size)
     except Exception as error:  # it refuses vocabularies with exceptions of many types
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error
@@ -250,40 +254,55 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, *, required: bool) -> G
         return None
 
 
-def _agrees(vocabulary: Vocabulary, fast: Engine, reference: tuple[str, Callable[[], Engine]]) -> bool:
+class _Verdict:
     """Whether the fast engine gives the reference's ids on the probe; remembered on disk."""
-    from importlib.metadata import PackageNotFoundError, version
 
-    name, build = reference
-    try:
-        key = f"{vocabulary.fingerprint} {version('gigatoken')} {name} {version(name)} {PROBE_VERSION}"
-    except PackageNotFoundError:
-        return True  # nothing here to compare with
-    verdict = cache_dir() / "engines" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    try:
-        known = json.loads(verdict.read_text())
-        differs = known["differs"]
-        if known["key"] == key and isinstance(differs, list) and all(isinstance(i, int) for i in differs):
-            return _heed(vocabulary, name, differs)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not checked yet, or the note is damaged: check now
-    differs = compare(fast, build())
-    write_atomically(verdict, json.dumps({"key": key, "differs": differs}), best_effort=True)
-    return _heed(vocabulary, name, differs)
+    def __init__(self, vocabulary: Vocabulary, reference: tuple[str, Callable[[], Engine]]) -> None:
+        from importlib.metadata import PackageNotFoundError, version
 
+        self._vocabulary = vocabulary
+        self._name, self._build = reference
+        try:
+            versions = f"{version('gigatoken')} {self._name} {version(self._name)} {PROBE_VERSION}"
+        except PackageNotFoundError:
+            versions = ""  # nothing here to compare with
+        self._key = f"{vocabulary.fingerprint} {versions}" if versions else ""
+        self._path = cache_dir() / "engines" / hashlib.sha256(self._key.encode()).hexdigest()[:24]
 
-def _heed(vocabulary: Vocabulary, reference: str, differs: list[int]) -> bool:
-    if differs:
-        log.warning(
-            "gigatoken's ids for %s differ from %s on %d of %d probe texts: using %s, which is slower",
-            vocabulary.name, reference, len(differs), len(PROBE), reference,
-        )  # fmt: skip
-    return not differs
+    def recall(self) -> tuple[list[int], int] | None:
+        """The probe texts on which the engines differed, and the vocabulary's size, as found before."""
+        if not self._key:
+            return None
+        try:
+            known = json.loads(self._path.read_text())
+            differs, size = known["differs"], known["size"]
+            if known["key"] == self._key and all(type(i) is int for i in [*differs, size]) and size > 0:
+                return differs, size
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not checked yet, or the note is damaged: check now
+        return None
+
+    def reach(self, fast: Engine) -> list[int]:
+        """Compare, and remember."""
+        if not self._key:
+            return []
+        differs = compare(fast, self._build())
+        note = {"key": self._key, "differs": differs, "size": fast.vocab_size}
+        write_atomically(self._path, json.dumps(note), best_effort=True)
+        return differs
+
+    def heed(self, differs: list[int]) -> bool:
+        if differs:
+            log.warning(
+                "gigatoken's ids for %s differ from %s on %d of %d probe texts: using %s, which is slower",
+                self._vocabulary.name, self._name, len(differs), len(PROBE), self._name,
+            )  # fmt: skip
+        return not differs
 
 
 def compare(fast: Engine, reference: Engine) -> list[int]:
     """The numbers of the probe texts on which two engines differ."""
-    texts = pa.array(PROBE, pa.large_string())
+    texts = binaries([text.encode() for text in PROBE], pa.large_string())
     results: list[list[Ids]] = []
     for engine in (fast, reference):
         ids, offsets = engine.encode(texts)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from penstock.read.columns import integers
 from penstock.types import ChunkRef, Span, TokenChunk
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -134,7 +135,7 @@ class Window:
         """The ids of the documents [first, last), one after the other."""
         if self._order is None:
             return self._flat[self.map.begin(first) : self.map.begin(last)]
-        taken = self._docs.take(pa.array(self._order[first:last]))
+        taken = self._docs.take(integers(self._order[first:last]))
         return flatten(taken, self._dtype)[0]
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import CorruptFile
+from penstock.read.columns import integers
 from penstock.types import Address, Bad, ChunkRef, KiB, MiB, TokenChunk
 
 VERSION = 1
@@ -149,7 +150,7 @@ class Image:
         # The rows of a row group are nearly always 0, 1, 2, …: two numbers instead of eight bytes each.
         plain = np.array_equal(rows, np.arange(first, first + len(rows)))
         if not plain:
-            columns["rows"] = pa.array(rows, pa.int64())
+            columns["rows"] = integers(rows)
         self._batch = pa.record_batch(columns)
         meta = {
             "crc32": BLANK,

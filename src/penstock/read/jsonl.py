@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
+from penstock.read.columns import binaries, nothing
 from penstock.read.delimited import Records
 from penstock.read.records import I64, Judge, clean, reject_cut
 from penstock.types import Address, Documents, FileRef
@@ -56,7 +57,7 @@ def _blank(buffer: bytes, starts: I64, ends: I64) -> np.ndarray[Any, np.dtype[np
 
 def _parse_at_once(buffer: bytes, starts: I64, ends: I64, field: str) -> pa.Array | None:
     if len(starts) == 0:
-        return pa.array([], pa.large_string())
+        return nothing(pa.large_string())
     # To Arrow a newline is white space, so it would take an object that spans lines. One that
     # begins and ends with braces cannot: no object goes on with "{" after "}".
     data = np.frombuffer(buffer, np.uint8)
@@ -90,7 +91,7 @@ def _parse_lines(file: FileRef, buffer: bytes, starts: I64, ends: I64, rows: I64
         if reason:
             judge.reject(Address(file.name, None, row), reason, detail)
         texts.append(text)
-    return pa.array(texts, pa.large_binary())
+    return binaries(texts)
 
 
 def _line(line: bytes, field: str) -> tuple[bytes, str, str]:

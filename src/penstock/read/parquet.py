@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
+from penstock.read.columns import nothing
 from penstock.read.footer import AsFile, RemoteFooters, column_range, damaged, parse_footer
 from penstock.read.records import Judge, clean
 from penstock.read.storage import BombError, Bytes, Storage, is_damage
@@ -110,8 +111,7 @@ class ParquetReader:
             if not is_damage(error):
                 raise
             judge.reject_chunk(Address(file.name, ref.index, -1), _corrupt(ref, error))
-            nothing = pa.array([], pa.large_string())
-            return Documents(nothing, np.empty(0, np.int64), bad=judge.bad)
+            return Documents(nothing(pa.large_string()), np.empty(0, np.int64), bad=judge.bad)
         finally:
             if opened is not None:
                 opened.close(force=True)
@@ -124,7 +124,7 @@ class ParquetReader:
             column = column.cast(pa.large_string())
         else:
             column = column.cast(pa.large_binary())
-        chunks = column.chunks or [pa.array([], pa.large_string())]
+        chunks = column.chunks or [nothing(pa.large_string())]
         array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         rows = np.arange(lo, lo + len(array), dtype=np.int64)
         return clean(array, rows, lambda i: Address(ref.file.name, ref.index, lo + i), judge)

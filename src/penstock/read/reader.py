@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from penstock.errors import CorruptFile
 from penstock.order.shuffle import mix, mix_array
 from penstock.read import jsonl, text
+from penstock.read.columns import flags, nothing, scalar
 from penstock.read.delimited import read_records
 from penstock.read.parquet import ParquetReader
 from penstock.read.records import Judge, count_empty
@@ -142,10 +143,10 @@ class Reader:
         separator = self._separator(file)
         if separator is None:
             if ref.index:
-                return Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
+                return Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
             documents = text.whole(file, source, judge)
             if source.broken is not None:
-                documents = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
+                documents = Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
         else:
             lo, hi = self._span(ref)
             records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
@@ -168,7 +169,7 @@ class Reader:
             keep = self._in_val(ref, documents.rows)
             if settings.split == "train":
                 keep = ~keep
-            documents.texts = documents.texts.filter(pa.array(keep))
+            documents.texts = documents.texts.filter(flags(keep))
             documents.rows = documents.rows[keep]
             kept = set(documents.rows.tolist())
             documents.bad = [bad for bad in documents.bad if bad.address.row < 0 or bad.address.row in kept]
@@ -176,7 +177,7 @@ class Reader:
         if self._skip:
             wanted = np.fromiter(self._wanted(ref, documents.rows), bool, len(documents.rows))
             if not wanted.all():
-                documents.texts = pc.if_else(pa.array(wanted), documents.texts, pa.scalar("", pa.large_string()))
+                documents.texts = pc.if_else(flags(wanted), documents.texts, scalar(b"", pa.large_string()))
         return documents
 
     def _in_val(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:

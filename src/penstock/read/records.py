@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import BadRecord, ConfigError, CorruptFile
+from penstock.read.columns import flags, scalar
 from penstock.read.delimited import Records
 from penstock.types import Address, Bad, Documents, FileRef, OnBadRecord
 
@@ -70,7 +71,7 @@ def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge:
     """Texts that can be tokenized. `address` names the record of an index, where one is rejected."""
     column = _as_large(column)
     if column.null_count:
-        column = pc.fill_null(column, pa.scalar("" if pa.types.is_large_string(column.type) else b"", column.type))
+        column = pc.fill_null(column, scalar(b"", column.type))
     lengths = np.diff(_offsets(column))
     drop = np.flatnonzero(lengths > judge.max_doc_bytes)
     for i in drop.tolist():
@@ -109,8 +110,7 @@ def _blank(column: pa.Array, indices: I64) -> pa.Array:
         return column
     keep = np.ones(len(column), bool)
     keep[indices] = False
-    empty = pa.scalar("" if pa.types.is_large_string(column.type) else b"", column.type)
-    return pc.if_else(pa.array(keep), column, empty)
+    return pc.if_else(flags(keep), column, scalar(b"", column.type))
 
 
 def _valid_utf8(column: pa.Array, address: Callable[[int], Address], judge: Judge) -> pa.Array:

@@ -241,10 +241,9 @@ class RemoteFiles:
             listed = plain_etag(file.etag)
             if file.path.startswith("hf://") and len(listed) != len(etag):
                 listed = ""
-            before = listed or self._etags.get(file.path, "")
-            if not before:
+            before = listed or self._etags.get(file.path, "") or etag
+            if before == etag:
                 self._remember(self._etags, file.path, etag)
-                return
         if etag != before:
             raise _other_etag(file, before, etag)
 
@@ -323,8 +322,12 @@ class Usual:
 
     def too_long(self, length: int) -> float | None:
         """Seconds after which a second request is worth its bytes: beyond the slowest twentieth."""
+        size = length.bit_length()
         with self._lock:
-            recent = sorted(self._recent.get(length.bit_length(), ()))
+            # Of other sizes as well, as long as they would take if all of their time grew with the size.
+            recent = sorted(
+                seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
+            )
         if len(recent) < ENOUGH:
             return None
         p95 = recent[min(len(recent) - 1, int(0.95 * len(recent)))]

@@ -121,6 +121,7 @@ class Client:
         deadline = began + budget_s
         tried: Counter[str] = Counter()
         heard: set[str] = set()
+        last: Fault | None = None
         pause = self.limits.backoff
         while True:
             try:
@@ -134,12 +135,14 @@ class Client:
                         raise _named(what, fault) from fault
                     heard.add(str(fault.final))
                 tried[fault.reason] += 1
+                if last is None or fault.reason != "deadline":
+                    last = fault  # an attempt that had little time left says nothing of the server
                 delay = pause * self._random.uniform(0.5, 1.0)
                 pause = min(2 * pause, MAX_PAUSE_S, budget_s / 10)
                 if fault.retry_after is not None:
                     delay = max(delay, min(fault.retry_after, self.limits.retry_after_cap))
                 if time.monotonic() + delay >= deadline:
-                    raise _gave_up(what, tried, fault, time.monotonic() - began, setting) from fault
+                    raise _gave_up(what, tried, last, time.monotonic() - began, setting) from last
                 level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
                 log.log(level, "%s: %s; attempt %d in %.1f s", what, fault.detail, tried.total() + 1, delay)
             self.pause(delay)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from penstock.read.columns import binaries, integers, nothing
 from penstock.read.delimited import Records
 from penstock.read.records import Judge, clean, reject_cut
 from penstock.read.storage import AnyFile, PlainFile
@@ -28,12 +29,12 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
     offsets = np.empty(2 * len(starts), np.int64)
     offsets[0::2], offsets[1::2] = starts, ends
     rows = starts + records.offset
-    column = pa.array([], pa.large_binary())
+    column = nothing(pa.large_binary())
     if len(starts):
         alternating = pa.LargeBinaryArray.from_buffers(
             pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
         )
-        column = alternating.take(pa.array(np.arange(0, len(offsets) - 1, 2)))
+        column = alternating.take(integers(np.arange(0, len(offsets) - 1, 2)))
     documents = clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
     if records.cut:
         reject_cut(file, records, judge)
@@ -50,7 +51,7 @@ def whole(file: FileRef, source: AnyFile, judge: Judge) -> Documents:
         have += len(part)
         if len(part) < 16 * MiB:
             break
-    column = pa.array([b"".join(parts)], pa.large_binary())
+    column = binaries([b"".join(parts)])
     documents = clean(column, np.zeros(1, np.int64), lambda i: Address(file.name, None, 0), judge)
     documents.last = True
     return documents
@@ -78,6 +79,6 @@ def bundle(ref: ChunkRef, fetched: Sequence[bytes | bytearray] | None, judge: Ju
         texts = [PlainFile(file).read(0, min(file.size, judge.max_doc_bytes) + 1) for file in files]
     else:
         texts = [bytes(data) for data in fetched]
-    column = pa.array(texts, pa.large_binary())
+    column = binaries(texts)
     rows = np.arange(lo, hi, dtype=np.int64)
     return clean(column, rows, lambda i: Address(members[lo + i].name, None, 0), judge)

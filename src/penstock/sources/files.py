@@ -43,8 +43,8 @@ class FileLanes(TextLanes):
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._reported: set[int] = set()
         self._work = work
-        self._taken = 0
         self._patient = False
+        self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
         compressed = any(file.open_ended for file in dataset.files)
         super().__init__(
@@ -86,7 +86,12 @@ class FileLanes(TextLanes):
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         if ref.file.open_ended:
             return self._submit_next(ref)
-        if self._fetchers is None or not ref.file.remote or ref.file.codec or self._work.at_hand(ref):
+        if self._work.at_hand(ref):
+            return self._pool.submit("encode", ref)
+        if not self._prepared:
+            self._prepared = True
+            self._pool.submit("prepare")
+        if self._fetchers is None or not ref.file.remote or ref.file.codec:
             return self._pool.submit("encode", ref)
         fetched = self._fetchers.submit("fetch", ref)
         return self._pool.submit("encode", before=lambda: (ref, fetched.result()))
@@ -112,10 +117,9 @@ class FileLanes(TextLanes):
             return super().beyond(workers)
         # Requests in flight hide the latency, but the first chunk must not share the link with many:
         # they become more as chunks come in.
-        return min(1 + 2 * self._taken, self._fetches + 2 * workers)
+        return min(2 * self._counts.chunks, self._fetches + 2 * workers)
 
     def _use(self, chunk: TokenChunk) -> None:
-        self._taken += 1
         super()._use(chunk)
         if self._writer is not None and not chunk.cached:
             keep = self._writer.put if self._patient else self._writer.offer

@@ -115,8 +115,11 @@ class TextLanes(ABC):
         """Have a chunk made."""
 
     def beyond(self, workers: int) -> int:
-        """Chunks to have under way beyond the next window: work for every thread."""
-        return 2 * workers
+        """Chunks to have under way beyond the next window: work for every thread.
+
+        None at first: somebody waits for the first batch, which then has the machine to itself.
+        """
+        return 2 * workers if self._counts.chunks else 0
 
     def stop(self) -> None:
         """Nothing to do: the work is stopped by whoever runs it."""

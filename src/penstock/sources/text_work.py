@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile
+from penstock.read.columns import nothing
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
@@ -68,6 +69,10 @@ class TextWork:
     def __reduce__(self) -> tuple[Any, ...]:
         return TextWork, self._made_of
 
+    def prepare(self) -> None:
+        """Load what the first chunk will need, while it is fetched."""
+        self._tokenizer.engine.prepare()
+
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         try:
             return self._reader.inspect(file)
@@ -87,8 +92,8 @@ class TextWork:
         stage = "fetch, decode"
         try:
             if beyond:
-                nothing = Documents(pa.array([], pa.large_string()), np.empty(0, np.int64), last=True)
-                return self._tokenizer.encode(ref, nothing)
+                empty = Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
+                return self._tokenizer.encode(ref, empty)
             if self.cache is not None and fetched is None:
                 kept = self.cache.get(self.key(ref), ref)
                 if kept is not None:

@@ -1,0 +1,571 @@
+"""Faults of networks and servers: the stream is that of a local copy, or a typed error comes in time."""
+
+from __future__ import annotations
+
+import email.utils
+import gc
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import AccessDenied, PenstockError, RemoteError, Shard, SourceChanged
+from penstock.testing import Fault, FileServer, HubServer
+from tests.contracts import take
+from tests.faults.serving import (
+    CHOSEN,
+    DEADLINE_S,
+    FORMS,
+    IMPATIENT,
+    QUICK,
+    Outcome,
+    content,
+    dataset,
+    documents,
+    hf,
+    loader_of,
+    parquet,
+    repository,
+    run,
+)
+
+Expected = Callable[..., list[str]]
+
+PLACES: dict[str, dict[str, Any]] = {
+    "data": {"port": "cdn", "skip": 2},
+    "resolve": {"port": "hub", "path": "*.parquet"},
+    "revision": {"port": "hub", "path": "*/revision/*"},
+    "tree": {"port": "hub", "path": "*/tree/*", "skip": 1},
+    "card": {"port": "hub", "path": "*README.md"},
+}
+"""Where a fault may strike: in the middle of the data, where its address is asked for, and in all metadata."""
+WHOLE = "hf://datasets/org/name"
+"""The repository's default configuration: its card, its listing in pages, and one file."""
+
+
+def survived(outcome: Outcome, ledger: list[str]) -> None:
+    """The run went on as if nothing had happened."""
+    if outcome.error is not None:
+        raise outcome.error
+    assert outcome.ledger == ledger
+    assert outcome.seconds < DEADLINE_S
+
+
+def failed(outcome: Outcome, kind: type[PenstockError], *words: str) -> str:
+    """The run ended in time with an error of this kind, which says these words and names the repository's file."""
+    assert outcome.seconds < DEADLINE_S
+    assert outcome.error is not None, "it did not fail"
+    text = str(outcome.error)
+    assert type(outcome.error) is kind, f"{type(outcome.error).__name__}: {text}"
+    for word in words:
+        assert word in text, text
+    return text
+
+
+# Statuses
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_status_that_may_pass_is_tried_again(hub: HubServer, expected: Expected, place: str) -> None:
+    for code in (408, 429, 500, 502, 503, 504):
+        hub.fault(Fault("status", code=code, **PLACES[place]))
+    outcome = run(WHOLE)
+    survived(outcome, expected(CHOSEN))
+    assert sum(request.fault == "status" for request in hub.log) == 6
+    if place in ("data", "resolve"):
+        assert {f"status_{code}" for code in (408, 429, 500, 502, 503, 504)} <= set(outcome.faults)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(hub: HubServer, place: str) -> None:
+    hub.fault(Fault("status", code=503, times=None, **PLACES[place]))
+    setting = "retry_budget" if place in ("data", "resolve") else "metadata_budget"
+    text = failed(
+        run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", "status_503 ", f"Remote({setting}"
+    )
+    assert "attempts in" in text
+
+
+@pytest.mark.parametrize("value", ["0.15", "86400", "in an hour", "inf", "soon"])
+def test_retry_after_is_honoured_up_to_its_cap(hub: HubServer, expected: Expected, value: str) -> None:
+    if value == "in an hour":
+        value = email.utils.formatdate(time.time() + 3600, usegmt=True)
+    hub.fault(Fault("status", code=429, retry_after=value, **PLACES["data"]))
+    outcome = run(WHOLE, remote=replace(QUICK, backoff=0.0))
+    survived(outcome, expected(CHOSEN))
+    assert outcome.stats is not None
+    waited = outcome.stats.retry_wait_ms
+    assert waited == {"0.15": 150, "soon": 0}.get(value, 200), "the cap is 0.2 s"
+
+
+# Connections
+
+
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("silence", {}), ("stall", {"after": -1}), ("stall", {"after": 70}), ("drip", {"after": -1}), ("drip", {"after": 60}),
+    ("reset", {"after": -1}), ("reset", {"after": 50}), ("fin", {"after": -1}), ("fin", {"after": 50}),
+    ("truncated_chunked", {"after": 40}), ("garbage", {}), ("huge_headers", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_broken_connections_are_tried_again(hub: HubServer, expected: Expected, place: str) -> None:
+    for kind, details in BROKEN:
+        hub.fault(Fault(kind, **details, **PLACES[place]))
+    outcome = run(WHOLE, remote=replace(QUICK, stall_timeout=0.2, retry_budget=10, metadata_budget=10))
+    survived(outcome, expected(CHOSEN))
+    struck = [request.fault for request in hub.log if request.fault]
+    bodiless = 5 if place == "resolve" else 0
+    assert len(struck) == len(BROKEN) - bodiless, "a redirect has no body to break"
+
+
+@pytest.mark.parametrize("place", ["data", "tree"])
+@pytest.mark.parametrize(
+    ("kind", "details", "reason"),
+    [
+        ("silence", {}, "stall"), ("stall", {"after": 70}, "stall"), ("drip", {"after": 60}, "stall"),
+        ("reset", {"after": 50}, "reset"), ("fin", {"after": 50}, "cut"), ("truncated_chunked", {"after": 40}, "cut"),
+        ("garbage", {}, "protocol"), ("huge_headers", {}, "protocol"),
+    ],
+)  # fmt: skip
+def test_connections_that_always_break_are_an_error(
+    hub: HubServer, place: str, kind: str, details: dict[str, Any], reason: str
+) -> None:
+    hub.fault(Fault(kind, times=None, **details, **PLACES[place]))
+    failed(run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", reason)
+
+
+def test_a_server_that_goes_away_and_comes_back_is_waited_for(outside: Path, expected: Expected) -> None:
+    files = {"a.parquet": content()[CHOSEN]}
+    first = FileServer(files)
+    back: list[FileServer] = []
+
+    def fall() -> None:
+        first.close()
+        port = int(first.url.rpartition(":")[2])
+        timer = threading.Timer(0.5, lambda: back.append(FileServer(files, port=port)))
+        timer.start()
+
+    try:
+        outcome = run(first.url_of("a.parquet"), at={1: fall}, how={"prefetch_size": 1})
+    finally:
+        for server in back:
+            server.close()
+    survived(outcome, expected(CHOSEN))
+    assert outcome.faults["refused"] > 0
+
+
+def test_a_closed_port_is_an_error_that_says_so(outside: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    failed(
+        run(f"http://127.0.0.1:{port}/a.parquet", remote=IMPATIENT),
+        RemoteError,
+        f"127.0.0.1:{port}/a.parquet",
+        "refused",
+    )
+
+
+# Answers that are not what was asked for
+
+
+@pytest.mark.parametrize("kind", ["no_range", "wrong_range", "short", "gzip", "html", "etag", "size"])
+@pytest.mark.parametrize("where", ["hub", "files"])
+def test_a_wrong_answer_is_noticed_and_asked_for_again(
+    hub: HubServer, outside: Path, expected: Expected, kind: str, where: str
+) -> None:
+    with FileServer({"a.parquet": content()[CHOSEN]}) as files:
+        server: HubServer | FileServer = hub if where == "hub" else files
+        server.fault(Fault(kind, port="cdn" if where == "hub" else "files", skip=2))
+        outcome = run(hf(CHOSEN) if where == "hub" else files.url_of("a.parquet"))
+        assert [r.fault for r in server.log if r.fault] == [kind]
+    survived(outcome, expected(CHOSEN))
+    assert outcome.faults == {{"gzip": "encoded", "short": "wrong_range"}.get(kind, kind): 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "word"),
+    [
+        ("no_range", RemoteError, "does not answer requests for a range"), ("wrong_range", RemoteError, "wrong_range"),
+        ("short", RemoteError, "wrong_range"), ("gzip", RemoteError, "gzip-encoded"), ("html", RemoteError, "portal"),
+        ("size", SourceChanged, "it is 490784"), ("etag", SourceChanged, "it is another-version"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_stays_wrong_is_an_error(
+    hub: HubServer, kind: str, error: type[PenstockError], word: str
+) -> None:
+    hub.fault(Fault(kind, port="cdn", skip=2, times=None))
+    failed(run(hf(CHOSEN), remote=IMPATIENT), error, "parquet/a.parquet", word)
+
+
+@pytest.mark.parametrize("kind", ["short", "gzip", "html"])
+@pytest.mark.parametrize("place", ["revision", "tree"])
+def test_metadata_that_is_none_is_asked_for_again(hub: HubServer, expected: Expected, kind: str, place: str) -> None:
+    hub.fault(Fault(kind, **PLACES[place]))
+    survived(run(WHOLE), expected(CHOSEN))
+    assert [r.fault for r in hub.log if r.fault] == [kind]
+
+
+@pytest.mark.parametrize("kind", ["gzip", "html"])
+def test_what_a_portal_sends_never_passes_for_the_card_nor_is_kept(
+    hub: HubServer, expected: Expected, kind: str
+) -> None:
+    fault = Fault(kind, **PLACES["card"])
+    hub.fault(fault)
+    survived(run(WHOLE), expected(CHOSEN))
+    assert fault.struck == 1
+    hub.fault(Fault("status", times=None, **PLACES["card"]))
+    survived(run(WHOLE), expected(CHOSEN))
+
+
+# Data that changes
+
+
+@pytest.mark.parametrize("change", ["content", "size", "gone"])
+def test_a_file_that_changes_during_a_run_ends_it(outside: Path, expected: Expected, change: str) -> None:
+    data = content()[CHOSEN]
+    with FileServer({"a.parquet": data}) as files:
+        before = next(iter(files._files.values())).version
+
+        def alter() -> None:
+            if change == "gone":
+                files.remove("a.parquet")
+            else:
+                files.put("a.parquet", data[:-1] + b"2" if change == "content" else data + b"more")
+
+        outcome = run(files.url_of("a.parquet"), at={1: alter}, how={"prefetch_size": 1, "n_workers": 1})
+        now = "" if change == "gone" else next(iter(files._files.values())).version
+    text = failed(outcome, SourceChanged, "/a.parquet", "start a new run")
+    assert {"content": f"was {before}, it is {now}", "size": f"it is {len(data) + 4}", "gone": "404"}[change] in text
+    assert outcome.ledger == expected(CHOSEN)[: len(outcome.ledger)], "nothing of the new version was used"
+
+
+def test_a_size_that_changes_is_noticed_without_etags(outside: Path) -> None:
+    data = content()[CHOSEN]
+    with FileServer({"a.parquet": data}, etags=False) as files:
+        change = lambda: files.put("a.parquet", data + b"more")  # noqa: E731
+        outcome = run(files.url_of("a.parquet"), at={1: change}, how={"prefetch_size": 1, "n_workers": 1})
+    failed(outcome, SourceChanged, "/a.parquet", f"was {len(data)} bytes long, it is {len(data) + 4}")
+
+
+def test_a_new_commit_is_refused_on_resume_with_both_etags_and_the_pinned_one_goes_on(
+    hub: HubServer, expected: Expected
+) -> None:
+    repo = hub.add("org/moving", {"a.parquet": content()[CHOSEN], "b.parquet": content()["parquet/b.parquet"]})
+    old = repo.sha
+    with loader_of(dataset("hf://datasets/org/moving")) as loader:
+        take(loader, 3)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = take(loader, 10**6)
+    repo.commit({"b.parquet": parquet(documents()[:5])})
+    with loader_of(dataset("hf://datasets/org/moving")) as loader, pytest.raises(SourceChanged) as raised:
+        loader.load_state_dict(state)
+    etags = [repo.at(sha).entries["b.parquet"].etag.strip('"') for sha in (old, "main")]
+    assert f"b.parquet changed: its ETag was {etags[0]}, it is {etags[1]}" in str(raised.value)
+    with loader_of(dataset(f"hf://datasets/org/moving@{old}")) as loader:
+        loader.load_state_dict(state)
+        assert take(loader, 10**6) == rest
+
+
+def test_the_etags_of_whoever_sends_the_bytes_may_differ_from_those_of_the_hub_and_from_run_to_run(
+    hub: HubServer, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survived(run(hf(CHOSEN)), expected(CHOSEN))
+    monkeypatch.setattr(hub, "_cdn_etags", "other")
+    survived(run(hf(CHOSEN)), expected(CHOSEN))  # with the footer that the first run kept
+
+
+# Signed addresses
+
+
+def test_an_address_that_expires_in_mid_run_is_asked_for_again(hub: HubServer, expected: Expected) -> None:
+    outcome = run(
+        hf("parquet"), at={n: hub.expire_signatures for n in (1, 20, 60)}, how={"prefetch_size": 1, "n_workers": 1}
+    )
+    survived(outcome, expected("parquet"))
+    assert set(outcome.faults) == {"expired"}
+    # Once for each file before, and once for each time that one of its reads met an expired address.
+    resolved = sum(r.port == "hub" and "/resolve/" in r.path for r in hub.log)
+    assert 3 <= resolved <= 2 + outcome.faults["expired"]
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404])
+def test_an_address_that_is_refused_once_though_it_is_new_is_asked_for_again(
+    hub: HubServer, expected: Expected, code: int
+) -> None:
+    hub.fault(Fault("status", code=code, port="cdn"))
+    survived(run(hf(CHOSEN)), expected(CHOSEN))
+
+
+@pytest.mark.parametrize(("code", "error"), [(400, AccessDenied), (403, AccessDenied), (404, SourceChanged)])
+def test_an_address_that_is_always_refused_is_an_error(hub: HubServer, code: int, error: type[PenstockError]) -> None:
+    hub.fault(Fault("status", code=code, port="cdn", times=None, skip=3))
+    failed(run(hf(CHOSEN)), error, "parquet/a.parquet", str(code))
+    assert sum(r.fault != "" for r in hub.log) <= 2 * 8, "a few requests at most, not a budget full of them"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (400, RemoteError),
+        (401, AccessDenied),
+        (403, AccessDenied),
+        (404, SourceChanged),
+        (410, SourceChanged),
+        (405, RemoteError),
+    ],
+)
+def test_a_refusal_of_a_plain_server_is_typed_and_comes_at_once(
+    outside: Path, code: int, error: type[PenstockError]
+) -> None:
+    with FileServer({"a.parquet": content()[CHOSEN]}) as files:
+        files.fault(Fault("status", code=code, times=None, skip=2))
+        outcome = run(files.url_of("a.parquet"))
+        assert sum(r.fault != "" for r in files.log) <= 8
+    failed(outcome, error, "/a.parquet", str(code))
+
+
+def test_a_repository_that_is_closed_in_mid_run_says_what_to_do(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = hub.add("org/closed", {"a.parquet": content()[CHOSEN]}, tokens=("hf_good",))
+
+    def close() -> None:
+        repo.gated = "files"
+        hub.expire_signatures()
+
+    outcome = run("hf://datasets/org/closed", at={1: close}, how={"prefetch_size": 1, "n_workers": 1})
+    failed(outcome, AccessDenied, "org/closed is gated", "HF_TOKEN", "No token was sent")
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert run("hf://datasets/org/closed").error is None
+
+
+# Every format
+
+PATTERN = {form: f"*{form}" for form in FORMS} | {"parquet": "*.parquet", "texts": "*.txt"}
+"""Requests for the content of a form."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format_gets_over_faults_in_its_middle(hub: HubServer, expected: Expected, form: str) -> None:
+    pattern = PATTERN[form]
+    for kind, details in (
+        ("reset", {"after": 500}), ("stall", {"after": 700}), ("status", {}), ("short", {}), ("no_range", {}),
+        ("fin", {"after": 300}), ("wrong_range", {}), ("html", {}), ("gzip", {}),
+    ):  # fmt: skip
+        hub.fault(Fault(kind, path=pattern, skip=1, **details) if kind != "status" else Fault(kind, path=pattern))
+    outcome = run(hf(form), remote=replace(QUICK, stall_timeout=0.2))
+    survived(outcome, expected(form))
+    assert sum(outcome.faults.values()) >= 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format_ends_in_a_typed_error_where_the_middle_cannot_be_had(hub: HubServer, form: str) -> None:
+    path = {"texts": "*texts/05.txt", "parquet": "*a.parquet"}.get(form, f"*{form}")
+    hub.fault(Fault("reset", path=path, after=300, times=None, skip=0 if form != "parquet" else 3))
+    failed(run(hf(form), remote=IMPATIENT), RemoteError, path.removeprefix("*"), "reset")
+
+
+@pytest.mark.parametrize("form", ["parquet", "docs.jsonl.gz"])
+@pytest.mark.parametrize("how", [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}], ids=["none", "process"])
+def test_faults_are_survived_for_any_kind_of_workers(
+    hub: HubServer, expected: Expected, form: str, how: dict[str, Any]
+) -> None:
+    for kind in ("reset", "status", "short", "html"):
+        hub.fault(Fault(kind, path=PATTERN[form]))
+        hub.fault(Fault(kind, path=PATTERN[form], skip=4))
+    survived(run(hf(form), how), expected(form))
+
+
+def test_an_error_reaches_the_trainer_from_a_worker_process(hub: HubServer) -> None:
+    hub.fault(Fault("status", path="*docs.jsonl.gz", times=None))
+    failed(
+        run(hf("docs.jsonl.gz"), {"workers": "process", "n_workers": 1}, remote=IMPATIENT), RemoteError, "status_503"
+    )
+
+
+def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(hub: HubServer, expected: Expected) -> None:
+    ways = [{"shard": Shard(2, rank), "n_workers": 1} for rank in range(2)]
+    hub.fault(Fault("reset", path="*b.parquet", after=100, times=3))
+    hub.fault(Fault("silence", path="*b.parquet"))
+    outcomes = [run(hf("parquet"), way) for way in ways]
+    for way, outcome in zip(ways, outcomes, strict=True):
+        survived(outcome, expected("parquet", **way))
+    assert sum(sum(outcome.faults.values()) for outcome in outcomes) >= 4
+
+
+# Slow answers
+
+
+def test_a_few_slow_answers_are_not_waited_for(outside: Path, expected: Expected, tmp_path: Path) -> None:
+    data = parquet(documents() * 6, rows=4)
+    (tmp_path / "b.parquet").write_bytes(data)
+    patient = replace(QUICK, stall_timeout=20, request_timeout=60, retry_budget=60)
+    # Slow for longer than the whole test may take: whoever waits for one of them is too late.
+    with FileServer({"b.parquet": data}) as files:
+        slow = [Fault("slow", delay_s=50.0, skip=40 + 20 * n) for n in range(3)]
+        for fault in slow:
+            files.fault(fault)
+        outcome = run(files.url_of("b.parquet"), remote=patient)
+        sent = sum(request.sent for request in files.log)
+    survived(outcome, run(tmp_path / "b.parquet").ledger)
+    assert sum(fault.struck for fault in slow) == 3
+    assert outcome.stats is not None
+    assert 3 <= outcome.stats.hedges <= 10
+    assert sent < 1.3 * len(data)
+
+
+def test_where_everything_becomes_slow_hedging_does_not_double_the_traffic(outside: Path) -> None:
+    data = parquet(documents() * 6, rows=2)
+    with FileServer({"b.parquet": data}) as files:
+        files.fault(Fault("slow", delay_s=0.4, skip=40, times=None))
+        outcome = run(files.url_of("b.parquet"), remote=replace(QUICK, stall_timeout=5, request_timeout=20, fetches=32))
+        asked = len(files.log)
+    assert outcome.error is None
+    assert outcome.stats is not None
+    assert outcome.stats.hedges <= 8 + asked // 10 + 32
+
+
+# Ending
+
+
+@contextmanager
+def unanswered() -> Iterator[int]:
+    """A port on which connections are not even accepted."""
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        waiting = []
+        try:
+            for _ in range(8):
+                sock = socket.socket()
+                sock.setblocking(False)
+                sock.connect_ex(("127.0.0.1", port))
+                waiting.append(sock)
+            yield port
+        finally:
+            for sock in waiting:
+                sock.close()
+
+
+PATIENT = replace(
+    QUICK,
+    connect_timeout=30,
+    request_timeout=60,
+    stall_timeout=30,
+    retry_budget=60,
+    metadata_budget=60,
+    retry_after_cap=60,
+)
+"""With these, whoever waits for the network waits longer than the tests below allow."""
+
+
+@pytest.mark.parametrize("how", [{}, {"workers": "process", "n_workers": 1}], ids=["thread", "process"])
+@pytest.mark.parametrize("form", ["parquet", "docs.jsonl", "docs.jsonl.gz", "texts"])
+@pytest.mark.parametrize("kind", ["silence", "stall", "status"])
+def test_shutdown_does_not_wait_for_the_network(hub: HubServer, form: str, kind: str, how: dict[str, Any]) -> None:
+    if how and (kind == "stall" or form in ("docs.jsonl", "texts")):
+        pytest.skip("as with threads: the parent fetches")
+    details: dict[str, Any] = {"after": 20} if kind == "stall" else {"retry_after": 50} if kind == "status" else {}
+    hub.fault(Fault(kind, path=PATTERN[form], times=None, skip=1 if form == "parquet" else 0, **details))
+    loader = loader_of(dataset(hf(form), remote=PATIENT), **how).start()
+    wait_until(lambda: any(request.fault for request in hub.log))
+    began = time.monotonic()
+    loader.shutdown()
+    assert time.monotonic() - began < 3.0
+
+
+def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
+    files = FileServer({"a.parquet": content()[CHOSEN]})
+    with unanswered() as port:
+        files.fault(Fault("redirect", to=f"http://127.0.0.1:{port}/a", times=None))
+        with files:
+            loader = loader_of(dataset(files.url_of("a.parquet"), remote=PATIENT)).start()
+            wait_until(lambda: any(request.fault for request in files.log))
+            time.sleep(0.1)
+            began = time.monotonic()
+            loader.shutdown()
+            assert time.monotonic() - began < 3.0
+
+
+def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer(hub: HubServer, outside: Path) -> None:
+    import fcntl
+
+    data = dataset(hf("parquet"), remote=PATIENT)
+    (outside / "locks").mkdir(parents=True, exist_ok=True)
+    held = [os.open(outside / "locks" / f"{stripe:02}", os.O_RDWR | os.O_CREAT) for stripe in range(64)]
+    try:
+        for fd in held:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        loader = loader_of(data).start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        loader.shutdown()
+        assert time.monotonic() - began < 3.0
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def test_a_loader_that_nobody_holds_ends_its_fetches(hub: HubServer) -> None:
+    hub.fault(Fault("silence", path="*a.parquet", times=None, skip=1))
+    loader = loader_of(dataset(hf("parquet"), remote=PATIENT)).start()
+    wait_until(lambda: any(request.fault for request in hub.log))
+    del loader
+    gc.collect()
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock-") and "testing" not in t.name]
+    )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# Leaks
+
+
+def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(outside: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+    data = parquet(documents() * 3, rows=1, write_page_index=False)
+    with FileServer({"a.parquet": data}) as files:
+
+        def once() -> None:
+            for kind in ("reset", "short", "status", "no_range", "html", "garbage", "fin"):
+                files.fault(Fault(kind, skip=10, times=3))
+            assert run(files.url_of("a.parquet")).error is None
+            files.clear_faults()
+
+        once()
+        gc.collect()
+        before, memory = process.num_fds(), process.memory_info().rss
+        for _ in range(2):
+            once()
+        gc.collect()
+        assert len(files.log) > 700
+        assert process.num_fds() <= before + 4
+        assert process.memory_info().rss - memory < 64 << 20
+        del files._calls[:]
+
+
+def test_a_repository_of_another_size_of_pages_is_the_same(
+    outside: Path, monkeypatch: pytest.MonkeyPatch, expected: Expected
+) -> None:
+    with HubServer(page_size=1, redirect=False) as server:
+        repository(server)
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        server.fault(Fault("status", path="*/tree/*", skip=3, times=2))
+        survived(run(WHOLE), expected(CHOSEN))
