@@ -683,3 +683,35 @@ def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
     assert stream(tmp_path, texts, 2, tokenizer=made) == joined(reference(vocabulary, texts))
     assert isinstance(made.engine, GigatokenEngine)
     assert made.engine.replaced >= 10
+
+
+def test_the_first_text_is_encoded_by_another_way_to_the_same_ids(vocabulary: Path) -> None:
+    """And pandas and awkward, which take half a second to import, are not imported before the first batch."""
+    code = (
+        "import sys, numpy as np, pyarrow as pa\n"
+        "from penstock.encode.tokenize import load_tokenizer\n"
+        "from penstock.read.columns import binaries\n"
+        "engine = load_tokenizer(sys.argv[1], engine='gigatoken').engine\n"
+        "texts = ['', 'two words', '', '\\n', 'é 🙂 <|endoftext|>', ' ' * 50, 'x' * 5000, '']\n"
+        "column = binaries([text.encode() for text in texts], pa.large_string())\n"
+        "first = engine.encode(column)\n"
+        "print([name for name in ('awkward', 'pandas') if name in sys.modules])\n"
+        "again = engine.encode(column)\n"
+        "print('awkward' in sys.modules, all(np.array_equal(a, b) for a, b in zip(first, again)), len(first[1]))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, vocabulary], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["[]", "True True 9"], ran.stderr
+
+
+@pytest.mark.parametrize("form", ["parquet", "docs.jsonl", "docs.jsonl.gz"])
+def test_no_stream_of_text_imports_pandas(corpus: Path, form: str) -> None:
+    code = (
+        "import sys; from penstock import *\n"
+        "data = TextDataset(sys.argv[1], tokenizer=sys.argv[2], seq_len=8, split='train', val_fraction=0.3)\n"
+        "with AsyncDataLoader(data, 2, shuffle=True, epochs=1, output='numpy') as loader:\n"
+        "    print(sum(1 for _ in loader) > 0)\n"
+        "print('pandas' in sys.modules)"
+    )
+    paths = [str(corpus / form), str(corpus / "tokenizer.json")]
+    ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.split() == ["True", "False"], ran.stderr

@@ -139,6 +139,11 @@ class GigatokenEngine(Engine):
     def __reduce__(self) -> tuple[Any, ...]:
         return GigatokenEngine, (self._load, self._cache_bytes, self.vocab_size)
 
+    def tried_out(self) -> None:
+        """What was encoded so far was no text of a run: the first is still to come."""
+        with self._changed:
+            self._done = 0
+
     def prepare(self) -> None:
         with self._changed:
             if not self._unborn:

@@ -282,11 +282,12 @@ class _Verdict:
             pass  # not checked yet, or the note is damaged: check now
         return None
 
-    def reach(self, fast: Engine) -> list[int]:
+    def reach(self, fast: GigatokenEngine) -> list[int]:
         """Compare, and remember."""
         if not self._key:
             return []
         differs = compare(fast, self._build())
+        fast.tried_out()
         note = {"key": self._key, "differs": differs, "size": fast.vocab_size}
         write_atomically(self._path, json.dumps(note), best_effort=True)
         return differs
