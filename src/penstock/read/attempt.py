@@ -44,7 +44,7 @@ class Remote:
     """The longest a server's `Retry-After` is honoured."""
     backoff: float = 0.2
     """Seconds of the first pause between two attempts; each is up to twice the last, up to 10 s."""
-    fetches: int = 8
+    fetches: int = 16
     """Requests in flight. More hide a longer latency, and take memory."""
     hedge: bool = True
     """Whether a read much slower than most is asked for a second time, and the first answer taken."""

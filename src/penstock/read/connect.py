@@ -282,11 +282,10 @@ class Connector:
             patience.when_cancelled(partial(hang_up, dressed))
             dressed.do_handshake()
             return Connection(dressed, key, private)
-        except ValueError:
+        except BaseException as error:
             _let_go(dressed, patience)
-            raise Fault("tls", f"{host[:100]!r} is no name that a certificate could have") from None
-        except BaseException:
-            _let_go(dressed, patience)
+            if isinstance(error, ValueError) and not isinstance(error, OSError):
+                raise Fault("tls", f"{host[:100]!r} is no name that a certificate could have") from None
             raise
 
 

@@ -38,7 +38,7 @@ V = TypeVar("V")
 PIECE = 8 * MiB
 """A longer range is fetched in pieces, side by side."""
 RECENT = 128
-ENOUGH = 16
+ENOUGH = 8
 """Reads that are remembered, and how many it takes to say what is usual."""
 HEDGES = 8
 """Reads that may be asked for twice beyond a tenth of all."""
@@ -324,10 +324,12 @@ class Usual:
         """Seconds after which a second request is worth its bytes: beyond the slowest twentieth."""
         size = length.bit_length()
         with self._lock:
-            # Of other sizes as well, as long as they would take if all of their time grew with the size.
-            recent = sorted(
-                seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
-            )
+            recent = sorted(self._recent.get(size, ()))
+            if len(recent) < ENOUGH:
+                # Of other sizes as well, as long as they would take if all of their time grew with the size.
+                recent = sorted(
+                    seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
+                )
         if len(recent) < ENOUGH:
             return None
         p95 = recent[min(len(recent) - 1, int(0.95 * len(recent)))]

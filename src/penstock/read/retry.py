@@ -212,7 +212,9 @@ class Client:
             if over.is_set():  # it had to wait for a thread, and the other one was faster
                 patience.cancel()
             patience.check()
-            return attempt(patience)
+            result = attempt(patience)
+            over.set()
+            return result
 
         def run() -> T:
             return self.attempt(one, deadline)

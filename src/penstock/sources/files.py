@@ -113,11 +113,9 @@ class FileLanes(TextLanes):
         return task
 
     def beyond(self, workers: int) -> int:
-        if not self._fetches:
-            return super().beyond(workers)
-        # Requests in flight hide the latency, but the first chunk must not share the link with many:
-        # they become more as chunks come in.
-        return min(2 * self._counts.chunks, self._fetches + 2 * workers)
+        # The first chunk has the link to itself. After that, twice as many as are fetched at once: while one
+        # of them is late, the others go on.
+        return super().beyond(workers) + (2 * self._fetches if self._counts.chunks else 0)
 
     def _use(self, chunk: TokenChunk) -> None:
         super()._use(chunk)

@@ -1,0 +1,847 @@
+"""One HTTP exchange: deadlines, connections that are used again or must not be, TLS, proxies, redirects that are refused."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import AccessDenied, Remote, RemoteError
+from penstock.feed.spare import resolve_in_time
+from penstock.read import http as http_module
+from penstock.read.attempt import Fault, Patience
+from penstock.read.connect import dial_directly, is_private
+from penstock.read.http import Http, Response, Target
+from penstock.testing import Fault as Wrong
+from penstock.testing import FileServer
+
+LIMITS = Remote(connect_timeout=1, request_timeout=5, stall_timeout=0.4, min_bytes_per_s=1000)
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+DATA = bytes(range(256)) * 400
+
+
+@dataclass
+class Scripted:
+    """A server that answers each request with what a function gives: bytes, or None to end the connection.
+
+    The function gets the head of the request, the connection and its number; it may also write by itself.
+    """
+
+    answer: Callable[[str, Any, int], bytes | None]
+    tls: ssl.SSLContext | None = None
+    heads: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
+        self._socks: list[Any] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._socks.append(sock)
+            thread = threading.Thread(target=self._serve, args=(sock, len(self._socks) - 1))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, sock: Any, number: int) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            if self.tls is not None:
+                sock = stack.enter_context(self.tls.wrap_socket(sock, server_side=True))
+                self._socks.append(sock)
+            while True:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    if not (byte := sock.recv(1)):
+                        return
+                    head += byte
+                self.heads.append((number, head.decode("latin-1")))
+                reply = self.answer(head.decode("latin-1"), sock, number)
+                if reply is None:
+                    return
+                sock.sendall(reply)
+
+    @property
+    def connections(self) -> list[int]:
+        """The connection of each request."""
+        return [number for number, _ in self.heads]
+
+    def __enter__(self) -> Scripted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in [self._listener, *self._socks]:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            if sock is self._listener:
+                sock.close()
+        for thread in self._threads:
+            thread.join(10.0)
+
+
+@pytest.fixture
+def http() -> Iterator[Http]:
+    one = Http()
+    yield one
+    one.close()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def patience(limits: Remote = LIMITS, seconds: float = 60.0) -> Patience:
+    return Patience(limits, time.monotonic() + seconds)
+
+
+def get(http: Http, url: str | Target, limits: Remote = LIMITS, method: str = "GET", **headers: str) -> bytes:
+    target = url if isinstance(url, Target) else Target(url)
+    with http.open(method, target, headers, patience(limits)) as response:
+        return response.read(1 << 20)
+
+
+def fault_of(act: Callable[[], Any], within_s: float = 4.0) -> Fault:
+    began = time.monotonic()
+    with pytest.raises(Fault) as raised:
+        act()
+    assert time.monotonic() - began < within_s
+    return raised.value
+
+
+# Connections
+
+
+def test_one_connection_serves_many_requests(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        assert [get(http, server.url + f"/{i}") for i in range(5)] == [b"hello"] * 5
+        assert server.connections == [0] * 5
+
+
+def test_a_connection_closed_by_the_server_while_idle_is_replaced_without_a_fault(http: Http) -> None:
+    def answer(head: str, sock: Any, number: int) -> bytes | None:
+        sock.sendall(OK)
+        return None
+
+    with Scripted(answer) as server:
+        for i in range(4):
+            assert get(http, server.url) == b"hello"
+            if i % 2:
+                time.sleep(0.05)  # with and without the time to notice
+        assert len(set(server.connections)) == 4
+
+
+def test_a_server_that_never_answers_on_a_used_connection_is_asked_on_a_new_one(http: Http) -> None:
+    # The end comes only when the request is there: it cannot be seen beforehand.
+    with Scripted(lambda head, sock, n: OK if server.connections.count(n) == 1 else None) as server:
+        assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
+        assert server.connections == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_bytes_that_nobody_asked_for_never_become_another_answer(http: Http, into: bool, pause: float) -> None:
+    evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+    with Scripted(lambda head, sock, n: OK + evil) as server:
+        for _ in range(3):
+            with http.open("GET", Target(server.url), {}, patience()) as response:
+                view = bytearray(5)
+                if into:
+                    response.read_into(memoryview(view))
+                else:
+                    view[:] = response.read(100)
+            assert view == b"hello"
+            time.sleep(pause)
+        if pause:
+            assert len(set(server.connections)) == 3
+
+
+def test_a_connection_whose_answer_was_not_read_to_its_end_is_not_used_again(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        with http.open("GET", Target(server.url), {}, patience()):
+            pass
+        assert get(http, server.url) == b"hello"
+        assert server.connections == [0, 1]
+
+
+def test_what_comes_after_a_timeout_is_never_read_as_the_next_answer(http: Http) -> None:
+    def answer(head: str, sock: Any, number: int) -> bytes | None:
+        if number == 0:
+            time.sleep(0.6)
+            return OK.replace(b"hello", b"late!")
+        return OK
+
+    with Scripted(answer) as server:
+        assert fault_of(lambda: get(http, server.url)).reason == "stall"
+        time.sleep(0.4)
+        assert get(http, server.url) == b"hello"
+
+
+def test_a_cancelled_attempt_ends_at_once_and_its_connection_is_not_used_again(http: Http) -> None:
+    def answer(head: str, sock: Any, number: int) -> bytes | None:
+        if number == 0:
+            sock.sendall(OK[:-2])
+            time.sleep(0.3)
+            return b"lo"
+        return OK
+
+    with Scripted(answer) as server:
+        one = patience(replace(LIMITS, stall_timeout=30, request_timeout=30))
+        threading.Timer(0.1, one.cancel).start()
+
+        def read() -> None:
+            with http.open("GET", Target(server.url), {}, one) as response:
+                response.read(100)
+
+        assert fault_of(read, within_s=2.0).reason == "cancelled"
+        assert get(http, server.url) == b"hello"
+        assert server.connections == [0, 1]
+
+
+def test_a_cancel_after_the_last_byte_neither_harms_nor_keeps_the_connection(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        one = patience()
+        with http.open("GET", Target(server.url), {}, one) as response:
+            assert response.read(100) == b"hello"
+            one.cancel()
+        one.cancel()
+        assert get(http, server.url) == b"hello"
+        late = patience()
+        with http.open("GET", Target(server.url), {}, late) as response:
+            assert response.read(100) == b"hello"
+        late.cancel()  # the connection is somebody else's by now
+        assert get(http, server.url) == b"hello"
+        assert server.connections == [0, 1, 1, 1]
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        get(http, server.url)
+        monkeypatch.setattr(http_module, "IDLE_S", 0.0)
+        get(http, server.url)
+        assert server.connections == [0, 1]
+
+
+def test_nothing_is_kept_after_close_and_never_more_than_a_few(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "IDLE", 2)
+    with Scripted(lambda head, sock, n: OK) as server:
+        opened = [http.open("GET", Target(server.url), {}, patience()) for _ in range(4)]
+        for response in opened[:3]:
+            with response:
+                response.read(100)
+        assert len(http._idle) == 2
+        http.close()
+        with opened[3]:
+            opened[3].read(100)
+        assert http._idle == []
+
+
+def test_connections_are_used_again_however_many_files_are_open(http: Http) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1300
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"no more than {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    held = []
+    try:
+        while not held or held[-1].fileno() < 1100:
+            held.append(socket.socket())
+        with Scripted(lambda head, sock, n: OK) as server:
+            assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
+            assert server.connections == [0] * 3
+    finally:
+        for sock in held:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_five_hundred_requests_with_faults_leave_no_descriptor_and_no_thread(http: Http) -> None:
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process()
+    with FileServer({"a": DATA}) as server:
+        for kind, after in (("reset", 50), ("fin", -1), ("garbage", 0), ("truncated_chunked", 9), ("huge_headers", 0)):
+            server.fault(Wrong(kind, skip=20, times=30, after=after))
+        got = 0
+        before, threads = process.num_fds(), threading.active_count()
+        for _ in range(500):
+            try:
+                got += get(http, server.url_of("a")) == DATA
+            except Fault:
+                assert http._idle == [] or not http._idle[-1].stale()
+        assert got == 500 - 150
+        http.close()
+        server.close()
+        assert process.num_fds() <= before
+        assert threading.active_count() <= threads
+
+
+# Deadlines
+
+
+def chunks(*parts: bytes, pause: float) -> Callable[[str, Any, int], bytes | None]:
+    """Sends parts with pauses between them, and then nothing more."""
+
+    def answer(head: str, sock: Any, number: int) -> bytes | None:
+        for part in parts:
+            sock.sendall(part)
+            time.sleep(pause)
+        sock.recv(1)  # until the other side leaves
+        return None
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("parts", "pause", "reasons"),
+    [
+        ((b"",), 0.0, {"stall"}),
+        ((b"HTTP/1.1 200",), 0.0, {"stall"}),
+        ((OK[:-1],), 0.0, {"stall"}),
+        (tuple(OK[i : i + 1] for i in range(len(OK) - 1)), 0.03, {"stall", "slow"}),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n", *[b"x"] * 40), 0.03, {"stall", "slow"}),
+    ],
+    ids=["silence", "half a head", "half a body", "dripping head", "dripping body"],
+)
+def test_silence_a_stall_and_a_drip_end_alike(
+    http: Http, parts: tuple[bytes, ...], pause: float, reasons: set[str]
+) -> None:
+    with Scripted(chunks(*parts, pause=pause)) as server:
+        assert fault_of(lambda: get(http, server.url), within_s=1.4).reason in reasons
+
+
+def test_without_a_least_rate_silence_still_ends(http: Http) -> None:
+    limits = replace(LIMITS, min_bytes_per_s=0)
+    with Scripted(chunks(OK[:-1], pause=0.0)) as server:
+        assert fault_of(lambda: get(http, server.url, limits), within_s=1.4).reason == "stall"
+
+
+def test_a_stream_that_is_fast_enough_may_pause_whenever_it_likes(http: Http) -> None:
+    # Pauses just shorter than the stall timeout, and longer than what is left of it at some of them.
+    parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n", *[b"x" * 10_000] * 5]
+    with Scripted(chunks(*parts, pause=0.3)) as server:
+        assert len(get(http, server.url)) == 50_000
+
+
+def test_no_request_outlives_its_deadline(http: Http) -> None:
+    parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 500000\r\n\r\n", *[b"x" * 1000] * 40]
+    with Scripted(chunks(*parts, pause=0.05)) as server:
+        fault = fault_of(lambda: get(http, server.url, replace(LIMITS, request_timeout=0.6)), within_s=2.0)
+        assert fault.reason == "deadline"
+
+
+def test_a_refused_connection_says_so(http: Http) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    assert fault_of(lambda: get(http, f"http://127.0.0.1:{port}/")).reason == "refused"
+
+
+@contextlib.contextmanager
+def unanswered() -> Iterator[int]:
+    """A port on which connections are not even accepted."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+def test_a_connection_that_is_not_answered_ends_in_time(http: Http) -> None:
+    with unanswered() as port:
+        fault = fault_of(lambda: get(http, f"http://127.0.0.1:{port}/", replace(LIMITS, connect_timeout=0.3)))
+        assert fault.reason == "connect"
+
+
+def test_a_connection_under_way_ends_when_it_is_cancelled(http: Http) -> None:
+    one = patience(replace(LIMITS, connect_timeout=30, request_timeout=30))
+    with unanswered() as port:
+        threading.Timer(0.1, one.cancel).start()
+        fault = fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one), within_s=2.0)
+        assert fault.reason == "cancelled"
+        assert fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one)).reason == "cancelled"
+
+
+def address(port: int, host: str = "127.0.0.1") -> tuple[Any, ...]:
+    return socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)
+
+
+def test_an_address_that_is_not_answered_does_not_keep_the_next_from_being_tried() -> None:
+    with unanswered() as port, Scripted(lambda head, sock, n: OK) as server:
+        http = Http(resolve=lambda *_: [address(port), address(port), address(server.port)])
+        assert get(http, "http://two.example/", replace(LIMITS, connect_timeout=0.9)) == b"hello"
+        http.close()
+
+
+def test_the_kind_of_address_that_worked_is_tried_first() -> None:
+    dialled: list[int] = []
+
+    def dial(where: tuple[Any, ...], one: Patience, shares: int) -> socket.socket:
+        dialled.append(where[0])
+        if where[0] == socket.AF_INET6:
+            raise TimeoutError
+        return dial_directly(where, one, shares)
+
+    closing = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with Scripted(lambda head, sock, n: closing) as server:
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", server.port, 0, 0))
+        http = Http(resolve=lambda *_: [six, address(server.port)], dial=dial)
+        get(http, "http://two.example/")
+        get(http, "http://two.example/")
+    assert dialled == [socket.AF_INET6, socket.AF_INET, socket.AF_INET]
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "cannot be resolved"),
+        (TimeoutError(), "not resolved within"),
+        (UnicodeError("label too long"), "no name of a host"),
+    ],
+)
+def test_a_name_that_cannot_be_resolved_is_a_fault_of_its_own(error: Exception, word: str) -> None:
+    def resolve(host: str, port: int, one: Patience) -> Any:
+        raise error
+
+    fault = fault_of(lambda: get(Http(resolve=resolve), "http://nowhere.invalid/"))
+    assert (fault.reason, fault.final) == ("dns", None)
+    assert word in fault.detail
+
+
+def test_a_name_without_addresses_is_a_fault() -> None:
+    assert fault_of(lambda: get(Http(resolve=lambda *_: []), "http://nowhere.invalid/")).reason == "dns"
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, cancel: bool) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: go_on.wait(20) and [])
+    http = Http(resolve=resolve_in_time)
+    one = patience(replace(LIMITS, connect_timeout=20 if cancel else 0.2, request_timeout=20))
+    if cancel:
+        threading.Timer(0.1, one.cancel).start()
+    try:
+        fault = fault_of(lambda: http.open("GET", Target("http://slow.example/"), {}, one), within_s=3.0)
+    finally:
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "penstock-lookup":
+                thread.join(5.0)
+    assert fault.reason == ("cancelled" if cancel else "dns")
+
+
+def test_a_number_needs_no_thread_and_a_name_gets_what_the_system_says() -> None:
+    assert resolve_in_time("127.0.0.1", 80, patience())[0][4] == ("127.0.0.1", 80)
+    assert resolve_in_time("::1", 80, patience())[0][4][:2] == ("::1", 80)
+    assert {found[4][0] for found in resolve_in_time("localhost", 80, patience())} <= {"127.0.0.1", "::1"}
+
+
+# Answers
+
+
+def answers(*parts: bytes) -> Callable[[str, Any, int], bytes | None]:
+    def answer(head: str, sock: Any, number: int) -> bytes | None:
+        sock.sendall(b"".join(parts))
+        return None
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("raw", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n", b"hello"),
+        (b"HTTP/1.0 200 OK\r\n\r\nhello", b"hello"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK, b"hello"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+    ],
+)
+def test_every_form_of_body_is_read(http: Http, raw: bytes, body: bytes) -> None:
+    with Scripted(answers(raw)) as server:
+        assert get(http, server.url) == body
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "cut"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "cut"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello", "cut"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n", "cut"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhel\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nhello", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\nhello", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\nhello", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2_000_000, "protocol"),
+        (b"HTTP/1.1 999999 OK\r\n\r\n", "protocol"),
+        (b"ICY 200 OK\r\n\r\n", "protocol"),
+        (b"\0" * 100, "protocol"),
+    ],
+    ids=range(13),
+)
+def test_an_answer_that_is_no_http_is_a_fault(http: Http, raw: bytes, reason: str) -> None:
+    with Scripted(answers(raw)) as server:
+        assert fault_of(lambda: get(http, server.url)).reason == reason
+
+
+def test_a_body_longer_than_allowed_is_not_read_to_its_end(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server, http.open("GET", Target(server.url), {}, patience()) as response:
+        assert fault_of(lambda: response.read(4)).reason == "long"
+
+
+def test_the_head_of_a_file_has_no_body(http: Http) -> None:
+    with FileServer({"a": DATA}) as server:
+        with http.open("HEAD", Target(server.url_of("a")), {}, patience()) as response:
+            assert (response.length, response.read(0)) == (len(DATA), b"")
+        assert get(http, server.url_of("a")) == DATA
+        assert [request.connection for request in server.log] == [0, 0]
+
+
+def test_an_address_is_written_so_that_servers_understand_it(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        get(http, f"{server.url}/données %41/ü?a=é&b=%20#fragment")
+        assert server.heads[0][1].startswith("GET /donn%C3%A9es%20%41/%C3%BC?a=%C3%A9&b=%20 HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("token", ["hf_secret\nX: y", "hf_sécret", "hf_secret\0"])
+def test_a_token_that_no_header_may_have_is_refused_without_being_shown(http: Http, token: str) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        fault = fault_of(lambda: get(http, server.url, Authorization=f"Bearer {token}"))
+    assert isinstance(fault.final, RemoteError)
+    error: BaseException | None = fault
+    while error is not None:
+        assert "cret" not in f"{error!r} {error} {vars(error)}"
+        error = error.__cause__ or error.__context__
+    assert server.heads == []
+
+
+# Redirects
+
+
+@pytest.mark.parametrize(
+    ("location", "leads_to"),
+    [
+        ("/other?x=1", "https://hub.example/other?x=1"),
+        ("//cdn.example/a", "https://cdn.example/a"),
+        ("https://cdn.example:8443/a b", "https://cdn.example:8443/a%20b"),
+        ("/donn\xc3\xa9es", "https://hub.example/donn%C3%A9es"),
+    ],
+)
+def test_a_redirect_leads_where_it_says(location: str, leads_to: str) -> None:
+    found = Target("https://hub.example/a").redirect(location, False)
+    assert (found.url, found.redirected, found.private_ok) == (leads_to, True, False)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "file:///etc/passwd", "ftp://cdn.example/a", "gopher://x/", "javascript:alert(1)", "data:text/plain,x",
+        "http://cdn.example/a", "https://user:password@cdn.example/a", "https://[::1/a",
+        "https://cdn.example:99999/a", "https://cdn.example:port/a", "https://cdn.example\\@evil.example:x/",
+    ],
+)  # fmt: skip
+def test_a_redirect_that_leads_astray_is_refused_and_shows_no_secret(location: str) -> None:
+    fault = fault_of(lambda: Target("https://hub.example/a").redirect(location, False))
+    assert isinstance(fault.final, RemoteError)
+    assert "password" not in str(fault.final).replace("with a password in it", "")
+
+
+PRIVATE = [
+    "169.254.169.254", "10.0.0.1", "172.16.3.4", "192.168.1.1", "127.0.0.1", "0.0.0.0", "100.64.0.1", "224.0.0.1",
+    "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "fec0::1",
+    "::ffff:10.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::", "::169.254.169.254",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ip", PRIVATE)
+def test_no_redirect_from_a_public_server_leads_into_a_private_network(ip: str) -> None:
+    fault = fault_of(lambda: Target("https://x.example/", True, False).check(ip))
+    assert isinstance(fault.final, RemoteError)
+
+
+@pytest.mark.parametrize("ip", ["169.254.169.254", "fe80::1", "0.0.0.0", "224.0.0.1", "::ffff:169.254.169.254"])
+def test_no_redirect_at_all_leads_to_a_link_local_address(ip: str) -> None:
+    fault_of(lambda: Target("https://x.example/", True, True).check(ip))
+
+
+@pytest.mark.parametrize("ip", ["10.0.0.1", "127.0.0.1", "::1", "fd00::1", "192.168.1.1"])
+def test_what_the_user_names_may_be_anywhere_and_a_private_server_may_name_another(ip: str) -> None:
+    Target("http://x.example/").check(ip)
+    Target("http://x.example/", True, True).check(ip)
+
+
+@pytest.mark.parametrize("ip", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_a_public_address_may_be_led_to(ip: str) -> None:
+    Target("https://x.example/", True, False).check(ip)
+    assert not is_private(ip)
+
+
+def test_one_private_address_among_public_ones_is_enough_to_refuse_and_nothing_is_dialled() -> None:
+    dialled: list[Any] = []
+
+    def dial(where: tuple[Any, ...], one: Patience, shares: int) -> socket.socket:
+        dialled.append(where)
+        raise ConnectionRefusedError
+
+    http = Http(resolve=lambda *_: [address(80, "8.8.8.8"), address(80, "10.1.2.3")], dial=dial)
+    fault = fault_of(lambda: get(http, Target("http://sly.example/", True, False)))
+    assert "sly.example, which is the private address 10.1.2.3" in fault.detail
+    assert dialled == []
+
+
+def test_a_connection_to_where_the_user_wanted_is_not_lent_to_a_redirect(http: Http) -> None:
+    # The same server, but what a redirect may reach is judged when its connection is made.
+    with Scripted(lambda head, sock, n: OK) as server:
+        get(http, Target(server.url))
+        fault = fault_of(lambda: get(http, Target(server.url, True, False)))
+        assert fault.reason == "redirect"
+        assert server.connections == [0]
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for localhost and 127.0.0.1, signed by itself."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+            "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"),
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+def tls_server(certificates: Path, answer: Callable[[str, Any, int], bytes | None]) -> Scripted:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    return Scripted(answer, tls=context)
+
+
+@pytest.fixture
+def trusted(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "cert.pem"))
+    return certificates
+
+
+def test_a_server_with_a_certificate_of_ones_own_is_trusted_by_ssl_cert_file(http: Http, trusted: Path) -> None:
+    with tls_server(trusted, lambda head, sock, n: OK) as server:
+        assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
+        assert server.connections == [0] * 3, "a connection under TLS is used again too"
+
+
+def test_a_certificate_that_nobody_vouches_for_is_an_error_that_says_what_to_do(http: Http, certificates: Path) -> None:
+    with tls_server(certificates, lambda head, sock, n: OK) as server:
+        fault = fault_of(lambda: get(http, server.url))
+    assert fault.reason == "certificate"
+    assert "SSL_CERT_FILE" in str(fault.final)
+
+
+def test_a_certificate_for_another_name_is_refused(trusted: Path) -> None:
+    with tls_server(trusted, lambda head, sock, n: OK) as server:
+        http = Http(resolve=lambda host, port, _: [address(server.port)])
+        fault = fault_of(lambda: get(http, "https://hub.example/"))
+        assert (fault.reason, server.heads) == ("certificate", [])
+        assert get(http, "https://localhost/") == b"hello"
+        http.close()
+
+
+def test_a_server_that_speaks_no_tls_is_a_fault(http: Http, trusted: Path) -> None:
+    with Scripted(answers(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as server:
+        # It waits for a line's end, which the first bytes of TLS need not have.
+        url = server.url.replace("http", "https")
+        fault = fault_of(lambda: get(http, url, replace(LIMITS, connect_timeout=0.3)))
+        assert fault.reason in ("tls", "connect")
+        assert fault.final is None
+
+
+def test_a_beginning_of_tls_ends_when_it_is_cancelled(http: Http, trusted: Path) -> None:
+    one = patience(replace(LIMITS, connect_timeout=30, request_timeout=30))
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        threading.Timer(0.1, one.cancel).start()
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
+        fault_of(lambda: http.open("GET", Target(url), {}, one), within_s=2.0)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
+def test_bytes_that_nobody_asked_for_are_seen_under_tls_too(http: Http, trusted: Path, into: bool) -> None:
+    evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+    with tls_server(trusted, lambda head, sock, n: OK + evil) as server:
+        for _ in range(3):
+            with http.open("GET", Target(server.url), {}, patience()) as response:
+                view = bytearray(5)
+                if into:
+                    response.read_into(memoryview(view))
+                else:
+                    view[:] = response.read(100)
+            assert view == b"hello"
+
+
+def test_an_answer_cut_short_under_tls_is_noticed(http: Http, trusted: Path) -> None:
+    with tls_server(trusted, answers(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello")) as server:
+        assert fault_of(lambda: get(http, server.url)).reason in ("cut", "tls")
+
+
+def test_a_cancelled_answer_under_tls_ends_at_once_and_gives_nothing_away(http: Http, trusted: Path) -> None:
+    one = patience(replace(LIMITS, stall_timeout=30, request_timeout=30))
+    with tls_server(trusted, chunks(OK[:-2], pause=0.0)) as server:
+        threading.Timer(0.2, one.cancel).start()
+
+        def read() -> bytes:
+            with http.open("GET", Target(server.url), {}, one) as response:
+                return response.read(100)
+
+        assert fault_of(read, within_s=2.0).reason == "cancelled"
+        assert http._idle == []
+
+
+# Proxies
+
+
+def test_a_proxy_is_asked_for_plain_addresses_in_full_and_told_its_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Scripted(lambda head, sock, n: OK) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://user:p%40ss@proxy.example:{proxy.port}")
+        asked: list[str] = []
+
+        def resolve(host: str, port: int, one: Patience) -> Any:
+            asked.append(host)
+            return [address(port)]
+
+        http = Http(resolve=resolve)
+        assert get(http, "http://data.example:81/a?b=c") == b"hello"
+        assert get(http, "http://data.example:81/d") == b"hello"
+        http.close()
+        login = base64.b64encode(b"user:p@ss").decode()
+        first, second = (head for _, head in proxy.heads)
+        assert first.startswith("GET http://data.example:81/a?b=c HTTP/1.1\r\nHost: data.example:81\r\n")
+        assert f"Proxy-Authorization: Basic {login}" in first
+        assert f"Proxy-Authorization: Basic {login}" in second
+        assert proxy.connections == [0, 0]
+        assert asked == ["proxy.example"], "the name of the data's host is the proxy's business"
+
+
+def test_a_proxy_opens_a_tunnel_for_tls_and_does_not_see_what_goes_through(
+    trusted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tls_server(trusted, lambda head, sock, n: OK) as server:
+
+        def tunnel(head: str, sock: Any, number: int) -> bytes | None:
+            with socket.create_connection(("127.0.0.1", server.port)) as onwards:
+                sock.sendall(b"HTTP/1.1 200 Connection established\r\nX: y\r\n\r\n")
+                back = threading.Thread(target=pour, args=(onwards, sock))
+                back.start()
+                pour(sock, onwards)
+                back.join(5)
+            return None
+
+        with Scripted(tunnel) as proxy:
+            monkeypatch.setenv("https_proxy", f"proxy.example:{proxy.port}")
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+            http = Http(resolve=lambda host, port, _: [address(port)])
+            monkeypatch.setattr("penstock.read.connect.proxy_for", lambda *_: f"proxy.example:{proxy.port}")
+            assert get(http, "https://localhost/", Authorization="Bearer hf_token") == b"hello"
+            http.close()
+            assert proxy.heads[0][1].startswith("CONNECT localhost:443 HTTP/1.1\r\nHost: localhost:443\r\n")
+            assert "hf_token" not in proxy.heads[0][1]
+            assert "hf_token" in server.heads[0][1]
+
+
+def pour(source: Any, sink: Any) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize(
+    ("raw", "final"),
+    [
+        (b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", AccessDenied),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", None),
+        (b"HTTP/1.1 502 Bad 200 Gateway\r\n\r\n", None),
+        (b"nonsense\r\n\r\n", None),
+        (b"", None),
+    ],
+)
+def test_a_proxy_that_opens_no_way_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, raw: bytes, final: type[Exception] | None
+) -> None:
+    with Scripted(answers(raw)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://user:password@proxy.example:{proxy.port}")
+        http = Http(resolve=lambda host, port, _: [address(port)])
+        fault = fault_of(lambda: get(http, "https://data.example/"))
+        assert fault.reason == "proxy"
+        assert type(fault.final) is (final or type(None))
+        assert "user:password@host" in fault.detail or "password" not in fault.detail
+
+
+@pytest.mark.parametrize("proxy", ["socks5://proxy.example:1080", "http://proxy.example:port", "https://proxy.example"])
+def test_a_proxy_that_is_none_we_can_use_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("https_proxy", proxy)
+    fault = fault_of(lambda: get(Http(resolve=lambda *_: [address(1)]), "https://data.example/"))
+    assert isinstance(fault.final, RemoteError)
+    assert "https_proxy" in fault.detail
+
+
+def test_behind_a_proxy_numbers_are_judged_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Scripted(lambda head, sock, n: OK) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://proxy.example:{proxy.port}")
+        http = Http(resolve=lambda host, port, _: [address(port)])
+        assert fault_of(lambda: get(http, Target("http://169.254.169.254/", True, False))).reason == "redirect"
+        assert fault_of(lambda: get(http, Target("http://10.0.0.1/", True, False))).reason == "redirect"
+        assert proxy.heads == []
+
+
+def test_loopback_and_whatever_is_excepted_is_reached_without_the_proxy(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "data.example")
+    with Scripted(lambda head, sock, n: OK) as server:
+        assert get(http, server.url) == b"hello"
+        direct = Http(resolve=lambda host, port, _: [address(server.port)])
+        assert get(direct, "http://data.example/") == b"hello"
+        direct.close()
+
+
+def test_a_response_is_never_shown_with_its_address(http: Http) -> None:
+    with Scripted(lambda head, sock, n: OK) as server:
+        target = Target(f"{server.url}/?Signature=secret")
+        with http.open("GET", target, {}, patience()) as response:
+            assert isinstance(response, Response)
+            assert "secret" not in f"{target!r} {response!r} {response._connection!r}"
