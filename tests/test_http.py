@@ -822,8 +822,8 @@ def test_behind_a_proxy_numbers_are_judged_as_well(monkeypatch: pytest.MonkeyPat
     with Scripted(lambda head, sock, n: OK) as proxy:
         monkeypatch.setenv("http_proxy", f"http://proxy.example:{proxy.port}")
         http = Http(resolve=lambda host, port, _: [address(port)])
-        assert fault_of(lambda: get(http, Target("http://169.254.169.254/", True, False))).reason == "redirect"
-        assert fault_of(lambda: get(http, Target("http://10.0.0.1/", True, False))).reason == "redirect"
+        for host in ("169.254.169.254", "10.0.0.1", "[fd00::1]", "10.1", "2852039166", "0xa9fea9fe", "0177.1"):
+            assert fault_of(lambda host=host: get(http, Target(f"http://{host}/", True, False))).reason == "redirect"
         assert proxy.heads == []
 
 

@@ -293,9 +293,9 @@ def test_shutdown_at_200_random_moments_returns_and_leaves_nothing(corpus: Path)
 def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, free=1)  # the first chunk is read alone
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=3).start()
-    for _ in range(3):
+    for _ in range(4):
         assert gate.entered.acquire(timeout=30)
     closing = threading.Thread(target=loader.shutdown)
     closing.start()

@@ -120,6 +120,25 @@ def offline() -> bool:
     return any(os.environ.get(name, "").strip().upper() in {"1", "ON", "YES", "TRUE"} for name in names)
 
 
+ACCESS = ("HF_", "HUGGING_FACE_", "AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "XDG_CACHE_HOME", "HOME")
+
+
+def access_variables() -> dict[str, str]:
+    """What the environment says of where data is and who we are: endpoints, tokens, proxies."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ACCESS) or name.lower().endswith("_proxy") or name == "PENSTOCK_CACHE"
+    }
+
+
+def adopt(variables: Mapping[str, str]) -> None:
+    """Take over another process's access variables: a worker is born of a server with an older environment."""
+    for name in access_variables().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def proxy_for(scheme: str, host: str) -> str | None:
     """The proxy that the environment names for a host, if it does."""
     if host in ("localhost", "127.0.0.1", "::1") or not any(name.lower().endswith("_proxy") for name in os.environ):

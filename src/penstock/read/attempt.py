@@ -43,7 +43,8 @@ class Remote:
     retry_after_cap: float = 30.0
     """The longest a server's `Retry-After` is honoured."""
     backoff: float = 0.2
-    """Seconds of the first pause between two attempts; each is up to twice the last, up to 10 s."""
+    """Seconds of the first pause between two attempts; each is up to twice the last, up to 10 s or a tenth of the
+    budget."""
     fetches: int = 16
     """Requests in flight. More hide a longer latency, and take memory."""
     hedge: bool = True
@@ -95,7 +96,7 @@ class Fault(Exception):
         self.final = final
         """What to raise: trying again would not help."""
         self.doubtful = doubtful
-        """Whether that is believed only once it was said twice: a proxy, a mirror or a portal may be at fault."""
+        """Whether that is believed only once it was met several times: a proxy, a mirror or a portal may be at fault."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def is_private(address: str) -> bool:
 
 
 def _refused(text: str) -> Fault:
-    """A redirect that is not followed. A portal may have sent it, so it has to be said twice."""
+    """A redirect that is not followed. It may have been a portal's."""
     return Fault("redirect", text, final=RemoteError(text), doubtful=True)
 
 
@@ -224,7 +224,7 @@ class Connector:
         addresses = self._addresses(proxy or target, patience)
         if proxy is not None:
             with suppress(ValueError):
-                target.check(host)  # behind a proxy only a plain number can be judged
+                target.check(_number(host))  # behind a proxy only a number can be judged
         else:
             for address in addresses:
                 target.check(address[4][0])
@@ -287,6 +287,14 @@ class Connector:
             if isinstance(error, ValueError) and not isinstance(error, OSError):
                 raise Fault("tls", f"{host[:100]!r} is no name that a certificate could have") from None
             raise
+
+
+def _number(host: str) -> str:
+    """An address that is written as a number in one of the old ways (127.1, 2130706433), in the usual one."""
+    try:
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except OSError:
+        return host
 
 
 def _ascii(host: str) -> str:

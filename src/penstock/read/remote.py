@@ -7,7 +7,7 @@ State: for each file where its bytes were found last (the Hub answers with a sig
        holds for a while) and the ETag they came with; how long recent reads took.
 
 An answer is believed if it is a 206 of the range asked for, has its length, and the size and ETag
-that the listing gave. What does not fit is tried again; what does not fit twice is an error.
+that the listing gave. What does not fit is asked for again, a few times; what still does not fit is an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.read.http import Refused, Response, Target
 from penstock.read.hub import refused as hub_refused
 from penstock.read.hub import resolve_url
 from penstock.read.listing import Secret, basic_authorization
-from penstock.read.retry import AGAIN, Client, check_plain, raise_for
-from penstock.types import FileRef, MiB
+from penstock.read.retry import AGAIN, Client, check_encoding, check_page, raise_for
+from penstock.types import FileRef, KiB, MiB
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Buckets
@@ -192,7 +192,7 @@ class RemoteFiles:
                 if hub and not elsewhere and not gone:
                     refusal = Refused(status, response.headers, response.read(MiB))
                     raise Fault(f"status_{status}", "refused", final=hub_refused(file.path, refusal))
-                # An address that was signed a moment ago should be good: it is asked for a second time.
+                # An address that was signed a moment ago should be good: a new one is asked for.
                 detail = f"the server answered {status}"
                 raise Fault(f"status_{status}", detail, final=_no_access(file, status), doubtful=elsewhere)
             answer = self._answer(file, response, start, length)
@@ -206,7 +206,9 @@ class RemoteFiles:
         """The body, if the head promises what was asked for."""
         status, headers = response.status, response.headers
         whole = status == 200 and start == 0 and length == file.size and response.length == file.size
-        check_plain(response, page_ok=whole)
+        check_encoding(response)
+        if not whole:
+            check_page(response)
         if status == 416:
             raise _doubt("range", SourceChanged(f"{file.path} has no bytes {start} to {start + length - 1}: it was "
                                                 f"{file.size} bytes long when it was listed. {_ADVICE}"))  # fmt: skip
@@ -318,23 +320,26 @@ class Usual:
 
     def took(self, length: int, seconds: float) -> None:
         with self._lock:
-            self._recent.setdefault(length.bit_length(), deque(maxlen=RECENT)).append(seconds)
+            self._recent.setdefault(_size(length), deque(maxlen=RECENT)).append(seconds)
 
     def too_long(self, length: int) -> float | None:
         """Seconds after which a second request is worth its bytes: beyond the slowest twentieth."""
-        size = length.bit_length()
+        size = _size(length)
         with self._lock:
-            recent = sorted(self._recent.get(size, ()))
-            if len(recent) < ENOUGH:
-                # Of other sizes as well, as long as they would take if all of their time grew with the size.
-                recent = sorted(
-                    seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
-                )
+            # Of other sizes as well, as long as they would take if all of their time grew with the size.
+            recent = sorted(
+                seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
+            )
         if len(recent) < ENOUGH:
             return None
         p95 = recent[min(len(recent) - 1, int(0.95 * len(recent)))]
         # Where all reads share a link, one a little slower than most is just waiting its turn.
         return 1.5 * p95 + 0.1
+
+
+def _size(length: int) -> int:
+    """Lengths that take about as long; short ones all do."""
+    return max(length, 64 * KiB).bit_length()
 
 
 __all__ = ["RemoteFiles", "Usual", "plain_etag"]

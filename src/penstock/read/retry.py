@@ -34,6 +34,8 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 HOPS = 5
 MAX_PAUSE_S = 10.0
 """The longest pause between two attempts; where the budget is short, a tenth of that."""
+BELIEVED = 3
+"""So often a doubtful fault has to be met to be believed: among very many reads, two in a row are met by chance."""
 MAX_REDIRECT = 64 * KiB
 """A longer body of a redirect is not read to its end, though the connection is lost by that."""
 
@@ -120,7 +122,7 @@ class Client:
         began = time.monotonic()
         deadline = began + budget_s
         tried: Counter[str] = Counter()
-        heard: set[str] = set()
+        heard: Counter[str] = Counter()
         last: Fault | None = None
         pause = self.limits.backoff
         while True:
@@ -131,9 +133,9 @@ class Client:
                     raise LoaderClosed("the loader was shut down") from None
                 self.tally.add(fault=fault.reason)
                 if fault.final is not None:
-                    if not fault.doubtful or str(fault.final) in heard:
+                    heard[str(fault.final)] += 1
+                    if not fault.doubtful or heard[str(fault.final)] >= BELIEVED:
                         raise _named(what, fault) from fault
-                    heard.add(str(fault.final))
                 tried[fault.reason] += 1
                 if last is None or fault.reason != "deadline":
                     last = fault  # an attempt that had little time left says nothing of the server
@@ -254,9 +256,10 @@ class Client:
             with self.follow(method, Target(url), headers or {}, token, patience)[1] as response:
                 if response.status in ok:
                     if method != "HEAD":
-                        check_plain(response)
-                    limit = max_bytes if method != "HEAD" else 0
-                    body = response.read(limit)
+                        check_encoding(response)
+                    if method != "HEAD" or _named_as_data(url):
+                        check_page(response)
+                    body = response.read(max_bytes if method != "HEAD" else 0)
                     self.tally.add(bytes=len(body))
                     return Reply(response.status, response.headers, body, url)
                 raise_for(response)
@@ -298,13 +301,23 @@ class Client:
         raise Fault("redirect", text, final=RemoteError(text), doubtful=True)
 
 
-def check_plain(response: Response, *, page_ok: bool = False) -> None:
-    """Refuse what no server of data answers: something compressed that nobody asked for, or a portal's web page."""
+def check_encoding(response: Response) -> None:
+    """Refuse what is compressed, which nobody asked for."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise Fault("encoded", f"the answer is {encoding[:20]}-encoded, which nobody asked for")
-    if response.status == 200 and not page_ok and "html" in response.headers.get("content-type", "").lower():
+
+
+def check_page(response: Response) -> None:
+    """Refuse a web page where data was asked for."""
+    if response.status == 200 and "html" in response.headers.get("content-type", "").lower():
         raise Fault("html", "a web page came, and no listing or file: a portal or proxy is in the way")
+
+
+def _named_as_data(url: str) -> bool:
+    """Whether an address has an ending, and not that of a web page."""
+    name = url.partition("?")[0].rpartition("/")[2].lower()
+    return "." in name and not name.endswith((".html", ".htm"))
 
 
 def raise_for(response: Response) -> NoReturn:
@@ -350,4 +363,4 @@ def _named(what: str, fault: Fault) -> BaseException:
     return final if what in str(final) else type(final)(f"{what}: {final}")
 
 
-__all__ = ["Client", "Reply", "Threads", "check_plain", "raise_for", "retry_after"]
+__all__ = ["Client", "Reply", "Threads", "check_encoding", "check_page", "raise_for", "retry_after"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.config import access_variables, adopt
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile
 from penstock.read.columns import nothing
@@ -67,7 +68,7 @@ class TextWork:
             self._skip.setdefault(file, []).append([group, row])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TextWork, self._made_of
+        return _elsewhere, (access_variables() if self._made_of[-1] is not None else None, *self._made_of)
 
     def prepare(self) -> None:
         """Load what the first chunk will need, while it is fetched."""
@@ -188,6 +189,13 @@ class TextWork:
         self._reader.close()
         if self._opened is not None:
             self._opened.close()
+
+
+def _elsewhere(access: dict[str, str] | None, *made_of: Any) -> TextWork:
+    """The same work in a worker process."""
+    if access is not None:
+        adopt(access)
+    return TextWork(*made_of)
 
 
 def _names(file: FileRef) -> list[str]:

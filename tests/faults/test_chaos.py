@@ -1,0 +1,117 @@
+"""Random faults everywhere, for a while: the stream stays what it is. A failure names the seed that repeats it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.testing import Chaos, HubServer
+from tests.contracts import take
+from tests.faults.serving import CHOSEN, FORMS, QUICK, dataset, hf, loader_of
+
+Expected = Callable[..., list[str]]
+
+PATIENT = replace(QUICK, stall_timeout=0.4, retry_budget=60, metadata_budget=60, backoff=0.01)
+"""Faults that come again and again must not use up the budget: that they end is what is shown elsewhere."""
+WAYS: list[dict[str, Any]] = [
+    {"n_workers": 0},
+    {"n_workers": 1},
+    {"n_workers": 3},
+    {"n_workers": 2, "prefetch_size": 1},
+]
+
+
+class Round:
+    """One run under faults that follow from a seed, perhaps stopped and resumed on the way."""
+
+    def __init__(self, seed: int, hub: HubServer, cache: Path) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        self.form = rng.choice([*FORMS, "parquet", "parquet", ""])
+        self.url = hf(self.form) if self.form else "hf://datasets/org/name"
+        self.how = rng.choice(WAYS)
+        self.stops = sorted(rng.sample(range(1, 40), rng.choice([0, 0, 1, 2])))
+        self.expiries = sorted(rng.sample(range(1, 40), rng.choice([0, 1])))
+        self.chaos = Chaos(seed, rng.choice([0.05, 0.1, 0.25]), details={"slow": {"delay_s": 0.1}})
+        self._hub = hub
+        self._keeps = rng.random() < 0.5
+        self._cache = cache / str(seed)
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.url} with {self.how}, stopped at {self.stops}, addresses expired at {self.expiries}, "
+            f"struck by {dict(self.chaos.struck)}"
+        )
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        monkeypatch.setenv("PENSTOCK_CACHE", str(self._cache))
+        self._hub.clear_faults()
+        self._hub.clear_log()
+        self._hub.fault(self.chaos)
+        got: list[str] = []
+        state = None
+        for stop in [*self.stops, None]:
+            with loader_of(dataset(self.url, remote=PATIENT, cache=self._keeps), **self.how) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                for expiry in [n for n in self.expiries if len(got) < n < (stop or 10**6)]:
+                    got += take(loader, expiry - len(got))
+                    self._hub.expire_signatures()
+                got += take(loader, 10**6 if stop is None else max(0, stop - len(got)))
+                state = json.loads(json.dumps(loader.state_dict()))
+        return got
+
+
+def go_on_for(
+    seconds: float, hub: HubServer, expected: Expected, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Rounds until the time is over; which faults struck."""
+    first = random.SystemRandom().randrange(10**9)
+    print(f"chaos from seed {first} on")
+    struck: Counter[str] = Counter()
+    deadline = time.monotonic() + seconds
+    seed = first
+    while seed == first or time.monotonic() < deadline:
+        one = Round(seed, hub, cache)
+        try:
+            got = one.run(monkeypatch)
+        except Exception as error:
+            error.add_note(str(one))
+            raise
+        assert got == expected(one.form or CHOSEN), str(one)
+        struck += one.chaos.struck
+        seed += 1
+    return struck
+
+
+def test_random_faults_do_not_change_the_stream(
+    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert go_on_for(5.0, hub, expected, tmp_path, monkeypatch).total() > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_minutes_of_random_faults_do_not_change_the_stream(
+    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struck = go_on_for(180.0, hub, expected, tmp_path, monkeypatch)
+    assert len(struck) >= 12, f"nearly every kind of fault: {struck}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_same_seed_is_the_same_round(
+    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    one = Round(seed, hub, tmp_path)
+    assert one.run(monkeypatch) == expected(one.form or CHOSEN), str(one)
+    again = Round(seed, hub, tmp_path)
+    assert (one.url, one.how, one.stops, one.chaos.rate) == (again.url, again.how, again.stops, again.chaos.rate)

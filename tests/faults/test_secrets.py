@@ -1,0 +1,232 @@
+"""Token, signed query and login appear in no log, no exception, no state, no count and no file, whatever goes wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import PenstockError
+from penstock.testing import Fault, FileServer, HubServer
+from tests.contracts import take
+from tests.faults.serving import CHOSEN, IMPATIENT, QUICK, content, dataset, loader_of
+
+Expected = Callable[..., list[str]]
+
+TOKEN = "hf_tOkEnThAtNoBoDyMaYsEe"
+USER, PASSWORD = "somebody", "pa55w0rd-of-somebody"
+QUERY = "X-Amz-Signature=0123456789abcdef-of-a-signed-query"
+SECRETS = (
+    TOKEN, PASSWORD, QUERY, "0123456789abcdef-of", "Signature=", "Authorization",
+    base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode(),
+)  # fmt: skip
+
+
+class Found:
+    """Everything that a run leaves behind, as text."""
+
+    def __init__(self, cache: Path, logs: pytest.LogCaptureFixture) -> None:
+        self._cache = cache
+        self._logs = logs
+        self._parts: list[str] = []
+
+    def add(self, *things: Any) -> None:
+        for thing in things:
+            self._parts += [repr(thing), str(thing)]
+
+    def add_error(self, error: BaseException) -> None:
+        """An exception with everything that hangs on it: notes, causes, contexts also where they are not shown."""
+        self._parts.append("".join(traceback.format_exception(error)))
+        seen: set[int] = set()
+        waiting: list[BaseException | None] = [error]
+        while waiting:
+            one = waiting.pop()
+            if one is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            self.add(one, one.args, getattr(one, "__notes__", []), vars(one))
+            waiting += [one.__cause__, one.__context__, getattr(one, "final", None)]
+
+    def check(self, *more: str) -> None:
+        formatter = logging.Formatter("%(message)s %(pathname)s %(args)s")
+        logged = [formatter.format(record) for record in self._logs.records]
+        everything = "\n".join([*self._parts, *logged])
+        assert everything
+        for secret in (*SECRETS, *more):
+            assert secret not in everything
+        files = [path for path in self._cache.rglob("*") if path.is_file()]
+        assert files, "something is kept"
+        for path in files:
+            data = path.read_bytes()
+            for secret in (*SECRETS, *more):
+                assert secret.encode() not in data, path
+                assert secret not in str(path)
+
+
+@pytest.fixture
+def found(outside: Path, caplog: pytest.LogCaptureFixture) -> Found:
+    caplog.set_level(logging.DEBUG)
+    return Found(outside, caplog)
+
+
+@pytest.fixture(scope="module")
+def private_hub() -> Iterator[HubServer]:
+    with HubServer(page_size=4) as server:
+        server.add("org/private", {"a.parquet": content()[CHOSEN]}, private=True, tokens=(TOKEN,))
+        yield server
+
+
+@pytest.fixture
+def private(private_hub: HubServer, outside: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    monkeypatch.setenv("HF_ENDPOINT", private_hub.endpoint)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    private_hub.clear_faults()
+    private_hub.clear_log()
+    return private_hub
+
+
+def watch(
+    found: Found, url: Any, how: dict[str, Any] | None = None, then: Callable[[], None] | None = None, **data: Any
+) -> BaseException | None:
+    """Run to the end, with everything kept that it says of itself on the way. `then` is called every few batches."""
+    try:
+        described = dataset(url, cache=True, **data)
+        found.add(described, described.files, described.outside, described.data_id(), vars(described))
+        with loader_of(described, **how or {}) as loader:
+            try:
+                while take(loader, 5):
+                    found.add(loader, json.dumps(loader.state_dict()), loader.stats())
+                    if then is not None:
+                        then()
+            finally:
+                found.add(loader.stats())
+    except PenstockError as error:
+        found.add_error(error)
+        return error
+    return None
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("status", {"code": 503}), ("status", {"code": 403}), ("status", {"code": 400}), ("status", {"code": 404}), ("reset", {}),
+    ("fin", {"after": 10}), ("garbage", {}), ("html", {}), ("no_range", {}), ("wrong_range", {}), ("etag", {}), ("size", {}),
+    ("redirect", {"to": f"http://{USER}:{PASSWORD}@127.0.0.1/?{QUERY}"}), ("redirect", {"to": f"ftp://x/?{QUERY}"}),
+    ("redirect", {"to": f"http://169.254.169.254/?{QUERY}"}), ("redirect", {"to": f"http://127.0.0.1:1/?{QUERY}"}),
+    ("redirect", {"to": f"http://127.0.0.1:y:z/?{QUERY}"}),
+    ("garbage", {"data": f"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/?{QUERY}\0\r\n\r\n".encode()}),
+    ("garbage", {"data": f"HTTP/1.1 302 Found\r\nLocation: ftp://127.0.0.1:1/?{QUERY}\x01\r\n\r\n".encode()}),
+    ("garbage", {"data": f"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n X {QUERY}\0\r\n\r\n".encode()}),
+    ("stall", {"after": 10}), ("truncated_chunked", {"after": 10}), ("gzip", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("port", ["hub", "cdn"])
+def test_faults_that_pass_show_nothing(private: HubServer, found: Found, port: str) -> None:
+    for kind, details in KINDS:
+        if port == "hub" and details.get("code") in (400, 403, 404):
+            continue  # of the Hub itself these are final
+        private.fault(Fault(kind, port=port, path="*a.parquet", **details))
+    limits = replace(QUICK, stall_timeout=0.2, backoff=0.0)
+    how = {"n_workers": 1, "prefetch_size": 1}
+    assert watch(found, "hf://datasets/org/private", how, private.expire_signatures, remote=limits) is None
+    assert sum(request.fault != "" for request in private.log) > 8
+    found.check(*signatures(private))
+
+
+@pytest.mark.parametrize("port", ["hub", "cdn"])
+@pytest.mark.parametrize(("kind", "details"), KINDS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(KINDS)])
+def test_faults_that_stay_show_nothing(
+    private: HubServer, found: Found, port: str, kind: str, details: dict[str, Any]
+) -> None:
+    private.fault(Fault(kind, port=port, path="*a.parquet", times=None, skip=1 if port == "cdn" else 0, **details))
+    error = watch(found, "hf://datasets/org/private", remote=replace(IMPATIENT, retry_budget=0.15, backoff=0.0))
+    if kind not in ("etag", "size") or port == "cdn":
+        struck = any(request.fault for request in private.log)
+        assert (error is not None) == struck, "a redirect has no body and no range to be wrong"
+    found.check(*signatures(private))
+
+
+def signatures(hub: HubServer) -> list[str]:
+    """All signatures that the Hub gave out."""
+    queries = [request.query for request in hub.log if request.port == "cdn"]
+    found = {part.partition("=")[2] for query in queries for part in query.split("&") if part.startswith("Signature=")}
+    return sorted(found - {""})
+
+
+def test_an_expired_address_and_a_worker_process_show_nothing(private: HubServer, found: Found) -> None:
+    private.fault(Fault("status", port="cdn", code=403, skip=2, times=None))
+    how = {"workers": "process", "n_workers": 1}
+    assert watch(found, "hf://datasets/org/private", how, remote=IMPATIENT) is not None
+    found.check(*signatures(private))
+
+
+@pytest.mark.parametrize("token", [TOKEN + "-wrong", TOKEN + "\x01", TOKEN + "é"])
+def test_a_token_that_is_refused_is_not_shown(
+    private: HubServer, found: Found, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    (Path(found._cache)).mkdir(parents=True, exist_ok=True)
+    (Path(found._cache) / "something").write_text("kept")
+    error = watch(found, "hf://datasets/org/private", remote=IMPATIENT)
+    assert error is not None
+    assert "org/private" in str(error)
+    found.check()
+
+
+def test_a_token_in_a_file_of_its_own_is_used_and_not_shown(
+    private: HubServer, found: Found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    assert watch(found, "hf://datasets/org/private") is None
+    found.check(*signatures(private))
+
+
+WEB: list[tuple[str, dict[str, Any]]] = [
+    ("status", {"code": 503}), ("status", {"code": 403}), ("status", {"code": 410}), ("reset", {}), ("no_range", {}), ("etag", {}),
+    ("redirect", {}), ("redirect", {"to": lambda path: f"{path}?{QUERY}&again"}), ("garbage", {}), ("short", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["listing", "reading"])
+@pytest.mark.parametrize(
+    ("kind", "details"), [("", {}), *WEB], ids=[f"{n}-{k}" for n, (k, _) in enumerate([("", {}), *WEB])]
+)
+def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
+    outside: Path, found: Found, kind: str, details: dict[str, Any], head: bool
+) -> None:
+    with FileServer({"a.parquet": content()[CHOSEN], "b.parquet": content()[CHOSEN]}) as server:
+        urls = [
+            server.url_of("a.parquet").replace("//", f"//{USER}:{PASSWORD}@") + f"?{QUERY}",
+            server.url_of("b.parquet") + f"?{QUERY}&other#fragment",
+        ]
+        if kind:
+            server.fault(Fault(kind, times=None, method="*" if head else "GET", skip=0 if head else 2, **details))
+        error = watch(found, urls, remote=replace(IMPATIENT, retry_budget=0.15, metadata_budget=0.15, backoff=0.0))
+        sent = [request for request in server.log if QUERY in request.query]
+        assert sent, "the server gets what belongs to it"
+        if error is not None:
+            assert server.url in str(error)
+            outside.mkdir(parents=True, exist_ok=True)
+            (outside / "something").write_text("kept")
+        else:
+            assert not kind or (head and kind in ("short", "no_range"))
+        found.check()
+
+
+def test_a_proxys_login_is_not_shown(outside: Path, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside.mkdir(parents=True)
+    (outside / "something").write_text("kept")
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://{USER}:{PASSWORD}@127.0.0.1:1")
+        assert watch(found, f"{scheme}://data.invalid/a.parquet?{QUERY}", remote=IMPATIENT) is not None
+    monkeypatch.setenv("https_proxy", f"socks5://{USER}:{PASSWORD}@127.0.0.1:1")
+    assert watch(found, "https://data.invalid/a.parquet", remote=IMPATIENT) is not None
+    found.check()
