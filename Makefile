@@ -27,7 +27,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800

@@ -74,7 +74,10 @@ def list_files(
     try:
         sources = [urls] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
     except TypeError:
-        raise ConfigError(f"{urls!r} is no path, folder, glob or list of these") from None
+        # Not shown: it may have addresses with logins in it.
+        kinds = [urls] if isinstance(urls, bytes) or not isinstance(urls, Iterable) else list(urls)
+        wrong = next((type(one).__name__ for one in kinds if not isinstance(one, str | os.PathLike)), "this")
+        raise ConfigError(f"{wrong} is no path, folder, glob or list of these") from None
     if not sources:
         raise NoData("no data: the list of paths is empty. Name a file, a folder or a glob.")
     paths = [os.fspath(source) for source in sources]
