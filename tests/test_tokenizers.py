@@ -352,7 +352,7 @@ def test_a_folder_without_tokenizer_json_says_so(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("thing", [None, 42, object(), b"byte", ["byte"], len], ids=str)
+@pytest.mark.parametrize("thing", [None, 42, object(), b"byte", ["byte"], len], ids=lambda thing: type(thing).__name__)
 def test_an_object_that_is_no_tokenizer_says_what_would_be(thing: Any) -> None:
     with pytest.raises(TokenizerError, match="give 'byte', a path, a Hub name, or an object of tokenizers"):
         load_tokenizer(thing)

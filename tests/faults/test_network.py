@@ -307,8 +307,10 @@ def test_an_address_that_expires_in_mid_run_is_asked_for_again(hub: HubServer, e
         hf("parquet"), at=dict.fromkeys((1, 20, 60), hub.expire_signatures), how={"prefetch_size": 1, "n_workers": 1}
     )
     survived(outcome, expected("parquet"))
-    assert set(outcome.faults) == {"expired"}
-    assert tries_of_a_read(hub) == 2, "with the old address and with a new one"
+    # An address may also expire on its way from the Hub to whoever asked for it.
+    assert outcome.faults["expired"] > 0
+    assert set(outcome.faults) <= {"expired", "status_403"}
+    assert 2 <= tries_of_a_read(hub) <= 4
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404])

@@ -137,10 +137,12 @@ class Patience:
     def connect_s(self, shares: int = 1) -> float:
         """Seconds left for a connection, or for the next of several addresses that share them."""
         self.check()
-        left = self._connect_by - time.monotonic()
-        if left <= 0:
-            raise Fault("connect", f"no connection after {time.monotonic() - self.began:.1f} s")
-        return left / shares
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise self.ran_out()
+        if now >= self._connect_by:
+            raise Fault("connect", f"no connection after {now - self.began:.1f} s")
+        return (self._connect_by - now) / shares
 
     def wait_s(self) -> float:
         """Seconds to wait for the next bytes."""

@@ -69,13 +69,16 @@ class Target:
 
     def redirect(self, location: str, private: bool) -> Target:
         """Where a redirect leads, or a fault. `location` is a header's value, its bytes as Latin-1."""
+        target = None
         try:
             url = urljoin(self.url, quote(location, safe=VISIBLE, encoding="latin-1"))
             parts = urlsplit(url)
             target = Target(url, True, private and (self.private_ok or not self.redirected))
             scheme, host, _ = target.origin
         except ValueError:
-            raise _refused("a redirect to something that is no address was refused") from None
+            target = None
+        if target is None:  # not where it was caught: that exception quotes the address
+            raise _refused("a redirect to something that is no address was refused")
         if scheme not in ("http", "https"):
             raise _refused(f"a redirect to {scheme[:20] or 'no scheme'}:// was refused")
         if scheme == "http" and self.origin[0] == "https":
