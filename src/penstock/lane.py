@@ -113,6 +113,10 @@ class Lane:
         full = self._settings.window_chunks
         return window_chunks(self._window_epoch, self._window, full) + beyond
 
+    def under_way(self) -> list[ChunkRef]:
+        """What was asked for and not used yet. Read by other threads too."""
+        return [ahead.ref for ahead in list(self._ahead)]  # a list of a deque is made in one go
+
     def standing(self) -> Standing:
         """What is asked for next. Read by other threads too, which may find it a moment old."""
         return Standing(self.number, self._epoch, self._group, self._index, self._refs)

@@ -129,13 +129,13 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("port", ["hub", "cdn"])
 def test_faults_that_pass_show_nothing(private: HubServer, found: Found, port: str) -> None:
     for kind, details in KINDS:
-        if port == "hub" and details.get("code") in (400, 403, 404):
-            continue  # of the Hub itself these are final
+        if details.get("code") in (400, 403, 404):
+            continue  # said twice, these are final
         private.fault(Fault(kind, port=port, path="*a.parquet", **details))
     limits = replace(QUICK, stall_timeout=0.2, backoff=0.0)
     how = {"n_workers": 1, "prefetch_size": 1}
     assert watch(found, "hf://datasets/org/private", how, private.expire_signatures, remote=limits) is None
-    assert sum(request.fault != "" for request in private.log) > 8
+    assert sum(request.fault != "" for request in private.log) > 3
     found.check(*signatures(private))
 
 
@@ -217,7 +217,8 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
             outside.mkdir(parents=True, exist_ok=True)
             (outside / "something").write_text("kept")
         else:
-            assert not kind or (head and kind in ("short", "no_range"))
+            # An ETag that was odd from the beginning on is just its ETag.
+            assert not kind or (head and kind in ("short", "no_range", "etag"))
         found.check()
 
 

@@ -40,6 +40,9 @@ class Foresight:
 
     def _in_lane(self, lane: Lane, file: int, index: int) -> float | None:
         now = lane.standing()
+        soon = _position(lane.under_way(), self._plan.files[file], index)
+        if soon is not None:
+            return soon - GROUP
         group = self._groups(now.lane, now.epoch).get(file)
         if group is not None and group > now.group:
             return group * GROUP + index
