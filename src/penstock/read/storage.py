@@ -14,6 +14,7 @@ import io
 import os
 import tempfile
 import threading
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -191,6 +192,7 @@ class CompressedFile:
         """Why the file ends where it does, if that is not its true end."""
         self.restarts = 0
         self._doubted = False
+        self._sums: dict[int, int] = {}
 
     def read(self, start: int, length: int) -> bytes:
         first, last = start // BLOCK, (start + length - 1) // BLOCK
@@ -219,6 +221,7 @@ class CompressedFile:
                     self._doubted, self.broken = True, None
                     self._rewind()
                     continue
+                self._compare(block)
                 self._blocks[self._next] = block
                 if len(self._blocks) > self._keep:
                     self._blocks.popitem(last=False)
@@ -228,6 +231,14 @@ class CompressedFile:
                     break
                 self._next += 1
             return self._blocks.get(number, b"")
+
+    def _compare(self, block: bytes) -> None:
+        """A block that is read again must be what it was: the first may have been used already."""
+        if self._remote is not None and self._sums.setdefault(self._next, zlib.crc32(block)) != zlib.crc32(block):
+            raise CorruptFile(
+                f"{self._file.path}: its text near byte {self._next * BLOCK} came differently when it was fetched again, and "
+                "may have been used. Resume from a checkpoint taken before; use https, or a copy on disk."
+            )
 
     def _rewind(self) -> None:
         if self._stream is not None:
