@@ -30,7 +30,7 @@ QUICK = Remote(
     backoff=0.02,
     retry_after_cap=0.2,
 )
-IMPATIENT = replace(QUICK, request_timeout=2, stall_timeout=0.3, retry_budget=0.8, metadata_budget=0.8)
+IMPATIENT = replace(QUICK, request_timeout=2, stall_timeout=0.25, retry_budget=0.4, metadata_budget=0.4)
 """For what never succeeds."""
 DEADLINE_S = 15.0
 """No run of these tests may take longer until it has ended or failed, however busy the machine; budgets are shorter."""

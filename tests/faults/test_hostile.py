@@ -205,7 +205,7 @@ def odd(**headers: str) -> Fault:
 )  # fmt: skip
 def test_odd_heads_are_judged_and_not_quoted_at_length(headers: dict[str, str]) -> None:
     with FileServer({"a": DATA}) as server, SpareThreads(2) as threads:
-        client = Client(IMPATIENT, side=threads)
+        client = Client(replace(IMPATIENT, retry_budget=0.2), side=threads)
         files = RemoteFiles(client, {})
         file = FileRef(server.url_of("a"), "a", len(DATA), "text", etag="known")
         server.fault(odd(**headers))

@@ -60,14 +60,18 @@ def survived(outcome: Outcome, ledger: list[str]) -> None:
     assert outcome.seconds < DEADLINE_S
 
 
-def failed(outcome: Outcome, kind: type[PenstockError], *words: str) -> str:
-    """The run ended in time with an error of this kind, which says these words and names the repository's file."""
+def failed(outcome: Outcome, kind: type[PenstockError], *words: str, reason: str = "") -> str:
+    """The run ended in time with an error of this kind, which says these words, and why.
+
+    On a machine that is very busy, the answer that would say why may come too late: that is a reason as well.
+    """
     assert outcome.seconds < DEADLINE_S
     assert outcome.error is not None, "it did not fail"
     text = str(outcome.error)
     assert type(outcome.error) is kind, f"{type(outcome.error).__name__}: {text}"
     for word in words:
         assert word in text, text
+    assert any(why in text for why in (reason, "(deadline", "(stall")), text
     return text
 
 
@@ -142,7 +146,7 @@ def test_connections_that_always_break_are_an_error(
     hub: HubServer, place: str, kind: str, details: dict[str, Any], reason: str
 ) -> None:
     hub.fault(Fault(kind, times=None, **details, **PLACES[place]))
-    failed(run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", reason)
+    failed(run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", reason=reason)
 
 
 def test_a_server_that_goes_away_and_comes_back_is_waited_for(outside: Path, expected: Expected) -> None:
@@ -206,7 +210,7 @@ def test_an_answer_that_stays_wrong_is_an_error(
 ) -> None:
     hub.fault(Fault(kind, port="cdn", skip=2, times=None))
     limits = QUICK if kind in ("no_range", "size", "etag") else IMPATIENT  # those three are believed after a while
-    failed(run(hf(CHOSEN), remote=limits), error, "parquet/a.parquet", word)
+    failed(run(hf(CHOSEN), remote=limits), error, "parquet/a.parquet", reason=word)
 
 
 @pytest.mark.parametrize("kind", ["short", "gzip", "html"])
@@ -388,7 +392,7 @@ def test_every_format_gets_over_faults_in_its_middle(hub: HubServer, expected: E
 def test_every_format_ends_in_a_typed_error_where_the_middle_cannot_be_had(hub: HubServer, form: str) -> None:
     path = {"texts": "*texts/05.txt", "parquet": "*a.parquet"}.get(form, f"*{form}")
     hub.fault(Fault("reset", path=path, after=300, times=None, skip=0 if form != "parquet" else 3))
-    failed(run(hf(form), remote=IMPATIENT), RemoteError, path.removeprefix("*"), "reset")
+    failed(run(hf(form), remote=IMPATIENT), RemoteError, path.removeprefix("*"), reason="reset")
 
 
 @pytest.mark.parametrize("form", ["parquet", "docs.jsonl.gz"])
@@ -405,7 +409,9 @@ def test_faults_are_survived_for_any_kind_of_workers(
 def test_an_error_reaches_the_trainer_from_a_worker_process(hub: HubServer) -> None:
     hub.fault(Fault("status", path="*docs.jsonl.gz", times=None))
     failed(
-        run(hf("docs.jsonl.gz"), {"workers": "process", "n_workers": 1}, remote=IMPATIENT), RemoteError, "status_503"
+        run(hf("docs.jsonl.gz"), {"workers": "process", "n_workers": 1}, remote=IMPATIENT),
+        RemoteError,
+        reason="status_503",
     )
 
 
