@@ -643,6 +643,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 
 ENCODE_NEW_WORDS = """
 import hashlib, sys
+import awkward  # takes memory of its own, once
 import numpy as np, pyarrow as pa
 from penstock.encode.engines import GigatokenEngine, anonymous_bytes
 from penstock.encode.tokenize import load_tokenizer

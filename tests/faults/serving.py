@@ -29,6 +29,7 @@ QUICK = Remote(
     metadata_budget=5,
     backoff=0.02,
     retry_after_cap=0.2,
+    fetches=4,  # few, so that a run has something left to fetch when a fault comes in its middle
 )
 IMPATIENT = replace(QUICK, request_timeout=2, stall_timeout=0.25, retry_budget=0.4, metadata_budget=0.4)
 """For what never succeeds."""

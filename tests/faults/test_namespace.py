@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 CHILD = """
 import json, os, subprocess, sys, threading
+from dataclasses import replace
 from tests.faults.serving import CHOSEN, IMPATIENT, QUICK, content, run
 from penstock.testing import FileServer
 
@@ -31,8 +32,9 @@ if task == "up and down":
     with FileServer({"a.parquet": content()[CHOSEN]}) as server:
         def fall():
             link("down")
-            threading.Timer(0.8, link, ("up",)).start()
-        outcome = run(server.url_of("a.parquet"), at={1: fall}, how={"prefetch_size": 1, "n_workers": 1})
+            threading.Timer(1.2, link, ("up",)).start()
+        one_by_one = replace(QUICK, fetches=1)
+        outcome = run(server.url_of("a.parquet"), at={1: fall}, how={"prefetch_size": 1, "n_workers": 1}, remote=one_by_one)
 else:
     outcome = run(sys.argv[2], remote=IMPATIENT)
 report = {
