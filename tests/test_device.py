@@ -589,11 +589,19 @@ class SimulatedEvent:
     def __init__(self, cuda: SimulatedCuda) -> None:
         self.cuda = cuda
         self.marked = True  # as in CUDA: one that was never recorded is over
+        self.at = 0
 
     def record(self, stream: SimulatedStream | None = None) -> SimulatedEvent:
         self.marked = False
-        (stream or self.cuda.current).push(lambda: setattr(self, "marked", True))
+        (stream or self.cuda.current).push(self._mark)
         return self
+
+    def _mark(self) -> None:
+        self.marked, self.at = True, self.cuda.ticks
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        assert self.marked and end.marked, "in CUDA this would be an error"
+        return float(end.at - self.at)
 
     def query(self) -> bool:
         return self.marked
@@ -617,6 +625,7 @@ class SimulatedCuda:
     used_by: dict[int, set[int]] = field(default_factory=dict)
     alive: int = 0
     running: bool = False
+    ticks: int = 0
 
     def __post_init__(self) -> None:
         self.trainer = self.current = SimulatedStream(self)
@@ -624,7 +633,7 @@ class SimulatedCuda:
     def Stream(self, device: Any) -> SimulatedStream:  # noqa: N802
         return SimulatedStream(self)
 
-    def Event(self) -> SimulatedEvent:  # noqa: N802
+    def Event(self, enable_timing: bool = False) -> SimulatedEvent:  # noqa: N802
         return SimulatedEvent(self)
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
@@ -645,6 +654,7 @@ class SimulatedCuda:
     def tick(self) -> None:
         stream = self.rng.choice([s for s in self.streams if s.work])
         self.running = True
+        self.ticks += 1
         if stream.work[0]():
             stream.work.popleft()
         self.running = False
@@ -755,6 +765,27 @@ def test_no_order_of_streams_shows_a_training_step_anything_but_its_batch(
     if hook is not None:
         wanted = [(a, (np.array(b) + 1).tolist(), c) for a, b, c in wanted]
     assert got == wanted
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), speed=st.integers(0, 40))
+def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(seed: int, speed: int) -> None:
+    with simulated_cuda(seed) as (cuda, device):
+        source = Source(map(crate, range(6)))
+        feed = DeviceFeed(device, source.take, source.poll, prefetch=1)
+        while (batch := feed.next()) is not None:
+            told = feed.waited_s
+            assert told is not None, "what is not known yet is left for later"
+            for _ in range(speed):
+                if any(s.work for s in cuda.streams):
+                    cuda.tick()
+            del batch
+        feed.close()
+        cuda.drain()
+        gaps = cuda.ticks / 1e3  # an event tells milliseconds; here they are ticks
+        waited = feed.waited_s
+        assert waited is not None
+        assert 0 < waited <= gaps
 
 
 def test_a_batch_on_the_device_takes_no_memory_after_it_was_dropped() -> None:

@@ -11,9 +11,11 @@ Names are imported when they are first used, so that `import penstock` costs not
 from __future__ import annotations
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+_imported = time.perf_counter()  # for the ledger of a start
 
 _HOME = {
     "AsyncDataLoader": "loader",

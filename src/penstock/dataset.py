@@ -10,6 +10,7 @@ State: none: it lists files and loads the vocabulary (the one while the other is
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,6 +164,7 @@ class TextDataset:
             raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
         words = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
         load = partial(_load, tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=words)
+        begun = time.perf_counter()
         self.outside: Outside | None = None
         """What it needs of the network and keeps of it; None where it needs and keeps nothing."""
         self.files: tuple[FileRef, ...]
@@ -176,6 +178,8 @@ class TextDataset:
                 raise ConfigError(f"config={config!r}: is for datasets on the Hub; these files are on disk")
             self.files = list_files(urls, format=format, whole=separator is None)
             self.tokenizer = load()
+        self.listed = (begun, time.perf_counter())
+        """When files were listed and the tokenizer loaded: for the ledger of a start."""
         if cache is True or (cache == "auto" and self.outside is not None):
             from penstock.sources.network import Outside
 

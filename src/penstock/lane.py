@@ -113,6 +113,10 @@ class Lane:
         full = self._settings.window_chunks
         return window_chunks(self._window_epoch, self._window, full) + beyond
 
+    def tasks(self) -> list[Task[TokenChunk]]:
+        """What was asked for and not used yet. Read by other threads too."""
+        return [ahead.task for ahead in list(self._ahead)]
+
     def under_way(self) -> list[ChunkRef]:
         """What was asked for and not used yet. Read by other threads too."""
         return [ahead.ref for ahead in list(self._ahead)]  # a list of a deque is made in one go

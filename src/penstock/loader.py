@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
-from penstock.errors import ConfigError, StateMismatch
+from penstock.errors import ConfigError, LoaderTimeout, StateMismatch
 from penstock.feed.agree import RankAgreement
 from penstock.options import MEMORY_LIMIT, Workers, check
 from penstock.order.mix import Schedule, restarted
@@ -26,6 +27,7 @@ from penstock.sources.kinds import as_source
 from penstock.state import State, fitting, parse
 from penstock.stats import Stats, Tally, Warmup
 from penstock.types import Shard
+from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
     from penstock.feed.cargo import BatchCargo
@@ -70,6 +72,7 @@ class AsyncDataLoader:
         warmup_batches: int | Literal["auto"] = 0,
         warmup_timeout: float = 30.0,
         report_docs: int = 2000,
+        telemetry: Telemetry | bool = True,
     ) -> None:
         """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
 
@@ -99,6 +102,7 @@ class AsyncDataLoader:
         device_preprocess: called on each batch there, on the copy stream.
         warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
         report_docs: log a line every so many documents; 0 for none.
+        telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
         """
         self._source = as_source(dataset, preprocess, collate, pad)
         self._dataset = dataset
@@ -118,6 +122,7 @@ class AsyncDataLoader:
         self._agreement: RankAgreement | None = None
         self._exhausted = False
         self._tally = Tally()
+        self.telemetry = attach(telemetry, self, dataset)
         self._position: Callable[[], Position] | None = None
         self._skip = self._source.skip
         self._state = self._fresh_state(self._choose_lanes(), first=0, batch=0)
@@ -169,25 +174,38 @@ class AsyncDataLoader:
 
         Without threads (`n_workers=0`) the batch is made here and now, however long that takes.
         """
-        begun = time.perf_counter()
         if self._exhausted:
             return None
+        begun = time.perf_counter()
+        self.telemetry.entering(begun)
+        try:
+            batch = self._next(timeout)
+        except LoaderTimeout:
+            self.telemetry.gave_up()
+            raise
+        except Exception as error:
+            self.telemetry.failed(error)
+            raise
+        now = time.perf_counter()
+        tokens = None if batch is None else batch.tokens
+        self._tally.took(begun, now, tokens)
+        self.telemetry.took(begun, now, tokens, self.queue_depth())
+        if batch is None:
+            self._exhausted = True
+        return batch
+
+    def _next(self, timeout: float | None) -> Batch | None:
         if self._interrupted():
             self.shutdown()
         if self._pipeline is None:
             self._begin()
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
-        now = time.perf_counter()
-        if batch is None:
-            self._exhausted = True
-            self._tally.took(begun, now, None)
-            return None
-        self._position = batch.locate()
-        if self._options.tensors:
-            batch.to_torch()
-        self._tally.took(begun, now, batch.tokens)
-        self._pipeline.watch()
+        if batch is not None:
+            self._position = batch.locate()
+            if self._options.tensors:
+                batch.to_torch()
+            self._pipeline.watch()
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
@@ -204,6 +222,7 @@ class AsyncDataLoader:
                 self._pipeline.poll,
                 options.device_prefetch,
                 options.device_preprocess,
+                self.telemetry.clock,
             )
         cargo = self._feed.next(timeout)
         return None if cargo is None else cargo.batch
@@ -225,9 +244,9 @@ class AsyncDataLoader:
         if self._pipeline is not None:
             return self
         if self._needs_agreement() and self._agreement is None:
-            self._agreement = RankAgreement(self._options.shard)
-        options = self._options
-        run = options.run(self._state, self._skip)
+            self._agreement = RankAgreement(self._options.shard, self.telemetry.clock)
+        options, begun = self._options, time.perf_counter()
+        run = options.run(self._state, self._skip, self.telemetry.clock)
         pipeline = Pipeline(
             self._source, run, workers=options.workers, cpus=options.cpus, restart=options.restart_workers
         )
@@ -235,6 +254,7 @@ class AsyncDataLoader:
         # The threads know the pipeline and not the loader, so a loader that nobody holds any more
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
+        self.telemetry.follow(pipeline, begun)
         return self
 
     def lay_open(self) -> tuple[Source, Run]:
@@ -259,7 +279,9 @@ class AsyncDataLoader:
         self.start()
         assert self._pipeline is not None
         filled = self._pipeline.warm(batches, timeout) if timeout > 0 and not self._exhausted else self._pipeline.depth
-        return Warmup(batches, min(filled, batches), 1e3 * (time.perf_counter() - begun))
+        done = Warmup(batches, min(filled, batches), 1e3 * (time.perf_counter() - begun))
+        self.telemetry.warmed(done.requested, done.filled, done.wait_ms)
+        return done
 
     def shutdown(self) -> None:
         """Stop every worker and close every file. Harmless at any time, and again. A later `next`
@@ -323,6 +345,7 @@ class AsyncDataLoader:
         self._state = replace(own, skip=self._skip)
         self._exhausted = False
         self._tally = Tally()
+        self.telemetry.reset()
 
     def set_weights(self, weights: Mapping[str, float], step: int | None = None) -> None:
         """Change the weights of a mixture from the next batch on, or from the batch number `step` on.
@@ -382,7 +405,12 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        return self._tally.stats(self._pipeline, self._options.queue_bytes)
+        waited = self._feed.waited_s if self._feed is not None else None
+        return self._tally.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited)
+
+    def pause(self, name: str) -> AbstractContextManager[None]:
+        """`with loader.pause("eval"):` keeps evaluation, a checkpoint and the like apart from the run's own time."""
+        return self.telemetry.pause(name)
 
     # Checks
 

@@ -19,6 +19,7 @@ from penstock.feed.pin import resolve
 from penstock.sources.source import Run, Source
 from penstock.state import State, StateMaker
 from penstock.types import Address, MiB, Shard
+from penstock.watch.spans import Clock, Quiet
 
 MEMORY_LIMIT = 1024 * MiB
 
@@ -54,7 +55,7 @@ class Options:
     warmup_timeout: float
     report_docs: int
 
-    def run(self, state: State, skip: frozenset[Address]) -> Run:
+    def run(self, state: State, skip: frozenset[Address], clock: Clock | None = None) -> Run:
         """A run with these options, from a state on."""
         return Run(
             shuffle=self.shuffle,
@@ -80,6 +81,7 @@ class Options:
             row=state.row,
             batch=state.batch,
             state=StateMaker(state),
+            clock=clock or Quiet(),
         )
 
 

@@ -16,13 +16,15 @@ import logging
 import os
 import threading
 import time
-from typing import Literal
+from typing import Any, Literal
 
+from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.sources.source import Producer, Run, Source
+from penstock.watch.attribution import Known
 
 log = logging.getLogger("penstock")
 
@@ -43,7 +45,10 @@ class Pipeline:
         restart: bool = True,
     ) -> None:
         work = self._work = source.work(run)
-        self._pool: Pool = make_pool(run.n_workers, work, kind=workers, cpus=cpus, restart=restart)
+        self._clock = run.clock
+        self._kind = workers
+        self._cores = len(cpus) if cpus is not None else default_workers()
+        self._pool: Pool = make_pool(run.n_workers, work, kind=workers, cpus=cpus, restart=restart, clock=run.clock)
         self._closing = threading.Lock()
         self._pid = os.getpid()
         self._failed: Exception | None = None
@@ -59,7 +64,7 @@ class Pipeline:
         if run.n_workers > 0:
             # Batches whose size is not known beforehand take slots by their bytes.
             weigh = None if source.row_bytes() else _Weigh(run.queue_bytes // run.prefetch_size)
-            self._queue = Prefetcher(self._producer.next, run.prefetch_size, cpus, weigh)
+            self._queue = Prefetcher(self._producer.next, run.prefetch_size, cpus, weigh, run.clock)
             self._queue.start()
 
     # For the loader
@@ -76,7 +81,8 @@ class Pipeline:
         if self._failed is not None:
             raise self._failed  # what follows a failure would not be the stream
         try:
-            made = self._producer.next()
+            with self._clock.stage("pack"):
+                made = self._producer.next()
         except Exception as error:
             self._failed = error
             raise
@@ -116,6 +122,41 @@ class Pipeline:
     def bad(self) -> dict[str, int]:
         """Records left out, by reason."""
         return self._producer.bad()
+
+    # For telemetry, on any thread
+
+    def gauges(self) -> dict[str, Any]:
+        """How full the queues are, and where fetches spend their time."""
+        capacity = self._queue.capacity if self._queue is not None else 0
+        queues = {"batches": {"depth": self.depth, "capacity": capacity}}
+        lanes: Any = getattr(self._producer, "lanes", None)
+        if hasattr(lanes, "ahead"):
+            ready, asked = lanes.ahead()
+            queues["chunks"] = {"depth": ready, "capacity": asked}
+        return {"queues": queues, "fetch": self._fetch_times()}
+
+    def _fetch_times(self) -> dict[str, Any] | None:
+        lanes: Any = getattr(self._producer, "lanes", None)
+        times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
+        return times
+
+    def known(self) -> Known:
+        """What a verdict takes into account."""
+        lanes: Any = getattr(self._producer, "lanes", None)
+        times = self._fetch_times() or {}
+        spent = sum(times.get(f"{part}_s", 0.0) for part in ("connect", "first_byte", "body"))
+        return Known(
+            n_workers=self._pool.n_workers,
+            cores=self._cores,
+            workers=self._kind,
+            remote=bool(times),
+            fetches=getattr(lanes, "fetches", 0),
+            fetch_p95_ms=times.get("p95_ms", 0.0),
+            retries=times.get("retries", 0),
+            link_bound=spent > 0 and times.get("body_s", 0.0) > 0.7 * spent,
+            tight=bool(getattr(lanes, "tight", False)),
+            python=lanes is None,
+        )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop and join every thread, close every file. Safe to call again and from any thread.

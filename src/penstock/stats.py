@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.pipeline import Pipeline
+from penstock.watch.telemetry import StageTimes, Telemetry
 
 PART = "rows of "
 """How a pipeline names its count of the rows of a mixture's part."""
@@ -68,6 +70,22 @@ class Stats:
     """Entries of the cache that were damaged, and so made again."""
     worker_restarts: int = 0
     """Worker processes that died and were replaced."""
+    next_p50_ms: float = 0.0
+    next_p95_ms: float = 0.0
+    next_p99_ms: float = 0.0
+    """Time in `next`, over the last few hundred steps."""
+    wait_by_stage: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in `next`, by the stage that is to blame."""
+    stages: dict[str, StageTimes] = field(default_factory=dict)
+    """What each stage did, over all its threads: see docs/numbers.md."""
+    fetch: dict[str, Any] = field(default_factory=dict)
+    """Where fetches from servers spend their time, in seconds over all threads, and percentiles of the last ones."""
+    paused_s: dict[str, float] = field(default_factory=dict)
+    """Time that `loader.pause(name)` kept apart. It is not part of `wall_s`."""
+    device_wait_s: float | None = None
+    """How long the device itself waited, where it can tell. `wait_s` is the host's time, an upper bound of it."""
+    verdict: str = ""
+    """Why the last steps waited, and what to do, in one line."""
     memory_estimate: int = 0
     """Bytes that queue and device are expected to take; read-ahead gets the rest of `memory_limit`."""
 
@@ -107,7 +125,9 @@ class Tally:
         _add(self.counts, pipeline.totals())
         _add(self.bad, pipeline.bad())
 
-    def stats(self, pipeline: Pipeline | None, memory_estimate: int) -> Stats:
+    def stats(
+        self, pipeline: Pipeline | None, telemetry: Telemetry, memory_estimate: int, device_wait_s: float | None = None
+    ) -> Stats:
         """Everything so far, with what the running pipeline has counted."""
         counts, bad = dict(self.counts), dict(self.bad)
         if pipeline is not None:
@@ -119,11 +139,20 @@ class Tally:
             tokens=self.tokens,
             queue_depth=0 if pipeline is None else pipeline.depth,
             wait_s=self.wait_s,
-            wall_s=0.0 if self.first is None else self.last - self.first,
+            wall_s=0.0 if self.first is None else self.last - self.first - telemetry.paused.within_s,
             bad=bad,
             parts=parts,
             faults=faults,
             memory_estimate=memory_estimate,
+            next_p50_ms=1e3 * telemetry.window.percentile(0.5),
+            next_p95_ms=1e3 * telemetry.window.percentile(0.95),
+            next_p99_ms=1e3 * telemetry.window.percentile(0.99),
+            wait_by_stage=dict(telemetry.wait_s),
+            stages=telemetry.stages(),
+            fetch=(pipeline.gauges()["fetch"] if pipeline is not None else None) or {},
+            paused_s=dict(telemetry.paused.total),
+            device_wait_s=device_wait_s,
+            verdict=telemetry.verdict().line,
             **counts,
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 from penstock.encode.batch import Batch, Position, torch_is_here
 from penstock.encode.rows import Marked, Packer, Rows
 from penstock.types import IGNORE, Shard, Span
+from penstock.watch.spans import Clock, Quiet
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -119,7 +120,9 @@ class Batcher:
         row: int,
         batch: int,
         state: Callable[[Position], dict[str, Any]],
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or Quiet()
         self._packers = packers
         self._shard = shard
         self._lanes = lanes
@@ -151,7 +154,11 @@ class Batcher:
         self._size = min(2 * self._size, self._most)  # the first batch does not wait for a second
         if self._drop_last or self._failed is not None:
             count -= count % self._batch_size
-        batches = self._make(block, count) if count else []
+        batches: list[Batch] = []
+        if count:
+            with self._clock.stage("batch") as track:
+                batches = self._make(block, count)
+            track.count("pack", count)
         self._batch += len(batches)
         if not batches:
             self._raise_failure()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
 from penstock.types import Shard
+from penstock.watch.spans import RANKS, Clock, Quiet
 
 T = TypeVar("T")
 
@@ -25,7 +26,8 @@ DEADLINE_S = 300.0
 class RankAgreement:
     """What all ranks do next."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, clock: Clock | None = None) -> None:
+        self._clock = clock or Quiet()
         distributed = _distributed()
         if distributed is None or distributed.get_world_size() != shard.mod:
             raise UnevenRanks(
@@ -54,7 +56,8 @@ class RankAgreement:
         import torch
 
         value = torch.tensor([status], dtype=torch.int32)
-        self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
+        with self._clock.stage(RANKS):
+            self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
         return int(value.item())
 
 

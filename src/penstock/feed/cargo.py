@@ -17,6 +17,7 @@ from penstock.encode.batch import Batch, rebuild
 from penstock.encode.collate import plain
 from penstock.feed.device import TYPES, Array, DeviceFeed, Landing
 from penstock.types import IGNORE
+from penstock.watch.spans import Clock
 
 
 class BatchCargo:
@@ -99,6 +100,7 @@ def open_feed(
     poll: Callable[[], Batch | None],
     prefetch: int,
     hook: Callable[[Batch], Batch | None] | None,
+    clock: Clock | None = None,
 ) -> DeviceFeed[BatchCargo]:
     """The way to the device of that name, for batches."""
     from penstock.feed.torch_device import open_device
@@ -116,4 +118,5 @@ def open_feed(
         lambda: wrap(poll()),
         prefetch,
         None if hook is None else change,
+        clock,
     )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.feed.channel import Broken, End, dump, loads
 from penstock.feed.pin import pin
+from penstock.watch.spans import Report
 
 
 class Reply(NamedTuple):
@@ -28,6 +29,8 @@ class Reply(NamedTuple):
     error: bytes | None = None
     """The exception, pickled so that the parent can load it."""
     traceback: str = ""
+    report: Report | None = None
+    """What the call spent its time on."""
 
 
 def main(end: End, cpus: frozenset[int] | None) -> None:
@@ -53,6 +56,8 @@ def main(end: End, cpus: frozenset[int] | None) -> None:
 
 
 def _serve(end: End, work: Any) -> None:
+    clock = getattr(work, "clock", None)
+    track = clock.track() if clock is not None and clock.on else None
     while True:
         value = method = args = None  # an idle worker must not keep the last chunk alive
         try:
@@ -64,7 +69,7 @@ def _serve(end: End, work: Any) -> None:
             end.send(_failed(error))
             continue
         try:
-            end.send(Reply(value))
+            end.send(Reply(value, report=track.report() if track is not None else None))
         except Broken:
             raise
         except BaseException as error:

@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from penstock.errors import ConfigError, LoaderClosed, LoaderTimeout
+from penstock.watch.spans import Clock, Quiet
 
 Array = np.ndarray[Any, Any]
 
@@ -136,6 +137,19 @@ class Device(Protocol[S, K]):
         tensors from being reused before the trainer's stream is done with them."""
 
 
+class Waits(Protocol):
+    """Measures on the device how long it stands still between two steps. Never waits for it."""
+
+    def begin(self) -> None:
+        """The trainer asks for a batch: what it queued before this is the step that ends."""
+
+    def end(self) -> None:
+        """The batch is handed over: what is queued from now on is the next step."""
+
+    def seconds(self) -> float:
+        """What is known by now."""
+
+
 class _Slot(Generic[S, K]):
     """A staging buffer, and the copy that last read it."""
 
@@ -160,6 +174,7 @@ class DeviceFeed(Generic[C]):
         poll: Callable[[], C | None],
         prefetch: int = 1,
         hook: Callable[[C], C | None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Nothing is copied until the first `next`.
 
@@ -169,6 +184,8 @@ class DeviceFeed(Generic[C]):
         hook: changes a batch on the device, or gives another in its place.
         """
         self._device = device
+        self._waits: Waits | None = getattr(device, "waits", None)
+        self._clock = clock or Quiet()
         self._take = take
         self._poll = poll
         self._prefetch = prefetch
@@ -201,6 +218,8 @@ class DeviceFeed(Generic[C]):
             raise LoaderClosed("the way to the device was closed")
         if self.interrupted:
             raise LoaderClosed("an interrupt lost a batch on its way to the device: restart after the last one you got")
+        if self._waits is not None:
+            self._waits.begin()
         if not self._flying:
             if self._failed is not None:
                 raise self._failed  # what follows a failure would not be the stream
@@ -210,8 +229,15 @@ class DeviceFeed(Generic[C]):
         self._top_up()
         batch, ticket = self._flying[0]
         self._device.hand_over(ticket)
+        if self._waits is not None:
+            self._waits.end()
         self._flying.popleft()  # last, so that an interrupt before it loses nothing
         return batch
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long the device itself stood waiting for batches, as far as is known yet; None if it cannot tell."""
+        return self._waits.seconds() if self._waits is not None else None
 
     def close(self) -> None:
         """Wait for running copies, which read our memory, and let go of everything. Harmless again."""
@@ -245,7 +271,8 @@ class DeviceFeed(Generic[C]):
             raise
         if batch is not None:
             try:
-                self._send(batch)
+                with self._clock.stage("copy") as track:
+                    track.count("copy", 1, self._send(batch))
             except Exception as error:
                 self._failed = error
                 self.interrupted = False
@@ -253,7 +280,7 @@ class DeviceFeed(Generic[C]):
         self.interrupted = False
         return batch is not None
 
-    def _send(self, batch: C) -> None:
+    def _send(self, batch: C) -> int:
         leaves = batch.leaves()
         layout = Layout.of(leaves)
         slot = self._ring[self._turn]
@@ -277,6 +304,7 @@ class DeviceFeed(Generic[C]):
         slot.ticket = self._device.send(staging, layout, then)
         self._turn = (self._turn + 1) % len(self._ring)
         self._flying.append((sent, slot.ticket))
+        return layout.nbytes
 
 
 def _called(hook: Callable[[C], C | None], batch: C) -> C | None:

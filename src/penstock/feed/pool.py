@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from penstock.errors import LoaderClosed
 from penstock.feed.pin import pin
+from penstock.watch.spans import WAIT, Clock, Quiet, Trail
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -34,7 +35,18 @@ class Task(Protocol[T_co]):
 
 
 class Result(Future[T]):
-    """A future that says whether it has a result, rather than whether it is over."""
+    """A future that says whether it has a result, rather than whether it is over, and who waited for it."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__()
+        self._clock = clock
+        self.trail: Trail | None = None if clock is None else clock.trail()
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._clock is None or self.trail is None or self.done():
+            return super().result(timeout)
+        with self._clock.stage(WAIT, self.trail):
+            return super().result(timeout)
 
     def ready(self) -> bool:
         return self.done() and not self.cancelled() and self.exception() is None
@@ -156,10 +168,19 @@ class ThreadPool:
 
     restarts = 0
 
-    def __init__(self, n_workers: int, work: Any, *, cpus: frozenset[int] | None = None, name: str = "worker") -> None:
+    def __init__(
+        self,
+        n_workers: int,
+        work: Any,
+        *,
+        cpus: frozenset[int] | None = None,
+        name: str = "worker",
+        clock: Clock | None = None,
+    ) -> None:
         self.n_workers = n_workers
         self._work = work
         self._cpus = cpus
+        self._clock = clock or Quiet()
         self._jobs = Jobs(n_workers)
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"penstock-{name}-{i}", daemon=True)
@@ -171,7 +192,10 @@ class ThreadPool:
     def submit(
         self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
     ) -> Task[Any]:
-        return self._jobs.add(Job(method, args, before), first, None)  # threads share whatever is kept
+        return self._jobs.add(self._job(method, args, before), first, None)  # threads share whatever is kept
+
+    def _job(self, method: str, args: tuple[Any, ...], before: Before | None) -> Job:
+        return Job(method, args, before, Result(self._clock))
 
     def stop(self) -> None:
         """Take no more tasks, drop those that wait, let the running ones end."""
@@ -193,14 +217,24 @@ class ThreadPool:
             self._begin(worker)
         except BaseException as error:  # whoever waits for a result learns why there is none
             self._jobs.fail(error)
+        track = self._clock.track()
         while (job := self._jobs.take(worker)) is not None:
             if job.future.set_running_or_notify_cancel():
+                trail = job.future.trail
+                if trail is not None:
+                    track.begin(trail)
                 try:
                     args = job.args if job.before is None else job.before()
-                    job.future.set_result(self._call(worker, job.method, args))
+                    result = self._call(worker, job.method, args)
                 except BaseException as error:  # every failure belongs to whoever waits for the result
+                    if trail is not None:
+                        track.end(trail)
                     job.future.set_exception(error)
-            args = ()
+                else:
+                    if trail is not None:
+                        track.end(trail)
+                    job.future.set_result(result)
+            args, result = (), None
             del job  # an idle worker must not keep the last chunk alive
 
 
@@ -252,6 +286,7 @@ def make_pool(
     kind: Literal["thread", "process"] = "thread",
     cpus: frozenset[int] | None = None,
     restart: bool = True,
+    clock: Clock | None = None,
 ) -> Pool:
     """Workers for `work`: threads, processes, or for 0 of them the caller's own thread.
 
@@ -261,10 +296,10 @@ def make_pool(
     if n_workers == 0:
         return InlinePool(work)
     if kind == "thread":
-        return ThreadPool(n_workers, work, cpus=cpus)
+        return ThreadPool(n_workers, work, cpus=cpus, clock=clock)
     from penstock.feed.process import ProcessPool
 
-    return ProcessPool(n_workers, work, cpus=cpus, restart=restart)
+    return ProcessPool(n_workers, work, cpus=cpus, restart=restart, clock=clock)
 
 
 class Works:
@@ -272,6 +307,11 @@ class Works:
 
     def __init__(self, works: Mapping[str, Any]) -> None:
         self._works = dict(works)
+
+    @property
+    def clock(self) -> Any:
+        """What they all measure their time with."""
+        return next((work.clock for work in self._works.values() if hasattr(work, "clock")), None)
 
     def named(self, name: str) -> Any:
         """One of them."""

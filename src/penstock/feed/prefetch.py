@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed.pin import pin
 from penstock.feed.pool import join_all
+from penstock.watch.spans import OUT, WAIT, Clock, Quiet
 
 T = TypeVar("T")
 
@@ -40,8 +41,11 @@ class Prefetcher(Generic[T]):
         capacity: int,
         cpus: frozenset[int] | None = None,
         weigh: Callable[[T], int] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`weigh` says how many slots an item takes, where they differ in size; by default one."""
+        self._clock = clock or Quiet()
+        self._track = self._clock.new_track("penstock-producer")
         self._produce = produce
         self._cpus = cpus
         # Items travel in the lists in which they were made: to wake a thread costs more than to
@@ -66,6 +70,10 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
     def depth(self) -> int:
         return self._made - self._taken
 
@@ -75,7 +83,7 @@ class Prefetcher(Generic[T]):
             if self._weigh is not None:
                 self._return_slots()  # a large item may need every one of them
             try:
-                items = self._ready.get(timeout=None if timeout is None else max(0.0, timeout))
+                items = self._get(None if timeout is None else max(0.0, timeout))
             except Empty:
                 raise LoaderTimeout(
                     f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
@@ -101,6 +109,14 @@ class Prefetcher(Generic[T]):
             if self._owed >= self._capacity // 2:
                 self._return_slots()
         return item
+
+    def _get(self, timeout: float | None) -> list[T] | _End:
+        try:
+            return self._ready.get_nowait()
+        except Empty:
+            pass
+        with self._clock.stage(WAIT, self._track):
+            return self._ready.get(timeout=timeout)
 
     def _return_slots(self) -> None:
         for _ in range(self._owed):
@@ -157,7 +173,8 @@ class Prefetcher(Generic[T]):
         try:
             if self._cpus is not None:
                 pin(self._cpus)
-            while items := self._produce():
+            self._clock.adopt(self._track)
+            while items := self._make():
                 first = 0
                 for i in range(len(items)):
                     if i > first and self._slots.qsize() < self._weight(items[i]):
@@ -172,6 +189,12 @@ class Prefetcher(Generic[T]):
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
 
+    def _make(self) -> list[T]:
+        with self._clock.stage("pack") as track:
+            items = self._produce()
+        track.count("batch", len(items))
+        return items
+
     def _weight(self, item: T) -> int:
         return 1 if self._weigh is None else max(1, min(self._weigh(item), self._capacity))
 
@@ -184,10 +207,18 @@ class Prefetcher(Generic[T]):
             if self._weigh is not None and self._slots.empty():
                 self._blocked = True
                 self._wake()
-            if not self._slots.get() or self._stopped:
+            if not self._slot() or self._stopped:
                 return False
         self._blocked = False
         return True
+
+    def _slot(self) -> bool:
+        try:
+            return self._slots.get_nowait()
+        except Empty:
+            pass
+        with self._clock.stage(OUT):
+            return self._slots.get()
 
     def _hand_over(self, items: list[T]) -> None:
         self._made += len(items)

@@ -23,8 +23,9 @@ from typing import Any
 
 from penstock.errors import ConfigError, WorkerDied
 from penstock.feed.channel import Broken, dump
-from penstock.feed.pool import Before, Job, Task, ThreadPool, closed
+from penstock.feed.pool import Before, Task, ThreadPool, closed
 from penstock.feed.worker import EXIT_S, TERMINATE_S, Context, StartFailed, Worker
+from penstock.watch.spans import Clock
 
 log = logging.getLogger("penstock")
 
@@ -35,7 +36,15 @@ HEAVY = ("numpy", "pyarrow", "torch")
 class ProcessPool(ThreadPool):
     """A fixed number of processes, each with a thread that speaks for it."""
 
-    def __init__(self, n_workers: int, work: Any, *, cpus: frozenset[int] | None = None, restart: bool = True) -> None:
+    def __init__(
+        self,
+        n_workers: int,
+        work: Any,
+        *,
+        cpus: frozenset[int] | None = None,
+        restart: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         _check_main()
         self._pickled = _pickled(work)
         self.restarts = 0
@@ -58,12 +67,12 @@ class ProcessPool(ThreadPool):
         # the threads replace them. The last one registered is the first to run.
         self._at_exit = _AtExit(self)
         atexit.register(self._at_exit)
-        super().__init__(n_workers, None, cpus=cpus)
+        super().__init__(n_workers, None, cpus=cpus, clock=clock)
 
     def submit(
         self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
     ) -> Task[Any]:
-        return self._jobs.add(Job(method, args, before), first, to)
+        return self._jobs.add(self._job(method, args, before), first, to)
 
     def stop(self) -> None:
         """Take no more tasks, drop those that wait; processes that are busy are ended."""
@@ -127,9 +136,13 @@ class ProcessPool(ThreadPool):
         for last in (False, True):
             process = self._alive(worker)
             try:
-                return process.call(method, args)
+                value = process.call(method, args)
             except Broken:
                 pass
+            else:
+                if process.report is not None:
+                    self._clock.track().absorb(process.report, next((a for a in args if hasattr(a, "file")), None))
+                return value
             how = process.end()
             self._workers[worker] = None
             what = describe(method, args)

@@ -13,6 +13,7 @@ they can take the place of torch.cuda here once somebody can run them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,9 @@ UNSIGNED = {"uint16": (torch.int16, 0xFFFF), "uint32": (torch.int32, 0xFFFF_FFFF
 """Types that torch hardly computes with: the signed type of the same bits, and the mask that undoes the sign."""
 
 WIDENED = frozenset({"uint8", "uint16", "uint32", "int8", "int16", "int32", "int64"})
+
+PENDING = 64
+"""Steps whose events are not past yet. A host is rarely more than a few steps ahead of its device."""
 
 
 def open_device(name: str) -> Device[Any, Any]:
@@ -100,6 +104,35 @@ class CudaTicket:
         self.copied.synchronize()
 
 
+class CudaWaits:
+    """How long the trainer's stream stood still between two steps, by events on it that are read once they are past.
+
+    The host's time in `next` is an upper bound only: while it waits there, the device may still be busy with the
+    step that was queued before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._begun = cuda.Event(enable_timing=True)
+        self._begun.record(cuda.current_stream(self._device))
+
+    def end(self) -> None:
+        ended = cuda.Event(enable_timing=True)
+        ended.record(cuda.current_stream(self._device))
+        self._pending.append((self._begun, ended))
+
+    def seconds(self) -> float:
+        while self._pending and self._pending[0][1].query():
+            begun, ended = self._pending.popleft()
+            self._seconds += begun.elapsed_time(ended) / 1e3
+        return self._seconds
+
+
 class CudaDevice:
     """Copies on a stream of its own.
 
@@ -110,6 +143,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = cuda.Stream(device)
+        self.waits = CudaWaits(device)
         self._first = True
 
     def staging(self, nbytes: int) -> HostMemory:

@@ -23,6 +23,7 @@ from penstock.errors import ConfigError, LoaderClosed
 from penstock.feed import child
 from penstock.feed.channel import Broken, PlainEnd, loads, make_ends
 from penstock.feed.pool import closed
+from penstock.watch.spans import Report
 
 Context = SpawnContext | ForkServerContext
 
@@ -68,6 +69,8 @@ class Worker:
     ) -> None:
         self.name = name
         self.busy = True
+        self.report: Report | None = None
+        """What the last call spent its time on, where that is measured."""
         self._deadline: float | None = time.monotonic() + START_S
         self._end, theirs = make_ends()
         self._end.set_blocking(False)
@@ -127,6 +130,7 @@ class Worker:
             error.add_note(doing)
             raise
         self.busy = False
+        self.report = reply.report
         if reply.error is not None:
             raise _loaded(reply.error, reply.traceback, self)
         return reply.value

@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,8 @@ class Buckets:
         root, key = place(file.path)
         data = _Filling(length, patience)
         what = _obstore(root), self._store(root), key, start, data
-        self._client.tally.add(requests=1)
+        tally, begun = self._client.tally, time.perf_counter()
+        tally.add(requests=1)
         try:
             with _faults(file.path):
                 result = _run(_read(*what), patience) or _read_blocking(*what)
@@ -159,7 +161,8 @@ class Buckets:
                 with self._lock:
                     self._stores.pop(root, None)  # the next one has new credentials
             raise
-        self._client.tally.add(bytes=length)
+        tally.add(bytes=length)
+        tally.exchange(body_s=time.perf_counter() - begun)  # obstore does not tell its parts apart
         return Answer(data.buffer, _plain(result.meta["e_tag"]), result.meta["size"])
 
     def _look_closer(self, file: FileRef, root: str, key: str) -> None:

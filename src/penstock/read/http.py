@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 
@@ -40,6 +40,16 @@ IDLE = 32
 IDLE_S = 60.0
 """And for how long: what lies between may forget a connection that is idle for minutes, without a word."""
 RECEIVE = MiB
+
+
+class Spent(Protocol):
+    """Adds up the time that the parts of exchanges take."""
+
+    def __call__(self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None: ...
+
+
+def _untold(*, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None:
+    """Nobody wants to know."""
 
 
 class Refused(Exception):
@@ -68,6 +78,7 @@ class Response:
         chunked = "transfer-encoding" in self.headers
         self.length = int(length) if length.isdigit() and not chunked else None
         self._whole = False
+        self._came = time.perf_counter()
         patience.asked()
         self._keep = head.http_version == b"1.1" and "close" not in self.headers.get("connection", "").lower()
 
@@ -76,6 +87,7 @@ class Response:
 
     def __exit__(self, *_: object) -> None:
         self._patience.when_cancelled(None)
+        self._http.spent(body_s=time.perf_counter() - self._came)
         if self._whole and self._keep and not self._patience.cancelled:
             self._http.give_back(self._connection)
         else:
@@ -145,6 +157,8 @@ class Http:
 
     def __init__(self, *, resolve: Resolve = resolve_here, dial: Dial = dial_directly) -> None:
         self._connector = Connector(resolve, dial)
+        self.spent: Spent = _untold
+        """Told how long the parts of an exchange took."""
         # Reentrant, because a garbage collection may close it on a thread that is in here.
         self._lock = threading.RLock()
         self._idle: list[Connection] = []
@@ -170,11 +184,13 @@ class Http:
         patience.when_cancelled(connection.wake)
         patience.asked()
         reused, connection.used = connection.used, True
+        begun = time.perf_counter()
         try:
             _send(patience, connection.sock, message)
             while True:
                 event = self.next_event(wire, connection, patience)
                 if isinstance(event, h11.Response):
+                    self.spent(first_byte_s=time.perf_counter() - begun)
                     return Response(self, connection, wire, event, patience)
                 if not isinstance(event, h11.InformationalResponse):
                     raise Fault("cut", "the connection ended before any answer")
@@ -232,7 +248,11 @@ class Http:
                 at = next((i for i in range(len(self._idle) - 1, -1, -1) if self._idle[i].key == key), None)
                 connection = self._idle.pop(at) if at is not None else None
             if connection is None:
-                return self._connector.connect(target, key, patience)
+                begun = time.perf_counter()
+                try:
+                    return self._connector.connect(target, key, patience)
+                finally:
+                    self.spent(connect_s=time.perf_counter() - begun)
             if time.monotonic() - connection.idle_since < IDLE_S and not connection.stale():
                 return connection
             connection.close()

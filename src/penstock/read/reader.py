@@ -29,6 +29,7 @@ from penstock.read.records import Judge, count_empty
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import Bytes, Storage
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
+from penstock.watch.spans import Clock
 
 if TYPE_CHECKING:
     from penstock.read.kept import Kept
@@ -51,6 +52,7 @@ class Reader:
         lanes: int,
         remote: RemoteFiles | None = None,
         kept: Kept | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._settings = settings
         # What is read at once from one compressed file, by all workers or, where lanes share
@@ -58,7 +60,7 @@ class Reader:
         keep = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         self.cache_bytes = lanes * keep
         """What the decompressed parts of files may take, where files are compressed."""
-        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote)
+        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote, clock=clock)
         self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES, kept)
         self._shared = Shared()
         self._skip: dict[str, set[tuple[int | None, int]]] = {}
@@ -118,7 +120,7 @@ class Reader:
         if ref.file.remote and fetched is None:
             fetched = self.fetch(ref)
         if ref.file.members:
-            documents = text.bundle(ref, fetched, judge)
+            documents = text.bundle(ref, fetched, self._storage.plain, judge)
         elif ref.file.format == "parquet":
             documents = self._parquet.read(ref, judge, fetched)
         else:

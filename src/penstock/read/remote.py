@@ -108,7 +108,9 @@ class RemoteFiles:
                     self._forget(file)  # another server may have it, or this one in another state
                 raise
             # Its own time, not that of a first attempt which it overtook: or the usual would grow with every hedge.
-            self._usual.took(len(view), time.monotonic() - patience.began)
+            took = time.monotonic() - patience.began
+            self._usual.took(len(view), took)
+            self._client.tally.read(took)
             return answer
 
         def hedged(_: Patience) -> Answer:

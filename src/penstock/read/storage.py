@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from penstock.errors import CorruptFile, LoaderClosed
 from penstock.types import FileRef, KiB, MiB
+from penstock.watch.spans import Clock, Quiet
 
 if TYPE_CHECKING:
     from penstock.read.remote import RemoteFiles
@@ -148,10 +149,17 @@ class PlainFile:
 
     broken: CorruptFile | None = None
 
-    def __init__(self, file: FileRef) -> None:
+    def __init__(self, file: FileRef, clock: Clock | None = None) -> None:
         self.path = file.path
+        self._clock = clock or Quiet()
 
     def read(self, start: int, length: int) -> bytes:
+        with self._clock.stage("fetch", self.path) as track:
+            data = self._read(start, length)
+        track.count("fetch", 1, len(data))
+        return data
+
+    def _read(self, start: int, length: int) -> bytes:
         fd = os.open(self.path, os.O_RDONLY)
         try:
             parts = []
@@ -299,8 +307,11 @@ def _lzma_error() -> type[Exception]:
 class Storage:
     """The open files of one dataset. Used by all worker threads at once."""
 
-    def __init__(self, *, max_ratio: float, keep_bytes: int, remote: RemoteFiles | None = None) -> None:
+    def __init__(
+        self, *, max_ratio: float, keep_bytes: int, remote: RemoteFiles | None = None, clock: Clock | None = None
+    ) -> None:
         self.remote = remote
+        self._clock = clock or Quiet()
         self._max_ratio = max_ratio
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
@@ -319,9 +330,13 @@ class Storage:
         assert self.remote is not None
         return FetchedFile(file, self.remote, parts)
 
+    def plain(self, file: FileRef) -> PlainFile:
+        """A file on disk, as it is."""
+        return PlainFile(file, self._clock)
+
     def open(self, file: FileRef, reader: int, parts: Sequence[tuple[int, Bytes]] = ()) -> AnyFile:
         if not file.codec:
-            return self.fetched(file, parts) if file.remote else PlainFile(file)
+            return self.fetched(file, parts) if file.remote else self.plain(file)
         with self._lock:
             key = (file.path, reader)
             opened = self._compressed.get(key)

@@ -8,7 +8,7 @@ State: none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -70,13 +70,15 @@ def bundled(ref: ChunkRef) -> tuple[int, list[FileRef]]:
     ]
 
 
-def bundle(ref: ChunkRef, fetched: Sequence[bytes | bytearray] | None, judge: Judge) -> Documents:
+def bundle(
+    ref: ChunkRef, fetched: Sequence[bytes | bytearray] | None, plain: Callable[[FileRef], PlainFile], judge: Judge
+) -> Documents:
     """Small files, each one a document."""
     members = ref.file.members
     lo, files = bundled(ref)
     hi = lo + len(files)
     if fetched is None:
-        texts = [PlainFile(file).read(0, min(file.size, judge.max_doc_bytes) + 1) for file in files]
+        texts = [plain(file).read(0, min(file.size, judge.max_doc_bytes) + 1) for file in files]
     else:
         texts = [bytes(data) for data in fetched]
     column = binaries(texts)

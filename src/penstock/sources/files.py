@@ -56,7 +56,7 @@ class FileLanes(TextLanes):
         )
         # What is remote is fetched by threads of its own, in this process, whatever the workers are.
         self._fetches = dataset.fetches() if pool.n_workers > 0 else 0
-        self._fetchers = ThreadPool(self._fetches, work, name="fetch") if self._fetches else None
+        self._fetchers = ThreadPool(self._fetches, work, name="fetch", clock=run.clock) if self._fetches else None
         self._writer = CacheWriter(work.cache) if work.cache is not None else None
         if work.cache is not None:
             work.cache.foresee(Foresight(self._plan, self._lanes, work.file_hash))
@@ -155,6 +155,15 @@ class FileLanes(TextLanes):
         # What a worker found in the cache counts once it is used, whichever process it was found by.
         return self._work.counts() | kept | super().totals()
 
+    def fetch_times(self) -> dict[str, Any] | None:
+        """Where fetches spend their time, where any are made."""
+        return self._work.fetch_times() if self._fetches else None
+
+    @property
+    def fetches(self) -> int:
+        """Requests that may be under way at once."""
+        return self._fetches
+
     def stop(self) -> None:
         if self._fetchers is not None:
             self._fetchers.stop()
@@ -216,6 +225,7 @@ class TextSource(RowSource):
             run.n_workers,
             len(run.own_lanes),
             dataset.outside,
+            run.clock,
             threads=run.n_workers > 0,
         )
 

@@ -337,6 +337,7 @@ class IndexedSource(Source):
             seed=run.seed,
             positions=self.positions,
             narrow=run.narrow,
+            clock=run.clock,
         )
 
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:

@@ -195,7 +195,8 @@ class IterableProducer:
             self._asked += 1
 
             def read(number: int = number) -> tuple[Any, ...]:
-                return (self._reader.read(number),)
+                with self._run.clock.stage("fetch", self._name):
+                    return (self._reader.read(number),)
 
             self._tasks.append(self._pool.submit("of_pulled", before=read))
 
@@ -247,7 +248,7 @@ class IterableSource(Source):
         return 0
 
     def work(self, run: Run) -> IterableWork:
-        return IterableWork(None, **self._how, seed=run.seed)
+        return IterableWork(None, **self._how, seed=run.seed, clock=run.clock)
 
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         if run.shuffle:

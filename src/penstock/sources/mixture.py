@@ -314,6 +314,21 @@ class MixLanes:
             totals[f"rows of {name}"] = sum(packer.given[i] for packer in self.packers)
         return totals
 
+    def ahead(self) -> tuple[int, int]:
+        """Pieces of work of all parts: those that are ready, and those asked for."""
+        parts = [lanes.ahead() for lanes in list(self._opened.values()) if hasattr(lanes, "ahead")]
+        return sum(ready for ready, _ in parts), sum(asked for _, asked in parts)
+
+    @property
+    def tight(self) -> bool:
+        """Whether a part is held back by its share of the memory."""
+        return any(getattr(lanes, "tight", False) for lanes in list(self._opened.values()))
+
+    def fetch_times(self) -> dict[str, Any] | None:
+        """Of the part that fetches most."""
+        known = [times for lanes in list(self._opened.values()) if (times := _times(lanes)) is not None]
+        return max(known, key=lambda times: times["requests"], default=None)
+
     def bad(self) -> dict[str, int]:
         bad = dict(self._over[1])
         for lanes in list(self._opened.values()):
@@ -327,6 +342,11 @@ class MixLanes:
     def close(self) -> None:
         for lanes in self._opened.values():
             lanes.close()
+
+
+def _times(lanes: Lanes) -> dict[str, Any] | None:
+    times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
+    return times
 
 
 def _add(into: dict[str, int], more: Mapping[str, int]) -> None:

@@ -80,6 +80,10 @@ class Opened:
         """What the network was asked for."""
         return self.client.tally.counts()
 
+    def times(self) -> dict[str, Any]:
+        """Where its time goes."""
+        return self.client.tally.times()
+
     def stop(self) -> None:
         """End every attempt. Waits for nobody."""
         self.client.stop()

@@ -23,6 +23,7 @@ from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_t
 from penstock.encode.deal import document_fields
 from penstock.errors import BadRecord, ConfigError
 from penstock.order.shuffle import mix
+from penstock.watch.spans import Clock, Quiet
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -96,7 +97,9 @@ class SampleWork:
         seed: int = 0,
         positions: bool = False,
         narrow: bool = False,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock or Quiet()
         self._dataset = dataset
         self._preprocess = preprocess
         self._collate = collate
@@ -124,10 +127,18 @@ class SampleWork:
         """Some batches of rows of ids, all gathered by one call; the epoch that each has reached is known."""
         begun = time.perf_counter()
         failed = None
-        try:
-            ids = self._dataset.__getitems__(samples)
-        except Exception as error:
-            ids, failed = self._up_to_failure(samples, size, error)
+        with self.clock.stage("fetch") as track:
+            try:
+                ids = self._dataset.__getitems__(samples)
+            except Exception as error:
+                ids, failed = self._up_to_failure(samples, size, error)
+        track.count("fetch", len(ids), ids.nbytes)
+        with self.clock.stage("batch"):
+            return self._of_rows(samples, ids, size, epochs, begun, failed)
+
+    def _of_rows(
+        self, samples: I64, ids: Any, size: int, epochs: list[int], begun: float, failed: Exception | None
+    ) -> Made:
         seq_len = ids.shape[1] - 1
         inputs = targets = None
         if not self._narrow:
@@ -191,7 +202,13 @@ class SampleWork:
 
     def of_samples(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
         """A batch of samples that were fetched."""
-        prepared = self._prepare(samples, indices, epochs)
+        with self.clock.stage("decode") as track:
+            prepared = self._prepare(samples, indices, epochs)
+        track.count("decode", len(samples))
+        with self.clock.stage("batch"):
+            return self._put_together(prepared, samples, indices, epochs)
+
+    def _put_together(self, prepared: Sequence[Any], samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
         try:
             if self._collate is None:
                 made = put_together(prepared, self._pad)
@@ -206,6 +223,15 @@ class SampleWork:
         return Batch(made.inputs, made.targets, reached(epochs), 0, data=made.data, _tokens=tokens, _ids=False)
 
     def _fetch(self, indices: I64) -> Sequence[Any]:
+        with self.clock.stage("fetch", self) as track:
+            samples = self._get(indices)
+        track.count("fetch", len(indices))
+        return samples
+
+    def __str__(self) -> str:
+        return type(self._dataset).__name__
+
+    def _get(self, indices: I64) -> Sequence[Any]:
         dataset = self._dataset
         numbers = indices.tolist()
         if hasattr(dataset, "__getitems__"):

@@ -9,7 +9,7 @@ an object whose methods are pure functions of their arguments. Opened for a `Run
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from penstock.encode.batch import Batch, Position
 from penstock.feed.pool import Pool
 from penstock.state import State
 from penstock.types import Address, Shard
+from penstock.watch.spans import Clock, Quiet
 
 if TYPE_CHECKING:
     from penstock.encode.rows import Packer
@@ -55,6 +56,8 @@ class Run:
     row: int
     batch: int
     state: Callable[[Position], dict[str, Any]]
+    clock: Clock = field(default_factory=Quiet)
+    """What threads measure their time with."""
 
     @property
     def own_lanes(self) -> range:
@@ -183,11 +186,13 @@ class RowsProducer:
             row=run.row,
             batch=run.batch,
             state=run.state,
+            clock=run.clock,
         )
         self.next = self._batcher.next
         self.bad = lanes.bad
         self.stop = lanes.stop
         self.close = lanes.close
+        self.lanes = lanes
 
     def totals(self) -> dict[str, int]:
         names = ("cropped_tokens", "padded_tokens", "dropped_tokens")

@@ -72,6 +72,10 @@ class TextLanes(ABC):
         self._run = run
         self._pool = pool
         self._budget = read_ahead_bytes
+        self.tight = False
+        """Whether more would be read ahead if there were more memory for it."""
+        self.extra: int | None = None
+        """Chunks to have under way beyond the next window, where somebody decides on them."""
         self._counts = Counts()
         self._reported_docs = 0
         settings = LaneSettings(
@@ -144,6 +148,11 @@ class TextLanes(ABC):
     def bad(self) -> dict[str, int]:
         return dict(self._counts.bad)
 
+    def ahead(self) -> tuple[int, int]:
+        """Chunks that are ready, and those that were asked for. For any thread, which may find them a moment old."""
+        tasks = [task for lane in self._lanes for task in lane.tasks()]
+        return sum(task.ready() for task in tasks), len(tasks)
+
     # On the producer thread
 
     def _windows_of(self, lane: Lane) -> Callable[[], Any]:
@@ -164,7 +173,7 @@ class TextLanes(ABC):
         if workers == 0:
             return
         budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
-        beyond = self.beyond(workers)
+        beyond = self.extra if self.extra is not None and self._counts.chunks else self.beyond(workers)
         hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(beyond)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)
@@ -177,6 +186,7 @@ class TextLanes(ABC):
             if not more or lane.ahead_chunks() >= lane.wanted_ahead(beyond):
                 hungry.remove(lane)
             budget -= lane.ahead_bytes() - before
+        self.tight = bool(hungry) and budget <= 0
 
     def _use(self, chunk: TokenChunk) -> None:
         """A chunk enters the stream: only now does what was found in it count."""

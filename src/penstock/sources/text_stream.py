@@ -28,6 +28,7 @@ from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.source import RowSource, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
 from penstock.types import AUTO, WORD_CACHE_BYTES, Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
+from penstock.watch.spans import Clock
 
 IDS = np.dtype(np.uint32)
 """The type of ids where there is no tokenizer to say how large they get."""
@@ -211,7 +212,8 @@ def _no_documents() -> Documents:
 class StreamWork:
     """What workers do with documents that were read."""
 
-    def __init__(self, tokenizer: Tokenizer | None, doc_batch: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, doc_batch: int | None, clock: Clock) -> None:
+        self.clock = clock
         self._tokenizer = tokenizer
         self._doc_batch = doc_batch
 
@@ -219,7 +221,9 @@ class StreamWork:
         try:
             texts = documents.texts
             if self._tokenizer is not None and not pa.types.is_large_binary(texts.type):
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+                with self.clock.stage("tokenize", ref) as track:
+                    chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+                track.count("tokenize", len(documents.rows), chunk.text_bytes)
             else:
                 docs = texts.cast(pa.large_binary())
                 chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
@@ -261,7 +265,8 @@ class StreamLanes(TextLanes):
 
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         def read() -> tuple[Any, ...]:
-            pulled = self._reader.read(place.epoch, ref.index)
+            with self._run.clock.stage("fetch", ref):
+                pulled = self._reader.read(place.epoch, ref.index)
             return ref, pulled.documents, pulled.source
 
         return self._pool.submit("encode", before=read)
@@ -295,7 +300,7 @@ class TextStreamSource(RowSource):
         return check_place(value)
 
     def work(self, run: Run) -> StreamWork:
-        return StreamWork(self.stream.tokenizer, self.stream.doc_batch)
+        return StreamWork(self.stream.tokenizer, self.stream.doc_batch, run.clock)
 
     def open_lanes(self, run: Run, pool: Pool, work: StreamWork) -> StreamLanes:
         return StreamLanes(self.stream, run, pool)

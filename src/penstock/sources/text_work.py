@@ -26,6 +26,7 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
 from penstock.types import Bad, ChunkRef, Documents, FileRef, TokenChunk
+from penstock.watch.spans import Clock, Quiet
 
 if TYPE_CHECKING:
     # Local files need no network, and its libraries take a while to import.
@@ -49,15 +50,17 @@ class TextWork:
         workers: int,
         lanes: int,
         outside: Outside | None = None,
+        clock: Clock | None = None,
         *,
         threads: bool = False,
     ) -> None:
-        self._made_of = (read, tokenizer, doc_batch, workers, lanes, outside)
+        self.clock = clock or Quiet()
+        self._made_of = (read, tokenizer, doc_batch, workers, lanes, outside, self.clock)
         self._tokenizer = tokenizer
         self._doc_batch = doc_batch
         self._opened: Opened | None = outside.open(threads=threads) if outside is not None else None
         files, kept = (None, None) if self._opened is None else (self._opened.files, self._opened.kept)
-        self._reader = Reader(read, workers, lanes, files, kept)
+        self._reader = Reader(read, workers, lanes, files, kept, self.clock)
         self.cache_bytes = self._reader.cache_bytes
         self.cache: TokenCache | None = outside.cache() if outside is not None else None
         self._lock = threading.Lock()
@@ -68,7 +71,7 @@ class TextWork:
             self._skip.setdefault(file, []).append([group, row])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _elsewhere, (access_variables() if self._made_of[-1] is not None else None, *self._made_of)
+        return _elsewhere, (access_variables() if self._made_of[-2] is not None else None, *self._made_of)
 
     def prepare(self) -> None:
         """Load what the first chunk will need, while it is fetched."""
@@ -76,14 +79,18 @@ class TextWork:
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         try:
-            return self._reader.inspect(file)
+            with self.clock.stage("fetch", file):
+                return self._reader.inspect(file)
         except BaseException as error:
             error.add_note(f"in stage fetch, listing the chunks of {file.path}")
             raise
 
     def fetch(self, ref: ChunkRef) -> list[Bytes]:
         try:
-            return self._reader.fetch(ref)
+            with self.clock.stage("fetch", ref) as track:
+                fetched = self._reader.fetch(ref)
+            track.count("fetch", 1, sum(map(len, fetched)))
+            return fetched
         except BaseException as error:
             error.add_note(f"in stage fetch, reading {ref}")
             raise
@@ -96,13 +103,20 @@ class TextWork:
                 empty = Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
                 return self._tokenizer.encode(ref, empty)
             if self.cache is not None and fetched is None:
-                kept = self.cache.get(self.key(ref), ref)
+                with self.clock.stage("fetch", ref) as track:
+                    kept = self.cache.get(self.key(ref), ref)
                 if kept is not None:
                     kept.cached = True
+                    track.count("fetch", 1, kept.nbytes)
                     return kept
-            documents = self._documents(ref, fetched)
+            with self.clock.stage("decode", ref) as track:
+                documents = self._documents(ref, fetched)
+            track.count("decode", len(documents.rows), documents.texts.nbytes)
             stage = "tokenize"
-            return self._tokenizer.encode(ref, documents, self._doc_batch)
+            with self.clock.stage("tokenize", ref):
+                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+            track.count("tokenize", len(documents.rows), chunk.text_bytes)
+            return chunk
         except BaseException as error:
             error.add_note(f"in stage {stage}, reading {ref}")
             raise
@@ -111,7 +125,7 @@ class TextWork:
         if not ref.file.remote or ref.file.codec:
             return self._reader.read(ref)
         if fetched is None:
-            fetched = self._reader.fetch(ref)
+            fetched = self.fetch(ref)
         damage: CorruptFile | None = None
         try:
             documents = self._reader.read(ref, fetched)
@@ -121,7 +135,8 @@ class TextWork:
             if not any(bad.reason in DAMAGE for bad in documents.bad):
                 return documents
         # What came over the network is fetched a second time before its damage is believed.
-        again = self._reader.fetch(ref, again=True)
+        with self.clock.stage("fetch", ref):
+            again = self._reader.fetch(ref, again=True)
         if again != fetched:
             return self._reader.read(ref, again)
         if damage is not None:
@@ -179,6 +194,10 @@ class TextWork:
     def counts(self) -> dict[str, Any]:
         """What the network was asked for."""
         return self._opened.counts() if self._opened is not None else {}
+
+    def fetch_times(self) -> dict[str, Any] | None:
+        """Where the network's time goes, if there is one."""
+        return self._opened.times() if self._opened is not None else None
 
     def stop(self) -> None:
         self._reader.stop()

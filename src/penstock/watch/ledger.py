@@ -1,0 +1,90 @@
+"""The ledger of a start: when what was first there.
+
+In:    marks that the loader sets, and what the threads did until the first batch.
+Out:   the seconds from the start of the process to each of them, and how the time was spent.
+Where: the trainer's thread, once.
+State: the marks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+from penstock.watch.attribution import charge
+from penstock.watch.spans import Segment, Track
+
+ENTRIES = ("import", "list", "open", "first_bytes", "first_tokens", "first_row", "first_batch", "first_copy")
+
+
+class Ledger:
+    """Written until the first batch is there."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, float] = {}
+        self.parts: dict[str, float] | None = None
+        """How the time until the first batch was spent, once it is there."""
+        self._spent: dict[str, float] = {}
+        self._began: float | None = None
+        self._opened: float | None = None
+
+    def spent(self, name: str, begin: float, end: float) -> None:
+        """Something was done before any thread ran: listing files, opening the pipeline."""
+        self.marks.setdefault(name, end)
+        self._spent.setdefault(name, end - begin)
+        if name != "import":
+            self._began = begin if self._began is None else min(begin, self._began)
+        if name == "open":
+            self._opened = end if self._opened is None else self._opened
+
+    def close(self, tracks: Iterable[Track], now: float) -> dict[str, Any]:
+        """The first batch is there. Gives what an event tells of it."""
+        tracks = list(tracks)
+        segments = sorted((s for track in tracks for s in list(track.recent)), key=lambda s: s.end)
+        for mark, stage in (("first_bytes", "fetch"), ("first_bytes", "decode"), ("first_tokens", "tokenize")):
+            first = _first(segments, stage)
+            if first is not None:
+                self.marks.setdefault(mark, first.end)
+        batch = _first(segments, "batch")
+        if batch is not None:
+            self.marks.setdefault("first_row", batch.begin)
+        self.marks.setdefault("first_batch", batch.end if batch is not None else now)
+        copied = _first(segments, "copy")
+        if copied is not None:
+            self.marks.setdefault("first_copy", copied.end)
+        ready = self.marks["first_batch"]
+        begun = self._began if self._began is not None else ready
+        producer = next((t for t in tracks if t.name.startswith("penstock-producer")), None)
+        parts = dict(self._spent)
+        opened = self._opened if self._opened is not None else begun
+        if producer is not None and ready > opened:
+            parts |= charge(producer.segments(), opened, ready, "pack").seconds
+        elif ready > opened:
+            own = [s for track in tracks for s in list(track.recent)]
+            parts |= charge(sorted(own), opened, ready, "pack").seconds
+        self.parts = {name: round(seconds, 6) for name, seconds in parts.items()}
+        origin = process_began()
+        origin = min(self.marks.values()) if origin is None else origin
+        return {
+            "dt": round(ready - begun, 6),
+            "parts": self.parts,
+            "ledger": {name: round(self.marks[name] - origin, 6) for name in ENTRIES if name in self.marks},
+        }
+
+
+def _first(segments: list[Segment], stage: str) -> Segment | None:
+    return next((s for s in segments if s.stage == stage), None)
+
+
+def process_began() -> float | None:
+    """When this process began, on the clock of `perf_counter`; None where that cannot be told."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return perf_counter() - age
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None  # not Linux

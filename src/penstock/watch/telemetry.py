@@ -1,0 +1,445 @@
+"""Telemetry: what a loader measures of itself while it feeds a run.
+
+In:    every call of `next`, pauses that the user names, the tracks of all threads (see `spans`).
+Out:   time by stage, rolling percentiles and rates, a verdict in one line, events for a heartbeat.
+Where: written by the trainer's thread, but for the tracks; read by any.
+State: the last few hundred steps, sums since the beginning, events that nobody took yet.
+Cost:  a few microseconds a step, some tens more for a step that waited; `benchmarks/overhead.py` measures it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from penstock.errors import ConfigError
+from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
+from penstock.watch.ledger import Ledger, process_began
+from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track
+
+log = logging.getLogger("penstock")
+
+WINDOW = 512
+"""Steps over which rolling numbers are taken."""
+LOOK_S = 5.0
+"""How often the band is looked at."""
+LOOK_STEPS = 20
+"""Steps without which a band says nothing."""
+BRIEF_S = 20e-6
+"""A call of `next` that took less found its batch ready: it is not worth following."""
+STALL_S = 5.0
+FIRST_STALL_S = 30.0
+"""A first batch may take longer than later ones before it is called a stall."""
+EVENTS = 256
+
+Event = tuple[float, float, str, dict[str, Any]]
+
+
+class Step(NamedTuple):
+    """One step: a call of `next`, and what the trainer did until the next one."""
+
+    begin: float
+    wait: float
+    wall: float
+    tokens: int
+    charges: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """What a stage did, over all its threads."""
+
+    busy_s: float = 0.0
+    blocked_in_s: float = 0.0
+    blocked_out_s: float = 0.0
+    items: int = 0
+    bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "busy_s": round(self.busy_s, 6),
+            "blocked_in_s": round(self.blocked_in_s, 6),
+            "blocked_out_s": round(self.blocked_out_s, 6),
+            "items": self.items,
+            "bytes": self.bytes,
+        }
+
+
+class Window:
+    """The last steps, with sums and percentiles that cost little to keep."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size = size
+        self.steps: deque[Step] = deque()
+        self._waits: list[float] = []
+        self.wait = self.wall = 0.0
+        self.tokens = 0
+        self.by_stage: dict[str, float] = {}
+
+    def add(self, step: Step) -> None:
+        if len(self.steps) == self._size:
+            old = self.steps.popleft()
+            del self._waits[bisect_left(self._waits, old.wait)]
+            self._change(old, -1)
+        self.steps.append(step)
+        insort(self._waits, step.wait)
+        self._change(step, 1)
+
+    def _change(self, step: Step, sign: int) -> None:
+        self.wait += sign * step.wait
+        self.wall += sign * step.wall
+        self.tokens += sign * step.tokens
+        for stage, seconds in step.charges.items():
+            self.by_stage[stage] = max(0.0, self.by_stage.get(stage, 0.0) + sign * seconds)
+
+    def percentile(self, share: float) -> float:
+        """Of the time in `next`, in seconds."""
+        waits = self._waits
+        return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
+
+
+@dataclass(slots=True)
+class Paused:
+    """Time that is not the run's, by its name."""
+
+    total: dict[str, float] = field(default_factory=dict)
+    unreported: dict[str, float] = field(default_factory=dict)
+    in_step: float = 0.0
+    within_s: float = 0.0
+    """Of steps that have ended."""
+    depth: int = 0
+
+
+class Observed(Protocol):
+    """What is running, as far as it is measured from outside."""
+
+    def known(self) -> Known: ...
+    def gauges(self) -> dict[str, Any]: ...
+
+
+class Telemetry:
+    """Measures one loader. Give it as `telemetry=…`, or take the loader's own: `loader.telemetry`."""
+
+    def __init__(self, *, stall_s: float = STALL_S, on: bool = True) -> None:
+        """`stall_s`: a wait of so long is an event of its own. `on=False` measures nothing but time in `next`."""
+        if not isinstance(stall_s, int | float) or isinstance(stall_s, bool) or not stall_s > 0:
+            raise ConfigError(f"stall_s={stall_s!r}: needs seconds, more than 0")
+        self.on = on
+        self.stall_s = float(stall_s)
+        self.clock: Clock = Clock() if on else Quiet()
+        self.known: Callable[[], Known] = Known
+        self.gauges: Callable[[], dict[str, Any]] = dict
+        """Queue depths, fetch times and device waits of whoever runs now."""
+        self.ledger = Ledger()
+        self.owner: weakref.ref[Any] | None = None
+        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._lost = 0
+        self._lock = threading.Lock()
+        self._waiting: tuple[float, Track] | None = None
+        self._stalled: float | None = None
+        self._rss: tuple[float, int] = (0.0, 0)
+        self.prefix = "loader_"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was measured: another stream begins."""
+        self.window = Window()
+        self.wait_s: dict[str, float] = {}
+        """By stage, since the beginning."""
+        self.steps = self.tokens = 0
+        self.paused = Paused()
+        self._last: Step | None = None
+        self._finished: Step | None = None
+        self._band = ""
+        self._looked = perf_counter()
+        self._depths = 0.0
+        self._samples = 0
+
+    # From the loader, on the trainer's thread
+
+    def entering(self, now: float) -> None:
+        """A call of `next` begins, and with it a step."""
+        if self._last is not None:
+            self._close_step(now)
+        if self.on:
+            self._waiting = (now, self.clock.track())
+
+    def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
+        """It has ended, with so many tokens or None at the end of the stream."""
+        self._waiting = None
+        wait = now - begun
+        charges: Mapping[str, float]
+        if not self.on or wait < BRIEF_S:
+            charges = {"batch": wait}
+        else:
+            found = charge(self.clock.track().segments(), begun, now)
+            charges = found.seconds
+            self._note_stall(wait, found)
+        for stage, seconds in charges.items():
+            self.wait_s[stage] = self.wait_s.get(stage, 0.0) + seconds
+        if tokens is None:
+            return
+        self.steps += 1
+        self.tokens += tokens
+        self._depths += depth
+        self._samples += 1
+        self._last = Step(begun, wait, 0.0, tokens, charges)
+        if self.on and self.ledger.parts is None:
+            self._ready(now)
+
+    def follow(self, pipeline: Observed, begun: float) -> None:
+        """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
+        self.ledger.spent("open", begun, perf_counter())
+        self.known, self.gauges = pipeline.known, pipeline.gauges
+
+    def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
+        """A warmup has ended."""
+        wait = round(wait_ms, 3)
+        self.event(
+            f"{self.prefix}warmup", requested=requested, filled=filled, wait_ms=wait,
+            fetch_warmup_batches=filled, fetch_warmup_wait_ms=wait,
+        )  # fmt: skip
+
+    def gave_up(self) -> None:
+        """A call of `next` ended with an exception."""
+        self._waiting = None
+
+    def failed(self, error: BaseException) -> None:
+        """The stream failed: what everybody who watches should know."""
+        self._waiting = None
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
+        stage, _, where = notes[0].removeprefix("in stage ").partition(", ") if notes else ("", "", "")
+        text = f"{type(error).__name__}: {error}"
+        self.event(f"{self.prefix}error", error=text[:1000], stage=stage, where=where[:500])
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Evaluation, a checkpoint: time that is kept apart from the run's."""
+        paused = self.paused
+        paused.depth += 1
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - begun
+            paused.depth -= 1
+            if paused.depth == 0:  # one within another is counted once
+                paused.in_step += seconds
+                for into in (paused.total, paused.unreported):
+                    into[name] = into.get(name, 0.0) + seconds
+                self.event("pause", name=name, seconds=round(seconds, 6))
+
+    def _close_step(self, now: float) -> None:
+        last, paused = self._last, self.paused
+        assert last is not None
+        wall = max(last.wait, now - last.begin - paused.in_step)
+        paused.within_s += paused.in_step
+        paused.in_step = 0.0
+        self._finished = last._replace(wall=wall)
+        self.window.add(self._finished)
+        self._last = None
+        if now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
+            self._looked = now
+            self._look()
+
+    def _look(self) -> None:
+        verdict = self.verdict()
+        if verdict.band != self._band:
+            before, self._band = self._band, verdict.band
+            worse = verdict.band in ("fair", "poor")
+            if worse or before:
+                log.log(logging.WARNING if worse else logging.INFO, "%s", verdict.line)
+
+    def _note_stall(self, wait: float, found: Charges) -> None:
+        limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
+        if wait >= limit:
+            stage, what = found.worst()
+            self._stall(stage, what, wait)
+        self._stalled = None
+
+    def _stall(self, stage: str, what: Any, wait: float) -> None:
+        where = str(what)[:500] if what is not None else ""
+        told = f"waited {wait:.1f} s for data: {stage}" + (f", {where}" if where else "")
+        log.warning("%s", told)
+        self.event("stall", stage=stage, where=where, wait_s=round(wait, 3), verdict=told)
+
+    def _ready(self, now: float) -> None:
+        entries = self.ledger.close(self.clock.tracks, now)
+        self.event(f"{self.prefix}ready", **entries)
+
+    # For everybody
+
+    def event(self, msg: str, **fields: Any) -> None:
+        """Something that a heartbeat should tell. Kept until somebody takes it, the latest of them at least."""
+        with self._lock:
+            if len(self._events) == EVENTS:
+                self._lost += 1
+            self._events.append((time.time(), time.monotonic(), msg, fields))
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            if self._lost:
+                events[0][3]["events_lost"] = self._lost
+                self._lost = 0
+        return events
+
+    def verdict(self) -> Verdict:
+        """Why the last steps waited, in one line."""
+        window = self.window
+        return judge(window.wait, window.wall, dict(window.by_stage), self.known())
+
+    def last_step(self) -> Step | None:
+        """The last step that has ended."""
+        return self._finished
+
+    def stages(self) -> dict[str, StageTimes]:
+        """What each stage did so far."""
+        times = {stage: StageTimes() for stage in STAGES}
+        for track in list(self.clock.tracks):
+            seconds = dict(track.seconds)
+            now, since, _ = track.now
+            if now:
+                seconds[now] = seconds.get(now, 0.0) + max(0.0, perf_counter() - since)
+            for stage in STAGES:
+                times[stage].busy_s += seconds.get(stage, 0.0)
+                times[stage].items += track.items.get(stage, 0)
+                times[stage].bytes += track.bytes.get(stage, 0)
+            first, last = _role(track)
+            times[first].blocked_in_s += seconds.get(WAIT, 0.0)
+            times[last].blocked_out_s += seconds.get(OUT, 0.0) + seconds.get(IDLE, 0.0)
+        return times
+
+    def occupancy(self, capacity: int) -> float:
+        """How full the queue was on average when a batch was taken from it."""
+        return self._depths / self._samples / capacity if self._samples and capacity else 0.0
+
+    def waiting(self) -> dict[str, Any] | None:
+        """What `next` waits for at this moment, if it does. For any thread."""
+        waiting = self._waiting
+        if waiting is None:
+            return None
+        begun, track = waiting
+        now = perf_counter()
+        if now - begun < 0.1:
+            return None
+        # The last moments say what it is now; what it was at first may be over.
+        stage, what = charge(track.segments(), max(begun, now - 0.5), now).worst()
+        where = str(what)[:500] if what is not None else ""
+        limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
+        if now - begun >= limit and self._stalled != begun:
+            self._stalled = begun  # said once while it lasts, and again with its length when it is over
+            self._stall(stage, what, now - begun)
+        return {"stage": stage, "where": where, "for_s": round(now - begun, 3)}
+
+    # For a heartbeat
+
+    def step_fields(self) -> dict[str, Any]:
+        """What is known of the last step. Cheap: it is asked for at each one."""
+        window = self.window
+        # The step that runs now is the one that is reported; its length is known when the next one begins.
+        last, ended = self._last, self._finished
+        fields: dict[str, Any] = {
+            "tokens_total": self.tokens,
+            "fetch_p50_ms": round(1e3 * window.percentile(0.5), 4),
+            "fetch_p95_ms": round(1e3 * window.percentile(0.95), 4),
+            "fetch_p99_ms": round(1e3 * window.percentile(0.99), 4),
+        }
+        current = last or ended
+        if current is not None:
+            fields["tokens"] = current.tokens
+            fields["dt_fetch_s"] = fields["dt_fetch_last"] = round(current.wait, 6)
+            fields["wait_by_stage"] = {stage: round(s, 6) for stage, s in current.charges.items()}
+        if last is not None:
+            fields["dt_step_s"] = round(perf_counter() - last.begin - self.paused.in_step, 6)
+        elif ended is not None:
+            fields["dt_step_s"] = round(ended.wall, 6)
+        wall, wait, tokens = window.wall, window.wait, window.tokens
+        if last is not None:
+            wall, wait, tokens = wall + fields["dt_step_s"], wait + last.wait, tokens + last.tokens
+        if wall > 0:
+            fields["toks_per_s"] = round(tokens / wall, 3)
+            fields["data_wait_pct"] = round(100 * wait / wall, 4)
+        gauges = self.gauges()
+        queue = gauges.get("queues", {}).get("batches", {})
+        fields |= {"queue_depth": queue.get("depth", 0), "queue_capacity": queue.get("capacity", 0)}
+        if gauges.get("device_wait_s") is not None:
+            fields["device_wait_s"] = gauges["device_wait_s"]
+        if self.paused.unreported:
+            fields["paused"], self.paused.unreported = self.paused.unreported, {}
+        fields["rss_bytes"] = self._memory()
+        return fields
+
+    def beat_fields(self) -> dict[str, Any]:
+        """What is known between steps, from any thread."""
+        gauges = self.gauges()
+        fields: dict[str, Any] = {
+            "stages": {stage: times.as_dict() for stage, times in self.stages().items()},
+            "verdict": self.verdict().line if len(self.window.steps) >= LOOK_STEPS else "not enough steps",
+            "rss_bytes": self._memory(),
+            **{name: value for name, value in gauges.items() if value is not None},
+        }
+        queue = gauges.get("queues", {}).get("batches", {})
+        fields["queue_depth"] = queue.get("depth", 0)
+        waiting = self.waiting()
+        if waiting is not None:
+            fields["waiting"] = waiting
+        return fields
+
+    def _memory(self) -> int:
+        now = perf_counter()
+        if now - self._rss[0] > 1.0:
+            self._rss = (now, resident_bytes())
+        return self._rss[1]
+
+
+def attach(telemetry: Telemetry | bool, owner: Any, dataset: Any) -> Telemetry:
+    """The telemetry of a loader: the one that was given, or a new one."""
+    if isinstance(telemetry, bool):
+        telemetry = Telemetry(on=telemetry)
+    if not isinstance(telemetry, Telemetry):
+        raise ConfigError(f"telemetry={telemetry!r}: needs True, False or a Telemetry(…)")
+    if telemetry.owner is not None and telemetry.owner() is not None:
+        raise ConfigError("telemetry=…: this one belongs to another loader. Give each loader its own.")
+    telemetry.owner = weakref.ref(owner)
+    began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
+    if imported is not None and began is not None:
+        telemetry.ledger.spent("import", began, imported)
+    listed = getattr(dataset, "listed", None)
+    if isinstance(listed, tuple):
+        telemetry.ledger.spent("list", *listed)
+    return telemetry
+
+
+def _role(track: Track) -> tuple[str, str]:
+    """The first and the last stage of a thread: those that its waits for input and for room belong to."""
+    name = track.name
+    if name.startswith("penstock-fetch"):
+        return "fetch", "fetch"
+    if name.startswith("penstock-worker"):
+        return "decode", "tokenize"
+    if name.startswith("penstock-producer"):
+        return "pack", "batch"
+    return "copy", "copy"
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where that cannot be told."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0  # not Linux
