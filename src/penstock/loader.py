@@ -20,7 +20,7 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
 from penstock.errors import ConfigError, LoaderTimeout, StateMismatch
 from penstock.feed.agree import RankAgreement
-from penstock.options import MEMORY_LIMIT, Workers, check
+from penstock.options import MEMORY_LIMIT, Workers, check, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
@@ -264,22 +264,18 @@ class AsyncDataLoader:
     def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
         """Start, and wait until `batches` (by default a full queue) stand ready or the timeout passes.
 
-        "auto" waits for the first one and, only if that took longer than a blink, for a full queue.
-        Nothing is lost either way. A fault in the data is raised by the `next` that meets it.
+        "auto" waits for the first one and, only if that took longer than a blink to make, for a full queue.
+        Nothing is lost either way. A fault in the data is raised by the `next` that meets it. Without
+        batches, time or workers it is off, and nothing is started.
         """
+        wanted, timeout = check_warmup(self._options, batches, timeout)
+        if wanted == 0 or timeout == 0 or self._options.n_workers == 0 or self._exhausted:
+            return Warmup(0, 0, 0.0)
         begun = time.perf_counter()
-        if batches == "auto":
-            first = self.warmup(1, timeout)
-            slow = first.wait_ms > 100 or first.filled < 1
-            batches = self._options.prefetch_size if slow else 1
-            timeout -= time.perf_counter() - begun
-        batches = self._options.prefetch_size if batches is None else batches
-        if batches < 0:
-            raise ConfigError(f"batches={batches}: needs a whole number, at least 0")
         self.start()
         assert self._pipeline is not None
-        filled = self._pipeline.warm(batches, timeout) if timeout > 0 and not self._exhausted else self._pipeline.depth
-        done = Warmup(batches, min(filled, batches), 1e3 * (time.perf_counter() - begun))
+        requested, filled = self._pipeline.warm(wanted, timeout)
+        done = Warmup(requested, min(filled, requested), 1e3 * (time.perf_counter() - begun))
         self.telemetry.warmed(done.requested, done.filled, done.wait_ms)
         return done
 

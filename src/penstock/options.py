@@ -9,6 +9,7 @@ State: none.
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,8 @@ class Options:
     drop_last: bool
     tensors: bool
     memory_limit: int
+    row_bytes: int
+    """What a row takes in the queue; 0 where that is not known beforehand."""
     queue_bytes: int
     """What the queue, the batch in hand and the way to the device are expected to take."""
     read_ahead_bytes: int
@@ -159,13 +162,28 @@ def check(
         drop_last=_drop_last(drop_last, shard, alone, epochs, source.even),
         tensors=_tensors(output),
         memory_limit=memory_limit,
+        row_bytes=source.row_bytes(),
         # Where a batch's size is not known beforehand, queue and read-ahead get half each.
         queue_bytes=queue_bytes or memory_limit // 2,
         read_ahead_bytes=memory_limit - (queue_bytes or memory_limit // 2),
         warmup_batches=warmup_batches,
-        warmup_timeout=_seconds(warmup_timeout),
+        warmup_timeout=_seconds("warmup_timeout", warmup_timeout),
         report_docs=whole_number("report_docs", report_docs, 0),
     )
+
+
+def check_warmup(options: Options, batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:
+    """What a warmup at run time asks for, if it fits."""
+    timeout = _seconds("timeout", timeout)
+    if batches == "auto":
+        return "auto", timeout
+    batches = options.prefetch_size if batches is None else whole_number("batches", batches, 0)
+    if options.row_bytes * options.batch_size * (batches + 1) > options.memory_limit:
+        raise ConfigError(
+            f"batches={batches}: they would take {options.row_bytes * options.batch_size * batches} bytes, more than "
+            f"memory_limit={options.memory_limit} allows. Ask for fewer, or raise it."
+        )
+    return batches, timeout
 
 
 def _device(device: Any, output: str) -> str | None:
@@ -183,9 +201,9 @@ def _device(device: Any, output: str) -> str | None:
     return name
 
 
-def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ConfigError(f"warmup_timeout={value!r}: needs a number of seconds, at least 0")
+def _seconds(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{name}={value!r}: needs a number of seconds, at least 0")
     return float(value)
 
 

@@ -28,6 +28,8 @@ from penstock.watch.attribution import Known
 
 log = logging.getLogger("penstock")
 
+QUICK_S = 0.1
+"""A first batch that took no longer to make needs no more of them to stand ready."""
 LOW_BATCHES = 100
 """So many batches in a row with less than half the queue filled mean that the workers do not keep up."""
 
@@ -55,6 +57,7 @@ class Pipeline:
         self.interrupted = False
         self._low, self._capacity = 0, run.prefetch_size
         self._queue: Prefetcher[Batch] | None = None
+        self._started = time.monotonic()
         try:
             self._producer: Producer = source.open(run, self._pool, work)
         except BaseException:
@@ -95,9 +98,17 @@ class Pipeline:
         """A batch that stands ready, if there is one."""
         return self.next(None) if self.depth > 0 else None
 
-    def warm(self, batches: int, timeout: float) -> int:
-        """Wait until batches are ready; gives how many are."""
-        return self._queue.fill(batches, timeout) if self._queue is not None else 0
+    def warm(self, batches: int | Literal["auto"], timeout: float) -> tuple[int, int]:
+        """Wait until batches are ready; gives how many were waited for, and how many are."""
+        assert self._queue is not None
+        if batches != "auto":
+            return batches, self._queue.fill(batches, timeout)
+        begun = time.monotonic()
+        filled = self._queue.fill(1, timeout)
+        made = self._queue.first_made
+        if made is not None and made - self._started <= QUICK_S:
+            return 1, filled
+        return self._capacity, self._queue.fill(self._capacity, max(0.0, timeout - (time.monotonic() - begun)))
 
     @property
     def depth(self) -> int:

@@ -60,6 +60,8 @@ class Prefetcher(Generic[T]):
         self._weights: deque[int] = deque()
         self._blocked = False
         self._made = self._taken = self._owed = self._surplus = 0
+        self.first_made: float | None = None
+        """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
         self._stopped = False
         self._filled = threading.Condition()
@@ -221,6 +223,8 @@ class Prefetcher(Generic[T]):
             return self._slots.get()
 
     def _hand_over(self, items: list[T]) -> None:
+        if self.first_made is None:
+            self.first_made = time.monotonic()
         self._made += len(items)
         self._ready.put(items)
         self._wake()

@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 class Track:
     """What one thread does. Written by that thread only."""
 
-    __slots__ = ("_job", "bytes", "items", "name", "now", "recent", "seconds")
+    __slots__ = ("_job", "bytes", "items", "log", "name", "now", "recent", "seconds")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -54,6 +54,8 @@ class Track:
         self.seconds: dict[str, float] = {}
         self.items: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
+        self.log: deque[tuple[str, Segment]] | None = None
+        """Gets every segment, while somebody records them."""
         self._job: list[Segment] | None = None
 
     def switch(self, stage: str, what: Any = None) -> tuple[str, Any]:
@@ -69,6 +71,8 @@ class Track:
         stage = segment.stage
         self.seconds[stage] = self.seconds.get(stage, 0.0) + segment.end - segment.begin
         self.recent.append(segment)
+        if self.log is not None:
+            self.log.append((self.name, segment))
         if self._job is not None:
             self._job.append(segment)
 
@@ -179,6 +183,7 @@ class Clock:
     def __init__(self) -> None:
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._log: deque[tuple[str, Segment]] | None = None
         self.tracks: list[Track] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,8 +201,16 @@ class Clock:
         """For a thread that does not run yet."""
         track = Track(name)
         with self._lock:
+            track.log = self._log
             self.tracks.append(track)
         return track
+
+    def record(self, log: deque[tuple[str, Segment]] | None) -> None:
+        """Have every segment of every thread appended, with the thread's name; None ends it."""
+        with self._lock:
+            self._log = log
+            for track in self.tracks:
+                track.log = log
 
     def adopt(self, track: Track) -> None:
         """This thread is the one that a track was made for."""

@@ -15,23 +15,20 @@ import sys
 import threading
 import time
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from penstock.errors import ConfigError
 from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track
+from penstock.watch.window import Paused, StageTimes, Step, Window
 
 log = logging.getLogger("penstock")
 
-WINDOW = 512
-"""Steps over which rolling numbers are taken."""
 LOOK_S = 5.0
 """How often the band is looked at."""
 LOOK_STEPS = 20
@@ -44,81 +41,6 @@ FIRST_STALL_S = 30.0
 EVENTS = 256
 
 Event = tuple[float, float, str, dict[str, Any]]
-
-
-class Step(NamedTuple):
-    """One step: a call of `next`, and what the trainer did until the next one."""
-
-    begin: float
-    wait: float
-    wall: float
-    tokens: int
-    charges: Mapping[str, float]
-
-
-@dataclass(slots=True)
-class StageTimes:
-    """What a stage did, over all its threads."""
-
-    busy_s: float = 0.0
-    blocked_in_s: float = 0.0
-    blocked_out_s: float = 0.0
-    items: int = 0
-    bytes: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "busy_s": round(self.busy_s, 6),
-            "blocked_in_s": round(self.blocked_in_s, 6),
-            "blocked_out_s": round(self.blocked_out_s, 6),
-            "items": self.items,
-            "bytes": self.bytes,
-        }
-
-
-class Window:
-    """The last steps, with sums and percentiles that cost little to keep."""
-
-    def __init__(self, size: int = WINDOW) -> None:
-        self._size = size
-        self.steps: deque[Step] = deque()
-        self._waits: list[float] = []
-        self.wait = self.wall = 0.0
-        self.tokens = 0
-        self.by_stage: dict[str, float] = {}
-
-    def add(self, step: Step) -> None:
-        if len(self.steps) == self._size:
-            old = self.steps.popleft()
-            del self._waits[bisect_left(self._waits, old.wait)]
-            self._change(old, -1)
-        self.steps.append(step)
-        insort(self._waits, step.wait)
-        self._change(step, 1)
-
-    def _change(self, step: Step, sign: int) -> None:
-        self.wait += sign * step.wait
-        self.wall += sign * step.wall
-        self.tokens += sign * step.tokens
-        for stage, seconds in step.charges.items():
-            self.by_stage[stage] = max(0.0, self.by_stage.get(stage, 0.0) + sign * seconds)
-
-    def percentile(self, share: float) -> float:
-        """Of the time in `next`, in seconds."""
-        waits = self._waits
-        return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
-
-
-@dataclass(slots=True)
-class Paused:
-    """Time that is not the run's, by its name."""
-
-    total: dict[str, float] = field(default_factory=dict)
-    unreported: dict[str, float] = field(default_factory=dict)
-    in_step: float = 0.0
-    within_s: float = 0.0
-    """Of steps that have ended."""
-    depth: int = 0
 
 
 class Observed(Protocol):
@@ -246,9 +168,11 @@ class Telemetry:
         wall = max(last.wait, now - last.begin - paused.in_step)
         paused.within_s += paused.in_step
         paused.in_step = 0.0
-        self._finished = last._replace(wall=wall)
-        self.window.add(self._finished)
+        first, self._finished = self._finished is None, last._replace(wall=wall)
         self._last = None
+        if first:
+            return  # the time to the first batch is a number of its own
+        self.window.add(self._finished)
         if now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
             self._looked = now
             self._look()
@@ -258,8 +182,10 @@ class Telemetry:
         if verdict.band != self._band:
             before, self._band = self._band, verdict.band
             worse = verdict.band in ("fair", "poor")
+            # Whoever only reads, and trains nothing in between, waits all the time and knows it.
+            trains = verdict.data_wait < 0.95
             if worse or before:
-                log.log(logging.WARNING if worse else logging.INFO, "%s", verdict.line)
+                log.log(logging.WARNING if worse and trains else logging.INFO, "%s", verdict.line)
 
     def _note_stall(self, wait: float, found: Charges) -> None:
         limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
