@@ -146,11 +146,11 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
     monkeypatch.setenv("HF_ENDPOINT", far.endpoint)
     data = TextDataset("hf://datasets/org/data", tokenizer="byte", seq_len=64, cache=False, remote={"fetches": 1})
     with AsyncDataLoader(data, 4, output="numpy", n_workers=1) as loader:
-        for _ in range(300):
+        for _ in range(480):
             next(loader)
         found, stats = loader.telemetry.window.by_stage, loader.stats()
     far.latency_s = 0.0
-    exposed = sum(found.values()) - sum(run(data, 300, n_workers=1).values())
+    exposed = sum(found.values()) - sum(run(data, 480, n_workers=1).values())
     assert exposed > 0.5
     assert found["fetch"] >= 0.95 * exposed, found
     assert stats.fetch["first_byte_s"] > stats.fetch["connect_s"]

@@ -20,16 +20,23 @@ _imported = time.perf_counter()  # for the ledger of a start
 _HOME = {
     "AsyncDataLoader": "loader",
     "Batch": "encode.batch",
+    "Heartbeat": "feed.beat",
     "Mixture": "sources.mixture",
     "Remote": "read.attempt",
     "Shard": "types",
     "Span": "types",
     "Stats": "stats",
     "SyntheticDataset": "read.synthetic",
+    "Telemetry": "watch.telemetry",
     "TextDataset": "dataset",
     "TokenFileDataset": "read.tokens",
     "Warmup": "stats",
+    "analyze_steps": "watch.steady",
     "batched": "sources.samples",
+    "prewarm": "train.prewarm",
+    "verify_prewarm": "train.prewarm",
+    "warmup_loader": "feed.warmup",
+    "warmup_loader_with_first_batch": "feed.warmup",
     **dict.fromkeys(
         (
             "AccessDenied", "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra",
@@ -41,11 +48,12 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "LoaderClosed",
+    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "Heartbeat", "LoaderClosed",
     "LoaderTimeout", "MissingExtra", "Mixture", "NoData", "Offline", "PeerFailed", "PenstockError", "Remote",
     "RemoteError", "Shard", "SourceChanged", "SourceError", "Span", "StateError", "StateFormat",
-    "StateMismatch", "Stats", "SyntheticDataset", "TextDataset", "TokenFileDataset", "TokenizerError",
-    "UnevenRanks", "Warmup", "WorkerDied", "__version__", "batched",
+    "StateMismatch", "Stats", "SyntheticDataset", "Telemetry", "TextDataset", "TokenFileDataset", "TokenizerError",
+    "UnevenRanks", "Warmup", "WorkerDied", "__version__", "analyze_steps", "batched", "prewarm", "verify_prewarm",
+    "warmup_loader", "warmup_loader_with_first_batch",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -73,6 +81,8 @@ if TYPE_CHECKING:
         UnevenRanks,
         WorkerDied,
     )
+    from penstock.feed.beat import Heartbeat
+    from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
     from penstock.loader import AsyncDataLoader
     from penstock.read.attempt import Remote
     from penstock.read.synthetic import SyntheticDataset
@@ -80,7 +90,10 @@ if TYPE_CHECKING:
     from penstock.sources.mixture import Mixture
     from penstock.sources.samples import batched
     from penstock.stats import Stats, Warmup
+    from penstock.train.prewarm import prewarm, verify_prewarm
     from penstock.types import Shard, Span
+    from penstock.watch.steady import analyze_steps
+    from penstock.watch.telemetry import Telemetry
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,8 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
 from penstock.errors import ConfigError, LoaderTimeout, StateMismatch
 from penstock.feed.agree import RankAgreement
-from penstock.options import MEMORY_LIMIT, Workers, check, check_warmup
+from penstock.feed.autotune import Autotune
+from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
@@ -73,6 +74,7 @@ class AsyncDataLoader:
         warmup_timeout: float = 30.0,
         report_docs: int = 2000,
         telemetry: Telemetry | bool = True,
+        autotune: bool = False,
     ) -> None:
         """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
 
@@ -103,6 +105,8 @@ class AsyncDataLoader:
         warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
         report_docs: log a line every so many documents; 0 for none.
         telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
+        autotune: let workers, read-ahead, requests in flight and queue follow what is measured, within
+            the cores and `memory_limit`. Never changes the stream.
         """
         self._source = as_source(dataset, preprocess, collate, pad)
         self._dataset = dataset
@@ -123,6 +127,8 @@ class AsyncDataLoader:
         self._exhausted = False
         self._tally = Tally()
         self.telemetry = attach(telemetry, self, dataset)
+        self._tunes = check_autotune(autotune, self.telemetry.on)
+        self._tuner: Autotune | None = None
         self._position: Callable[[], Position] | None = None
         self._skip = self._source.skip
         self._state = self._fresh_state(self._choose_lanes(), first=0, batch=0)
@@ -159,15 +165,7 @@ class AsyncDataLoader:
 
     def __len__(self) -> int:
         """Batches of one pass, where that is known beforehand."""
-        options, length = self._options, self._source.length()
-        if length is None or options.epochs is None:
-            why = "an endless stream" if options.epochs is None else "a stream whose length is not known beforehand"
-            raise TypeError(f"{why} has no len()")
-        from penstock.sources.indexed import steps
-
-        return steps(
-            length, options.epochs, options.batch_size, options.shard, alone=options.alone, drop_last=options.drop_last
-        )
+        return self._options.batches(self._source.length())
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """The next batch, or None at the end of a finite stream. Raises `LoaderTimeout` after `timeout` s.
@@ -186,12 +184,13 @@ class AsyncDataLoader:
         except Exception as error:
             self.telemetry.failed(error)
             raise
-        now = time.perf_counter()
-        tokens = None if batch is None else batch.tokens
+        now, tokens = time.perf_counter(), None if batch is None else batch.tokens
         self._tally.took(begun, now, tokens)
         self.telemetry.took(begun, now, tokens, self.queue_depth())
         if batch is None:
             self._exhausted = True
+        elif self._tuner is not None:
+            self._tuner.step(now, batch.tokens, self.telemetry.compute_s(), self.telemetry.paused.last_s)
         return batch
 
     def _next(self, timeout: float | None) -> Batch | None:
@@ -255,6 +254,8 @@ class AsyncDataLoader:
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
+        if self._tunes:
+            self._tuner = Autotune(pipeline.knobs(options.row_bytes * options.batch_size), self.telemetry)
         return self
 
     def lay_open(self) -> tuple[Source, Run]:
@@ -401,7 +402,7 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        waited = self._feed.waited_s if self._feed is not None else None
+        waited = None if self._feed is None else self._feed.waited_s
         return self._tally.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited)
 
     def pause(self, name: str) -> AbstractContextManager[None]:

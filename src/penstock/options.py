@@ -58,6 +58,15 @@ class Options:
     warmup_timeout: float
     report_docs: int
 
+    def batches(self, length: int | None) -> int:
+        """Batches of one pass over so many rows or samples."""
+        if length is None or self.epochs is None:
+            why = "an endless stream" if self.epochs is None else "a stream whose length is not known beforehand"
+            raise TypeError(f"{why} has no len()")
+        from penstock.sources.indexed import steps
+
+        return steps(length, self.epochs, self.batch_size, self.shard, alone=self.alone, drop_last=self.drop_last)
+
     def run(self, state: State, skip: frozenset[Address], clock: Clock | None = None) -> Run:
         """A run with these options, from a state on."""
         return Run(
@@ -170,6 +179,14 @@ def check(
         warmup_timeout=_seconds("warmup_timeout", warmup_timeout),
         report_docs=whole_number("report_docs", report_docs, 0),
     )
+
+
+def check_autotune(autotune: Any, measured: bool) -> bool:
+    if not isinstance(autotune, bool):
+        raise ConfigError(f"autotune={autotune!r}: needs True or False")
+    if autotune and not measured:
+        raise ConfigError("autotune=True follows what is measured: it needs telemetry=True")
+    return autotune
 
 
 def check_warmup(options: Options, batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:

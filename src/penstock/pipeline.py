@@ -21,9 +21,11 @@ from typing import Any, Literal
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
+from penstock.feed.autotune import Knob
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.sources.source import Producer, Run, Source
+from penstock.tuning import knobs
 from penstock.watch.attribution import Known
 
 log = logging.getLogger("penstock")
@@ -47,6 +49,7 @@ class Pipeline:
         restart: bool = True,
     ) -> None:
         work = self._work = source.work(run)
+        self._run = run
         self._clock = run.clock
         self._kind = workers
         self._cores = len(cpus) if cpus is not None else default_workers()
@@ -150,6 +153,13 @@ class Pipeline:
         lanes: Any = getattr(self._producer, "lanes", None)
         times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
         return times
+
+    def knobs(self, batch_bytes: int) -> list[Knob]:
+        """What may be changed while this runs."""
+        if self._queue is None:
+            return []
+        lanes = getattr(self._producer, "lanes", None)
+        return knobs(self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes)
 
     def known(self) -> Known:
         """What a verdict takes into account."""

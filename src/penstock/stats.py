@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.pipeline import Pipeline
-from penstock.watch.telemetry import StageTimes, Telemetry
+from penstock.watch.telemetry import Telemetry
+from penstock.watch.window import StageTimes
 
 PART = "rows of "
 """How a pipeline names its count of the rows of a mixture's part."""

@@ -12,7 +12,12 @@ from penstock.cli.bootstrap import bootstrap
 from penstock.cli.cache import cache
 from penstock.cli.config import config
 from penstock.cli.demo import demo
+from penstock.cli.doctor import doctor
+from penstock.cli.health import health
+from penstock.cli.report import report
 from penstock.cli.stage import stage
+from penstock.cli.trace import trace
+from penstock.cli.watch import watch
 from penstock.errors import PenstockError
 
 cli = typer.Typer(
@@ -25,6 +30,11 @@ cli.command()(demo)
 cli.command()(config)
 cli.command()(stage)
 cli.command()(bootstrap)
+cli.command()(doctor)
+cli.command()(watch)
+cli.command()(report)
+cli.command()(health)
+cli.command()(trace)
 cli.add_typer(cache, name="cache")
 
 _debug = False

@@ -101,6 +101,8 @@ class Jobs:
         self._any: deque[Job] = deque()
         self._own: list[deque[Job]] = [deque() for _ in range(n_workers)]
         self._last, self._foremost = 0, 0
+        self._limit = n_workers
+        self._left: set[int] = set()
         self._stopped = False
         self._error: BaseException | None = None
 
@@ -124,16 +126,33 @@ class Jobs:
                 self._wanted[self._idle.pop()].notify()
         return job.future
 
+    def resize(self, n_workers: int) -> set[int]:
+        """Serve more or fewer workers from now on. Gives those that are needed and not there."""
+        with self._lock:
+            self._limit = n_workers
+            while len(self._own) < n_workers:
+                self._left.add(len(self._own))
+                self._own.append(deque())
+                self._wanted.append(threading.Condition(self._lock))
+            for condition in self._wanted[n_workers:]:
+                condition.notify()
+            needed = {worker for worker in self._left if worker < n_workers}
+            self._left -= needed
+            return needed
+
     def take(self, worker: int) -> Job | None:
         """The oldest call for this worker, or None once it is to end."""
         own = self._own[worker]
         with self._lock:
-            while not self._stopped and not own and not self._any:
+            while not self._stopped and worker < self._limit and not own and not self._any:
                 self._idle.append(worker)
                 self._wanted[worker].wait()
                 if worker in self._idle:
                     self._idle.remove(worker)
-            if self._stopped:
+            if self._stopped or worker >= self._limit:
+                self._left.add(worker)
+                if self._any and self._idle:  # this worker may have been woken for what it does not take
+                    self._wanted[self._idle.pop()].notify()
                 return None
             jobs = own if own and (not self._any or own[0].order < self._any[0].order) else self._any
             job = jobs.popleft()
@@ -182,12 +201,23 @@ class ThreadPool:
         self._cpus = cpus
         self._clock = clock or Quiet()
         self._jobs = Jobs(n_workers)
-        self._threads = [
-            threading.Thread(target=self._serve, args=(i,), name=f"penstock-{name}-{i}", daemon=True)
-            for i in range(n_workers)
-        ]
+        self._name = name
+        self._threads = [self._thread(i) for i in range(n_workers)]
         for thread in self._threads:
             thread.start()
+
+    def _thread(self, worker: int) -> threading.Thread:
+        name = f"penstock-{self._name}-{worker}"
+        return threading.Thread(target=self._serve, args=(worker,), name=name, daemon=True)
+
+    def resize(self, n_workers: int) -> None:
+        """Have more or fewer threads. One that is to go ends with its piece of work. On one thread at a time."""
+        self.n_workers = n_workers
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for worker in sorted(self._jobs.resize(n_workers)):
+            thread = self._thread(worker)
+            thread.start()
+            self._threads.append(thread)
 
     def submit(
         self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None

@@ -146,6 +146,20 @@ class Prefetcher(Generic[T]):
         self._take_back()
         return self.depth
 
+    def resize(self, capacity: int) -> None:
+        """Keep more or fewer items ready from now on. On the thread that takes them."""
+        self._return_slots()  # of a small queue, these may be all there are
+        change = capacity - self._capacity
+        self._capacity = capacity
+        if change > 0:
+            back = min(change, self._surplus)
+            self._surplus -= back
+            for _ in range(change - back):
+                self._slots.put(True)
+        else:
+            self._surplus -= change
+            self._take_back()
+
     def _take_back(self) -> None:
         """Slots lent for a warmup that were not used are taken back; the others as their items go."""
         while self._surplus > 0:

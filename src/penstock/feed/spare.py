@@ -39,6 +39,10 @@ class SpareThreads:
         self._serving = self._idle = 0
         self._stopped = False
 
+    def allow(self, limit: int) -> None:
+        """Allow more threads than before."""
+        self._limit = max(self._limit, limit)
+
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have something called as soon as there is a thread."""
         future: Future[T] = Future()

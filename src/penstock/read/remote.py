@@ -57,7 +57,7 @@ class RemoteFiles:
         self._etags: OrderedDict[str, str] = OrderedDict()
         self._usual = Usual()
         self._buckets: Buckets | None = None
-        self._slots = threading.BoundedSemaphore(client.limits.fetches)
+        self._slots = Turnstile(client.limits.fetches)
 
     def read(self, file: FileRef, start: int, length: int) -> bytearray:
         """A range of a file, which must lie within it."""
@@ -73,6 +73,10 @@ class RemoteFiles:
         ]
         self._client.side_by_side(pieces)
         return out
+
+    def resize(self, fetches: int) -> None:
+        """Have more or fewer requests under way at once."""
+        self._slots.resize(fetches)
 
     def ahead(self, file: FileRef, start: int, length: int) -> Future[bytearray] | None:
         """The same, meanwhile; None where there is no thread to do it."""
@@ -311,6 +315,32 @@ def _no_access(file: FileRef, status: int) -> PenstockError:
             "missing: make a new address, or give the login as https://user:password@host/…"
         )
     return RemoteError(f"{file.path}: its server answers {status}, which trying again does not change.")
+
+
+class Turnstile:
+    """Lets so many in at once, a number that may change."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._inside = 0
+        self._free = threading.Condition()
+
+    def acquire(self, timeout: float) -> bool:
+        with self._free:
+            if not self._free.wait_for(lambda: self._inside < self._limit, timeout):
+                return False
+            self._inside += 1
+            return True
+
+    def release(self) -> None:
+        with self._free:
+            self._inside -= 1
+            self._free.notify()
+
+    def resize(self, limit: int) -> None:
+        with self._free:
+            self._limit = limit
+            self._free.notify_all()
 
 
 class Usual:

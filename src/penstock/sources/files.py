@@ -46,7 +46,7 @@ class FileLanes(TextLanes):
         self._patient = False
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
-        compressed = any(file.open_ended for file in dataset.files)
+        compressed = self.forward = any(file.open_ended for file in dataset.files)
         super().__init__(
             plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
             pack=dataset.pack(),
@@ -163,6 +163,13 @@ class FileLanes(TextLanes):
     def fetches(self) -> int:
         """Requests that may be under way at once."""
         return self._fetches
+
+    def set_fetches(self, fetches: int) -> None:
+        """Have more or fewer under way. It changes when things come, and nothing else."""
+        assert self._fetchers is not None
+        self._work.resize(fetches)
+        self._fetchers.resize(fetches)
+        self._fetches = fetches
 
     def stop(self) -> None:
         if self._fetchers is not None:

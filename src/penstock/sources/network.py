@@ -76,6 +76,13 @@ class Opened:
         assert self._second is not None
         return self._second.submit(thunk)
 
+    def resize(self, fetches: int) -> None:
+        """Have more or fewer requests under way at once."""
+        if self._side is not None and self._second is not None:
+            self._side.allow(fetches)
+            self._second.allow(4 * fetches)
+        self.files.resize(fetches)
+
     def counts(self) -> dict[str, Any]:
         """What the network was asked for."""
         return self.client.tally.counts()

@@ -76,6 +76,8 @@ class TextLanes(ABC):
         """Whether more would be read ahead if there were more memory for it."""
         self.extra: int | None = None
         """Chunks to have under way beyond the next window, where somebody decides on them."""
+        self.forward = False
+        """Whether some files can only be read forwards, with room for as many workers as there are."""
         self._counts = Counts()
         self._reported_docs = 0
         settings = LaneSettings(
@@ -148,6 +150,14 @@ class TextLanes(ABC):
     def bad(self) -> dict[str, int]:
         return dict(self._counts.bad)
 
+    def read_ahead(self) -> int:
+        """Chunks that are to be under way beyond the next window."""
+        return self.extra if self.extra is not None else self.beyond(self._pool.n_workers)
+
+    def allow(self, read_ahead_bytes: int) -> None:
+        """Read ahead within so many bytes from now on."""
+        self._budget = read_ahead_bytes
+
     def ahead(self) -> tuple[int, int]:
         """Chunks that are ready, and those that were asked for. For any thread, which may find them a moment old."""
         tasks = [task for lane in self._lanes for task in lane.tasks()]
@@ -173,7 +183,7 @@ class TextLanes(ABC):
         if workers == 0:
             return
         budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
-        beyond = self.extra if self.extra is not None and self._counts.chunks else self.beyond(workers)
+        beyond = self.read_ahead() if self._counts.chunks else self.beyond(workers)
         hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(beyond)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)

@@ -199,6 +199,11 @@ class TextWork:
         """Where the network's time goes, if there is one."""
         return self._opened.times() if self._opened is not None else None
 
+    def resize(self, fetches: int) -> None:
+        """Have more or fewer requests under way at once."""
+        if self._opened is not None:
+            self._opened.resize(fetches)
+
     def stop(self) -> None:
         self._reader.stop()
         if self._opened is not None:

@@ -167,6 +167,7 @@ class Telemetry:
         assert last is not None
         wall = max(last.wait, now - last.begin - paused.in_step)
         paused.within_s += paused.in_step
+        paused.last_s = paused.in_step
         paused.in_step = 0.0
         first, self._finished = self._finished is None, last._replace(wall=wall)
         self._last = None
@@ -231,6 +232,10 @@ class Telemetry:
     def last_step(self) -> Step | None:
         """The last step that has ended."""
         return self._finished
+
+    def compute_s(self) -> float:
+        """What the trainer did in the last step that has ended."""
+        return self._finished.wall - self._finished.wait if self._finished is not None else 0.0
 
     def stages(self) -> dict[str, StageTimes]:
         """What each stage did so far."""

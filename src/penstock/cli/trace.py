@@ -1,0 +1,109 @@
+"""`penstock trace`: what every thread of a loader does, as a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.errors import ConfigError, NoData
+
+if TYPE_CHECKING:
+    from penstock.loader import AsyncDataLoader
+
+BATCH, SEQ_LEN = 16, 1024
+
+
+def trace(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="hf://…, s3://…, https://…, a path, or a settings file in TOML; with --merge, a trace."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace to write.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 200,
+    step_ms: Annotated[float, typer.Option(help="How long the stand-in for a training step takes.", min=0)] = 10.0,
+    settings: Annotated[
+        Path | None, typer.Option("--settings", help="A TOML or JSON file with the run's data and settings.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="As for the run; default: byte.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help=f"As for the run; default: {SEQ_LEN}.", min=1)] = None,
+    batch_size: Annotated[int | None, typer.Option(help=f"As for the run; default: {BATCH}.", min=1)] = None,
+    text_field: Annotated[str | None, typer.Option(help="As for the run; default: text.")] = None,
+    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="As for the run.")] = None,
+    workers: Annotated[int | None, typer.Option(help="How many workers; default: the cores at hand.", min=0)] = None,
+    max_segments: Annotated[int, typer.Option(help="What is kept of the threads' work, the latest.", min=1)] = 200_000,
+    merge: Annotated[
+        Path | None,
+        typer.Option("--merge", metavar="PROFILE", help="Put a trace, given first, beside one of torch.profiler."),
+    ] = None,
+) -> None:
+    """Record what each thread does while a timed stand-in trains, for Perfetto or chrome://tracing.
+
+    To see a real run, put `with Recorder(loader) as recorder:` around it, and merge that with torch.profiler's trace
+    of the same steps: `penstock trace trace.json --merge profile.json -o both.json`.
+    """
+    from penstock.watch.trace import Recorder
+    from penstock.watch.trace import merge as put_together
+
+    if merge is not None:
+        if url is None or settings is not None:
+            raise ConfigError("--merge needs two traces: penstock trace trace.json --merge profile.json -o both.json")
+        _tell(put_together(url, merge, out))
+        return
+    if url is not None and settings is None and url.endswith(".toml") and "://" not in url:
+        settings, url = Path(url), None
+    if (url is None) == (settings is None):
+        raise ConfigError("what to trace? Give an address, or a settings file, which names the data")
+    given: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "text_field": text_field}
+    running: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "n_workers": workers}
+    told = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in running.items() if value is not None}
+    loader = _configured(settings, told, chosen) if settings is not None else _plain(str(url), told, chosen)
+    with Recorder(loader, max_segments) as recorder, loader:
+        done = _run(loader, recorder.sample, steps, step_ms / 1e3)
+        verdict = loader.telemetry.verdict().line if done > 1 else "one step says nothing"
+    path = recorder.save(out)
+    typer.echo(f"{done} steps: {verdict}")
+    _tell(path)
+
+
+def _configured(settings: Path, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
+    from penstock.loader import AsyncDataLoader
+    from penstock.types import Shard
+
+    if told:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in told)
+        raise ConfigError(f"{names}: the data is described in {settings}; change it there")
+    return AsyncDataLoader.from_config(settings, shard=Shard(1, 0), **chosen)
+
+
+def _plain(url: str, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
+    from penstock.dataset import TextDataset
+    from penstock.loader import AsyncDataLoader
+    from penstock.types import Shard
+
+    about: dict[str, Any] = {"tokenizer": "byte", "seq_len": SEQ_LEN}
+    data = TextDataset(url, **(about | told))
+    how: dict[str, Any] = {"batch_size": BATCH, "output": "numpy", "shard": Shard(1, 0)}
+    return AsyncDataLoader(data, **(how | chosen))
+
+
+def _run(loader: AsyncDataLoader, sample: Callable[[], None], steps: int, step_s: float) -> int:
+    for step in range(steps):
+        if loader.next_batch() is None:
+            if step == 0:
+                raise NoData("the data has not a single batch in it")
+            return step
+        sample()
+        time.sleep(step_s)  # the stand-in for an accelerator at work
+    return steps
+
+
+def _tell(path: Path) -> None:
+    typer.echo(f"trace: {path} ({path.stat().st_size / 1e3:,.0f} kB)")
+    typer.echo(
+        "open it at https://ui.perfetto.dev, which reads it in the browser and sends it nowhere, or in chrome://tracing"
+    )

@@ -1,0 +1,313 @@
+"""A prewarm on two real ranks, in DDP and in FSDP2, leaves no trace on either."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = """
+import json, os, sys, traceback
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from penstock import ConfigError
+from penstock.train.prewarm import prewarm, verify_prewarm
+
+out = Path(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+generator = torch.Generator().manual_seed(10 + rank)
+IDS = torch.randint(0, 23, (12, 3, 6), generator=generator)
+DATA = [(rows[:, :-1], rows[:, 1:]) for rows in IDS]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(23, 8), nn.Linear(8, 8)
+        self.norm, self.dropout, self.out = nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 23)
+
+    def forward(self, inputs):
+        x = torch.relu(self.hidden(self.embedding(inputs)))
+        x = self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
+        return self.out(self.dropout(x))
+
+def bits(value):
+    if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value
+        return value.detach().contiguous().flatten().view(torch.uint8).tolist()
+    return repr(value)
+
+def picture(net, optimizer):
+    facts = {name: bits(p) for name, p in net.named_parameters()}
+    facts |= {f"buffer {name}": bits(b) for name, b in net.named_buffers()}
+    facts |= {f"gradient {name}": bits(p.grad) for name, p in net.named_parameters()}
+    for i, p in enumerate(net.parameters()):
+        facts |= {f"state {i} {key}": bits(value) for key, value in optimizer.state.get(p, {}).items()}
+    facts["draws"] = bits(torch.rand(3))
+    return facts
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+def ddp(**options):
+    net = Net()
+    return net, DDP(net, **options)
+
+def fsdp():
+    net = Net()
+    for layer in (net.embedding, net.hidden, net.out):
+        fully_shard(layer)
+    fully_shard(net)
+    return net, net
+
+def compiled():
+    net, model = ddp()
+    return net, torch.compile(model, backend="eager")
+
+def stay(model, last):
+    if hasattr(model, "no_sync"):
+        model.require_backward_grad_sync = last
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+
+def train(wrap, make, *, accumulate=1, before=None):
+    torch.manual_seed(5 + rank)
+    net, model = wrap()
+    optimizer = make(net.parameters())
+    if before is not None:
+        before(model, optimizer)
+    for i in range(5):
+        for j in range(accumulate):
+            stay(model, j == accumulate - 1)
+            loss_of(model, DATA[i * accumulate + j]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return picture(net, optimizer)
+
+def differences(one, other):
+    return [name for name in one | other if one.get(name) != other.get(name)]
+
+ADAMW = lambda p: torch.optim.AdamW(p, lr=0.01)
+FUSED = lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)
+MOMENTUM = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)
+checks = {}
+notes = {}
+
+def both(name, wrap, make, accumulate, **options):
+    def warm(model, optimizer):
+        done = prewarm(model, optimizer, DATA[0], accumulate=accumulate, **options)
+        notes[name] = [done.passes, done.state_bytes, done.skipped]
+        if isinstance(model, DDP):
+            notes[name] += [model._has_rebuilt_buckets, model.require_forward_param_sync]
+    checks[name] = lambda: differences(
+        train(wrap, make, accumulate=accumulate), train(wrap, make, accumulate=accumulate, before=warm))
+
+both("ddp adamw", ddp, ADAMW, 1)
+both("ddp adamw accumulated", ddp, ADAMW, 2)
+both("ddp momentum in buckets", lambda: ddp(gradient_as_bucket_view=True), MOMENTUM, 2)
+both("ddp compiled", compiled, ADAMW, 1)
+both("ddp without exchange", ddp, ADAMW, 2, rebuild_buckets=False)
+both("ddp with unused", lambda: ddp(find_unused_parameters=True), ADAMW, 1)
+both("ddp static", lambda: ddp(static_graph=True), ADAMW, 1)
+both("fsdp adamw", fsdp, ADAMW, 1)
+both("fsdp fused accumulated", fsdp, FUSED, 2)
+both("fsdp momentum", fsdp, MOMENTUM, 1)
+
+def proof(wrap, make):
+    torch.manual_seed(5 + rank)
+    net, model = wrap()
+    optimizer = make(net.parameters())
+    before = picture(net, optimizer)
+    torch.manual_seed(5)
+    verify_prewarm(model, optimizer, DATA[0], accumulate=2, real_steps=2)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    same = torch.equal(state, torch.get_rng_state())
+    after = picture(net, optimizer)
+    return [name for name in differences(before, after) if name != "draws"] + ([] if same else ["random"])
+
+checks["proof in ddp"] = lambda: proof(ddp, ADAMW)
+checks["proof in fsdp"] = lambda: proof(fsdp, ADAMW)
+
+def careless(wrap):
+    torch.manual_seed(5 + rank)
+    net, model = wrap()
+    optimizer = ADAMW(net.parameters())
+    def warm():
+        state, buffers = torch.get_rng_state(), [b.clone() for b in net.buffers()]
+        loss_of(model, DATA[0]).backward()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.zero_grad()
+        torch.set_rng_state(state)
+        for buffer, saved in zip(net.buffers(), buffers):
+            buffer.copy_(saved)
+    try:
+        verify_prewarm(model, optimizer, DATA[0], real_steps=1, warm=warm)
+    except ConfigError as error:
+        return str(error)
+
+checks["careless in ddp"] = lambda: careless(ddp)
+checks["careless in fsdp"] = lambda: careless(fsdp)
+
+def old_gradients():
+    torch.manual_seed(5)
+    net, model = ddp(gradient_as_bucket_view=True)
+    loss_of(model, DATA[1]).backward()
+    optimizer = ADAMW(net.parameters())
+    before = picture(net, optimizer)
+    prewarm(model, optimizer, DATA[0])
+    return [name for name in differences(before, picture(net, optimizer)) if not name.startswith(("state", "draws"))]
+
+checks["gradients in buckets"] = old_gradients
+
+def breaks(wrap, where):
+    def loss(model, batch):
+        value = loss_of(model, batch)
+        if where == "forward":
+            raise ZeroDivisionError
+        return value
+    def before(model, optimizer):
+        net = model.module if isinstance(model, DDP) else model
+        handle = net.hidden.register_forward_hook(hook) if where == "middle" else None
+        try:
+            prewarm(model, optimizer, DATA[0], loss=loss)
+        except ZeroDivisionError:
+            notes[f"{wrap.__name__} {where}"] = "raised"
+        if handle is not None:
+            handle.remove()
+    def hook(*_):
+        raise ZeroDivisionError
+    return differences(train(wrap, ADAMW), train(wrap, ADAMW, before=before))
+
+checks["exception after a forward in fsdp"] = lambda: breaks(fsdp, "forward")
+checks["exception within a forward in fsdp"] = lambda: breaks(fsdp, "middle")
+checks["exception within a forward in ddp"] = lambda: breaks(ddp, "middle")
+
+def refused(make):
+    try:
+        model = make()
+        prewarm(model, None, DATA[0])
+    except ConfigError as error:
+        return str(error)
+
+def power_sgd():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+    model = ddp()[1]
+    model.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+    return model
+
+def plain_hook():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    model = ddp()[1]
+    model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+    return model
+
+checks["refused static"] = lambda: refused(lambda: ddp(static_graph=True)[1])
+checks["stateful hook"] = lambda: refused(power_sgd)
+checks["stateless hook"] = lambda: refused(plain_hook)
+checks["old fsdp"] = lambda: refused(lambda: FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+
+result = {}
+wanted = sys.argv[2:] or list(checks)
+for name in wanted:
+    check = checks[name]
+    try:
+        result[name] = check()
+    except Exception:
+        result[name] = traceback.format_exc()
+(out / f"{rank}.json").write_text(json.dumps({"checks": result, "notes": notes}))
+dist.destroy_process_group()
+"""
+
+
+def run(out: Path, world: int, *checks: str) -> list[dict[str, Any]]:
+    script = out / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               f"--nproc_per_node={world}", str(script), str(out), *checks]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    results = [out / f"{rank}.json" for rank in range(world)]
+    assert all(path.exists() for path in results), done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in results]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("prewarm"), 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp adamw", "ddp adamw accumulated", "ddp momentum in buckets", "ddp compiled", "ddp without exchange",
+        "ddp with unused", "ddp static", "fsdp adamw", "fsdp fused accumulated", "fsdp momentum",
+    ],
+)  # fmt: skip
+def test_five_steps_on_two_ranks_are_those_without_a_prewarm(ranks: list[dict[str, Any]], name: str) -> None:
+    assert [rank["checks"][name] for rank in ranks] == [[], []]
+    for rank in ranks:
+        _, state_bytes, skipped = rank["notes"][name][:3]
+        assert state_bytes > 0
+        assert skipped == ({"buckets of DDP": "not asked for"} if name == "ddp without exchange" else {})
+
+
+def test_the_buckets_of_ddp_are_final_after_a_prewarm(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        passes, _, _, rebuilt, sends_buffers = rank["notes"]["ddp adamw"]
+        assert (passes, rebuilt, sends_buffers) == (2, True, True)
+        assert rank["notes"]["ddp adamw accumulated"][0] == 4
+        passes, _, _, rebuilt, sends_buffers = rank["notes"]["ddp without exchange"]
+        assert (passes, rebuilt, sends_buffers) == (2, False, True)
+        assert rank["notes"]["ddp with unused"][0] == 1
+        assert rank["notes"]["fsdp adamw"][0] == 1
+
+
+@pytest.mark.slow
+def test_three_ranks_add_gradients_up_in_the_same_order_as_without_a_prewarm(tmp_path: Path) -> None:
+    names = ["ddp adamw", "ddp adamw accumulated", "ddp with unused", "fsdp adamw", "proof in ddp"]
+    for rank in run(tmp_path, 3, *names, "refused static"):
+        assert [rank["checks"][name] for name in names] == [[]] * len(names)
+        assert "on 3 ranks" in rank["notes"]["ddp adamw"][2]["buckets of DDP"]
+        assert "static_graph=True on 3 ranks" in rank["checks"]["refused static"]
+
+
+@pytest.mark.parametrize("name", ["proof in ddp", "proof in fsdp", "gradients in buckets"])
+def test_everything_is_as_it_was_on_both_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    assert [rank["checks"][name] for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rate_zero_with_real_gradients_is_caught_on_both_ranks(ranks: list[dict[str, Any]], kind: str) -> None:
+    for rank in ranks:
+        assert "differs after 1 real step(s)" in rank["checks"][f"careless in {kind}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("exception after a forward in fsdp", "fsdp forward"),
+        ("exception within a forward in fsdp", "fsdp middle"),
+        ("exception within a forward in ddp", "ddp middle"),
+    ],
+)
+def test_training_after_a_prewarm_that_failed_is_the_same(ranks: list[dict[str, Any]], name: str, note: str) -> None:
+    assert [rank["checks"][name] for rank in ranks] == [[], []]
+    assert [rank["notes"][note] for rank in ranks] == ["raised", "raised"]
+
+
+def test_what_cannot_be_looked_after_is_refused_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "communication hook powerSGD_hook of DDP keeps a PowerSGDState" in rank["checks"]["stateful hook"]
+        assert rank["checks"]["stateless hook"] is None
+        assert "Use torch.distributed.fsdp.fully_shard" in rank["checks"]["old fsdp"]

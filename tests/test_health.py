@@ -1,0 +1,396 @@
+"""The health gate: no alarm before a run is warm, one in the stated time after it goes wrong; and its command."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from penstock.cli.health import health
+from penstock.errors import ConfigError
+from penstock.watch.health import HealthGate, Limits, Verdict, judge
+from penstock.watch.heartbeat_line import encode, iso
+
+STEP_S = 0.5
+TOKENS = 4096
+RATE = TOKENS / STEP_S
+LIMITS = Limits(min_tokens_per_s=0.7 * RATE, max_data_wait_pct=10.0, max_fetch_p95_ms=200.0)
+START = 1_790_000_000.0
+
+
+class Run:
+    """Lines as a run would write them: each step takes so long, and something may happen at it."""
+
+    def __init__(self, seed: int = 0, *, pid: int = 100, begin: float = 0.0) -> None:
+        self._random = random.Random(seed)
+        self.mono = 1000.0 + begin
+        self.pid = pid
+        self.step = 0
+        self.compiles = 0
+
+    def line(self, msg: str, **fields: Any) -> dict[str, Any]:
+        ts = START + self.mono
+        first = {"ts": ts, "iso": iso(ts), "mono": self.mono, "pid": self.pid, "rank": 0, "step": self.step, "msg": msg}
+        return first | fields
+
+    def steps(
+        self,
+        n: int,
+        times: float | Callable[[int], float] = 1.0,
+        *,
+        wait: float = 0.01,
+        compiling: bool = False,
+        **more: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """`times`: how much longer than a steady step; `wait`: the share of a step that is waiting for data."""
+        for i in range(n):
+            longer = times(i) if callable(times) else times
+            dt = STEP_S * longer * self._random.uniform(0.95, 1.05)
+            self.mono += dt
+            self.step += 1
+            self.compiles += compiling
+            fields = {
+                "loss": 2.0,
+                "tokens": TOKENS,
+                "dt_step_s": dt,
+                "dt_fetch_s": wait * dt,
+                "compiles": self.compiles,
+            }
+            yield self.line("progress", **(fields | more))
+
+    def warm_up(self) -> Iterator[dict[str, Any]]:
+        yield self.line("boot")
+        yield from self.steps(5, 60.0, compiling=True)
+        yield from self.steps(10, lambda i: 2.0 - i / 10)
+        yield from self.steps(60)
+
+
+def fed(gate: HealthGate, lines: Iterator[dict[str, Any]]) -> list[Verdict]:
+    """The verdict after each line."""
+    verdicts = []
+    for line in lines:
+        gate.add(line)
+        verdicts.append(gate.verdict())
+    return verdicts
+
+
+def first_fail(run: Run, verdicts: list[Verdict], lines: list[dict[str, Any]]) -> float | None:
+    return next((line["mono"] for line, v in zip(lines, verdicts, strict=True) if v.status == "fail"), None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_alarm_during_compile_steps_at_the_start_and_in_the_middle(seed: int) -> None:
+    run, gate = Run(seed), HealthGate(LIMITS)
+    lines = [*run.warm_up(), *run.steps(200)]
+    lines += [
+        *run.steps(4, 60.0, compiling=True),
+        *run.steps(200),
+        *run.steps(1, 60.0, compiling=True),
+        *run.steps(100),
+    ]
+    verdicts = fed(gate, iter(lines))
+    assert {verdict.status for verdict in verdicts} == {"ok"}
+    changes = [(a.grace, b.grace) for a, b in pairwise(verdicts) if a.grace != b.grace]
+    assert changes == [(True, False), (False, True)] * 2 + [(True, False)]
+    events = [(msg, fields.get("grace")) for _, _, msg, fields in gate.take_events()]
+    assert events.count(("steady_state", None)) == 3
+    assert [grace for msg, grace in events if msg == "health"] == [False, True] * 2 + [False]
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 10.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_injected_slow_down_is_an_alarm_within_the_stated_time(seed: int, slower: float) -> None:
+    run, gate = Run(seed), HealthGate(LIMITS)
+    assert {verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(200)]))} == {"ok"}
+    begun = run.mono
+    lines = list(run.steps(100, slower))
+    at = first_fail(run, fed(gate, iter(lines)), lines)
+    step_s = STEP_S * slower * 1.05
+    stated = max(LIMITS.for_s, (LIMITS.for_steps + 1) * step_s) + step_s + LIMITS.for_s / 30
+    assert at is not None
+    assert at - begun <= stated
+    assert "tokens/s" in gate.verdict().reasons[0]
+    assert "judged over 30 s and at least 10 steps" in gate.verdict().reasons[0]
+    assert gate.take_events()[-1][3]["status"] == "fail"
+    verdicts = fed(gate, run.steps(200))
+    assert verdicts[-1].status == "ok"
+    back = [b.status for a, b in pairwise(verdicts) if a.status != b.status]
+    assert back == ["ok"]  # once, not to and fro
+
+
+def test_a_run_at_its_limit_does_not_change_its_status_all_the_time() -> None:
+    run, gate, times = Run(), HealthGate(LIMITS), random.Random(0)
+    fed(gate, run.warm_up())
+    changed, status = [], "ok"
+    for line in run.steps(2000, lambda i: times.uniform(1.0, 1.86)):
+        gate.add(line)
+        if gate.verdict().status != status:
+            status = gate.verdict().status
+            changed.append((run.mono, status))
+    assert len(changed) > 2
+    lengths = [end - begin for (begin, what), (end, _) in pairwise(changed) if what == "fail"]
+    assert min(lengths) >= LIMITS.for_s
+
+
+def test_a_slow_down_that_the_gate_cannot_see_as_a_compilation_is_no_grace() -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    fed(gate, iter([*run.warm_up(), *run.steps(50)]))
+    assert "fail" in {verdict.status for verdict in fed(gate, run.steps(20, 60.0))}
+
+
+def test_one_long_step_that_nobody_named_is_no_alarm() -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    lines = list(run.warm_up())
+    for _ in range(5):
+        lines += [*run.steps(1, 200.0), *run.steps(150)]
+    assert {verdict.status for verdict in fed(gate, iter(lines))} == {"ok"}
+
+
+def test_data_wait_and_fetch_are_judged_each_by_its_own_limit() -> None:
+    for limits, reason in [
+        (Limits(max_data_wait_pct=10.0), "data wait 30.0 %, limit 10 %"),
+        (Limits(max_fetch_p95_ms=100.0), "ms, limit 100 ms"),
+    ]:
+        run, gate = Run(), HealthGate(limits)
+        assert {verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(100)]))} == {"ok"}
+        assert fed(gate, run.steps(100, wait=0.3))[-1].status == "fail"
+        assert reason in gate.verdict().reasons[0]
+
+
+def test_a_limit_that_is_broken_but_not_for_long_is_a_warning() -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    for line in run.warm_up():
+        gate.add(line)
+        if gate.verdict().known and not gate.verdict().grace:
+            break
+    verdicts = fed(gate, run.steps(8, 2.0))
+    assert verdicts[-1].status == "warn"
+    assert "so far" in verdicts[-1].reasons[0]
+
+
+def test_the_grace_period_ends_at_its_cap_even_if_every_step_recompiles() -> None:
+    limits = Limits(min_tokens_per_s=RATE, grace_s=60.0, for_s=10.0)
+    run, gate = Run(), HealthGate(limits)
+    times = random.Random(1)
+    lines = [run.line("boot"), *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True)]
+    at = first_fail(run, fed(gate, iter(lines)), lines)
+    assert at is not None
+    assert at - 1000 <= 60 + 10 + 12 * 20 * STEP_S * 1.05
+    run, gate = Run(), HealthGate(Limits(min_tokens_per_s=RATE, grace_steps=40, for_s=10.0))
+    lines = [run.line("boot"), *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True)]
+    failed = [verdict.step for verdict in fed(gate, iter(lines)) if verdict.status == "fail"]
+    assert failed
+    assert failed[0] > 40
+
+
+def test_a_resume_opens_the_grace_period_again() -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    fed(gate, iter([*run.warm_up(), *run.steps(50)]))
+    again = Run(pid=101, begin=5000.0)
+    again.step = 100
+    lines = [again.line("boot", resumed=True), *again.steps(5, 60.0, compiling=True), *again.steps(80)]
+    verdicts = fed(gate, iter(lines))
+    assert {verdict.status for verdict in verdicts} == {"ok"}
+    assert (verdicts[0].grace, verdicts[-1].grace) == (True, False)
+    assert "since resume" in verdicts[2].reasons[0]
+    lost_boot = Run(pid=102, begin=9000.0)
+    assert {v.status for v in fed(gate, iter([*lost_boot.steps(5, 60.0), *lost_boot.steps(80)]))} == {"ok"}
+
+
+def test_a_rotated_file_is_no_new_run() -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    fed(gate, iter([*run.warm_up(), *run.steps(50), run.line("boot", rotated=True)]))
+    assert not gate.verdict().grace
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf", float("nan")])
+def test_a_loss_that_is_not_finite_fails_at_once_in_the_grace_period_too(loss: Any) -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    fed(gate, iter([run.line("boot"), *run.steps(3), *run.steps(1, loss=loss)]))
+    verdict = gate.verdict()
+    assert (verdict.status, verdict.grace) == ("fail", True)
+    assert "since step 4" in verdict.reasons[0]
+    assert judge([run.line("boot"), *run.steps(1, loss=loss)], limits=Limits(finite_loss=False)).status == "ok"
+    assert fed(gate, run.steps(1))[-1].status == "ok"
+
+
+def test_age_is_judged_while_a_run_goes_on_and_not_when_it_has_ended() -> None:
+    run = Run()
+    lines = [*run.warm_up(), run.line("beat", since_step_s=1.0)]
+    now = START + run.mono
+    assert judge(lines, now + 59).status == "ok"
+    old = judge(lines, now + 3600)
+    assert (old.status, old.age_s) == ("fail", 3600)
+    assert "no sign of life for 3,600 s, limit 60 s" in old.reasons[0]
+    ended = judge([*lines, run.line("shutdown", reason="end")], now + 3600)
+    assert (ended.status, ended.ended) == ("ok", "end")
+    assert judge(lines, now - 100).age_s == 0  # the clocks of two hosts
+
+
+def test_a_step_that_does_not_end_is_judged_by_its_own_limit() -> None:
+    run = Run()
+    lines = [*run.warm_up(), run.line("beat", since_step_s=700.0)]
+    assert judge(lines, limits=LIMITS).status == "ok"
+    stuck = judge(lines, limits=Limits(max_step_s=600.0))
+    assert stuck.status == "fail"
+    assert "no step finished for 700 s, limit 600 s" in stuck.reasons[0]
+    assert judge([*lines, *run.steps(1)], limits=Limits(max_step_s=600.0)).status == "ok"
+
+
+def test_synthetic_data_and_an_error_of_the_loader_are_warnings() -> None:
+    run = Run()
+    lines = [*run.warm_up(), run.line("fallback", to="synthetic", reason="timeout"), *run.steps(1)]
+    assert judge(lines).status == "warn"
+    assert "synthetic data since step 75: timeout" in judge(lines).reasons[0]
+    assert judge([*lines, run.line("fallback", to="data", reason="")]).status == "ok"
+    failed = judge([*run.warm_up(), run.line("fineweb_loader_error", stage="fetch", error="503")])
+    assert (failed.status, failed.reasons) == ("warn", ("the loader failed at fetch: 503",))
+
+
+def test_what_cannot_be_judged_is_said() -> None:
+    run = Run()
+    lines = [*run.warm_up(), *run.steps(100)]
+    bare = [{k: v for k, v in line.items() if k not in ("tokens", "dt_fetch_s", "dt_step_s")} for line in lines]
+    verdict = judge(bare, limits=LIMITS)
+    assert verdict.status == "warn"
+    assert len(verdict.reasons) == 2
+    assert "min_tokens_per_s cannot be judged" in verdict.reasons[0]
+    rolling = [line | {"toks_per_s": 0.5 * RATE, "data_wait_pct": 3.0} for line in bare]
+    assert "tokens/s" in judge(rolling, limits=LIMITS).reasons[0]
+
+
+def test_lines_of_any_shape_do_not_break_the_gate() -> None:
+    gate = HealthGate(LIMITS)
+    for value in (None, "x", -1, 1e400, True, [], {}, 10**400):
+        gate.add(
+            dict.fromkeys(("ts", "mono", "pid", "rank", "dt_step_s", "tokens", "compiles", "paused"), value)
+            | {"step": 1, "msg": "progress"}
+        )
+        gate.add({"msg": "beat", "since_step_s": value})
+    assert gate.verdict(1.0).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_tokens_per_s": -1.0}, {"max_data_wait_pct": "5"}, {"for_steps": 0}, {"grace_s": None}, {"finite_loss": 1}],
+    ids=str,
+)
+def test_limits_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+# The command
+
+
+def run_health(*args: str | Path) -> Result:
+    app = typer.Typer()
+    app.command()(health)
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def written(folder: Path, lines: list[dict[str, Any]], rank: int = 0, *, age_s: float = 5.0) -> Path:
+    """A file whose last line is so old."""
+    shift = time.time() - age_s - lines[-1]["ts"]
+    path = folder / f"heartbeat_rank{rank}.jsonl"
+    path.write_bytes(b"".join(encode(line | {"ts": line["ts"] + shift, "rank": rank}) for line in lines))
+    return path
+
+
+def test_a_run_that_is_well_gives_0_and_one_that_is_not_1(tmp_path: Path) -> None:
+    run = Run()
+    lines = [*run.warm_up(), *run.steps(100)]
+    written(tmp_path, lines)
+    path = written(tmp_path, lines, 1)
+    done = run_health(tmp_path, "--min-tokens-per-s", "1000", "--max-data-wait", "5", "--max-fetch-p95-ms", "100")
+    assert done.exit_code == 0, done.output
+    rows = done.stdout.splitlines()
+    assert [row.split(":")[0] for row in rows] == ["rank 0", "rank 1", "healthy"]
+    assert "data wait 1.0 %" in rows[0]
+    path.write_bytes(path.read_bytes() + b'{"ts": 17')
+    done = run_health(tmp_path / "heartbeat*.jsonl", "--min-tokens-per-s", "1000000")
+    assert done.exit_code == 1
+    assert "limit 1,000,000" in done.stdout
+    assert done.stdout.splitlines()[-1] == "unhealthy: 2 of 2 ranks"
+
+
+def test_a_dead_run_gives_1_and_an_ended_one_0(tmp_path: Path) -> None:
+    run = Run()
+    lines = [*run.warm_up()]
+    written(tmp_path, lines, age_s=500)
+    assert run_health(tmp_path).exit_code == 1
+    assert run_health(tmp_path, "--max-age", "1000").exit_code == 0
+    written(tmp_path, [*lines, run.line("shutdown", reason="end")], age_s=500)
+    done = run_health(tmp_path)
+    assert (done.exit_code, "ended: end" in done.stdout) == (0, True)
+
+
+def test_a_run_that_warms_up_is_well_so_far(tmp_path: Path) -> None:
+    run = Run()
+    written(tmp_path, [run.line("boot"), *run.steps(5, 60.0, compiling=True)])
+    done = run_health(tmp_path, "--min-tokens-per-s", "1000000")
+    assert done.exit_code == 0
+    assert "warming up" in done.stdout.splitlines()[-1]
+
+
+def test_what_cannot_be_told_gives_2(tmp_path: Path) -> None:
+    assert run_health(tmp_path).exit_code == 2
+    assert run_health(tmp_path / "heartbeat*.jsonl").exit_code == 2
+    run = Run()
+    written(tmp_path, [run.line("boot"), run.line("beat", since_step_s=1.0)])
+    done = run_health(tmp_path)
+    assert done.exit_code == 2
+    assert "no step in it yet" in done.stderr
+    assert run_health(tmp_path, "--max-age", "-1").exit_code == 2
+    assert run_health(tmp_path, "--nonsense").exit_code == 2
+    (tmp_path / "heartbeat_rank0.jsonl").write_bytes(b"\x00\xff\n" * 10)
+    assert run_health(tmp_path).exit_code == 2
+
+
+def test_a_bad_rank_outweighs_one_of_which_nothing_is_known(tmp_path: Path) -> None:
+    run = Run()
+    written(tmp_path, [run.line("boot"), *run.steps(3, loss="nan")])
+    done = run_health(tmp_path, tmp_path / "heartbeat_rank7.jsonl")
+    assert done.exit_code == 1
+    assert run_health(tmp_path, tmp_path / "heartbeat_rank7.jsonl", "--ignore-loss").exit_code == 2
+
+
+def test_of_a_long_run_only_the_end_is_read_but_its_last_step_is_found(tmp_path: Path) -> None:
+    run = Run()
+    head = [*run.warm_up(), *run.steps(2, loss="nan"), *run.steps(200, text="x" * 100_000)]
+    path = written(tmp_path, head)
+    assert path.stat().st_size > 18 * 2**20
+    assert run_health(tmp_path, "--min-tokens-per-s", "1000").exit_code == 0
+    stuck = [run.line("beat", since_step_s=float(n), text="x" * 100_000) for n in range(200)]
+    written(tmp_path, [*head, *stuck])
+    done = run_health(tmp_path, "--max-step", "100")
+    assert done.exit_code == 1
+    assert f"step {run.step}" in done.stdout
+
+
+def test_json_has_the_same(tmp_path: Path) -> None:
+    run = Run()
+    written(tmp_path, [*run.warm_up(), *run.steps(100)])
+    done = run_health(tmp_path, "--json", "--min-tokens-per-s", "1e9")
+    told = json.loads(done.stdout)
+    assert (told["verdict"], told["exit_code"], done.exit_code) == ("fail", 1, 1)
+    (rank,) = told["ranks"]
+    assert (rank["rank"], rank["status"], rank["step"], rank["grace"]) == (0, "fail", 175, False)
+    assert rank["tokens_per_s"] == pytest.approx(RATE, rel=0.05)
+    assert json.loads(run_health(tmp_path / "none", "--json").stdout)["verdict"] == "unknown"
+
+
+def test_a_file_of_a_run_that_was_resumed_is_judged_by_the_last_run(tmp_path: Path) -> None:
+    first, second = Run(), Run(pid=101, begin=5000.0)
+    lines = [*first.warm_up(), *first.steps(5, loss="nan"), *second.warm_up(), *second.steps(50)]
+    written(tmp_path, lines)
+    done = run_health(tmp_path, "--min-tokens-per-s", "1000")
+    assert done.exit_code == 0, done.output

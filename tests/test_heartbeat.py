@@ -1,0 +1,800 @@
+"""The heartbeat: what it writes, on good disks and bad ones, and what readers make of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, NoData
+from penstock.feed.beat import Heartbeat
+from penstock.watch.health import Limits
+from penstock.watch.heartbeat import Tail, expand, parts, read_heartbeat
+from penstock.watch.heartbeat_line import MAX_LINE_BYTES, decode, encode
+
+FIRST = ("ts", "iso", "mono", "pid", "rank", "step", "msg")
+LONG_S = 60.0
+"""For what happens at once on an idle machine."""
+
+
+def until(true: Callable[[], Any], timeout: float = LONG_S) -> None:
+    """Wait for what another thread or process does."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def line(step: int, msg: str = "progress", **fields: Any) -> bytes:
+    first = {"ts": 1.79e9 + step, "iso": "2026-11-16T07:13:25.123Z", "mono": float(step), "pid": 7, "rank": 0}
+    return encode(first | {"step": step, "msg": msg} | fields)
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in read_heartbeat(path) if line["msg"] == "progress"]
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+# What is written
+
+
+def test_every_line_has_the_seven_fields_and_every_step_is_there(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, rank=3, world_size=4, settings={"batch_size": 8}, resumed=True) as heart:
+        for step in range(1, 301):
+            heart.progress(step=step, loss=1 / step, grad_norm=0.5, tokens=100, lr=1e-3)
+    assert heart.path == tmp_path / "heartbeat_rank3.jsonl"
+    beats = read_heartbeat(heart.path)
+    assert all(tuple(line)[:7] == FIRST for line in beats)
+    assert beats.skipped == 0
+    boot, shutdown = beats.lines[0], beats.lines[-1]
+    assert (boot["msg"], boot["settings"], boot["world_size"], boot["resumed"]) == ("boot", {"batch_size": 8}, 4, True)
+    assert boot["versions"].keys() >= {"python", "penstock"}
+    assert boot["host"]
+    progress = beats.of("progress")
+    assert [line["step"] for line in progress] == list(range(1, 301))
+    assert progress[-1]["tokens_total"] == 30_000
+    assert progress[-1].keys() >= {"loss", "grad_norm", "lr", "dt_step_s", "toks_per_s", "rss_bytes"}
+    assert (shutdown["msg"], shutdown["reason"], shutdown["steps"]) == ("shutdown", "end", 300)
+    assert shutdown["tokens_total"] == 30_000
+
+
+def test_the_loaders_fields_and_events_are_in_the_lines(tmp_path: Path) -> None:
+    class Loader:
+        events: ClassVar = [(1.79e9, 5.0, "loader_ready", {"dt": 0.5}), (1.79e9, 6.0, "stall", {"stage": "fetch"})]
+
+        def step_fields(self) -> dict[str, Any]:
+            return {"tokens": 64, "data_wait_pct": 2.5, "wait_by_stage": {"fetch": 0.01}}
+
+        def beat_fields(self) -> dict[str, Any]:
+            return {"verdict": "not input-bound", "stages": {"fetch": {"busy_s": 1.0}}}
+
+        def take_events(self) -> list[tuple[float, float, str, dict[str, Any]]]:
+            events, self.events = self.events, []
+            return events
+
+    with Heartbeat(tmp_path, observed=Loader(), prefix="fineweb_loader_", every_s=0.01) as heart:
+        heart.progress(1, loss=2.0)
+        heart.event("loader_warmup", filled=4)
+        until(lambda: heart.path.exists() and read_heartbeat(heart.path).of("beat"))
+    beats = read_heartbeat(heart.path)
+    assert beats.of("fineweb_loader_ready")[0]["mono"] == 5.0
+    assert beats.of("stall")[0]["stage"] == "fetch"
+    assert beats.of("fineweb_loader_warmup")[0]["filled"] == 4
+    progress = beats.of("progress")[0]
+    assert (progress["tokens"], progress["wait_by_stage"]) == (64, {"fetch": 0.01})
+    beat = beats.of("beat")[-1]
+    assert (beat["verdict"], beat["dropped"]) == ("not input-bound", 0)
+    assert beats.lines[-1]["stages"] == {"fetch": {"busy_s": 1.0}}
+    assert beats.lines[-1]["data_wait_pct"] == 2.5
+
+
+def test_more_events_at_once_than_the_queue_holds_are_all_written(tmp_path: Path) -> None:
+    class Loader:
+        events: ClassVar = [(1.79e9, 5.0, "stall", {"number": n}) for n in range(50)]
+
+        def step_fields(self) -> dict[str, Any]:
+            return {}
+
+        beat_fields = step_fields
+
+        def take_events(self) -> list[Any]:
+            events, self.events = self.events, []
+            return events
+
+    with Heartbeat(tmp_path, observed=Loader(), queue=4) as heart:
+        pass
+    assert [line["number"] for line in read_heartbeat(heart.path).of("stall")] == list(range(50))
+    assert heart.dropped == 0
+
+
+def test_a_loader_whose_telemetry_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Loader:
+        def step_fields(self) -> dict[str, Any]:
+            raise KeyError("step")
+
+        beat_fields = step_fields
+
+        def take_events(self) -> list[Any]:
+            raise OSError("events")
+
+    with Heartbeat(tmp_path, observed=Loader(), every_s=0.01) as heart:
+        heart.progress(1, loss=2.0)
+        until(lambda: heart.counts()["errors"] >= 3)
+    assert read_heartbeat(heart.path).of("progress")[0]["loss"] == 2.0
+    assert said(caplog, "telemetry failed") == 1
+
+
+def test_it_beats_while_a_step_is_stuck(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, every_s=0.02) as heart:
+        heart.progress(1)
+        until(lambda: heart.path.exists() and len(read_heartbeat(heart.path).of("beat")) >= 5)
+    waits = [line["since_step_s"] for line in read_heartbeat(heart.path).of("beat") if line["step"] == 1]
+    assert waits == sorted(waits)
+    assert len(set(waits)) > 1
+
+
+@pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_a_loss_that_is_not_finite_is_a_word_and_other_such_numbers_are_left_out(
+    tmp_path: Path, loss: float, word: str
+) -> None:
+    seen: list[dict[str, float]] = []
+    with Heartbeat(tmp_path, on_metrics=[lambda step, values: seen.append(values)]) as heart:
+        heart.progress(1, loss=loss, grad_norm=loss, nested={"bad": loss, "good": 1.5})
+    (progress,) = read_heartbeat(heart.path).of("progress")
+    assert progress["loss"] == word
+    assert "grad_norm" not in progress
+    assert progress["nested"] == {"good": 1.5}
+    assert str(seen[0]["loss"]) == word
+    assert seen[0]["nested/good"] == 1.5
+    assert "NaN" not in heart.path.read_text()
+
+
+def test_whatever_the_trainer_gives_becomes_a_line(tmp_path: Path) -> None:
+    import numpy as np
+
+    class Strange:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    circle: list[Any] = []
+    circle.append(circle)
+    with Heartbeat(tmp_path) as heart:
+        heart.progress("one", odd=Strange(), circle=circle, ts="mine", path=tmp_path, keys={(1, 2): {3}})  # type: ignore[arg-type]
+        heart.progress(2, loss=np.float32(1.5), tokens=np.int64(7), many=np.arange(10_000), big=10**400)
+        heart.event("name", file="\udcff.parquet", text="x" * (2 * MAX_LINE_BYTES))
+    beats = read_heartbeat(heart.path)
+    first, second = beats.of("progress")
+    assert beats.skipped == 0
+    assert first["step"] == 1
+    assert first["step_given"] == "one"
+    assert "Strange" in first["odd"]
+    assert isinstance(first["ts"], float)
+    assert first["path"] == str(tmp_path)
+    assert (second["step"], second["loss"], second["tokens"]) == (2, 1.5, 7)
+    assert len(second["many"]) <= 200
+    assert beats.of("name")[0]["file"] == "?.parquet"
+
+
+def test_a_tensor_on_the_cpu_is_read_at_once_and_one_on_a_device_by_the_heartbeat(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    class OnDevice:
+        """There is no accelerator here: this one says who reads it."""
+
+        device = torch.device("xla")
+
+        def detach(self) -> OnDevice:
+            return self
+
+        def item(self) -> float:
+            return float(threading.current_thread().name == "penstock-heartbeat")
+
+    loss = torch.tensor(2.5, requires_grad=True)
+    norm = torch.tensor(1.0)
+    with Heartbeat(tmp_path) as heart:
+        heart.progress(1, loss=loss, grad_norm=norm, aux=OnDevice())
+        norm.fill_(9.0)
+        heart.progress(2, loss=torch.empty((), device="meta"), grad_norm=torch.ones(3))
+    first, second = read_heartbeat(heart.path).of("progress")
+    assert (first["loss"], first["grad_norm"], first["aux"]) == (2.5, 1.0, 1.0)
+    assert "loss" not in second
+    assert "meta" in second["loss_unreadable"]
+    assert "3" in second["grad_norm_unreadable"]
+
+
+@pytest.mark.slow
+def test_compilations_are_counted(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    double = torch.compile(lambda x: 2 * x, backend="eager")
+    with Heartbeat(tmp_path) as heart:
+        double(torch.ones(3))
+        heart.progress(1)
+        heart.progress(2)
+        double(torch.ones(3, 4))
+        heart.progress(3)
+    counts = [line["compiles"] for line in read_heartbeat(heart.path).of("progress")]
+    assert counts[0] == counts[1] == counts[2] - 1
+
+
+def test_the_gate_writes_its_verdict_into_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Heartbeat(tmp_path, limits=Limits()) as heart:
+        heart.progress(1, loss=1.0)
+        heart.progress(2, loss=math.nan)
+        heart.progress(3, loss=1.0)
+    verdicts = read_heartbeat(heart.path).of("health")
+    assert [(line["step"], line["status"], line["grace"]) for line in verdicts] == [(2, "fail", True), (3, "ok", True)]
+    assert "loss is nan since step 2" in verdicts[0]["reasons"][0]
+    assert said(caplog, "health: fail at step 2") == 1
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"rank": -1}, {"every_s": 0}, {"max_bytes": 10}, {"keep": -1}, {"queue": 0}, {"prefix": "other_"},
+        {"on_metrics": ["print"]}, {"rank": 2, "world_size": 2},
+    ]  # fmt: skip
+    for some in wrong:
+        with pytest.raises(ConfigError):
+            Heartbeat(tmp_path, **some)
+
+
+# Rotation
+
+
+def test_a_large_file_is_rotated_and_read_as_one(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, max_bytes=4096, keep=50) as heart:
+        for step in range(1, 201):
+            heart.progress(step, loss=1.0)
+    assert steps(heart.path) == list(range(1, 201))
+    assert len(parts(heart.path)) > 5
+    for part in parts(heart.path)[1:]:
+        first = json.loads(part.read_bytes().splitlines()[0])
+        assert (first["msg"], first["rotated"]) == ("boot", True)
+        assert part.stat().st_size <= 4096
+
+
+def test_only_so_many_parts_are_kept_the_oldest_go(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, max_bytes=4096, keep=2) as heart:
+        for step in range(1, 201):
+            heart.progress(step, loss=1.0)
+    names = [part.name.removeprefix(heart.path.name) for part in parts(heart.path)]
+    assert names == [".2", ".1", ""]
+    left = steps(heart.path)
+    assert left == list(range(left[0], 201))
+    assert left[0] > 1
+
+
+def test_a_folder_that_lets_nothing_be_renamed_does_not_stop_the_record(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, max_bytes=4096, keep=1) as heart:
+        (tmp_path / f"{heart.path.name}.1").mkdir()
+        for step in range(1, 101):
+            heart.progress(step, loss=1.0)
+    (tmp_path / f"{heart.path.name}.1").rmdir()
+    assert steps(heart.path) == list(range(1, 101))
+
+
+# Bad disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(48 * 1024))
+    with Heartbeat(small_disk, queue=64, every_s=0.05) as heart:
+        for step in range(1, 201):
+            heart.progress(step, loss=1.0, text="x" * 500)
+        until(lambda: heart.counts()["disk_failures"] > 0)
+        until(lambda: heart.dropped > 0)
+        filler.unlink()
+        heart.progress(1000)
+        until(lambda: 1000 in steps(heart.path))
+        until(lambda: read_heartbeat(heart.path).of("beat")[-1]["dropped"] > 0)
+    beats = read_heartbeat(heart.path)
+    assert beats.of("shutdown")
+    assert steps(heart.path) == sorted(set(steps(heart.path)))
+    assert beats.skipped == 0  # the line that was cut by the full disk was finished when there was room
+    assert said(caplog, "cannot be written") == 1
+
+
+def test_a_device_that_takes_nothing_is_given_up_at_close(caplog: pytest.LogCaptureFixture) -> None:
+    with Heartbeat("/dev/full", queue=32) as heart:
+        for step in range(100):
+            heart.progress(step)
+        until(lambda: heart.counts()["disk_failures"] > 0)
+        assert not heart.close()
+    assert heart.dropped >= 100
+    assert said(caplog, "cannot be written") == 1
+
+
+def test_a_limit_on_the_size_of_files_ends_no_run(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "from penstock.feed.beat import Heartbeat\n"
+        "heart = Heartbeat(sys.argv[1], queue=16).start()\n"
+        "for step in range(200): heart.progress(step, text='x' * 800)\n"
+        "print(heart.close(), heart.dropped > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert (tmp_path / "heartbeat_rank0.jsonl").stat().st_size <= 8192
+
+
+def test_a_write_that_hangs_in_the_kernel_holds_neither_steps_nor_close(tmp_path: Path) -> None:
+    strace = shutil.which("strace")
+    if strace is None or subprocess.run([strace, "-qq", "-o", "/dev/null", "true"], capture_output=True).returncode:
+        pytest.skip("needs strace, and the right to use it")
+    code = (
+        "import sys; from penstock.feed.beat import Heartbeat\n"
+        "heart = Heartbeat(sys.argv[1], queue=64).start()\n"
+        "for step in range(1000): heart.progress(step)\n"
+        "print(heart.close(timeout=0.1), heart.dropped > 0)\n"
+    )
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.touch()
+    slow = [strace, "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", "-e", "trace=write", "-P", path]
+    slow += ["-e", "inject=write:delay_enter=2s", sys.executable, "-c", code, tmp_path]
+    done = subprocess.run(slow, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_a_pipe_without_a_reader_holds_nobody_and_the_reader_that_comes_gets_whole_lines(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Heartbeat(pipe) as heart:
+        for step in range(1, 11):
+            heart.progress(step)
+        until(lambda: heart.counts()["disk_failures"] > 0)
+        reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+        until(lambda: not heart._core._backlog)
+        heart.progress(11)
+    out, _ = reader.communicate(timeout=LONG_S)
+    found = [decode(text) for text in out.splitlines()]
+    assert [line["step"] for line in found if line and line["msg"] == "progress"] == list(range(1, 12))
+    assert found[-1] is not None
+    assert found[-1]["msg"] == "shutdown"
+
+
+def test_a_pipe_without_a_reader_is_given_up_at_close(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    heart = Heartbeat(tmp_path / "pipe")
+    heart.progress(1)
+    assert not heart.close()
+    assert heart.dropped > 0
+
+
+def test_a_pipe_whose_reader_sleeps_holds_neither_steps_nor_close(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        heart = Heartbeat(pipe, queue=64).start()
+        for step in range(1, 1001):
+            heart.progress(step, loss=1.0, text="x" * 300)
+            if step % 50 == 0:
+                until(lambda: not heart._core._said)
+        assert heart.dropped > 0
+        assert not heart.close(timeout=0.5)
+    finally:
+        os.close(reader)
+
+
+def test_a_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Heartbeat(folder, settings={"seed": 1}) as heart:
+        heart.progress(1)
+        until(lambda: folder.exists() and 1 in steps(heart.path))
+        heart.path.unlink()
+        folder.rmdir()
+        heart.progress(2)
+        until(lambda: folder.exists() and 2 in steps(heart.path))
+    boot = read_heartbeat(heart.path).lines[0]
+    assert (boot["msg"], boot["rotated"], boot["settings"]) == ("boot", True, {"seed": 1})
+
+
+def test_a_file_where_the_folder_should_be_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with Heartbeat(tmp_path / "file" / "run") as heart:
+        heart.progress(1)
+        until(lambda: heart.counts()["disk_failures"] > 0)
+        (tmp_path / "file").unlink()
+        until(lambda: heart.path.exists())
+    assert steps(heart.path) == [1]
+    assert said(caplog, "cannot be written") == 1
+
+
+WRITER = """
+import sys
+from penstock.feed.beat import Heartbeat
+heart = Heartbeat(sys.argv[1], queue=100_000).start()
+step = 0
+while True:
+    step += 1
+    heart.progress(step, loss=1.0, text="x" * 3000)
+    if step % 200 == 0:
+        while heart._core._backlog or heart._core._said: pass
+"""
+
+
+def test_a_killed_process_leaves_at_most_one_torn_line_and_the_next_one_goes_on_cleanly(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    kills = 4
+    for n in range(kills):
+        size = path.stat().st_size if path.exists() else 0
+        child = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path])
+        until(lambda size=size, n=n: path.exists() and path.stat().st_size > size + 100_000 + 7_919 * n)
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=LONG_S)
+    with path.open("ab") as file:
+        file.write(line(5)[:40])  # a kill that certainly came in the middle
+    with Heartbeat(tmp_path) as heart:
+        heart.progress(1)
+    beats = read_heartbeat(path)
+    torn = beats.lines and beats.left_out.torn
+    assert 1 <= torn <= kills + 1
+    runs: dict[int, list[int]] = {}
+    for record in beats:
+        if record["msg"] == "progress":
+            runs.setdefault(record["pid"], []).append(record["step"])
+    assert len(runs) == kills + 1
+    assert all(run == list(range(1, len(run) + 1)) for run in runs.values())
+    assert beats.of("shutdown")
+    assert beats.last_run()[0]["pid"] == os.getpid()
+
+
+# Hooks
+
+
+def test_a_hook_that_fails_is_said_once_and_called_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+
+    def hook(step: int, values: dict[str, float]) -> None:
+        if step % 3:
+            raise ZeroDivisionError(f"at {step}")
+        seen.append(step)
+
+    with Heartbeat(tmp_path, on_metrics=[hook]) as heart:
+        for step in range(30):
+            heart.progress(step)
+    assert seen == list(range(0, 30, 3))
+    assert heart.counts()["hook_errors"] == 20
+    (record,) = [record for record in caplog.records if "failed at step" in record.getMessage()]
+    assert record.exc_info is not None
+    assert len(steps(heart.path)) == 30
+
+
+def test_a_hook_that_always_fails_is_dropped_after_ten_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good: list[int] = []
+
+    def bad(step: int, values: dict[str, float]) -> None:
+        raise ValueError
+
+    with Heartbeat(tmp_path, on_metrics=[bad, lambda step, values: good.append(step)]) as heart:
+        for step in range(30):
+            heart.progress(step)
+    assert heart.counts()["hook_errors"] == 10
+    assert good == list(range(30))
+    assert said(caplog, "10 times in a row and is dropped") == 1
+
+
+def test_hooks_get_the_numbers_and_only_those(tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+    with Heartbeat(tmp_path, on_metrics=[lambda step, values: seen.append((step, values))]) as heart:
+        heart.progress(4, loss=2, tokens=10, name="text", flag=True, wait_by_stage={"fetch": 0.5, "where": "file"})
+    ((step, values),) = seen
+    assert step == 4
+    assert values.pop("rss_bytes") > 0
+    values.pop("compiles", None)  # if another test has used torch
+    assert values == {"loss": 2.0, "tokens": 10.0, "tokens_total": 10.0, "wait_by_stage/fetch": 0.5}
+    assert all(type(value) is float for value in values.values())
+
+
+def test_lines_are_written_and_beats_go_on_between_the_calls_of_a_slow_hook(tmp_path: Path) -> None:
+    called = threading.Semaphore(0)
+    go_on = threading.Semaphore(0)
+
+    def slow(step: int, values: dict[str, float]) -> None:
+        called.release()
+        assert go_on.acquire(timeout=LONG_S)
+
+    with Heartbeat(tmp_path, on_metrics=[slow], every_s=0.01, queue=16) as heart:
+        heart.progress(1)
+        assert called.acquire(timeout=LONG_S)
+        for step in range(2, 12):
+            heart.progress(step)
+        time.sleep(0.05)  # so that a beat is due
+        go_on.release()
+        assert called.acquire(timeout=LONG_S)  # in its second call: what came during the first is written
+        written, beats = steps(heart.path), read_heartbeat(heart.path).of("beat")
+        go_on.release(100)
+    assert written == list(range(1, 12))
+    assert beats
+
+
+def test_close_does_not_wait_for_a_hook_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hangs(step: int, values: dict[str, float]) -> None:
+        inside.set()
+        go_on.wait()
+
+    heart = Heartbeat(tmp_path, on_metrics=[hangs])
+    heart.progress(1)
+    assert inside.wait(LONG_S)
+    assert not heart.close(timeout=0.1)
+    assert said(caplog, "the thread hangs") == 1
+    go_on.set()
+    assert heart._core._thread is not None
+    heart._core._thread.join(LONG_S)
+    assert steps(heart.path) == [1]
+
+
+# The end
+
+
+def test_close_can_be_called_again_and_ends_the_record(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path)
+    assert heart.close()
+    assert not heart.path.exists()
+    heart = Heartbeat(tmp_path).start()
+    assert heart.close("first")
+    assert heart.close("second")
+    heart.progress(5)
+    assert heart.dropped == 1
+    shutdowns = read_heartbeat(heart.path).of("shutdown")
+    assert [line["reason"] for line in shutdowns] == ["first"]
+
+
+def test_an_exception_is_the_reason_of_the_shutdown(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Heartbeat(tmp_path) as heart:
+        heart.progress(1, loss=1 / 0)
+    assert read_heartbeat(heart.path).lines[-1]["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_heartbeat_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path)
+    heart.progress(1)
+    path = heart.path
+    del heart
+    gc.collect()
+    assert "penstock-heartbeat" not in [thread.name for thread in threading.enumerate()]
+    assert [line["msg"] for line in read_heartbeat(path)] == ["boot", "progress", "shutdown"]
+
+
+def test_a_process_that_ends_without_close_still_says_so_and_its_forked_child_does_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, warnings; warnings.simplefilter('ignore')\n"
+        "from penstock.feed.beat import Heartbeat\n"
+        "heart = Heartbeat(sys.argv[1]).start(); heart.progress(1)\n"
+        "child = os.fork()\n"
+        "if not child: heart.progress(99); heart.event('child'); heart.close(); sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0; heart.progress(2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    beats = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl")
+    assert steps(beats.path) == [1, 2]
+    assert [line["reason"] for line in beats.of("shutdown")] == ["not closed"]
+    assert not beats.of("child")
+
+
+def test_more_than_the_queue_holds_is_dropped_oldest_first_and_counted(tmp_path: Path) -> None:
+    held, inside = threading.Event(), threading.Event()
+
+    def hold(step: int, values: dict[str, float]) -> None:
+        inside.set()
+        held.wait(LONG_S)
+
+    with Heartbeat(tmp_path, queue=8, on_metrics=[hold], every_s=0.01) as heart:
+        heart.progress(1)
+        assert inside.wait(LONG_S)
+        for step in range(2, 102):
+            heart.progress(step)
+        assert heart.dropped == 92
+        held.set()
+        until(lambda: read_heartbeat(heart.path).of("beat"))
+        until(lambda: read_heartbeat(heart.path).of("beat")[-1]["dropped"] == 92)
+    assert steps(heart.path) == [1, *range(94, 102)]
+
+
+# Reading
+
+
+def test_what_is_not_a_line_is_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    long = b'{"text": "' + b"x" * (2 * MAX_LINE_BYTES) + b'"}\n'
+    torn = line(9)[:50]
+    path.write_bytes(line(1) + torn + b"\n\n" + b'{"step": 1}\n' + long + b"\xff\xfe\n" + b"[1]\n" + line(2) + torn)
+    beats = read_heartbeat(path)
+    assert steps(path) == [1, 2]
+    assert len(beats) == 2
+    assert (beats.left_out.torn, beats.left_out.foreign, beats.left_out.long) == (4, 1, 1)
+
+
+def test_the_last_bytes_are_read_from_a_whole_line_on_through_rotated_parts(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    texts = [line(step) for step in range(10, 22)]
+    Path(f"{path}.2").write_bytes(b"".join(texts[:5]))
+    Path(f"{path}.1").write_bytes(b"".join(texts[5:9]))
+    path.write_bytes(b"".join(texts[9:]))
+    size = len(texts[0])
+    for n in range(len(texts) + 2):
+        for more in (0, 1, size - 1):
+            beats = read_heartbeat(path, n * size + more)
+            assert [found["step"] for found in beats] == list(range(max(10, 22 - n), 22)), (n, more)
+            assert beats.skipped == 0
+
+
+def test_words_for_numbers_that_are_none_are_read_as_such() -> None:
+    text = line(1).replace(b'"step":1', b'"step":1,"loss":NaN,"a":1e999,"b":-Infinity,"c":' + b"9" * 500)
+    found = decode(text)
+    assert found is not None
+    assert (found["loss"], found["a"], found["b"]) == ("nan", "inf", "-inf")
+    json.dumps(found, allow_nan=False)
+
+
+def test_files_are_found_by_name_glob_and_folder(tmp_path: Path) -> None:
+    names = [f"heartbeat_rank{rank}.jsonl" for rank in (0, 2, 10)]
+    for name in (*names, "heartbeat_rank0.jsonl.1", "other.jsonl", "heartbeat_rank2.jsonl.tmp"):
+        (tmp_path / name).touch()
+    (tmp_path / "heartbeat_rank11.jsonl.1").touch()  # between a rename and the new file
+    wanted = [tmp_path / name for name in (*names, "heartbeat_rank11.jsonl")]
+    assert [path for path in expand([tmp_path]) if path.suffix == ".jsonl"] == wanted
+    assert expand([tmp_path / "heartbeat*.jsonl"]) == wanted[:3]
+    assert expand([wanted[0], f"{wanted[0]}.1", tmp_path / "nothing.jsonl", tmp_path / "*.none"]) == wanted[:1]
+    odd = tmp_path / "run[1]"
+    odd.mkdir()
+    (odd / names[0]).touch()
+    assert expand([odd / names[0]]) == [odd / names[0]]
+
+
+def test_a_missing_file_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoData, match="no such heartbeat"):
+        read_heartbeat(tmp_path / "heartbeat_rank0.jsonl")
+    os.mkfifo(tmp_path / "heartbeat_rank1.jsonl")
+    with pytest.raises(NoData, match="pipe"):
+        list(read_heartbeat(tmp_path / "heartbeat_rank1.jsonl"))
+
+
+def test_a_tail_follows_through_rotations_without_losing_or_repeating_a_line(tmp_path: Path) -> None:
+    found: list[int] = []
+    with Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart, Tail(heart.path) as tail:
+        for step in range(1, 601):
+            heart.progress(step, loss=1.0)
+            if step % 7 == 0:
+                found += [line["step"] for line in tail.poll() if line["msg"] == "progress"]
+            if step % 100 == 0:
+                until(lambda: not heart._core._said)
+        heart.close()
+        found += [line["step"] for line in tail.poll() if line["msg"] == "progress"]
+        assert tail.poll() == []
+    assert found == list(range(1, 601))
+    assert tail.skipped == 0
+
+
+def test_a_tail_waits_for_the_file_for_the_rest_of_a_line_and_begins_again_after_a_truncation(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+
+    def append(data: bytes) -> None:
+        with path.open("ab") as file:
+            file.write(data)
+
+    with Tail(path) as tail:
+        polled = lambda: [line["step"] for line in tail.poll()]  # noqa: E731
+        assert polled() == []
+        append(line(1) + line(2)[:30])
+        assert polled() == [1]
+        assert polled() == []
+        append(line(2)[30:])
+        assert polled() == [2]
+        path.write_bytes(line(3))
+        assert polled() == [3]
+        assert tail.truncated == 1
+        path.unlink()
+        assert polled() == []
+        append(line(4))
+        assert polled() == [4]
+        for step in range(5, 8):
+            path.rename(f"{path}.{8 - step}")
+            append(line(step))
+        assert polled() == [5, 6, 7]
+        append(line(8)[:30])
+        assert polled() == []
+        path.rename(f"{path}.1")
+        append(line(9))
+        assert polled() == [9]
+        assert tail.left_out.torn == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.binary(max_size=50),
+            st.sampled_from([b"\n", b"{}", b"[" * 5000, line(1), line(2)[:-1], line(3)[5:], b'{"ts":1e999}\n']),
+        ),
+        max_size=12,
+    )
+)
+def test_arbitrary_bytes_are_read_the_same_at_once_and_in_pieces(tmp_path: Path, pieces: list[bytes]) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.write_bytes(b"")
+    with Tail(path) as tail:
+        followed = []
+        for piece in pieces:
+            with path.open("ab") as file:
+                file.write(piece)
+            followed += tail.poll()
+        beats = read_heartbeat(path)
+        assert all(tuple(name in line for name in FIRST) for line in beats)
+        with path.open("ab") as file:
+            file.write(b"\n")
+        followed += tail.poll()
+    assert followed == beats.lines
+    assert tail.skipped == beats.skipped
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(max_size=8), anything, max_size=5))
+def test_whatever_is_written_can_be_read(fields: dict[str, Any]) -> None:
+    first = {"ts": 1.5, "iso": "", "mono": 2.5, "pid": 1, "rank": 0, "step": 3, "msg": "progress"}
+    found = decode(encode(fields | first))
+    assert found is not None
+    assert found | first == found
+    for name, value in fields.items():
+        if name not in first and type(value) in (str, bool, type(None)):
+            assert found[name] == value
+
+
+def test_a_file_that_is_rotated_while_it_is_read_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.write_bytes(b"".join(map(line, range(3))))
+    reading = iter(read_heartbeat(path))
+    assert next(reading)["step"] == 0
+    path.rename(f"{path}.1")
+    path.write_bytes(line(3))
+    assert [found["step"] for found in reading] == [1, 2]
+    assert steps(path) == [0, 1, 2, 3]
+
+
+def test_nothing_is_logged_when_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "penstock"), Heartbeat(tmp_path) as heart:
+        heart.progress(1)
+    assert caplog.records == []
+    assert not any(heart.counts().values())

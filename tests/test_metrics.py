@@ -1,0 +1,428 @@
+"""Metrics: their names, what a real scrape gives, and what TensorBoard's own reader finds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import re
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from penstock.errors import ConfigError, MissingExtra
+from penstock.feed.beat import Heartbeat
+from penstock.watch.metrics import (
+    METRICS,
+    MetricsServer,
+    Readings,
+    flatten,
+    serve,
+    tensorboard,
+    titan_names,
+    wandb_hook,
+)
+from penstock.watch.metrics_table import MAX_REASONS
+from tests.recorded import Recording, lines
+
+PAGE = Path(__file__).parent.parent / "docs" / "watching.md"
+PATIENCE_S = 60.0
+
+
+def line(msg: str, rank: int = 0, step: int = 0, **fields: Any) -> dict[str, Any]:
+    known = {"ts": 1.79e9, "iso": "2026-09-21T14:13:20.000Z", "mono": 100.0, "pid": 1}
+    return known | {"rank": rank, "step": step, "msg": msg} | fields
+
+
+def read(readings: Readings) -> dict[tuple[str, int, str], float]:
+    return {(s.metric.name.removeprefix("penstock_"), s.rank, s.label): s.value for s in readings.samples()}
+
+
+def of(*told: dict[str, Any]) -> dict[tuple[str, int, str], float]:
+    readings = Readings()
+    for each in told:
+        readings.add(each)
+    return read(readings)
+
+
+def scrape(url: str, accept: str = "text/plain") -> str:
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        assert reply.status == 200
+        return str(reply.read().decode())
+
+
+@pytest.fixture
+def served() -> Iterator[MetricsServer]:
+    """A run of two ranks that has had everything happen to it."""
+    run = Recording(
+        steps=90, ranks=2, stalls=(40, 50), checkpoint_every=30, slow_rank=1, fallback_at=70, slower_from=80,
+        settings={"max_steps": 500},
+    )  # fmt: skip
+    with MetricsServer(0, rank=0) as server:
+        for rank in range(2):
+            for each in lines(run, rank):
+                server.add(each)
+        yield server
+
+
+# Names
+
+
+ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d", "pct"}
+TYPES = {"counter", "gauge", "histogram", "summary"}
+OTHER_UNITS = re.compile(
+    r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)(seconds|bytes)|minutes|hours|days|bits|percent"
+)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_name_keeps_the_rules_of_promtool(metric: Any) -> None:
+    words = metric.name.split("_")
+    assert re.fullmatch(r"penstock_[a-z][a-z0-9_]*[a-z0-9]", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert not metric.name.endswith(("_count", "_sum", "_bucket", "_info", "_created"))
+    assert not ABBREVIATIONS & set(words)
+    assert not TYPES & set(words)
+    assert not any(OTHER_UNITS.fullmatch(word) for word in words)
+    if metric.unit in ("seconds", "bytes", "ratio"):
+        assert metric.name.removesuffix("_total").endswith(f"_{metric.unit}")
+    assert metric.help.endswith(".")
+    assert metric.label in ("", "stage", "reason")
+
+
+def test_no_two_metrics_are_one_to_a_reader_that_drops_the_suffix() -> None:
+    names = [metric.name.removesuffix("_total") for metric in METRICS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_lists_every_metric_as_it_is() -> None:
+    # Name, type, unit, labels, meaning.
+    rows = re.findall(r"^\| `(penstock_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [
+        (metric.name, metric.kind, metric.unit, f"rank, {metric.label}" if metric.label else "rank", metric.help)
+        for metric in METRICS
+    ]
+
+
+# Scrapes
+
+
+def test_a_scrape_is_what_prometheus_reads(served: MetricsServer) -> None:
+    families = {family.name: family for family in parse(scrape(served.url))}
+    known = {metric.name: metric for metric in METRICS}
+    for family in families.values():
+        for sample in family.samples:
+            metric = known[sample.name]
+            assert family.type == metric.kind
+            assert family.documentation == metric.help
+            assert set(sample.labels) == {"rank", metric.label} - {""}
+            assert math.isfinite(sample.value)
+    shown = {sample.name for family in families.values() for sample in family.samples}
+    # All there is to read in a run without a device.
+    assert known.keys() - shown == {"penstock_device_wait_seconds_total", "penstock_device_memory_bytes"}
+
+
+def test_a_scrape_is_good_openmetrics_too(served: MetricsServer) -> None:
+    text = scrape(served.url, "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    families = {family.name: family for family in parse_openmetrics(text)}
+    assert families["penstock_steps"].type == "counter"
+    assert {s.labels["rank"]: s.value for s in families["penstock_steps"].samples} == {"0": 90.0, "1": 90.0}
+
+
+def test_no_file_name_is_in_a_scrape(served: MetricsServer) -> None:
+    text = scrape(served.url)
+    assert "parquet" not in text
+    assert "hf://" not in text
+    labels = {name for family in parse(text) for sample in family.samples for name in sample.labels}
+    assert labels == {"rank", "stage", "reason"}
+
+
+def test_a_scrape_shows_what_is_so_at_that_moment() -> None:
+    readings = Readings()
+    with serve(0, readings) as server:
+        assert "penstock" not in scrape(server.url)
+        for step in (1, 2):
+            readings.add(line("progress", step=step))
+            assert f'penstock_steps_total{{rank="0"}} {step}.0' in scrape(server.url)
+
+
+# Readings
+
+
+def test_units_are_base_units_and_shares_are_ratios() -> None:
+    beat = line("beat", fetch={"p95_ms": 250.0}, queues={"batches": {"occupancy": 0.75}})
+    shown = of(line("progress", data_wait_pct=12.5, fetch_p95_ms=40.0), beat, line("loader_warmup", wait_ms=78.0))
+    assert shown["data_wait_ratio", 0, ""] == 0.125
+    assert shown["next_p95_seconds", 0, ""] == pytest.approx(0.04)
+    assert shown["fetch_p95_seconds", 0, ""] == 0.25
+    assert shown["queue_occupancy_ratio", 0, ""] == 0.75
+    assert shown["warmup_wait_seconds", 0, ""] == pytest.approx(0.078)
+
+
+def test_what_each_step_adds_is_summed_and_what_is_a_total_is_taken_as_it_is() -> None:
+    shown = of(
+        line("progress", step=1, dt_step_s=0.5, dt_fetch_s=0.1, tokens_total=100, wait_by_stage={"fetch": 0.1}),
+        line("progress", step=2, dt_step_s=0.25, dt_fetch_s=0.2, tokens_total=200, wait_by_stage={"fetch": 0.15, "pack": 0.05}),
+        line("beat", stages={"fetch": {"busy_s": 3.0, "items": 7}}),
+        line("beat", stages={"fetch": {"busy_s": 4.0, "items": 9}}),
+    )  # fmt: skip
+    assert shown["step_seconds_total", 0, ""] == 0.75
+    assert shown["last_step_seconds", 0, ""] == 0.25
+    assert shown["data_wait_seconds_total", 0, ""] == pytest.approx(0.3)
+    assert shown["stage_wait_seconds_total", 0, "fetch"] == 0.25
+    assert shown["stage_wait_seconds_total", 0, "pack"] == 0.05
+    assert shown["tokens_total", 0, ""] == 200
+    assert shown["stage_busy_seconds_total", 0, "fetch"] == 4.0
+    assert shown["stage_items_total", 0, "fetch"] == 9
+
+
+def test_counters_never_fall_while_a_run_goes_on() -> None:
+    readings = Readings()
+    before: dict[tuple[str, int, str], float] = {}
+    for each in lines(Recording(steps=80, stalls=(40,), checkpoint_every=20)):
+        readings.add(each)
+        now = read(readings)
+        assert all(now[key] >= value for key, value in before.items() if key[0].endswith("_total"))
+        before = now
+    assert before["stalls_total", 0, "fetch"] == 1
+    assert before["pause_seconds_total", 0, "checkpoint"] == 9.0
+
+
+def test_states_follow_the_events() -> None:
+    told = [
+        line("boot"),
+        line("steady_state", at_step=3),
+        line("fallback", to="synthetic"),
+        line("health", status="warn"),
+    ]
+    shown = of(*told)
+    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [1, 1, 1, 1]
+    shown = of(*told, line("fallback", to="data"), line("health", status="ok"), line("shutdown"))
+    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [0, 1, 0, 0]
+    assert shown["fallbacks_total", 0, "synthetic"] == shown["fallbacks_total", 0, "data"] == 1
+
+
+def test_a_new_process_takes_back_what_the_old_one_said_last_but_no_sum() -> None:
+    told = [line("progress", step=9, loss=2.0, dt_step_s=0.5), line("steady_state"), line("shutdown")]
+    shown = of(*told, line("boot"))
+    assert ("loss", 0, "") not in shown
+    assert shown["steady", 0, ""] == 0
+    assert shown["running", 0, ""] == 1
+    assert shown["step_seconds_total", 0, ""] == 0.5
+    assert of(*told[:2], line("boot", rotated=True))["loss", 0, ""] == 2.0
+
+
+def test_a_loss_that_is_not_finite_is_served_and_breaks_no_counter() -> None:
+    readings = Readings()
+    for fields in ({"loss": "nan", "dt_step_s": 0.5}, {"loss": "inf", "dt_step_s": "nan"}):
+        readings.add(line("progress", **fields))
+    with serve(0, readings) as server:
+        values = {s.name: s.value for family in parse(scrape(server.url)) for s in family.samples}
+    assert values["penstock_loss"] == math.inf
+    assert values["penstock_step_seconds_total"] == 0.5
+
+
+def test_labels_are_few_whatever_the_lines_say() -> None:
+    paused = {"eval": 1.0, "ckpt/step_7.pt": 1.0, "": 1.0} | {f"eval {n}": 1.0 for n in range(100)}
+    shown = of(
+        line("progress", paused=paused, wait_by_stage={"fetch": 0.1, "data/part-7.parquet": 0.2}),
+        line("stall", stage="/data/part.parquet", wait_s=3.0),
+        line("stall", wait_s=3.0),
+        line("fallback", to="file:///data", reason="file:///data/part.parquet"),
+    )
+    reasons = {label for name, _, label in shown if name == "pause_seconds_total"}
+    assert len(reasons) <= MAX_REASONS + 1
+    assert {"eval", "other"} <= reasons
+    assert not any("/" in label or "." in label for _, _, label in shown)
+    assert sum(value for (name, _, _), value in shown.items() if name == "pause_seconds_total") == 103
+    assert shown["stall_seconds_total", 0, "other"] == 6.0
+
+
+@pytest.mark.parametrize("bad", [{"rank": None}, {"rank": -1}, {"rank": "x"}, {"msg": 3}, {"msg": None}])
+def test_a_line_that_is_nobodys_is_left_out(bad: dict[str, Any]) -> None:
+    assert of(line("progress", loss=1.0) | bad) == {}
+
+
+def test_names_of_nested_numbers_are_joined() -> None:
+    deep: dict[str, Any] = {"n": 1}
+    for _ in range(2000):
+        deep = {"d": deep}
+    given = {"loss": "nan", "wait_by_stage": {"fetch": 1}, "yes": True, "name": "x", "list": [1], "deep": deep}
+    assert flatten(given).keys() == {"loss", "wait_by_stage/fetch"}
+
+
+# The server
+
+
+def test_a_port_that_is_taken_is_refused_with_the_setting_that_named_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"metrics_port={port}.*its own, or 0"):
+            serve(port, Readings())
+        with pytest.raises(ConfigError, match=f"--metrics-port={port}"):
+            MetricsServer(port, rank=0, setting="--metrics-port")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 1.5, "8000", True])
+def test_what_is_no_port_is_refused(port: Any) -> None:
+    with pytest.raises(ConfigError, match="metrics_port"):
+        MetricsServer(port, rank=0)
+
+
+def servers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-metrics"]
+
+
+def listening() -> set[int]:
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_closing_ends_the_thread_and_frees_the_port() -> None:
+    server = MetricsServer(0, rank=0)
+    assert len(servers()) == 1
+    assert server.port in listening()
+    server.close()
+    server.close()
+    assert servers() == []
+    assert server.port not in listening()
+
+
+def test_a_server_that_is_dropped_leaves_no_thread() -> None:
+    server = MetricsServer(0, rank=0)
+    assert len(servers()) == 1
+    del server
+    gc.collect()
+    assert servers() == []
+
+
+def test_two_servers_in_a_process_do_not_meet() -> None:
+    with MetricsServer(0, rank=0) as one, MetricsServer(0, rank=1) as two:
+        one(5, {"loss": 1.0})
+        assert 'penstock_loss{rank="0"} 1.0' in scrape(one.url)
+        assert "penstock" not in scrape(two.url)
+
+
+def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.watch.metrics_server.CLIENT_TIMEOUT_S", 0.2)
+    told = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.set()
+
+    logger, heard = logging.getLogger("penstock"), Heard()
+    logger.addHandler(heard)
+    try:
+        with MetricsServer(0, rank=0) as server, socket.create_connection(("127.0.0.1", server.port)):
+            assert told.wait(PATIENCE_S)
+            server(1, {"loss": 1.0})
+            assert "penstock_loss" in scrape(server.url)
+    finally:
+        logger.removeHandler(heard)
+    assert "broke off" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_without_the_library_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[metrics\]'"):
+        MetricsServer(0, rank=0)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtra, match=r"`tensorboard`.*pip install"):
+        tensorboard(tmp_path)
+
+
+# Hooks
+
+
+def test_a_heartbeat_feeds_the_server_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsServer(0, rank=3) as server, tensorboard(tmp_path / "ours") as ours, tensorboard(
+        tmp_path / "titan", titan_names
+    ) as titan:  # fmt: skip
+        with Heartbeat(tmp_path, rank=3, on_metrics=[server, ours, titan]) as heartbeat:
+            for step in range(1, 21):
+                waits = {"fetch": 0.01, "pack": 0.02}
+                more = {"dt_fetch_s": 0.03, "dt_step_s": 0.5, "data_wait_pct": 6.0, "wait_by_stage": waits}
+                heartbeat.progress(step, loss=10.0 / step, tokens=64, tokens_total=64 * step, **more)
+        text = scrape(server.url)
+    values = {(s.name, s.labels.get("stage", "")): s for family in parse(text) for s in family.samples}
+    assert values["penstock_steps_total", ""].value == 20
+    assert values["penstock_steps_total", ""].labels == {"rank": "3"}
+    assert values["penstock_stage_wait_seconds_total", "pack"].value == pytest.approx(0.4)
+    assert values["penstock_data_wait_ratio", ""].value == pytest.approx(0.06)
+
+    found = EventAccumulator(str(tmp_path / "ours")).Reload()
+    assert {"loss", "dt_step_s", "wait_by_stage/fetch"} <= set(found.Tags()["scalars"])
+    assert [(event.step, round(event.value, 4)) for event in found.Scalars("loss")] == [
+        (step, round(10.0 / step, 4)) for step in range(1, 21)
+    ]
+    found = EventAccumulator(str(tmp_path / "titan")).Reload()
+    assert found.Scalars("time_metrics/data_loading(%)")[-1].value == pytest.approx(6.0)
+    assert "loss" not in found.Tags()["scalars"]
+
+
+def test_the_tensorboard_hook_may_be_closed_twice_and_dropped(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    before = set(threading.enumerate())
+    hook = tensorboard(tmp_path)
+    hook(1, {"loss": math.nan})
+    hook.close()
+    hook.close()
+    dropped = tensorboard(tmp_path / "dropped")
+    dropped(7, {"loss": 1.0})
+    del dropped
+    gc.collect()
+    assert not set(threading.enumerate()) - before
+    assert EventAccumulator(str(tmp_path / "dropped")).Reload().Scalars("loss")[0].step == 7
+
+
+def test_torchtitans_names_have_its_units_and_only_what_is_there() -> None:
+    ours = {
+        "loss": 2.0,
+        "toks_per_s": 5e4,
+        "dt_step_s": 0.5,
+        "dt_fetch_s": 0.1,
+        "data_wait_pct": 20.0,
+        "grad_norm": 1.5,
+    }
+    assert titan_names(ours | {"device_bytes": 3 * 2**30, "lr": 1e-4, "queue_depth": 8}) == {
+        "loss_metrics/global_avg_loss": 2.0,
+        "grad_norm": 1.5,
+        "lr": 1e-4,
+        "throughput(tps)": 5e4,
+        "time_metrics/end_to_end(s)": 0.5,
+        "time_metrics/data_loading(s)": 0.1,
+        "time_metrics/data_loading(%)": 20.0,
+        "memory/max_active(GiB)": 3.0,
+    }
+    assert titan_names({"queue_depth": 8}) == {}
+
+
+def test_a_run_of_wandbs_kind_gets_the_numbers_and_the_step() -> None:
+    class Run:
+        def __init__(self) -> None:
+            self.logged: list[tuple[dict[str, Any], int]] = []
+
+        def log(self, data: dict[str, Any], *, step: int) -> None:
+            self.logged.append((data, step))
+
+    run = Run()
+    wandb_hook(run)(3, {"loss": 2.0, "wait_by_stage/fetch": 0.1})
+    wandb_hook(run, titan_names)(4, {"loss": 1.0, "queue_depth": 3})
+    assert run.logged == [({"loss": 2.0, "wait_by_stage/fetch": 0.1}, 3), ({"loss_metrics/global_avg_loss": 1.0}, 4)]

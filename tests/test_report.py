@@ -1,0 +1,510 @@
+"""The report: its numbers, its words, and a page that nothing from a file can break."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from penstock.cli.report import report as command
+from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
+from penstock.watch.report import Report, compare, report
+from penstock.watch.report_page import embedded, text
+from penstock.watch.report_run import read_run
+from penstock.watch.report_series import POINTS, drawn, stretches, thinned
+from tests.recorded import Recording, lines, write_run
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!--]]>\u2028\x1b[31m"
+
+
+class Seen(HTMLParser):
+    """The elements of a page, and what its scripts and its visible text hold."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.data: dict[str, Any] = {}
+        self.shown: list[str] = []
+        self._inside = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._inside = "json" if ("id", "figures") in attrs else tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "json":
+            self.data = json.loads(data)
+        elif not self._inside:
+            self.shown.append(data)
+
+    @property
+    def words(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.shown))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks, one of them slow, with everything that happens to a run."""
+    folder = tmp_path_factory.mktemp("run")
+    what = Recording(ranks=4, steps=300, slow_rank=2, wait=0.03, stalls=(150,), checkpoint_every=100, torn=4)
+    write_run(folder, replace(what, slower_from=220, fallback_at=200))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(run: Path) -> Report:
+    return report(run)
+
+
+@pytest.mark.parametrize(("wait", "band"), [(0.004, "excellent"), (0.03, "good"), (0.1, "fair"), (0.4, "poor")])
+def test_the_verdict_comes_first_with_its_band_and_number(tmp_path: Path, wait: float, band: str) -> None:
+    write_run(tmp_path, Recording(wait=wait, steps=120))
+    made = report(tmp_path)
+    assert made.numbers["band"] == band
+    assert made.numbers["data_wait_pct"] == pytest.approx(100 * wait, rel=0.15)
+    page = Seen(made.html)
+    assert page.words.index(band) < page.words.index("of the time goes into waiting") < page.words.index("Step time")
+    assert band in made.summary
+
+
+def test_numbers_are_those_of_the_run(made: Report) -> None:
+    numbers = made.numbers
+    assert numbers["worst_rank"] == 2
+    assert [one["rank"] for one in numbers["ranks"]] == [0, 1, 2, 3]
+    assert abs(numbers["steady_from"] - 13) <= 3  # after 12 steps of warmup
+    assert numbers["low"] <= numbers["tokens_per_s"] <= numbers["high"]
+    assert numbers["tokens_per_s"] == pytest.approx(4 * 16_384 / 0.27, rel=0.1)
+    assert numbers["overhead_s"] > 5
+    for one in numbers["ranks"]:
+        assert sum(one["waits_pct"].values()) == pytest.approx(one["data_wait_pct"])
+        assert one["steps"] == 300
+        assert one["events"]["stall"] == 1
+        assert one["skipped_lines"] == 5  # four, and the one that was being written
+        assert one["shape"]["kind"] == "slowdown"
+        assert any(abs(change["step"] - 220) <= 2 for change in one["shape"]["changes"])
+    assert numbers["ranks"][0]["waits_pct"]["ranks"] > numbers["ranks"][0]["waits_pct"]["fetch"]
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_a_page_is_one_file_that_asks_nobody_for_anything(made: Report) -> None:
+    page = Seen(made.html)
+    addresses = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "action", "data")]
+    assert addresses == ["data:,"]
+    policy = next(value for _, name, value in page.attributes if name == "content" and "default-src" in value)
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+
+
+def test_what_happened_is_on_the_page(made: Report) -> None:
+    page = Seen(made.html)
+    for told in (
+        "waited 1.5 s for fetch, hf://datasets/org/name@abc/data/part-00017.parquet",
+        "to synthetic data: no batch within 60 s",
+        "n_workers: 2 → 3, because tokenize is busy, kept",
+        "checkpoint, 3 s",
+        "RemoteError: 503 in fetch",
+        "warn: tokens/s fell below the limit",
+        "finished after 300 steps",
+        "prefetch_size",
+        "torch",
+        "Ranks 0, 1, 2, 3: it fell back to synthetic data",
+        "slower at step 220",
+    ):
+        assert told in page.words.replace("\N{NO-BREAK SPACE}", " "), told
+    assert page.tags.count("figure") == page.tags.count("figcaption") == 9
+    assert page.tags.count("table") == page.tags.count("caption") > 4
+    assert "h2" in page.tags
+    assert ("html", "lang", "en") in page.attributes
+    assert len([1 for _, name, value in page.attributes if (name, value) == ("role", "img")]) == 9
+
+
+def test_each_plot_is_one_that_plotly_accepts(run: Path, made: Report) -> None:
+    import plotly.graph_objects as go
+
+    def painted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: painted(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [painted(one) for one in value]
+        return "#123456" if isinstance(value, str) and value.startswith("@") else value
+
+    figures = Seen(made.html).data
+    assert set(figures["ranks"]) == {"0", "1", "2", "3"}
+    names = {"step-time", "waits", "next", "queue", "rate", "loss", "memory", "ledger"}
+    assert set(figures["ranks"]["2"]) == names
+    both = Seen(compare(run, run).html).data["common"]
+    assert set(both) == {"rates", "spread", "both-waits", "both-steps"}
+    for figure in [*figures["ranks"]["2"].values(), *figures["common"].values(), *both.values()]:
+        go.Figure(data=painted(figure["data"]), layout=painted(figure["layout"]))  # raises for what it does not know
+        assert figure["data"]
+        assert len(figure["alt"]) > 20
+
+
+def test_warmup_is_shaded_and_steady_state_marked(made: Report) -> None:
+    steady = made.numbers["ranks"][2]["shape"]["from_step"]
+    layout = Seen(made.html).data["ranks"]["2"]["step-time"]["layout"]
+    shaded = [shape for shape in layout["shapes"] if shape["type"] == "rect"]
+    assert [(shape["x0"], shape["x1"]) for shape in shaded] == [(0.5, steady - 0.5)]
+    assert f"steady from {steady}" in [note["text"] for note in layout["annotations"]]
+
+
+def test_text_from_files_stays_text(tmp_path: Path) -> None:
+    plain, nasty = tmp_path / "plain", tmp_path / "nasty"
+    what = Recording(steps=80, stalls=(40,), fallback_at=50, ranks=2)
+    write_run(plain, replace(what, settings={"path": "x"}))
+    paths = write_run(nasty, replace(what, settings={"path": NASTY, NASTY: [NASTY]}, stall_file=NASTY))
+    paths[0].rename(nasty / "heartbeat_rank<b>0.jsonl")
+    paths[1].write_text(paths[1].read_text().replace("node0", "<i>node</i>").replace("tokenize is busy", "<script>"))
+    page, innocent = Seen(report(nasty).html), Seen(report(plain).html)
+    extra = ["tr", "th", "td"]  # the setting with the nasty name
+    assert sorted(page.tags) == sorted(innocent.tags + extra)
+    assert NASTY.replace("\x1b", "\N{REPLACEMENT CHARACTER}") in "\n".join(page.shown)
+    assert not any(
+        "<script" in note for figure in page.data["ranks"]["0"].values() for note in json.dumps(figure).split()
+    )
+    assert "\x1b" not in report(nasty).summary
+    assert "\x1b" not in compare(plain, nasty).summary
+    Seen(compare(plain, nasty).html)
+
+
+@given(st.text() | st.sampled_from([NASTY, "</SCRIPT\n>", "<!--<script>", "\ud800", "&lt;", "]]>"]))
+def test_no_text_breaks_out_of_the_page(said: str) -> None:
+    around = f'<p title="{text(said)}">{text(said)}</p><script id="figures">{embedded({"x": said})}</script><b>end</b>'
+    around.encode()
+    page = Seen(around)
+    assert page.tags == ["p", "script", "b"]
+    assert page.data == {"x": said}
+    assert page.shown[-1] == "end"
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([0, 1, 1e-300, 1e300, -1, "nan", "inf", 1e18, 10**30])
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["fetch", "depth", "x", ""]), inner),
+    max_leaves=6,
+)
+names = st.sampled_from(
+    [
+        "dt_step_s",
+        "dt_fetch_s",
+        "tokens",
+        "toks_per_s",
+        "loss",
+        "fetch_p50_ms",
+        "fetch_p99_ms",
+        "data_wait_pct",
+        "queue_depth",
+        "queue_capacity",
+        "rss_bytes",
+        "compiles",
+        "paused",
+        "wait_by_stage",
+        "stages",
+        "fetch",
+        "queues",
+        "verdict",
+        "dropped",
+        "dt",
+        "ledger",
+        "wait_ms",
+        "kept",
+        "reasons",
+        "status",
+        "settings",
+        "versions",
+        "host",
+        "world_size",
+        "resumed",
+        "rotated",
+        "reason",
+        "what",
+        "seconds",
+    ]
+)
+msgs = st.sampled_from(
+    [
+        "boot",
+        "progress",
+        "progress",
+        "progress",
+        "progress",
+        "beat",
+        "stall",
+        "pause",
+        "tune",
+        "fallback",
+        "health",
+        "steady_state",
+        "shutdown",
+        "loader_ready",
+        "loader_warmup",
+        "loader_error",
+        "fineweb_loader_ready",
+        "foreign",
+    ]
+)
+strange = st.lists(
+    st.tuples(msgs, st.integers(-5, 10**20) | st.integers(0, 40), st.dictionaries(names, values, max_size=8)),
+    max_size=60,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(strange)
+def test_whatever_the_lines_hold_there_is_a_page_or_a_clear_refusal(
+    tmp_path: Path, found: list[tuple[str, int, dict[str, Any]]]
+) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    with path.open("w") as file:
+        for at, (msg, step, fields) in enumerate(found):
+            usual = {"ts": 1.79e9 + at, "iso": "", "mono": at / 7, "pid": 1, "rank": 0, "step": step, "msg": msg}
+            file.write(json.dumps(fields | usual) + "\n")
+    try:
+        made = report(path)
+    except NoData:
+        assert not [1 for _, step, _ in found if 0 <= step < 10**17]
+        return
+    assert Seen(made.html).data["rank"] == "0"
+    json.dumps(made.numbers, allow_nan=False)
+    compare(path, path)
+
+
+def test_a_single_slow_step_among_many_stays_visible() -> None:
+    times = np.random.default_rng(0).normal(0.25, 0.01, 200_000)
+    times[123_456], times[77_777] = 9.0, 0.001
+    x, y = thinned(np.arange(200_000), times)
+    assert len(x) <= POINTS
+    assert y[x == 123_456].tolist() == [9.0]
+    assert y[x == 77_777].tolist() == [0.001]
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400),
+    st.integers(2, 60),
+)
+def test_thinning_keeps_order_ends_of_the_range_and_the_limit(values: list[float], most: int) -> None:
+    column = np.asarray(values)
+    x, y = thinned(np.arange(len(column)), column, most)
+    assert len(x) <= max(most, 2)
+    assert np.all(np.diff(x) > 0)
+    np.testing.assert_array_equal(y, column[x.astype(int)])
+    if not np.isnan(column).all():
+        assert np.nanmax(y) == np.nanmax(column)
+        assert np.nanmin(y) == np.nanmin(column)
+
+
+def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(ranks=1, steps=1_700))
+    whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
+    for rank in range(1, 8):
+        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(whole.replace('"rank": 0', f'"rank": {rank}'))
+    made = report(tmp_path)
+    assert len(Seen(made.html).data["ranks"]) == 8
+    assert (
+        len(made.html.encode()) < 8_000_000
+    )  # lines are at their limit of points already, so 200,000 steps are no more
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_thousand_steps_of_eight_ranks_stay_below_eight_megabytes(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(ranks=1, steps=200_000))
+    whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
+    for rank in range(1, 8):
+        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(whole.replace('"rank": 0', f'"rank": {rank}'))
+    made = report(tmp_path)
+    assert made.numbers["ranks"][7]["steps"] == 200_000
+    assert len(made.html.encode()) < 8_000_000
+
+
+def test_a_resumed_run_is_judged_by_its_last_session_and_counts_steps_once(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(steps=300, resumed_at=100))
+    made = report(tmp_path)
+    one = made.numbers["ranks"][0]
+    assert (one["sessions"], one["first_step"], one["last_step"]) == (2, 101, 300)
+    assert abs(one["shape"]["from_step"] - 113) <= 3
+    assert "1 to 110" in Seen(made.html).words
+    rank = read_run([tmp_path]).first
+    covered = [step for part, _, _ in stretches(rank) for step in rank.step[part].tolist()]
+    assert sorted(covered) == list(range(1, 301))
+    x, y = drawn(rank, rank.columns["dt_step_s"])
+    assert np.isnan(y).sum() == 1  # the line is broken where the run was
+    assert len(x) == 311
+
+
+def test_rotated_parts_are_one_session(tmp_path: Path) -> None:
+    (path,) = write_run(tmp_path, Recording(steps=200))
+    rows = path.read_text().splitlines(keepends=True)
+    again = json.dumps(json.loads(rows[0]) | {"rotated": True}) + "\n"
+    path.with_name(path.name + ".1").write_text("".join(rows[:120]))
+    path.write_text(again + "".join(rows[120:]))
+    one = report(tmp_path).numbers["ranks"][0]
+    assert (one["sessions"], one["steps"]) == (1, 200)
+
+
+def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
+    from penstock.feed.beat import Heartbeat
+
+    with Heartbeat(tmp_path, rank=0, settings={"prefetch_size": 8}) as beat:
+        for step in range(1, 61):
+            loss = float("inf") if step == 40 else 2.0
+            beat.progress(step, loss=loss, tokens=100, dt_step_s=0.1, dt_fetch_s=0.01, wait_by_stage={"pack": 0.01})
+        beat.event("stall", stage="fetch", where="part-0", wait_s=1.5)
+    made = report(tmp_path)
+    one = made.numbers["ranks"][0]
+    assert (one["steps"], one["loss_not_finite"], one["events"]["stall"]) == (60, 40, 1)
+    assert one["waits_pct"] == {"pack": pytest.approx(10)}
+    assert made.numbers["tokens_per_s"] == pytest.approx(1000)
+    assert made.numbers["ended"] is not None
+    assert "prefetch_size" in Seen(made.html).words
+
+
+def test_fields_that_are_missing_leave_out_what_rests_on_them(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(bare=True, steps=80))
+    made = report(tmp_path)
+    assert made.numbers["band"] is None
+    assert made.numbers["tokens_per_s"] is None
+    assert abs(made.numbers["steady_from"] - 12) <= 2
+    assert set(Seen(made.html).data["ranks"]["0"]) == {"step-time"}
+
+
+def test_step_times_come_from_the_clock_where_lines_lack_them(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    told = list(lines(Recording(steps=120, checkpoint_every=50)))
+    for line in told:
+        line.pop("dt_step_s", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    shape = report(path).numbers["ranks"][0]["shape"]
+    assert shape["p50_s"] == pytest.approx(0.25, rel=0.1)
+    assert shape["p99_s"] < 1  # the checkpoints are taken out
+
+
+@pytest.mark.parametrize("steps", [0, 1, 10])
+def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, steps: int) -> None:
+    write_run(tmp_path, Recording(steps=steps, ended=False))
+    made = report(tmp_path)
+    assert made.numbers["ranks"][0]["steps"] == steps
+    assert made.numbers["steady_from"] is None
+    assert ("No step has been recorded yet" in made.summary) == (steps == 0)
+    assert ("not enough steps" in made.summary) == (steps > 0)
+
+
+def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(steps=200, nan_loss_from=150, ended=False))
+    made = report(tmp_path)
+    assert made.numbers["warnings"] == [
+        "The loss is not a finite number, first at step 150.",
+        "There is no shutdown line: the run was still going when this was made, or it was killed.",
+    ]
+    assert all(f"! {one}" in made.summary for one in made.numbers["warnings"])
+    assert "not finite" in json.dumps(Seen(made.html).data["ranks"]["0"]["loss"]["layout"])
+
+
+def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NoData, match="nowhere"):
+        report(tmp_path / "nowhere*.jsonl")
+    empty = tmp_path / "heartbeat_rank0.jsonl"
+    empty.write_text("not a heartbeat\n")
+    with pytest.raises(NoData, match=r"no heartbeat line in .*heartbeat_rank0"):
+        report(empty)
+    a, b = write_run(tmp_path / "a")[0], write_run(tmp_path / "b")[0]
+    with pytest.raises(ConfigError, match=f"{re.escape(str(a))} and {re.escape(str(b))} are both of rank 0.*--compare"):
+        report(a, b)
+    with pytest.raises(NoData, match="missing"):
+        report(a, tmp_path / "missing")
+
+
+def test_a_faster_run_is_told_from_chance(tmp_path: Path) -> None:
+    a, again, b = tmp_path / "a", tmp_path / "again", tmp_path / "b"
+    write_run(a, Recording(steps=300, ranks=2))
+    write_run(again, Recording(steps=300, ranks=2, seed=1))
+    write_run(b, Recording(steps=300, ranks=2, seed=2, step_s=0.2, settings={"n_workers": 4, "remote": {"fetches": 8}}))
+    better = compare(a, b)
+    told = better.numbers["difference"]
+    assert told["beyond_intervals"] is True
+    assert told["tokens_per_s_pct"] == pytest.approx(25, abs=3)
+    assert told["settings"] == {"settings.n_workers": [2, 4], "settings.remote.fetches": [None, 8]}
+    assert re.match(r"B is 2[0-9] % faster than A, beyond both 95 % intervals", better.summary)
+    assert better.numbers["a"]["tokens_per_s"] < better.numbers["b"]["tokens_per_s"]
+    same = compare(a, again)
+    assert same.numbers["difference"]["beyond_intervals"] is False
+    assert same.summary.startswith("No difference shown")
+    assert "slower than A, beyond" in compare(b, a).summary
+
+
+def test_runs_without_a_steady_state_are_not_compared_by_rate(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_run(a, Recording(steps=10))
+    write_run(b, Recording(steps=200))
+    made = compare(a, b)
+    assert made.numbers["difference"]["tokens_per_s_pct"] is None
+    assert "cannot be compared" in Seen(made.html).words
+
+
+def invoke(*args: str | Path) -> Any:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_the_command_writes_the_page_and_says_the_verdict(run: Path, tmp_path: Path) -> None:
+    out, numbers = tmp_path / "new" / "report.html", tmp_path / "numbers.json"
+    done = invoke(run / "heartbeat*.jsonl", "-o", out, "--json", numbers)
+    assert done.exit_code == 0, done.output
+    assert "of the time goes into waiting" in done.output.splitlines()[0]
+    assert done.output.splitlines()[-1] == f"report: {out}"
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(numbers.read_text())["worst_rank"] == 2
+
+
+def test_with_a_dash_nothing_but_json_is_printed(run: Path, tmp_path: Path) -> None:
+    done = invoke("--compare", run, run, "-o", tmp_path / "both.html", "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["difference"]["beyond_intervals"] is False
+    assert "report: " in done.stderr
+
+
+def test_without_arguments_it_takes_the_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "artifacts" / "train_showcase", Recording(steps=60))
+    assert invoke().exit_code == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_mistakes_on_the_command_line_are_explained(run: Path, tmp_path: Path) -> None:
+    one = invoke("--compare", run)
+    assert isinstance(one.exception, ConfigError)
+    assert "needs two runs, got 1" in str(one.exception)
+    folder = invoke(run, "-o", tmp_path)
+    assert isinstance(folder.exception, PenstockError)
+    assert str(tmp_path) in str(folder.exception)
+    assert isinstance(invoke(run, "-o", tmp_path / "x.html", "--json", tmp_path).exception, PenstockError)
+
+
+def test_without_plotly_the_extra_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    with pytest.raises(MissingExtra, match=re.escape("pip install 'penstock[report]'")):
+        report(run)

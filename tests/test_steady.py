@@ -1,0 +1,675 @@
+"""Where warmup ends: series of every kind, made and recorded, analysed afterwards and step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.watch.steady import SteadyState, SteadyWatch, StepEvent, analyze_steps, from_progress
+
+Generator = np.random.Generator
+RECORDED = Path(__file__).parent / "data" / "steps"
+
+
+class Case(NamedTuple):
+    """A series, and what it is."""
+
+    times: np.ndarray
+    kind: str
+    onset: int | None
+
+
+def noise(rng: Generator, n: int, share: float = 0.02) -> np.ndarray:
+    return np.maximum(0.05, 1 + share * rng.standard_normal(n))
+
+
+def slow_first(rng: Generator, times: np.ndarray, most: int, ratio: float = 12) -> Case:
+    """With up to `most` slow steps before it."""
+    onset = int(rng.integers(0, most + 1))
+    times[:onset] *= ratio
+    return Case(times, "warmup" if onset else "flat", onset)
+
+
+def flat(rng: Generator) -> Case:
+    return Case(noise(rng, 400), "flat", 0)
+
+
+def compile_steps(rng: Generator) -> Case:
+    times, onset = noise(rng, int(rng.integers(100, 800))), int(rng.integers(1, 15))
+    times[:onset] *= rng.uniform(3, 60, onset)
+    return Case(times, "warmup", onset)
+
+
+def slow_exponential_start(rng: Generator) -> Case:
+    n = int(rng.integers(300, 800))
+    curve = 1 + rng.uniform(0.5, 5) * np.exp(-np.arange(n) / rng.uniform(2, 8))
+    return Case(curve * noise(rng, n, 0.01), "warmup", int(np.argmax(curve <= 1.05)))
+
+
+def slow_plateau(rng: Generator) -> Case:
+    times, onset = noise(rng, 500, 0.03), int(rng.integers(20, 150))
+    times[:onset] *= rng.uniform(1.2, 3)
+    return Case(times, "warmup", onset)
+
+
+def two_compile_bursts(rng: Generator) -> Case:
+    times = noise(rng, 300)
+    first, gap, second = (int(rng.integers(*span)) for span in ((1, 4), (4, 18), (1, 4)))
+    times[:first] *= rng.uniform(10, 40)
+    times[first + gap : first + gap + second] *= rng.uniform(8, 30)
+    return Case(times, "warmup", first + gap + second)
+
+
+def periodic_spikes(rng: Generator) -> Case:
+    times, period = noise(rng, 600), int(rng.choice([10, 20, 25, 50, 100]))
+    times[period - 1 :: period] *= rng.uniform(2, 8)
+    return slow_first(rng, times, 3, 20)
+
+
+def drift(rng: Generator) -> Case:
+    times = noise(rng, 1500) * (1 + np.arange(1500) * rng.uniform(0.06, 0.3) / 1000)
+    return slow_first(rng, times, 6)._replace(kind="slowdown")
+
+
+def late_slowdown(rng: Generator) -> Case:
+    times = noise(rng, 500)
+    times[int(rng.integers(100, 460)) :] *= rng.uniform(1.1, 2)
+    return slow_first(rng, times, 7)._replace(kind="slowdown")
+
+
+def bimodal(rng: Generator) -> Case:
+    slower = rng.random(500) < rng.uniform(0.2, 0.5)
+    return slow_first(rng, noise(rng, 500) * np.where(slower, 1.5, 1), 4)
+
+
+def heavy_tails(rng: Generator) -> Case:
+    return slow_first(rng, 1 + 0.03 * np.abs(rng.standard_t(2, 500)), 4, 20)
+
+
+def long_tails(rng: Generator) -> Case:
+    return slow_first(rng, 0.8 + 0.2 * rng.pareto(2.5, 500), 4, 30)
+
+
+def much_noise(rng: Generator) -> Case:
+    return slow_first(rng, noise(rng, 400, 0.12), 5)
+
+
+def noise_with_memory(rng: Generator) -> Case:
+    wander, steps = 0.0, []
+    for shock in 0.02 * rng.standard_normal(600):
+        wander = 0.7 * wander + shock
+        steps.append(1 + wander)
+    return slow_first(rng, np.array(steps), 5)
+
+
+def gradient_accumulation(rng: Generator) -> Case:
+    times, period = noise(rng, 400), int(rng.choice([2, 4, 8]))
+    times[period - 1 :: period] *= rng.uniform(1.3, 3)
+    return slow_first(rng, times, 5)
+
+
+def accumulation_and_slowdown(rng: Generator) -> Case:
+    case = gradient_accumulation(rng)
+    case.times[250:] *= 1.3
+    return case._replace(kind="slowdown")
+
+
+def short_run(rng: Generator) -> Case:
+    return slow_first(rng, noise(rng, int(rng.integers(40, 70)), 0.03), 5)
+
+
+def tiny_run(rng: Generator) -> Case:
+    return Case(noise(rng, int(rng.integers(1, 30))), "not enough steps", None)
+
+
+def random_walk(rng: Generator) -> Case:
+    return Case(np.exp(np.cumsum(0.08 * rng.standard_normal(600))), "no steady state", None)
+
+
+def start_that_does_not_end(rng: Generator) -> Case:
+    curve = 1 + 3 * np.exp(-np.arange(200) / rng.uniform(150, 400))
+    return Case(curve * noise(rng, 200), "no steady state", None)
+
+
+def levels_up_and_down(rng: Generator) -> Case:
+    levels = np.repeat(rng.permutation(np.linspace(1, 3, 16)), 50)
+    return Case(levels * noise(rng, 800), "no steady state", None)
+
+
+MAKERS: list[Callable[[Generator], Case]] = [
+    flat, compile_steps, slow_exponential_start, slow_plateau, two_compile_bursts, periodic_spikes, drift, late_slowdown,
+    bimodal, heavy_tails, long_tails, much_noise, noise_with_memory, gradient_accumulation, accumulation_and_slowdown,
+    short_run, tiny_run, random_walk, start_that_does_not_end, levels_up_and_down,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_series_is_classed_right_and_its_onset_found_within_two_steps(
+    make: Callable[[Generator], Case], seed: int
+) -> None:
+    case = make(np.random.default_rng([7, seed]))
+    found = analyze_steps(0.05 * case.times, 4096)
+    assert found.kind == case.kind, str(found)
+    if case.onset is None:
+        assert found.onset is None
+    else:
+        assert found.onset is not None
+        assert abs(found.onset - case.onset) <= 2, str(found)
+
+
+def recorded() -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted(RECORDED.glob("*.json"))]
+
+
+@pytest.mark.parametrize("path", recorded())
+def test_a_recorded_run_is_what_a_reader_of_its_step_times_would_say(path: Path) -> None:
+    run = json.loads(path.read_text())
+    found = analyze_steps(run["times"], run["tokens"], run["events"])
+    said = run["says"]
+    assert found.kind == said["kind"], str(found)
+    assert found.onset is not None
+    assert abs(found.onset - said["onset"]) <= 2, str(found)
+    assert found.rhythm == said.get("rhythm")
+    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(said.get("first_causes", []))
+    if "change" in said:
+        assert min(abs(change.step - said["change"]) for change in found.changes) <= 2
+    if "spikes_every" in said:
+        assert said["spikes_every"] in [group.period for group in found.spikes]
+
+
+def test_there_are_recorded_runs() -> None:
+    assert len(recorded()) >= 5
+    assert all(path.stat().st_size < 20_000 for path in RECORDED.glob("*.json"))
+
+
+def train(steps: int, slow_steps: int) -> list[float]:
+    """What each step of a real training run takes; the first ones do twenty times the work.
+
+    In CPU time, and as a multiple of a fixed piece of work done right before and after it: on a machine that others
+    use too, speed itself goes up and down, and a run by the clock may truly have no steady state.
+    """
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def work(times: int) -> float:
+        begun = time.thread_time()
+        for _ in range(times):
+            optimizer.zero_grad()
+            batch = torch.randn(64, 128)
+            torch.nn.functional.mse_loss(model(batch), batch).backward()
+            optimizer.step()
+        return time.thread_time() - begun
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        work(3)
+        taken = []
+        before = work(2)
+        for step in range(steps):
+            during = work(40 if step < slow_steps else 2)
+            after = work(2)
+            taken.append(during / (before + after))
+            before = after
+        return taken
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_slow_start_of_a_live_training_run_is_found() -> None:
+    onsets = []
+    for _ in range(4):  # again if need be, for a machine may be too busy even so
+        found = analyze_steps(train(120, 10), 64)
+        onsets.append(found.onset)
+        if found.kind == "warmup" and found.onset is not None and abs(found.onset - 10) <= 2:
+            return
+    raise AssertionError(f"10 slow steps, but the steady state began at {onsets}")
+
+
+def test_the_numbers_of_a_warmup_are_those_of_the_series() -> None:
+    times = np.full(110, 0.1)
+    times[:10] = 0.7
+    found = analyze_steps(times, 1000)
+    assert (found.kind, found.onset, found.steady_stop, found.steps) == ("warmup", 10, 110, 110)
+    assert found.overhead_s == pytest.approx(6.0)
+    assert found.overhead_pct == pytest.approx(100 * 6 / 17)
+    assert found.first_step_ratio == pytest.approx(7)
+    assert found.tokens_per_s == pytest.approx(10_000)
+    assert found.low == pytest.approx(10_000)
+    assert found.high == pytest.approx(10_000)
+    assert found.p50_s == found.p95_s == found.p99_s == pytest.approx(0.1)
+    assert found.drift_per_1000 is None
+    assert found.changes == found.spikes == ()
+
+
+def test_the_interval_covers_the_true_rate_and_is_wider_for_steps_that_resemble_their_neighbours() -> None:
+    covered, widths = 0, {0.0: 0.0, 0.8: 0.0}
+    for seed in range(10):
+        for memory in widths:
+            rng, wander, steps = np.random.default_rng(seed), 0.0, []
+            for shock in 0.03 * rng.standard_normal(500):
+                wander = memory * wander + shock * math.sqrt(1 - memory**2)
+                steps.append(1 + wander)
+            found = analyze_steps(steps, 100)
+            assert found.low is not None
+            assert found.high is not None
+            widths[memory] += found.high - found.low
+            covered += found.low <= 100 <= found.high
+    assert widths[0.8] > 1.5 * widths[0.0]
+    assert covered >= 14  # of 20; a 95 % interval by bootstrap falls a little short with much memory
+
+
+def test_without_tokens_there_is_no_rate_and_with_one_per_step_it_follows_them() -> None:
+    assert analyze_steps(np.ones(50)).tokens_per_s is None
+    assert analyze_steps(np.ones(50), np.arange(50)).tokens_per_s == pytest.approx(24.5)
+
+
+def test_drift_is_given_per_thousand_steps_and_only_if_it_is_more_than_chance() -> None:
+    rng = np.random.default_rng(3)
+    found = analyze_steps(noise(rng, 2000) * (1 + 0.1 * np.arange(2000) / 1000))
+    assert found.drift_per_1000 == pytest.approx(100 * 0.1 / 1.1, rel=0.1)  # of the level in the middle
+    assert "slower per 1,000 steps" in found.summary()
+    chance = [analyze_steps(noise(np.random.default_rng(seed), 500)).drift_per_1000 for seed in range(20)]
+    assert chance.count(None) >= 19
+
+
+def test_a_run_that_gets_faster_late_is_not_a_slowdown_and_shows_the_change() -> None:
+    times = noise(np.random.default_rng(0), 600)
+    times[400:] *= 0.8
+    found = analyze_steps(times)
+    assert found.kind == "flat"
+    assert [change.step for change in found.changes] == [400]
+    assert found.changes[0].ratio == pytest.approx(0.8, abs=0.02)
+    assert found.steady_stop == 400
+
+
+def test_a_slow_stretch_that_ends_is_two_changes() -> None:
+    times = noise(np.random.default_rng(1), 900)
+    times[300:400] *= 1.5
+    found = analyze_steps(times)
+    assert found.kind == "flat"
+    assert [abs(change.step - at) <= 1 for change, at in zip(found.changes, (300, 400), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("period", [10, 37, 100])
+def test_spikes_at_regular_intervals_are_one_group_with_their_period_and_cost(period: int) -> None:
+    times = noise(np.random.default_rng(period), 900, 0.01)
+    regular = list(range(period - 1, 900, period))
+    times[regular] += 3
+    times[465] += 10
+    found = analyze_steps(times)
+    assert found.kind == "flat"
+    assert [(list(group.steps), group.period) for group in found.spikes] == [(regular, period), ([465], None)]
+    assert found.spikes[0].cost_s == pytest.approx(3 * len(regular), rel=0.02)
+    assert found.spikes[1].cost_s == pytest.approx(10, rel=0.02)
+
+
+def test_two_regular_intervals_are_told_apart() -> None:
+    times = noise(np.random.default_rng(5), 1200, 0.01)
+    times[49::50] += 2
+    times[119::170] += 6
+    groups = analyze_steps(times).spikes
+    assert {group.period for group in groups} == {50, 170}
+
+
+def test_spikes_by_the_clock_are_regular_though_their_steps_differ_by_one() -> None:
+    times = noise(np.random.default_rng(6), 900, 0.01)
+    times[(np.arange(1, 24) * 37.4).astype(int)] += 4
+    groups = analyze_steps(times).spikes
+    assert [group.period for group in groups] == [37]
+    assert len(groups[0].steps) == 23
+
+
+def test_spikes_without_an_interval_have_no_period() -> None:
+    times = noise(np.random.default_rng(8), 800, 0.01)
+    at = [33, 71, 160, 170, 402, 411, 590, 777]
+    times[at] += 5
+    (group,) = analyze_steps(times).spikes
+    assert (list(group.steps), group.period) == (at, None)
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8])
+def test_a_rhythm_of_few_steps_is_how_the_run_works_and_no_spike(period: int) -> None:
+    times = noise(np.random.default_rng(period), 400)
+    times[period - 1 :: period] *= 1.8
+    found = analyze_steps(times)
+    assert (found.kind, found.rhythm, found.spikes) == ("flat", period, ())
+
+
+def test_noise_has_no_rhythm() -> None:
+    assert [analyze_steps(noise(np.random.default_rng(s), 200, 0.1)).rhythm for s in range(20)] == [None] * 20
+
+
+def test_causes_are_named_where_evidence_supports_them() -> None:
+    times = np.full(200, 0.1)
+    times[0], times[6] = 5.0, 3.0
+    events = [
+        {"step": 0, "kind": "compiles", "value": 2},
+        {"step": 0, "kind": "optimizer_state", "value": 1000},
+        StepEvent(6, "data_wait_s", 2.8),
+    ]
+    found = analyze_steps(times, 10, events)
+    assert found.onset == 7
+    assert [(cause.start, cause.stop, cause.cause) for cause in found.causes] == [
+        (0, 1, "compile"),
+        (0, 1, "optimizer state"),
+        (6, 7, "data wait"),
+    ]
+    assert found.causes[0].evidence == "compiles 0 → 2 at step 0"
+    assert found.causes[2].evidence == "2.8 s of 2.9 s"
+
+
+def test_without_evidence_a_slow_start_is_unexplained() -> None:
+    times = np.full(100, 0.1)
+    times[:3] = 2.0
+    events = [StepEvent(50, "compiles", 1), *(StepEvent(step, "data_wait_s", 0.05) for step in range(100))]
+    for known in (None, events):
+        assert [(c.start, c.stop, c.cause, c.evidence) for c in analyze_steps(times, 1, known).causes] == [
+            (0, 3, "unexplained", "")
+        ]
+
+
+def test_a_counter_that_was_there_before_the_first_step_did_not_grow() -> None:
+    times = np.full(100, 0.1)
+    times[0] = 2.0
+    events = [StepEvent(-1, "compiles", 4), StepEvent(0, "compiles", 4)]
+    assert [cause.cause for cause in analyze_steps(times, 1, events).causes] == ["unexplained"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "events"),
+    [
+        ("data wait", [StepEvent(step, "data_wait_s", 0.06 if step >= 300 else 0.01) for step in range(500)]),
+        ("compile", [StepEvent(0, "compiles", 1), StepEvent(301, "compiles", 2)]),
+        ("allocator retries", [StepEvent(step, "alloc_retries", step - 299) for step in range(300, 500, 10)]),
+        ("resume", [StepEvent(300, "resume")]),
+        ("unexplained", [StepEvent(100, "compiles", 1), StepEvent(200, "resume")]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_late_slowdown_is_charged_to_what_began_with_it(cause: str, events: list[StepEvent]) -> None:
+    times = 0.1 * noise(np.random.default_rng(2), 500)
+    times[300:] += 0.06
+    found = analyze_steps(times, 1, events)
+    assert found.kind == "slowdown"
+    assert [(c.start, c.stop, c.cause) for c in found.causes] == [(300, 500, cause)]
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["wait grows", "wait stays"])
+def test_drift_is_charged_to_a_data_wait_that_grows_with_it(grows: bool) -> None:
+    more = 0.05 * np.arange(600) / 600
+    times = 0.1 * noise(np.random.default_rng(9), 600) + more
+    events = [StepEvent(step, "data_wait_s", 0.01 + (more[step] if grows else 0)) for step in range(600)]
+    found = analyze_steps(times, 1, events)
+    assert found.kind == "slowdown"
+    assert [(c.start, c.stop, c.cause) for c in found.causes] == [(0, 600, "data wait" if grows else "unexplained")]
+
+
+def test_spikes_are_charged_to_the_pauses_that_cover_them() -> None:
+    times = 0.1 * noise(np.random.default_rng(4), 400)
+    times[49::50] += 1.0
+    events = [StepEvent(step, "pause", 0.9, "checkpoint") for step in range(49, 400, 50)]
+    (cause,) = analyze_steps(times, 1, events).causes
+    assert (cause.cause, cause.evidence) == ("pause", "checkpoint: 7.2 s of 8.0 s")
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ([], "is empty"),
+        ([1.0, math.nan], r"times\[1\] = nan"),
+        ([1.0, 1.0, -0.5], r"times\[2\] = -0.5"),
+        ([math.inf], r"times\[0\] = inf"),
+        ([[1.0]], "shape"),
+        (["soon"], "numbers"),
+        (None, r"shape|numbers"),
+    ],
+)
+def test_bad_times_are_an_error_that_names_index_and_value(times: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        analyze_steps(times)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "events", "says"),
+    [
+        ([1, 2], None, "each of 40"),
+        (-1, None, r"tokens\[0\] = -1"),
+        ("many", None, "tokens"),
+        (1, [{"step": 3}], r"events\[0\]"),
+        (1, [{"step": 3, "kind": "weather", "value": 1}], "weather"),
+        (1, [StepEvent(40, "resume")], "steps 0 to 39"),
+        (1, [StepEvent(-1, "data_wait_s", 1)], "steps 0 to 39"),
+        (1, [StepEvent(1, "data_wait_s", math.nan)], "nan"),
+        (1, ["compiles"], r"events\[0\]"),
+    ],
+)
+def test_bad_tokens_and_events_are_errors_that_say_which(tokens: Any, events: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        analyze_steps(np.ones(40), tokens, events)
+
+
+def test_an_analysis_is_json_and_a_few_lines() -> None:
+    times = noise(np.random.default_rng(0), 400)
+    times[:4] *= 30
+    times[99::50] += 2
+    times[310:] *= 1.4
+    found = analyze_steps(times, 2048, [StepEvent(0, "compiles", 1)])
+    told = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (told["kind"], told["onset"]) == ("slowdown", 4)
+    assert told["changes"][0]["step"] == 310
+    assert told["spikes"][0]["period"] == 50
+    assert told["causes"][0]["cause"] == "compile"
+    assert "steady from step 4 on" in str(found)
+    assert "tokens/s (95 %:" in str(found)
+    assert len(str(found).splitlines()) <= 8
+    assert str(analyze_steps([1.0])) == "not enough steps: 1 steps in 1.0 s, too few to tell"
+
+
+def test_a_hundred_thousand_steps_with_events_are_analysed() -> None:
+    rng = np.random.default_rng(0)
+    times = noise(rng, 100_000, 0.05)
+    times[:12] *= 40
+    times[499::500] += 6
+    times[70_000:] *= 1.1
+    found = analyze_steps(times, 4096, [StepEvent(step, "data_wait_s", 0.01) for step in range(100_000)])
+    assert (found.kind, found.onset, found.rhythm) == ("slowdown", 12, None)
+    assert [abs(change.step - 70_000) <= 5 for change in found.changes] == [True]
+    assert found.spikes[0].period == 500
+
+
+seconds = st.floats(1e-6, 1e4, allow_subnormal=False) | st.sampled_from([0.0, 0.05, 1.0, 1.0, 1.1, 30.0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(seconds, min_size=1, max_size=150), st.integers(0, 1000) | st.none(), st.integers(-15, 15))
+def test_any_series_has_an_answer_that_does_not_depend_on_the_unit(
+    times: list[float], tokens: int | None, power: int
+) -> None:
+    found = analyze_steps(times, tokens)
+    json.dumps(found.as_dict(), allow_nan=False)
+    assert str(found)
+    assert found.onset is None or 0 <= found.onset < len(times)
+    assert (found.onset is None) == (found.kind in ("no steady state", "not enough steps"))
+    other = analyze_steps([2.0**power * value for value in times], tokens)
+    assert (other.kind, other.onset, other.rhythm) == (found.kind, found.onset, found.rhythm)
+    assert [group.steps for group in other.spikes] == [group.steps for group in found.spikes]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(MAKERS), st.integers(0, 2**32 - 1), st.floats(1e-4, 1e4))
+def test_times_in_another_unit_have_the_same_kind_and_onset(
+    make: Callable[[Generator], Case], seed: int, unit: float
+) -> None:
+    times = make(np.random.default_rng(seed)).times
+    found, other = analyze_steps(times), analyze_steps(unit * times)
+    assert (other.kind, other.onset) == (found.kind, found.onset)
+
+
+def progress(step: int, **fields: Any) -> dict[str, Any]:
+    return {"ts": 1e9 + step, "mono": 50.0 + step, "pid": 1, "rank": 0, "step": step, "msg": "progress", **fields}
+
+
+def test_heartbeat_lines_become_times_tokens_and_events() -> None:
+    lines = [
+        {"msg": "boot", "rank": 0, "step": 0, "resumed": True},
+        progress(1, dt_step_s=3.0, tokens=64, dt_fetch_s=2.5, compiles=1, loss="nan"),
+        {"msg": "beat", "rank": 0, "step": 1},
+        progress(2, dt_step_s=1.0, tokens=64, dt_fetch_last=0.1, compiles=1, paused={"eval": 4.0}),
+        progress(3, tokens=64, paused={"eval": 0.25}),
+    ]
+    times, tokens, events = from_progress(lines)
+    assert times == [3.0, 1.0, 0.75]
+    assert tokens == [64, 64, 64]
+    assert events == [
+        StepEvent(0, "resume"),
+        StepEvent(0, "compiles", 1),
+        StepEvent(0, "data_wait_s", 2.5),
+        StepEvent(1, "compiles", 1),
+        StepEvent(1, "data_wait_s", 0.1),
+        StepEvent(1, "pause", 4.0, "eval"),
+        StepEvent(2, "pause", 0.25, "eval"),
+    ]
+
+
+def test_a_heartbeat_is_analysed_with_its_causes() -> None:
+    lines = [
+        progress(step, dt_step_s=9.0 if step < 3 else 0.5, tokens=8, compiles=min(step, 2)) for step in range(1, 90)
+    ]
+    found = analyze_steps(*from_progress(lines))
+    assert (found.kind, found.onset, found.tokens_per_s) == ("warmup", 2, 16)
+    assert {cause.cause for cause in found.causes} == {"compile"}
+
+
+def test_a_heartbeat_that_begins_in_the_middle_of_a_run_shows_no_compilation() -> None:
+    lines = [progress(step, dt_step_s=9.0 if step == 700 else 0.5, compiles=2) for step in range(700, 800)]
+    found = analyze_steps(*from_progress(lines))
+    assert (found.onset, [cause.cause for cause in found.causes]) == (1, ["unexplained"])
+
+
+def test_lines_with_missing_and_strange_fields_are_read_as_far_as_they_go() -> None:
+    strange = [
+        {},
+        progress(1),
+        progress(2, dt_step_s="long", mono=None),
+        progress(3, dt_step_s=True, tokens=5, paused=3),
+    ]
+    assert from_progress(strange) == ([], None, [])
+    assert from_progress([progress(1, dt_step_s=1.0, tokens=4), progress(2, dt_step_s=1.0)])[:2] == ([1.0, 1.0], None)
+    with pytest.raises(ConfigError, match="ranks"):
+        from_progress([progress(1), progress(2) | {"rank": 1}])
+
+
+def watched(times: Any, **settings: Any) -> SteadyState | None:
+    """The first thing a watch reports, and that it reports it once."""
+    watch, reported = SteadyWatch(**settings), []
+    for dt in times:
+        state = watch.step(float(dt), tokens=10)
+        reported += [state] if state else []
+        assert watch.reached is (reported[0] if reported else None)
+    assert len(reported) <= 1
+    return reported[0] if reported else None
+
+
+ORDINARY = [flat, compile_steps, two_compile_bursts, late_slowdown, drift, gradient_accumulation]
+
+
+@pytest.mark.parametrize("make", ORDINARY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_watch_finds_the_steady_state_of_an_ordinary_run_within_thirty_steps(
+    make: Callable[[Generator], Case], seed: int
+) -> None:
+    case = make(np.random.default_rng([11, seed]))
+    state = watched(case.times)
+    assert state is not None
+    assert case.onset is not None
+    assert abs(state.onset - case.onset) <= 2
+    assert state.found_at - case.onset <= 32
+    assert state.analysis.tokens_per_s is not None
+
+
+@pytest.mark.parametrize("make", [slow_exponential_start, periodic_spikes, heavy_tails], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_watch_takes_a_little_longer_where_the_start_is_hard_to_tell(
+    make: Callable[[Generator], Case], seed: int
+) -> None:
+    case = make(np.random.default_rng([13, seed]))
+    state = watched(case.times[:200])
+    assert state is not None
+    assert case.onset is not None
+    assert abs(state.onset - case.onset) <= 10
+    assert state.found_at - case.onset <= 60
+
+
+def test_a_watch_reports_nothing_while_the_start_is_not_over() -> None:
+    assert watched(tiny_run(np.random.default_rng(0)).times) is None
+    assert watched((1 + 5 * np.exp(-np.arange(80) / 50)) * noise(np.random.default_rng(0), 80)) is None
+
+
+def test_a_watch_that_is_reopened_finds_the_next_steady_state_and_counts_steps_on() -> None:
+    watch = SteadyWatch(first_step=1000)
+    rng = np.random.default_rng(0)
+    states = []
+    for step in range(200):
+        if step == 100:
+            watch.reopen("recompilation")
+            assert watch.reached is None
+        slow = step < 5 or 100 <= step < 103
+        state = watch.step(rng.normal(1, 0.02) * (20 if slow else 1), compiles=2 if step >= 100 else 1)
+        states += [state] if state else []
+    assert watch.steps == 1200
+    assert [(state.onset, state.reason) for state in states] == [(1005, "start"), (1103, "recompilation")]
+    assert watch.reached is states[1]
+    assert states[1].analysis.causes[0].evidence == "compiles 1 → 2 at step 0"
+    event = states[1].as_event()
+    assert (event["at_step"], event["kind"], event["reason"]) == (1103, "warmup", "recompilation")
+    assert "tokens_per_s" not in event
+    json.dumps(event, allow_nan=False)
+
+
+def test_a_watch_finds_a_steady_state_after_many_steps_without_one() -> None:
+    rng = np.random.default_rng(1)
+    falling = np.geomspace(1e4, 1, 900) * rng.normal(1, 0.02, 900)
+    watch = SteadyWatch()
+    for dt in falling:
+        assert watch.step(dt, data_wait_s=0.0, compiles=3) is None
+    late = [state for _ in range(400) if (state := watch.step(rng.normal(1, 0.02), compiles=3))]
+    assert len(late) == 1
+    assert late[0].onset >= 850
+
+
+def test_a_watch_refuses_what_is_no_step() -> None:
+    watch = SteadyWatch()
+    for bad in (-1.0, math.nan, math.inf, "soon", None):
+        with pytest.raises(ConfigError, match="of step 0"):
+            watch.step(bad)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="weather"):
+        watch.step(1.0, weather=3)
+    assert watch.steps == 0
+
+
+def test_a_watch_takes_every_kind_of_evidence() -> None:
+    watch, state = SteadyWatch(), None
+    for step in range(40):
+        state = state or watch.step(
+            5.0 if step == 0 else 0.1,
+            pause={"eval": 4.5} if step == 0 else None,
+            resume=step == 0,
+            optimizer_state=100 if step else 0,
+            alloc_retries=0,
+            data_wait_s=0.01,
+        )
+    assert state is not None
+    assert [cause.cause for cause in state.analysis.causes] == ["pause", "resume"]
