@@ -600,7 +600,8 @@ class SimulatedEvent:
         self.marked, self.at = True, self.cuda.ticks
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        assert self.marked and end.marked, "in CUDA this would be an error"
+        assert self.marked, "in CUDA this would be an error"
+        assert end.marked
         return float(end.at - self.at)
 
     def query(self) -> bool:

@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from penstock import AsyncDataLoader, ConfigError, NoData, Remote, SyntheticDataset, TextDataset, TokenFileDataset
 from penstock.cli.doctor import doctor
 from penstock.config import cache_dir
-from penstock.doctor import Diagnosis, examine
-from penstock.doctor_flow import drain
+from penstock.doctor.examine import Diagnosis, examine
+from penstock.doctor.flow import drain
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import PenstockError
 from penstock.testing import Fault, FileServer, HubServer

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from penstock.cli.health import health
 from penstock.errors import ConfigError
 from penstock.watch.health import HealthGate, Limits, Verdict, judge
-from penstock.watch.heartbeat_line import encode, iso
+from penstock.watch.line import encode, iso
 
 STEP_S = 0.5
 TOKENS = 4096

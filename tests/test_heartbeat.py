@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, NoData
 from penstock.feed.beat import Heartbeat
 from penstock.watch.health import Limits
 from penstock.watch.heartbeat import Tail, expand, parts, read_heartbeat
-from penstock.watch.heartbeat_line import MAX_LINE_BYTES, decode, encode
+from penstock.watch.line import MAX_LINE_BYTES, decode, encode
 
 FIRST = ("ts", "iso", "mono", "pid", "rank", "step", "msg")
 LONG_S = 60.0

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from penstock.errors import ConfigError, MissingExtra
 from penstock.feed.beat import Heartbeat
+from penstock.watch.exports.table import MAX_REASONS
 from penstock.watch.metrics import (
     METRICS,
     MetricsServer,
@@ -31,7 +32,6 @@ from penstock.watch.metrics import (
     titan_names,
     wandb_hook,
 )
-from penstock.watch.metrics_table import MAX_REASONS
 from tests.recorded import Recording, lines
 
 PAGE = Path(__file__).parent.parent / "docs" / "watching.md"
@@ -316,7 +316,7 @@ def test_two_servers_in_a_process_do_not_meet() -> None:
 def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.watch.metrics_server.CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("penstock.watch.exports.server.CLIENT_TIMEOUT_S", 0.2)
     told = threading.Event()
 
     class Heard(logging.Handler):

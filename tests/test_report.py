@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from penstock.cli.report import report as command
 from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
+from penstock.watch.page.page import embedded, text
+from penstock.watch.page.run import read_run
+from penstock.watch.page.series import POINTS, drawn, stretches, thinned
 from penstock.watch.report import Report, compare, report
-from penstock.watch.report_page import embedded, text
-from penstock.watch.report_run import read_run
-from penstock.watch.report_series import POINTS, drawn, stretches, thinned
 from tests.recorded import Recording, lines, write_run
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!--]]>\u2028\x1b[31m"

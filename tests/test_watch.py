@@ -31,9 +31,9 @@ from rich.console import Console
 from penstock.cli.watch import _count
 from penstock.errors import ConfigError
 from penstock.watch.live import RunView
-from penstock.watch.live_follow import Follower
-from penstock.watch.live_plain import plain, rate, span
-from penstock.watch.live_screen import Look, screen
+from penstock.watch.view.follow import Follower
+from penstock.watch.view.plain import plain, rate, span
+from penstock.watch.view.screen import Look, screen
 from tests.recorded import Recording, lines, write_run
 
 COMMAND = (sys.executable, "-m", "penstock.cli.main", "watch")
@@ -427,7 +427,7 @@ def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
 
 
 def test_files_that_come_later_are_picked_up_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.watch.live_follow.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.watch.view.follow.LOOK_S", 0.0)
     with Follower([tmp_path / "run"]) as follower:
         assert follower.poll() == []
         assert "waiting for" in follower.notes()[0]

@@ -13,9 +13,9 @@ import typer
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.doctor import Diagnosis
-    from penstock.doctor_trial import Alone
-    from penstock.doctor_what_if import WhatIf
+    from penstock.doctor.examine import Diagnosis
+    from penstock.doctor.trial import Alone
+    from penstock.doctor.what_if import WhatIf
 
 UNREADABLE = 2
 FILES = (".toml", ".json", ".jsonc")
@@ -49,7 +49,7 @@ def doctor(
     Exit code 0: it can feed N tokens a second with a data wait below 5 %, or no N was given. 1: it cannot.
     2: the data cannot be read, or the arguments do not fit. The token cache is neither read nor written.
     """
-    from penstock.doctor import examine
+    from penstock.doctor.examine import examine
 
     said: dict[str, Any] = {
         "tokenizer": tokenizer, "seq_len": seq_len, "packing": packing, "text_field": text_field, "config": config,

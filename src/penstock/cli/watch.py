@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.watch.live import RunView
-    from penstock.watch.live_follow import Follower
-    from penstock.watch.live_screen import Look
     from penstock.watch.metrics import MetricsServer
+    from penstock.watch.view.follow import Follower
+    from penstock.watch.view.screen import Look
 
 ON_TERMINAL_S, IN_LOG_S = 0.5, 10.0
 POLL_S = 0.5
@@ -64,7 +64,7 @@ def watch(
     """
     from penstock.watch.heartbeat import FOLDER, PATTERN
     from penstock.watch.live import RunView
-    from penstock.watch.live_follow import Follower
+    from penstock.watch.view.follow import Follower
 
     if once and (until_end or metrics_port is not None):
         raise ConfigError("--once ends at once: it goes neither with --until-end nor with --metrics-port")
@@ -132,14 +132,14 @@ def _once(follower: Follower, view: RunView, rank: int | None) -> None:
 
 def _draw(follower: Follower, view: RunView, rank: int | None) -> None:
     """How it stands, to stay on the screen."""
-    from penstock.watch.live_screen import screen
+    from penstock.watch.view.screen import screen
 
     console = _console()
     console.print(screen(view, time.time(), _look(console, follower, view, rank)))
 
 
 def _look(console: Console, follower: Follower, view: RunView, rank: int | None) -> Look:
-    from penstock.watch.live_screen import Look
+    from penstock.watch.view.screen import Look
 
     notes = follower.notes()
     if rank is not None and view.ranks and rank not in view.ranks:
@@ -168,7 +168,7 @@ class _Screen:
         self._live.__exit__(None, None, None)
 
     def show(self) -> None:
-        from penstock.watch.live_screen import screen
+        from penstock.watch.view.screen import screen
 
         look = _look(self._console, self._follower, self._view, self._rank)
         self._live.update(screen(self._view, time.time(), look), refresh=True)
@@ -189,7 +189,7 @@ class _Log:
         return
 
     def show(self) -> None:
-        from penstock.watch.live_plain import event_line, plain
+        from penstock.watch.view.plain import event_line, plain
 
         notes = self._follower.notes()
         if notes != self._said:  # said when it changes, not every time

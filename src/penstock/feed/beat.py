@@ -25,7 +25,7 @@ from penstock.feed.beat_thread import Beating, Observed, Said
 from penstock.feed.beat_values import compile_count, keep_value
 from penstock.types import KiB, MiB
 from penstock.watch.heartbeat import FOLDER
-from penstock.watch.heartbeat_line import file_name
+from penstock.watch.line import file_name
 
 if TYPE_CHECKING:
     from penstock.watch.health import HealthGate, Limits

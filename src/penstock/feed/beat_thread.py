@@ -24,7 +24,7 @@ from penstock.feed.beat_file import BeatFile
 from penstock.feed.beat_hooks import Hook, Hooks
 from penstock.feed.beat_values import Late, device_bytes, keep_value, resident_bytes, settle, versions
 from penstock.types import MiB
-from penstock.watch.heartbeat_line import Line, as_line, encode, iso
+from penstock.watch.line import Line, as_line, encode, iso
 
 if TYPE_CHECKING:
     from penstock.watch.health import HealthGate

@@ -160,7 +160,7 @@ class HeldFile:
     def read(self, start: int, length: int) -> bytes | memoryview:
         """A view where that will do: a copy would be made with the GIL held."""
         at = start - self._start
-        if 0 <= at and at + length <= len(self._held):
+        if at >= 0 and at + length <= len(self._held):
             return self._held[at : at + length]
         return self._file.read(start, length)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.errors import NoData
 from penstock.types import MiB
-from penstock.watch.heartbeat_line import MAX_LINE_BYTES, Line, decode
+from penstock.watch.line import MAX_LINE_BYTES, Line, decode
 
 FOLDER = Path("artifacts/train_showcase")
 """Where a run writes its heartbeats, unless told otherwise."""

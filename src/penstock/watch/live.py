@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.watch.attribution import band
-from penstock.watch.live_fields import finite, kind, mapping, text, whole
-from penstock.watch.live_rank import RankView
+from penstock.watch.view.fields import finite, kind, mapping, text, whole
+from penstock.watch.view.rank import RankView
 
 EVENTS = 64
 """Events kept; a terminal shows a dozen."""

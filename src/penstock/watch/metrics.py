@@ -8,9 +8,9 @@ State: see there.
 
 from __future__ import annotations
 
-from penstock.watch.metrics_hooks import Hook, TensorBoardHook, tensorboard, titan_names, wandb_hook
-from penstock.watch.metrics_server import MetricsServer, serve
-from penstock.watch.metrics_table import METRICS, Metric, Readings, Sample, flatten
+from penstock.watch.exports.hooks import Hook, TensorBoardHook, tensorboard, titan_names, wandb_hook
+from penstock.watch.exports.server import MetricsServer, serve
+from penstock.watch.exports.table import METRICS, Metric, Readings, Sample, flatten
 
 __all__ = [
     "METRICS",

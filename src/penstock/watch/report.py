@@ -15,12 +15,12 @@ from typing import Any
 
 from penstock.config import write_atomically
 from penstock.errors import PenstockError
-from penstock.watch.report_compare import compare_body, compare_figures, compare_numbers, compare_summary
-from penstock.watch.report_numbers import RankNumbers, RunNumbers, run_numbers
-from penstock.watch.report_page import card, page, plot, text
-from penstock.watch.report_plots import rank_figures, ranks_figure
-from penstock.watch.report_run import Run, read_run
-from penstock.watch.report_tables import (
+from penstock.watch.page.compare import compare_body, compare_figures, compare_numbers, compare_summary
+from penstock.watch.page.numbers import RankNumbers, RunNumbers, run_numbers
+from penstock.watch.page.page import card, page, plot, text
+from penstock.watch.page.plots import rank_figures, ranks_figure
+from penstock.watch.page.run import Run, read_run
+from penstock.watch.page.tables import (
     cause_list,
     event_table,
     file_table,
@@ -30,8 +30,8 @@ from penstock.watch.report_tables import (
     stage_table,
     verdict,
 )
-from penstock.watch.report_units import percent, printable
-from penstock.watch.report_words import Words, words
+from penstock.watch.page.units import percent, printable
+from penstock.watch.page.words import Words, words
 
 MOST_RANKS = 8
 """Ranks whose plots are in the page: those that wait most, and rank 0. All are in the table."""

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.watch.steady_analysis import BURST_GAP, LEAST_STEPS, analyze_steps
-from penstock.watch.steady_input import BEFORE, COUNTERS, LONGEST_STEP_S, StepEvent, evidence_of_step, from_progress
-from penstock.watch.steady_result import Cause, Change, StepAnalysis
-from penstock.watch.steady_spikes import SpikeGroup
+from penstock.watch.steps.analysis import BURST_GAP, LEAST_STEPS, analyze_steps
+from penstock.watch.steps.input import BEFORE, COUNTERS, LONGEST_STEP_S, StepEvent, evidence_of_step, from_progress
+from penstock.watch.steps.result import Cause, Change, StepAnalysis
+from penstock.watch.steps.spikes import SpikeGroup
 
 __all__ = [
     "Cause",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.watch.steady_spikes import SpikeGroup
+from penstock.watch.steps.spikes import SpikeGroup
 
 Kind = Literal["flat", "warmup", "slowdown", "no steady state", "not enough steps"]
 UNEXPLAINED = "unexplained"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.watch.report_run import Column, RankRun, Session
+from penstock.watch.page.run import Column, RankRun, Session
 
 POINTS = 1600
 """Of one line. More than a screen has pixels costs bytes and shows nothing."""

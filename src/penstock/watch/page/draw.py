@@ -14,7 +14,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from penstock.watch.report_series import packed
+from penstock.watch.page.series import packed
 
 Figure = dict[str, Any]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import current_shard, whole_number
 from penstock.errors import ConfigError, MissingExtra
-from penstock.watch.metrics_table import METRICS, Readings
+from penstock.watch.exports.table import METRICS, Readings
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.dataset import TextDataset
-from penstock.doctor_flow import Flow, drain, together
-from penstock.doctor_trial import Alone
+from penstock.doctor.flow import Flow, drain, together
+from penstock.doctor.trial import Alone
 from penstock.errors import ConfigError
 from penstock.loader import AsyncDataLoader
 from penstock.order.shuffle import I64

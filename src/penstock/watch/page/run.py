@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, NoData
 from penstock.watch.heartbeat import expand, read_heartbeat
-from penstock.watch.steady_input import LONGEST_STEP_S
+from penstock.watch.steps.input import LONGEST_STEP_S
 
 Column = npt.NDArray[np.float64]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.watch.report_numbers import RankNumbers, RunNumbers
-from penstock.watch.report_units import count, percent, seconds
+from penstock.watch.page.numbers import RankNumbers, RunNumbers
+from penstock.watch.page.units import count, percent, seconds
 
 MATTERS_PCT = 5.0
 """A change of a run's speed that is worth a warning."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.watch.steady_input import Floats
+from penstock.watch.steps.input import Floats
 
 LEAST_SPIKE = 0.3
 """A spike takes at least 30 % longer than the steps around it."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.watch.report_numbers import RunNumbers
-from penstock.watch.report_page import Cell, card, facts, prose, table, text, warnings
-from penstock.watch.report_run import STAGES, Event, RankRun, Run, number, numbers
-from penstock.watch.report_units import count, percent, seconds, size, when
-from penstock.watch.report_words import Words
+from penstock.watch.page.numbers import RunNumbers
+from penstock.watch.page.page import Cell, card, facts, prose, table, text, warnings
+from penstock.watch.page.run import STAGES, Event, RankRun, Run, number, numbers
+from penstock.watch.page.units import count, percent, seconds, size, when
+from penstock.watch.page.words import Words
 
 MOST_ROWS = 30
 """Events of one kind that are listed from the beginning, and as many from the end."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.watch.heartbeat import Tail, expand
-from penstock.watch.heartbeat_line import Line
-from penstock.watch.live_fields import text
+from penstock.watch.line import Line
+from penstock.watch.view.fields import text
 
 LOOK_S = 2.0
 """How often new files are looked for; a listing may be slow on a shared disk."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from penstock.config import available_cores, one_of
 from penstock.dataset import TextDataset
-from penstock.doctor_advice import Recommended, Setup, recommend
-from penstock.doctor_flow import Flow, drain
-from penstock.doctor_trial import Alone, Trial
-from penstock.doctor_what_if import Question, WhatIf, ask, with_cache
+from penstock.doctor.advice import Recommended, Setup, recommend
+from penstock.doctor.flow import Flow, drain
+from penstock.doctor.trial import Alone, Trial
+from penstock.doctor.what_if import Question, WhatIf, ask, with_cache
 from penstock.errors import ConfigError
 from penstock.loader import AsyncDataLoader
 from penstock.types import Shard

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.watch import steady_causes as causes
-from penstock.watch.steady_input import Evidence, Floats, StepEvent, gather, step_times, step_tokens
-from penstock.watch.steady_levels import (
+from penstock.watch.steps import causes
+from penstock.watch.steps.input import Evidence, Floats, StepEvent, gather, step_times, step_tokens
+from penstock.watch.steps.levels import (
     LEAST_CHANGE,
     above_all,
     changes,
@@ -33,8 +33,8 @@ from penstock.watch.steady_levels import (
     running_median,
     trend,
 )
-from penstock.watch.steady_result import Cause, Change, Kind, StepAnalysis
-from penstock.watch.steady_spikes import SpikeGroup, at_places, groups, slow_steps, trains
+from penstock.watch.steps.result import Cause, Change, Kind, StepAnalysis
+from penstock.watch.steps.spikes import SpikeGroup, at_places, groups, slow_steps, trains
 
 LEAST_STEPS = 30
 """With fewer, head and tail cannot be told apart: the honest answer is that there are not enough."""

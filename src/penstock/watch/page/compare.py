@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.watch.report_draw import Figure, figure, layout, line
-from penstock.watch.report_numbers import RunNumbers
-from penstock.watch.report_page import card, facts, plot, prose, table, text, warnings
-from penstock.watch.report_plots import wide_range
-from penstock.watch.report_run import STAGES, Column, Run
-from penstock.watch.report_series import medians
-from penstock.watch.report_tables import flat
-from penstock.watch.report_units import count, percent, printable, seconds
-from penstock.watch.report_words import Words, headline
+from penstock.watch.page.draw import Figure, figure, layout, line
+from penstock.watch.page.numbers import RunNumbers
+from penstock.watch.page.page import card, facts, plot, prose, table, text, warnings
+from penstock.watch.page.plots import wide_range
+from penstock.watch.page.run import STAGES, Column, Run
+from penstock.watch.page.series import medians
+from penstock.watch.page.tables import flat
+from penstock.watch.page.units import count, percent, printable, seconds
+from penstock.watch.page.words import Words, headline
 
 Pair = tuple[RunNumbers, RunNumbers]
 BINS = 80

@@ -21,7 +21,7 @@ from importlib.resources import files
 from typing import Any
 
 from penstock.errors import MissingExtra
-from penstock.watch.report_units import printable
+from penstock.watch.page.units import printable
 
 EARLY = 'document.documentElement.dataset.theme=matchMedia("(prefers-color-scheme: dark)").matches?"dark":"light"'
 """Runs before anything is painted, so that a dark page does not begin with a white flash."""
@@ -32,7 +32,7 @@ LONGEST_TEXT = 600
 
 def page(title: str, about: str, body: str, figures: Mapping[str, Any]) -> str:
     """The whole file. `body` is HTML; everything else is text."""
-    drawing = _part("report_page.js")
+    drawing = _part("page.js")
     plotly = _plotly()
     scripts = " ".join(f"'sha256-{_fingerprint(script)}'" for script in (EARLY, plotly, drawing))
     policy = (
@@ -49,7 +49,7 @@ def page(title: str, about: str, body: str, figures: Mapping[str, Any]) -> str:
 <title>{text(title)}</title>
 <link rel="icon" href="data:,">
 <script>{EARLY}</script>
-<style>{_part("report_page.css")}</style>
+<style>{_part("page.css")}</style>
 </head>
 <body>
 <div class="page">
@@ -151,7 +151,7 @@ def card(content: str, kind: str = "") -> str:
 
 
 def _part(name: str) -> str:
-    return files("penstock.watch").joinpath(name).read_text(encoding="utf-8")
+    return files("penstock.watch.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _plotly() -> str:

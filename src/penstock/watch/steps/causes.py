@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from penstock.watch.steady_input import Evidence, Floats
-from penstock.watch.steady_result import UNEXPLAINED, Cause, seconds
-from penstock.watch.steady_spikes import SpikeGroup
+from penstock.watch.steps.input import Evidence, Floats
+from penstock.watch.steps.result import UNEXPLAINED, Cause, seconds
+from penstock.watch.steps.spikes import SpikeGroup
 
 EXPLAINS = 0.5
 """Waits and pauses must make up at least half of what a range took too long."""

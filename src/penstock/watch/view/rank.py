@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.watch.live_fields import finite, kind, mapping, number, text, whole
 from penstock.watch.spans import RANKS, STAGES
+from penstock.watch.view.fields import finite, kind, mapping, number, text, whole
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch

@@ -13,7 +13,7 @@ import time
 
 from penstock.watch.attribution import band
 from penstock.watch.live import Event, Progress, RunView
-from penstock.watch.live_rank import RankView
+from penstock.watch.view.rank import RankView
 
 
 def plain(view: RunView, now: float, rank: int | None = None) -> list[str]:

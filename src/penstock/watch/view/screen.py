@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from penstock.watch.attribution import band
 from penstock.watch.live import RunView
-from penstock.watch.live_plain import clock, loss, progress_line, queue, ranks, rate, span
-from penstock.watch.live_rank import STUCK_S, RankView
+from penstock.watch.view.plain import clock, loss, progress_line, queue, ranks, rate, span
+from penstock.watch.view.rank import STUCK_S, RankView
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from penstock.watch.steady_input import Floats
+from penstock.watch.steps.input import Floats
 
 LONGEST_RHYTHM = 8
 """A pattern of at most so many steps is how the run works (gradient accumulation), not an exception to it."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from penstock.watch.attribution import band
-from penstock.watch.report_run import Column, RankRun, Run, Session, nan_to, number
-from penstock.watch.report_units import when
+from penstock.watch.page.run import Column, RankRun, Run, Session, nan_to, number
+from penstock.watch.page.units import when
 from penstock.watch.steady import StepAnalysis, StepEvent, analyze_steps
 
 VERSION = 1

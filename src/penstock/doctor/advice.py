@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config import default_workers
-from penstock.doctor_trial import Alone
+from penstock.doctor.trial import Alone
 from penstock.types import MiB
 
 SPARE = 1.2

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.watch.report_draw import Figure, figure, layout, line, note, safe, upright
-from penstock.watch.report_numbers import RankNumbers, RunNumbers
-from penstock.watch.report_run import STAGES, Column, Event, RankRun, Session, number, numbers
-from penstock.watch.report_series import drawn, medians, packed, stretches
-from penstock.watch.report_units import count, percent, seconds
+from penstock.watch.page.draw import Figure, figure, layout, line, note, safe, upright
+from penstock.watch.page.numbers import RankNumbers, RunNumbers
+from penstock.watch.page.run import STAGES, Column, Event, RankRun, Session, number, numbers
+from penstock.watch.page.series import drawn, medians, packed, stretches
+from penstock.watch.page.units import count, percent, seconds
 
 MOST_MARKS = 60
 """Spikes, stalls or pauses that are marked in one plot."""

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from penstock.watch.live_fields import kind, number, whole
 from penstock.watch.spans import RANKS, STAGES
+from penstock.watch.view.fields import kind, number, whole
 
 PREFIX = "penstock_"
 OTHER = "other"

@@ -1,0 +1,1 @@
+"""`penstock doctor`: each stage tried alone, then all of it."""

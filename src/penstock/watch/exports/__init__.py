@@ -1,0 +1,1 @@
+"""The parts of `watch.metrics`: names, Prometheus, TensorBoard and the like."""

@@ -1,0 +1,1 @@
+"""The parts of `watch.report`: what is on the page."""

@@ -1,0 +1,1 @@
+"""The parts of `watch.steady`: how steps are analysed."""

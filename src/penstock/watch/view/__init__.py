@@ -1,0 +1,1 @@
+"""The parts of `watch.live`: what the terminal shows."""
