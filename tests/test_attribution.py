@@ -212,9 +212,15 @@ def trail(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> Tra
     return made
 
 
+def track_of(segments: list[Segment]) -> Track:
+    track = Track()
+    track.recent.extend(segments)
+    return track
+
+
 def test_while_work_waits_for_a_worker_what_that_worker_does_is_to_blame() -> None:
     chunk = trail(4.0, Segment(4, 5, "decode"), Segment(5, 6, "tokenize"), before=(Segment(0, 4, "tokenize"),))
-    found = charge([Segment(1, 6, WAIT, chunk)], 1, 6)
+    found = charge(track_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
     assert found.seconds == {"tokenize": 4.0, "decode": 1.0}
 
 
@@ -223,9 +229,23 @@ def test_a_wait_for_a_wait_is_followed_to_its_end() -> None:
     chunk = trail(0, Segment(0, 7, WAIT, fetched), Segment(7, 8, "decode"))
     producer = Track("penstock-producer")
     producer.recent.extend([Segment(0, 8, WAIT, chunk), Segment(8, 9, "pack"), Segment(9, 10, "batch")])
-    found = charge([Segment(0, 10, WAIT, producer)], 0, 10)
+    found = charge(track_of([Segment(0, 10, WAIT, producer)]), 0, 10)
     assert found.seconds == {"fetch": 7.0, "decode": 1.0, "pack": 1.0, "batch": 1.0}
     assert found.worst() == ("fetch", "a.parquet")
+
+
+def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
+    packing = track_of([Segment(0, 10, "pack", cpu=2.0)])
+    busy = [track_of([Segment(-5, 15, "tokenize", cpu=19.0)]), track_of([Segment(0, 10, "tokenize", cpu=9.0)])]
+    found = charge(packing, 0, 10, tracks=[packing, *busy], cores=2)
+    # The others had 18.5 of 20 seconds of a core, and it had 2: the 8 that it lacked were theirs.
+    assert found.seconds == pytest.approx({"pack": 2.0, "tokenize": 8.0})
+
+
+def test_a_thread_that_sleeps_while_a_core_is_free_is_to_blame_itself() -> None:
+    packing = track_of([Segment(0, 10, "pack", cpu=0.1)])
+    busy = [track_of([Segment(0, 10, "tokenize", cpu=9.0)]), track_of([Segment(0, 10, "decode", cpu=0.5)])]
+    assert charge(packing, 0, 10, tracks=[packing, *busy], cores=2).seconds == {"pack": 10.0}
 
 
 stages = st.sampled_from([*STAGES, OUT, IDLE, RANKS])
@@ -242,13 +262,19 @@ def timelines(draw: Any, depth: int = 3) -> list[Segment]:
             what = trail(draw(st.floats(-1, 4)), *done, before=tuple(draw(timelines(0))))
             made.append(Segment(begin, at, WAIT, what))
         else:
-            made.append(Segment(begin, at, draw(stages)))
+            made.append(Segment(begin, at, draw(stages), cpu=draw(st.floats(0, 1)) * (at - begin)))
     return made
 
 
-@given(segments=timelines(), begin=st.floats(-1, 3), length=st.floats(0, 8))
-def test_all_of_a_wait_is_charged_and_no_more(segments: list[Segment], begin: float, length: float) -> None:
-    found = charge(segments, begin, begin + length)
+@given(
+    segments=timelines(), begin=st.floats(-1, 3), length=st.floats(0, 8), busy=st.lists(timelines(0), max_size=4),
+    cores=st.integers(1, 3),
+)  # fmt: skip
+def test_all_of_a_wait_is_charged_and_no_more(
+    segments: list[Segment], begin: float, length: float, busy: list[list[Segment]], cores: int
+) -> None:
+    others = [track_of(other) for other in busy]
+    found = charge(track_of(segments), begin, begin + length, tracks=others, cores=cores)
     assert sum(found.seconds.values()) == pytest.approx(length, abs=1e-6)
     assert set(found.seconds) <= {*STAGES, RANKS}
     assert all(seconds >= -1e-9 for seconds in found.seconds.values())

@@ -70,6 +70,8 @@ NAMES = [
     ("batch_size", 32, None, "batch_size", "batch_size"),
     ("learning_rate", 0.25, None, "learning_rate", "learning_rate"),
     ("epochs", 10, None, "num_epochs", "num_epochs"),
+    ("telemetry", False, None, "telemetry", "telemetry"),
+    ("autotune", True, None, "autotune", "autotune"),
 ]
 BY_SETTING = [row[0] for row in NAMES]
 
@@ -315,7 +317,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(write: Write) -> None:
     refused("environment PENSTOCK_CACHE_DIR: unknown; .* PENSTOCK_CACHE$", environment={"PENSTOCK_CACHE_DIR": ""})
     refused("environment NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
     refused("command line --shufle: unknown; .* shuffle$", overrides={"shufle": True})
-    refused("zzz: unknown; known are batch_size, cpus, ", overrides={"zzz": True})
+    refused("zzz: unknown; known are autotune, batch_size, cpus, ", overrides={"zzz": True})
 
 
 def test_a_name_of_another_dialect_is_translated(write: Write) -> None:
@@ -459,6 +461,8 @@ ANY_SETTINGS = st.builds(
     output=st.sampled_from(["auto", "torch", "numpy"]),
     memory_limit=st.integers(1, 1 << 50) | st.integers(1, 999).map(lambda n: n << 20),
     pad=_maybe(st.integers(0, 99)),
+    telemetry=st.booleans(),
+    autotune=st.booleans(),
 )
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 
@@ -533,6 +537,23 @@ def test_a_loader_is_built_from_file_environment_and_arguments(write: Write, mon
     assert (arguments["batch_size"], arguments["seed"], arguments["prefetch_size"]) == (2, 4, 3)
     assert (arguments["n_workers"], arguments["preprocess"]) == (2, sentinel)
     assert build(path, sentinel)[0] is sentinel
+
+
+def test_a_loader_may_be_tuned_and_not_measured_by_settings(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import AsyncDataLoader, Telemetry
+
+    own = Telemetry(stall_s=7)
+    path = write("a.toml", toml("loader", batch_size=2, autotune=True) + toml("data", kind="synthetic", num_samples=5))
+    with AsyncDataLoader.from_config(path, telemetry=own) as loader:
+        assert loader.telemetry is own
+        assert loader._tuner is not None
+    monkeypatch.setenv("PENSTOCK_AUTOTUNE", "off")
+    assert AsyncDataLoader.from_config(path, telemetry="off").telemetry.on is False
+    monkeypatch.setenv("PENSTOCK_AUTOTUNE", "on")
+    with pytest.raises(ConfigError, match="autotune=True follows what is measured: it needs telemetry=True"):
+        AsyncDataLoader.from_config(path, telemetry=False)
+    with pytest.raises(ConfigError, match="argument telemetry = 3.5: needs on or off"):
+        AsyncDataLoader.from_config(path, telemetry=3.5)
 
 
 def test_a_loader_without_data_says_what_is_missing(write: Write) -> None:

@@ -227,9 +227,7 @@ class AsyncDataLoader:
         return None if cargo is None else cargo.batch
 
     def _interrupted(self) -> bool:
-        return (self._pipeline is not None and self._pipeline.interrupted) or (
-            self._feed is not None and self._feed.interrupted
-        )
+        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed))
 
     # Starting and stopping
 
@@ -295,8 +293,9 @@ class AsyncDataLoader:
             if self._pipeline is not None:
                 self._finalizer.detach()
                 self._tally.keep(self._pipeline)
-                self._pipeline.close()
-                self._pipeline = None
+                if self._pipeline.close():
+                    self.telemetry.clock.fold()
+                self._pipeline = self._tuner = None
             self._position = None
 
     def __enter__(self) -> Self:

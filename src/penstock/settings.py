@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 from penstock.recipe import DataTable, build_dataset, read_data
 from penstock.types import GiB
 from penstock.values import Kind, Said, byte_size, choice, cpu_list, device_name, flag, number, or_none, or_word, whole
+from penstock.watch.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -107,6 +108,11 @@ class Settings:
     """Bytes that read-ahead and queue may take. More read further ahead."""
     pad: int | None = _setting(None, or_none(whole(0)))
     """The id that fills samples up to the longest of their batch; None: samples must be equally long."""
+    telemetry: bool = _setting(True, flag())
+    """Whether it is measured where time goes. Costs some microseconds a step."""
+    autotune: bool = _setting(False, flag())
+    """Whether workers, read-ahead, requests in flight and queue follow what is measured, within the cores and
+    `memory_limit`. Costs a slower few seconds whenever something is tried that does not help. Never changes the stream."""
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
@@ -226,6 +232,8 @@ def build(
     """
     given = dict(overrides or {})
     passed_on = {name: given.pop(name) for name in PASSED_ON if name in given}
+    if isinstance(given.get("telemetry"), Telemetry):  # on, and one of the caller's own
+        passed_on["telemetry"] = given.pop("telemetry")
     resolved = load(path, overrides=given, origin="argument {}")
     arguments = loader_arguments(resolved.settings) | passed_on
     if dataset is None:

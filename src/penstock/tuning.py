@@ -40,7 +40,7 @@ def knobs(pool: Pool, queue: Prefetcher[Any], lanes: Any, run: Run, *, cores: in
                 lambda: 1 if lanes.tight else FETCHES,
                 frozenset({"fetch"}),
                 wanted=_Littles(lanes),
-            )  # fmt: skip
+            )
         )
     # Files that are read forwards keep what their workers need, for as many of them as there were.
     if hasattr(pool, "resize") and not getattr(lanes, "forward", False):

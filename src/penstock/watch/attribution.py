@@ -7,11 +7,13 @@ State: none.
 
 A wait is followed backwards: the trainer waits for the producer; what the producer did meanwhile is to blame,
 and where that waited for a chunk, what was done for that chunk is; while the chunk waited for a worker, what
-that worker did instead is. So a stage is charged only for time in which it was busy and somebody waited for it.
+that worker did instead is. A thread that could have gone on and had no core is charged to those who had them.
+So a stage is charged only for time in which it was busy and somebody waited for it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,10 @@ from penstock.watch.spans import IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track,
 
 BANDS = ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"), (float("inf"), "poor"))
 """Below which share of the time spent waiting for data a run is called what."""
+COMPUTED = frozenset({"decode", "tokenize", "pack", "batch"})
+"""Stages that need a core for as long as they last. A fetch waits for others, and a copy for a device."""
+STARVED_S = 100e-6
+"""A thread that waited for a core for less than that is not worth the question who had it."""
 DEEPEST = 16
 """Waits for waits that are followed. There are four in the longest chain that a loader makes."""
 
@@ -49,14 +55,69 @@ class Charges:
         return stage, self._longest.get(stage, (0.0, None))[1]
 
 
-def charge(segments: Sequence[Segment], begin: float, end: float, default: str = "batch") -> Charges:
-    """Charge the time from `begin` to `end` to stages, by what a thread did then. All of it is charged."""
-    charges = Charges()
-    _charge(segments, begin, end, default, charges, 0)
-    return charges
+def charge(
+    track: Track, begin: float, end: float, *, default: str = "batch", tracks: Sequence[Track] = (), cores: int = 1
+) -> Charges:
+    """Charge the time from `begin` to `end` to stages, by what a thread did then. All of it is charged.
+
+    `tracks` are those of all threads, which share so many `cores`: a thread that waits for one of these is
+    waiting for whoever has them.
+    """
+    scene = _Scene(begin, end, tracks, cores)
+    _charge(_from(track.segments(), begin), track, begin, end, default, scene, 0)
+    return scene.charges
 
 
-def _charge(segments: Iterable[Segment], begin: float, end: float, default: str, charges: Charges, depth: int) -> None:
+class _Scene:
+    """What is looked at while one wait is charged."""
+
+    def __init__(self, begin: float, end: float, tracks: Sequence[Track], cores: int) -> None:
+        self.charges = Charges()
+        self._cores = cores
+        self._tracks = tracks if cores < len(tracks) else ()
+        self._begin = begin
+        self._busy: list[tuple[Track, list[Segment]]] | None = None
+
+    def starved(self, own: Track | None, lo: float, hi: float, cpu: float) -> float:
+        """Charge what of this time a thread waited for a core to those who had them. Gives how much that was."""
+        idle = hi - lo - cpu
+        if idle < STARVED_S or not self._tracks:
+            return 0.0
+        had: dict[str, float] = {}
+        for track, segments in self._others():
+            if track is own:
+                continue
+            for s in segments:
+                length = s.end - s.begin
+                if s.begin < hi and s.end > lo and length > 0 and s.stage in STAGES:
+                    used = s.cpu * (min(s.end, hi) - max(s.begin, lo)) / length
+                    had[s.stage] = had.get(s.stage, 0.0) + used
+        total = sum(had.values())
+        missing = min(idle, total - (self._cores - 1) * (hi - lo))
+        if missing <= 0:
+            return 0.0  # there was a core to be had: it waited for something else
+        for stage, used in had.items():
+            self.charges.add(stage, missing * used / total)
+        return missing
+
+    def _others(self) -> list[tuple[Track, list[Segment]]]:
+        if self._busy is None:
+            self._busy = [(track, _from(track.segments(), self._begin)) for track in self._tracks]
+        return self._busy
+
+
+def _from(segments: list[Segment], begin: float) -> list[Segment]:
+    """Those that had not ended by then, and a few before them: what comes after a stage belongs to it."""
+    return segments[max(0, bisect_right(segments, begin, key=_end) - 4) :]
+
+
+def _end(segment: Segment) -> float:
+    return segment.end
+
+
+def _charge(
+    segments: Iterable[Segment], own: Track | None, begin: float, end: float, default: str, scene: _Scene, depth: int
+) -> None:
     at, last = begin, default
     for segment in segments:
         if segment.end <= at:
@@ -69,31 +130,42 @@ def _charge(segments: Iterable[Segment], begin: float, end: float, default: str,
         # What happened in between, a thread waking up for instance, belongs to what came of it.
         lo = at if segment.stage in STAGES else lo
         if lo > at:
-            charges.add(last, lo - at)
-        last = _one(segment, lo, hi, last, charges, depth)
+            _hand_over(own, at, lo, last, scene)
+        last = _one(segment, own, lo, hi, last, scene, depth)
         at = hi
     if at < end:
-        charges.add(last, end - at)
+        _hand_over(own, at, end, last, scene)
 
 
-def _one(segment: Segment, lo: float, hi: float, last: str, charges: Charges, depth: int) -> str:
+def _hand_over(own: Track | None, lo: float, hi: float, stage: str, scene: _Scene) -> None:
+    """Time in which a thread had nothing to wait for, and did not say that it did anything: it had to wake up."""
+    scene.charges.add(stage, hi - lo - scene.starved(own, lo, hi, 0.0))
+
+
+def _one(segment: Segment, own: Track | None, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> str:
     """Charge one segment. Gives the stage to which what follows it belongs, unless it says otherwise."""
     stage, what = segment.stage, segment.what
     if stage == WAIT and depth < DEEPEST:
         if isinstance(what, Trail):
-            _follow(what, lo, hi, last, charges, depth + 1)
+            _follow(what, lo, hi, last, scene, depth + 1)
             return last
         if isinstance(what, Track):
-            _charge(what.segments(), lo, hi, last, charges, depth + 1)
+            _charge(_from(what.segments(), lo), what, lo, hi, last, scene, depth + 1)
             return last
+    if stage in COMPUTED:
+        length = segment.end - segment.begin
+        cpu = segment.cpu * (hi - lo) / length if length > 0 else 0.0
+        scene.charges.add(stage, hi - lo - scene.starved(own, lo, hi, cpu), what)
+        return stage
     if stage in STAGES or stage == RANKS:
-        charges.add(stage, hi - lo, what)
+        scene.charges.add(stage, hi - lo, what)
         return stage if stage in STAGES else last
-    charges.add(last, hi - lo)  # no room, or nothing to do: for a moment only, or nobody would wait
+    # No room, or nothing to do, while somebody waits: what was made is there, and whoever waits is waking up.
+    _hand_over(own, lo, hi, "batch" if stage == OUT else last, scene)
     return last
 
 
-def _follow(trail: Trail, lo: float, hi: float, last: str, charges: Charges, depth: int) -> None:
+def _follow(trail: Trail, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> None:
     """Charge a wait for a piece of work."""
     done = trail.segments()
     own = next((s.stage for s in done if s.stage in STAGES), last)
@@ -101,10 +173,11 @@ def _follow(trail: Trail, lo: float, hi: float, last: str, charges: Charges, dep
     if lo < begun:  # it waited for a worker, which was busy with something else
         middle = min(begun, hi)
         before = [s for s in trail.before or _busy(trail) if s.stage != IDLE]
-        _charge(before, lo, middle, next((s.stage for s in before if s.stage in STAGES), own), charges, depth)
+        first = next((s.stage for s in before if s.stage in STAGES), own)
+        _charge(before, trail.track, lo, middle, first, scene, depth)
         lo = middle
     if lo < hi:
-        _charge([s for s in done if s.stage not in (IDLE, OUT)], lo, hi, own, charges, depth)
+        _charge([s for s in done if s.stage not in (IDLE, OUT)], trail.track, lo, hi, own, scene, depth)
 
 
 def _busy(trail: Trail) -> Sequence[Segment]:

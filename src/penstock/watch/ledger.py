@@ -61,10 +61,10 @@ class Ledger:
         parts = dict(self._spent)
         opened = self._opened if self._opened is not None else begun
         if producer is not None and ready > opened:
-            parts |= charge(producer.segments(), opened, ready, "pack").seconds
+            parts |= charge(producer, opened, ready, default="pack").seconds
         elif ready > opened:
-            own = [s for track in tracks for s in list(track.recent)]
-            parts |= charge(sorted(own), opened, ready, "pack").seconds
+            own = next((t for t in tracks if not t.name.startswith("penstock-")), None)
+            parts |= charge(own, opened, ready, default="pack").seconds if own is not None else {}
         self.parts = {name: round(seconds, 6) for name, seconds in parts.items()}
         origin = process_began()
         origin = min(self.marks.values()) if origin is None else origin

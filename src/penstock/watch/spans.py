@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -39,12 +39,14 @@ class Segment(NamedTuple):
     stage: str
     what: Any = None
     """The address of what was worked on; for a wait, what was waited for."""
+    cpu: float = 0.0
+    """Seconds of a core that the thread had of it: the rest it waited, for something or for a core."""
 
 
 class Track:
     """What one thread does. Written by that thread only."""
 
-    __slots__ = ("_job", "bytes", "items", "log", "name", "now", "recent", "seconds")
+    __slots__ = ("_cpu", "_job", "bytes", "items", "log", "name", "now", "recent", "seconds")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -57,14 +59,15 @@ class Track:
         self.log: deque[tuple[str, Segment]] | None = None
         """Gets every segment, while somebody records them."""
         self._job: list[Segment] | None = None
+        self._cpu = 0.0
 
     def switch(self, stage: str, what: Any = None) -> tuple[str, Any]:
         """Go over to another stage; "" is none. Gives the one before, to return to."""
-        now = perf_counter()
+        now, cpu = perf_counter(), thread_time()
         before, since, of = self.now
         if before:
-            self._keep(Segment(since, now, before, of))
-        self.now = (stage, now, what)
+            self._keep(Segment(since, now, before, of, cpu - self._cpu))
+        self.now, self._cpu = (stage, now, what), cpu
         return before, of
 
     def _keep(self, segment: Segment) -> None:
@@ -86,7 +89,7 @@ class Track:
         stage, since, what = self.now
         done = list(self.recent)
         if stage and (not done or done[-1].end <= since):
-            done.append(Segment(since, max(since, perf_counter()), stage, what))
+            done.append(_under_way(stage, since, what))
         return done
 
     # Pieces of work
@@ -105,8 +108,8 @@ class Track:
 
     def absorb(self, report: Report, what: Any) -> None:
         """Take over what a worker process did for this thread."""
-        for begin, end, stage in report.segments:
-            self._keep(Segment(begin, end, stage, what))
+        for begin, end, stage, cpu in report.segments:
+            self._keep(Segment(begin, end, stage, what, cpu))
         for stage, (items, nbytes) in report.counts.items():
             self.count(stage, items, nbytes)
 
@@ -114,7 +117,7 @@ class Track:
         """What was done since the last report, to be sent to another process."""
         self.switch("")
         report = Report(
-            [(s.begin, s.end, s.stage) for s in self.recent],
+            [(s.begin, s.end, s.stage, s.cpu) for s in self.recent],
             {stage: (n, self.bytes.get(stage, 0)) for stage, n in self.items.items()},
         )
         self.recent.clear()
@@ -126,7 +129,7 @@ class Track:
 class Report(NamedTuple):
     """What a worker process did for one call."""
 
-    segments: list[tuple[float, float, str]]
+    segments: list[tuple[float, float, str, float]]
     counts: dict[str, tuple[int, int]]
 
 
@@ -151,8 +154,14 @@ class Trail:
         if self.ended is None and track is not None:
             stage, since, what = track.now
             if stage and (not done or done[-1].end <= since):
-                done.append(Segment(since, max(since, perf_counter()), stage, what))
+                done.append(_under_way(stage, since, what))
         return done
+
+
+def _under_way(stage: str, since: float, what: Any) -> Segment:
+    """What a thread is doing, as if it ended now. How much of a core it had is not known yet: all of it."""
+    now = max(since, perf_counter())
+    return Segment(since, now, stage, what, now - since)
 
 
 class _Stage:
@@ -204,6 +213,21 @@ class Clock:
             track.log = self._log
             self.tracks.append(track)
         return track
+
+    def fold(self) -> None:
+        """The threads of a pipeline have ended: their sums are kept, and nothing else of them."""
+        with self._lock:
+            ours = [track for track in self.tracks if track.name.startswith("penstock-")]
+            kept = [track for track in self.tracks if not track.name.startswith("penstock-")]
+            sums: dict[str, Track] = {}
+            for track in ours:
+                role = track.name.rstrip("-0123456789")
+                into = sums.setdefault(role, Track(role))
+                for stage, seconds in track.seconds.items():
+                    into.seconds[stage] = into.seconds.get(stage, 0.0) + seconds
+                for stage, items in track.items.items():
+                    into.count(stage, items, track.bytes.get(stage, 0))
+            self.tracks[:] = [*kept, *sums.values()]
 
     def record(self, log: deque[tuple[str, Segment]] | None) -> None:
         """Have every segment of every thread appended, with the thread's name; None ends it."""

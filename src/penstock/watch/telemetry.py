@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
+from penstock.config import available_cores
 from penstock.errors import ConfigError
 from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
 from penstock.watch.ledger import Ledger, process_began
@@ -72,6 +73,7 @@ class Telemetry:
         self._stalled: float | None = None
         self._rss: tuple[float, int] = (0.0, 0)
         self.prefix = "loader_"
+        self.cores = 1
         self.reset()
 
     def reset(self) -> None:
@@ -102,10 +104,11 @@ class Telemetry:
         self._waiting = None
         wait = now - begun
         charges: Mapping[str, float]
-        if not self.on or wait < BRIEF_S:
-            charges = {"batch": wait}
+        track = self.clock.track()
+        if not self.on or wait < BRIEF_S or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun)):
+            charges = {"batch": wait}  # it stood ready: what is left is the handing over
         else:
-            found = charge(self.clock.track().segments(), begun, now)
+            found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
             charges = found.seconds
             self._note_stall(wait, found)
         for stage, seconds in charges.items():
@@ -124,6 +127,7 @@ class Telemetry:
         """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
         self.ledger.spent("open", begun, perf_counter())
         self.known, self.gauges = pipeline.known, pipeline.gauges
+        self.cores = available_cores()
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
         """A warmup has ended."""
@@ -268,7 +272,7 @@ class Telemetry:
         if now - begun < 0.1:
             return None
         # The last moments say what it is now; what it was at first may be over.
-        stage, what = charge(track.segments(), max(begun, now - 0.5), now).worst()
+        stage, what = charge(track, max(begun, now - 0.5), now).worst()
         where = str(what)[:500] if what is not None else ""
         limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
         if now - begun >= limit and self._stalled != begun:
