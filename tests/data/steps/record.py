@@ -23,13 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS = 180
-SLOWER_FROM = 100
+STEPS = 150
+SLOWER_FROM = 90
 COLD_READS = 30
 SECOND_SHAPE = 12
 SAVE_EVERY = 25
 ACCUMULATE = 4
 HICCUP_S = 0.15
+CALM = 0.5
+"""Cores that others may use in the two seconds before a run begins; it waits for that,"""
+MOST_WAIT_S = 20.0
+"""but no longer than this."""
 COUNTED = "compiles"
 """An onset of this name is the first step after the last one at which the counter of compilations grew."""
 
@@ -141,15 +145,17 @@ def run(name: str, number: int) -> dict[str, Any]:
             time.sleep(HICCUP_S)
 
     with tempfile.TemporaryDirectory() as folder:
-        load = os.getloadavg()[0]
+        load, others = os.getloadavg()[0], _others_s()
         for step in range(-options.get("before", 0), STEPS):
             starts.append(time.perf_counter())
             work(step, folder)
             compiles.append(counters["stats"]["unique_graphs"])
             states.append(sum(v.nbytes for s in optimizer.state.values() for v in s.values()))
         starts.append(time.perf_counter())
+    wall = starts[-1] - starts[0]
     taken = [round(1e6 * (b - a)) for a, b in zip(starts, starts[1:], strict=False)][-STEPS:]
     made: dict[str, Any] = {"load": [round(load, 2), round(os.getloadavg()[0], 2)]}
+    made["others"] = round((_others_s() - others) / wall, 2)
     if hiccups:
         made["hiccups"] = sorted(hiccups)
     for kind, values in (("compiles", compiles[-STEPS:]), ("optimizer_state", states[-STEPS:])):
@@ -163,15 +169,32 @@ def _model(torch: Any, kind: str, wide: bool) -> tuple[Any, tuple[int, ...]]:
     if kind == "transformer":
         layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
         return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (8, 64, 128)
-    width, depth, rows = (768, 3, 48) if wide else (384, 6, 256)
+    width, depth, rows = (768, 3, 96) if wide else (384, 6, 256)
     layers = [part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.GELU())]
     return torch.nn.Sequential(*layers), (rows, width)
+
+
+def _others_s() -> float:
+    """CPU seconds that everything but this process has used, on all cores, with what the host kept for itself."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    own = os.times()
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(own[:4])
+
+
+def _wait_for_calm() -> None:
+    for _ in range(int(MOST_WAIT_S / 2)):
+        before = _others_s()
+        time.sleep(2)
+        if _others_s() - before < 2 * CALM:
+            return
 
 
 def main(folder: Path, times: int) -> None:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKLOADS}
     for number in range(times):
         for name in WORKLOADS:
+            _wait_for_calm()
             with tempfile.TemporaryDirectory() as cache:
                 done = subprocess.run(
                     [sys.executable, __file__, name, str(number)],
@@ -181,12 +204,14 @@ def main(folder: Path, times: int) -> None:
                     text=True,
                 )
             runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(name, number, runs[name][-1]["load"], flush=True)
-    for name, made in runs.items():
-        workload = WORKLOADS[name]
-        head = json.dumps({"how": workload.how, "says": workload.says}, indent=1)[:-2]
-        lines = ",\n".join("  " + json.dumps(one, separators=(",", ":")) for one in made)
-        (folder / f"{name}.json").write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
+            print(name, number, runs[name][-1]["load"], runs[name][-1]["others"], flush=True)
+            _keep(folder / f"{name}.json", WORKLOADS[name], runs[name])
+
+
+def _keep(path: Path, workload: Workload, runs: list[dict[str, Any]]) -> None:
+    head = json.dumps({"how": workload.how, "says": workload.says}, indent=1)[:-2]
+    lines = ",\n".join("  " + json.dumps(run, separators=(",", ":")) for run in runs)
+    path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":
