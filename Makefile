@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow browser check format bench clean
 
 help:
 	@echo "make demo       stream real text through the loader and show what it does"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the tests that take minutes"
+	@echo "make browser    install the browser that the tests of the report need (Debian's)"
 	@echo "make check      formatting, lint and types"
 	@echo "make format     format the code"
 	@echo "make bench      run the benchmarks (on an idle machine)"
@@ -26,11 +27,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# The report is looked at in a real browser. Where there is none and none can be had, those tests are skipped.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		SUDO=$$(test "$$(id -u)" = 0 || echo sudo -n); \
+		$$SUDO apt-get update -qq && \
+		$$SUDO apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+		echo "No chromium and chromedriver here: the tests of the report in a browser will be skipped."
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -28,7 +28,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from common import (
@@ -70,17 +69,20 @@ GOALS = {REMOTE: Goal(">=", ENOUGH), TOKENIZE: Goal(">=", ENOUGH), CONSUMER: Goa
 
 @dataclass(slots=True)
 class Taken:
-    """Batches, when each was handed out and how many tokens there were by then."""
+    """When each batch was handed out, and how many tokens there were by then."""
 
     begun: float
     times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, now: float, tokens: int) -> None:
+        self.times.append(now)
+        self.tokens.append(self.tokens[-1] + tokens)
 
     def rate(self, since: float, until: float) -> float:
-        """Tokens a second, in seconds after the first batch."""
-        sums = list(accumulate(self.tokens, initial=0))
-        first, last = (bisect_right(self.times, self.begun + at) for at in (since, until))
-        return (sums[last] - sums[first]) / (until - since)
+        """Tokens a second between two moments, in seconds after the first batch."""
+        first, last = (self.tokens[bisect_right(self.times, self.begun + at)] for at in (since, until))
+        return (last - first) / (until - since)
 
 
 class Loader:
@@ -93,12 +95,10 @@ class Loader:
         self._kept = tempfile.mkdtemp(prefix="penstock-bench-")
         os.environ["PENSTOCK_CACHE"] = self._kept
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        from penstock import AsyncDataLoader, Remote, TextDataset
+        from penstock import AsyncDataLoader, TextDataset
 
-        fetches = data.pop("fetches", None)
-        remote = {"remote": Remote(fetches=fetches)} if fetches else {}
         self._new = AsyncDataLoader
-        self._data = TextDataset(**data, **remote, seq_len=SEQ_LEN, cache=False)
+        self._data = TextDataset(**data, seq_len=SEQ_LEN, cache=False)
         self._settings = loader | {"autotune": autotune}
         self._seconds, self._step_s, self._tunes = seconds, step_s, autotune
         with self._loader() as first:  # all imports are made, and the vocabulary is loaded
@@ -133,9 +133,9 @@ class Loader:
         while now < end:
             if self._step_s:
                 time.sleep(self._step_s)
-            taken.tokens.append(next(loader).tokens)
+            tokens = next(loader).tokens
             now = time.monotonic()
-            taken.times.append(now)
+            taken.add(now, tokens)
         return taken
 
     def close(self) -> None:
@@ -168,9 +168,9 @@ class Trial:
     fixed: Mapping[str, Mapping[str, Any]]
 
 
-def remote(corpus: Corpus, endpoint: str) -> Trial:
+def remote(endpoint: str) -> Trial:
     def case(fetches: int, **loader: Any) -> dict[str, Any]:
-        data = {"urls": f"hf://datasets/{REPOSITORY}", "tokenizer": "byte", "fetches": fetches}
+        data = {"urls": f"hf://datasets/{REPOSITORY}", "tokenizer": "byte", "remote": {"fetches": fetches}}
         return {"endpoint": endpoint, "data": data, "loader": loader, "step_s": 0.0}
 
     fixed = {f"fetches={n}": case(n) for n in FETCHES}
@@ -261,7 +261,7 @@ def main() -> None:
     if args.contender is not None:
         contend(args.contender)
         return
-    seconds = args.seconds or (12.0 if args.quick else 60.0)
+    seconds = args.seconds or (9.0 if args.quick else 60.0)
     fixed_s = args.fixed_seconds or (2.0 if args.quick else 10.0)
     corpus = load_corpus(args.quick)
     folder = corpus.hosted("zstd", DOCUMENTS)
@@ -274,7 +274,7 @@ def main() -> None:
     wanted = args.only or (REMOTE, TOKENIZE, CONSUMER)
     if REMOTE in wanted:
         with Hub(folder, FILES, "--latency-ms", str(LATENCY_MS), "--bandwidth-mb", str(BANDWIDTH_MB)) as hub:
-            bench.run(remote(corpus, hub.endpoint))
+            bench.run(remote(hub.endpoint))
     if TOKENIZE in wanted:
         bench.run(tokenize(corpus, str(folder)))
     if CONSUMER in wanted:

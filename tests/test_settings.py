@@ -552,7 +552,7 @@ def test_a_loader_may_be_tuned_and_not_measured_by_settings(write: Write, monkey
     monkeypatch.setenv("PENSTOCK_AUTOTUNE", "on")
     with pytest.raises(ConfigError, match="autotune=True follows what is measured: it needs telemetry=True"):
         AsyncDataLoader.from_config(path, telemetry=False)
-    with pytest.raises(ConfigError, match="argument telemetry = 3.5: needs on or off"):
+    with pytest.raises(ConfigError, match=r"argument telemetry = 3\.5: needs on or off"):
         AsyncDataLoader.from_config(path, telemetry=3.5)
 
 

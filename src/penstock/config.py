@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,10 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
     name = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            name = file.name
+        aside = f"{path.parent}/.{path.name}.{secrets.token_hex(8)}"
+        # Not a temporary file of the library's, which nobody but its owner may read, whatever the umask says.
+        with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
+            name = aside
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -7,14 +7,18 @@ import importlib
 import importlib.util
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from penstock.watch.attribution import band
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.dataset import TextDataset
+    from penstock.feed.beat import Heartbeat
     from penstock.loader import AsyncDataLoader
 
 BATCH, SEQ_LEN, VOCABULARY = 16, 1024, 8192
@@ -24,9 +28,14 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps to run.", min=2)] = 400,
     step_ms: Annotated[float, typer.Option(help="How long the stand-in for a training step takes.", min=0)] = 10.0,
     workers: Annotated[int | None, typer.Option(help="Worker threads; default: the cores at hand.", min=0)] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Where its heartbeat and its report go.")] = Path(
+        "artifacts/demo"
+    ),
 ) -> None:
     """Stream the standard library's text through the loader, with a timed stand-in for training."""
     from rich.console import Console
+
+    from penstock.feed.beat import Heartbeat
 
     console = Console(soft_wrap=True, highlight=False)
     data = _dataset()
@@ -40,7 +49,9 @@ def demo(
     half = steps // 2
     with make() as loader:
         _warm_up(console, loader)
-        digests, state = _run(console, loader, steps, half, step_ms / 1e3)
+        heartbeat = Heartbeat(folder, observed=loader.telemetry, settings={"batch_size": BATCH, "seq_len": SEQ_LEN})
+        with heartbeat:
+            digests, state = _run(console, loader, heartbeat, steps, half, step_ms / 1e3)
         _summary(console, loader, state)
     with make() as loader:
         loader.load_state_dict(state)
@@ -49,8 +60,19 @@ def demo(
     console.print(
         f"resume       from the state after step {half}: the {steps - half} batches that follow are {outcome}"
     )
+    _report(console, heartbeat.path, folder / "report.html")
     if not same:
         raise typer.Exit(1)
+
+
+def _report(console: Console, heartbeat: Path, page: Path) -> None:
+    """What the run wrote of itself, as a page; where the library that draws it is installed."""
+    if importlib.util.find_spec("plotly") is None:
+        console.print("report       needs plotly: pip install 'penstock[report]', then penstock report")
+        return
+    from penstock.watch.report import report
+
+    console.print(f"report       {report(str(heartbeat)).write(page)}: open it in a browser")
 
 
 def _dataset() -> TextDataset:
@@ -89,7 +111,7 @@ def _warm_up(console: Console, loader: AsyncDataLoader) -> None:
 
 
 def _run(
-    console: Console, loader: AsyncDataLoader, steps: int, half: int, step_s: float
+    console: Console, loader: AsyncDataLoader, heartbeat: Heartbeat, steps: int, half: int, step_s: float
 ) -> tuple[list[str], dict[str, Any]]:
     """Take batches as a trainer would. Gives the digest of each, and the state half-way."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -104,6 +126,7 @@ def _run(
             if len(digests) == half:
                 state = loader.state_dict()
             time.sleep(step_s)  # the stand-in for an accelerator at work
+            heartbeat.progress(len(digests))
             stats = loader.stats()
             rate, wait = stats.tokens_per_s / 1e6, 100 * stats.data_wait
             line = f"{rate:.2f} M tokens/s  queue {loader.queue_depth()}  data wait {wait:.2f} %"
@@ -115,14 +138,8 @@ def _summary(console: Console, loader: AsyncDataLoader, state: dict[str, Any]) -
     stats = loader.stats()
     console.print(f"tokens       {stats.tokens} of {stats.documents} documents in {stats.wall_s:.1f} s")
     console.print(f"data wait    {100 * stats.data_wait:.2f} % of the time, which is {band(stats.data_wait)}")
+    console.print(f"verdict      {stats.verdict}")
     console.print(f"state        {len(json.dumps(state))} bytes of JSON")
-
-
-def band(data_wait: float) -> str:
-    """Data wait in a word."""
-    return next(
-        name for limit, name in ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"), (2, "poor")) if data_wait < limit
-    )
 
 
 def _digest(loader: AsyncDataLoader) -> str:

@@ -73,7 +73,7 @@ def prewarm(
     `rebuild_buckets`: whether DDP builds its final buckets now, which takes a pass more. None: where that changes no bit.
     With three ranks or more it changes the order in which the gradients of the first real step are added up.
     """
-    return _run().prewarm(
+    done: Prewarmed = _run().prewarm(
         model,
         optimizer,
         batch,
@@ -86,6 +86,7 @@ def prewarm(
         copy_parameters=copy_parameters,
         rebuild_buckets=rebuild_buckets,
     )
+    return done
 
 
 def verify_prewarm(

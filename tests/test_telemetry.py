@@ -1,0 +1,341 @@
+"""What a loader measures of itself: steps, pauses, stages, events, and what it costs to leave it out."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import AsyncDataLoader, ConfigError, CorruptFile, Mixture, SyntheticDataset, Telemetry, TextDataset
+from penstock.encode.tokenize import Tokenizer
+from penstock.watch.spans import STAGES, Clock, Track
+from penstock.watch.window import Step, Window
+
+
+def text(corpus: Path, **more: Any) -> TextDataset:
+    return TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32, **more)
+
+
+def loader_of(corpus: Path, **more: Any) -> AsyncDataLoader:
+    return AsyncDataLoader(text(corpus), 4, output="numpy", **more)
+
+
+def wait(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+@pytest.mark.parametrize("how", [{"n_workers": 0}, {"n_workers": 2}, {"n_workers": 1, "workers": "process"}], ids=str)
+def test_every_stage_says_what_it_did(corpus: Path, how: dict[str, Any]) -> None:
+    with loader_of(corpus, epochs=1, **how) as loader:
+        tokens = sum(batch.tokens for batch in loader)
+        stats = loader.stats()
+    stages = stats.stages
+    assert set(stages) == set(STAGES)
+    for name in ("fetch", "decode", "tokenize", "pack", "batch"):
+        assert stages[name].busy_s > 0, name
+    assert stages["tokenize"].items == stages["decode"].items >= stats.documents > 0
+    assert stages["tokenize"].bytes == stats.text_bytes
+    assert stages["pack"].items * 32 == tokens
+    assert stages["copy"].items == 0
+    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s, rel=0.05)
+
+
+def test_a_pause_is_kept_apart_from_the_run(corpus: Path) -> None:
+    with loader_of(corpus) as loader:
+        next(loader)
+        for _ in range(3):
+            next(loader)
+            with loader.pause("eval"):
+                wait(0.1)
+                with loader.pause("checkpoint"):  # one within another is counted once
+                    wait(0.05)
+        next(loader)
+        next(loader)
+        stats = loader.stats()
+        events = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "pause"]
+    assert set(stats.paused_s) == {"eval"}
+    assert stats.paused_s["eval"] >= 0.45
+    assert sum(step.wall for step in loader.telemetry.window.steps) < stats.paused_s["eval"]
+    assert stats.wall_s < 0.45
+    assert [event["name"] for event in events] == ["eval"] * 3
+
+
+def test_step_fields_are_those_of_a_heartbeat_and_add_up(corpus: Path) -> None:
+    with loader_of(corpus) as loader:
+        for _ in range(30):
+            batch = next(loader)
+            wait(0.002)
+        fields = loader.telemetry.step_fields()
+        beat = loader.telemetry.beat_fields()
+    assert fields["tokens"] == batch.tokens
+    assert fields["tokens_total"] == 30 * batch.tokens
+    assert (
+        fields["dt_fetch_s"]
+        == fields["dt_fetch_last"]
+        == pytest.approx(sum(fields["wait_by_stage"].values()), abs=1e-5)
+    )
+    assert fields["dt_step_s"] >= 0.002 + fields["dt_fetch_s"]
+    assert 0 <= fields["fetch_p50_ms"] <= fields["fetch_p95_ms"] <= fields["fetch_p99_ms"]
+    assert 0 < fields["data_wait_pct"] < 100
+    assert fields["queue_capacity"] == 8
+    assert fields["rss_bytes"] > 1 << 20
+    assert json.loads(json.dumps(fields)) == fields
+    assert set(beat["stages"]) == set(STAGES)
+    assert beat["queues"]["batches"]["capacity"] == 8
+    assert beat["verdict"]
+    assert json.loads(json.dumps(beat)) == beat
+
+
+def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corpus: Path) -> None:
+    with loader_of(corpus) as loader:
+        next(loader)
+        ready = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"]
+        next(loader)
+        assert len(loader.telemetry.window.steps) == 0
+        next(loader)
+        assert len(loader.telemetry.window.steps) == 1
+        assert not [1 for _, _, msg, _ in loader.telemetry.take_events() if msg == "loader_ready"]
+    assert len(ready) == 1
+    ledger = ready[0]["ledger"]
+    order = ["import", "list", "open", "first_tokens", "first_row", "first_batch"]
+    assert sorted(order, key=lambda name: ledger[name]) == order
+    assert {"import", "list", "open", "fetch", "decode", "tokenize", "pack"} <= set(ready[0]["parts"])
+    assert 0 < ready[0]["dt"] < 60
+
+
+def test_a_stall_is_told_with_its_stage_and_its_file(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    calls = []
+    original = Tokenizer.encode
+
+    def encode(self: Tokenizer, *args: Any, **more: Any) -> Any:
+        calls.append(args[0])
+        if len(calls) == 3:
+            gate.wait(30)
+        return original(self, *args, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    telemetry = Telemetry(stall_s=0.2)
+    asked = threading.Event()
+    seen: list[Any] = []
+
+    def watch() -> None:
+        """As a heartbeat does, while the trainer is stuck."""
+        asked.wait(30)
+        deadline = time.monotonic() + 30
+        while not any(waiting and waiting["for_s"] > 0.3 for waiting in seen) and time.monotonic() < deadline:
+            seen.append(telemetry.waiting())
+            wait(0.02)
+        gate.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with loader_of(corpus, n_workers=1, telemetry=telemetry) as loader, caplog.at_level(logging.WARNING, "penstock"):
+        next(loader)
+        asked.set()
+        while not gate.is_set() or len(telemetry.window.steps) < 20:
+            next(loader)
+        stalls = [fields for _, _, msg, fields in telemetry.take_events() if msg == "stall"]
+    watcher.join()
+    stuck = [waiting for waiting in seen if waiting][-1]
+    assert stuck["stage"] == "tokenize"
+    assert stuck["where"] == str(calls[2])
+    assert {stall["stage"] for stall in stalls} == {"tokenize"}
+    assert stalls[0]["where"] == str(calls[2])
+    assert len(stalls) == 2, "once while it lasted, and once with its length"
+    assert any("tokenize" in record.message for record in caplog.records)
+    assert telemetry.waiting() is None
+
+
+def test_a_failure_is_an_event_with_stage_and_place(corpus: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.parquet"
+    source = sorted((corpus / "parquet").glob("*.parquet"))[0].read_bytes()
+    broken.write_bytes(source[:100] + bytes(200) + source[300:])
+    data = TextDataset(broken, tokenizer="byte", seq_len=32, on_bad_record="raise")
+    with AsyncDataLoader(data, 4, output="numpy") as loader:
+        with pytest.raises(CorruptFile):
+            list(zip(range(1000), loader, strict=False))
+        errors = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_error"]
+    assert len(errors) == 1
+    assert errors[0]["error"].startswith("CorruptFile: ")
+    assert "broken.parquet" in errors[0]["where"]
+    assert errors[0]["stage"]
+
+
+def test_a_warmup_is_one_event_with_all_its_names(corpus: Path) -> None:
+    with loader_of(corpus, n_workers=1) as loader:
+        done = loader.warmup("auto", timeout=30)
+        assert loader.warmup(0) == loader.warmup(3, timeout=0)
+        events = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_warmup"]
+    assert len(events) == 1
+    assert events[0]["requested"] == done.requested
+    assert events[0]["filled"] == events[0]["fetch_warmup_batches"] == done.filled
+    assert events[0]["wait_ms"] == events[0]["fetch_warmup_wait_ms"]
+
+
+def test_a_change_of_band_is_logged_once(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.watch.telemetry.LOOK_S", 0.0)
+    original = Tokenizer.encode
+
+    def encode(self: Tokenizer, *args: Any, **more: Any) -> Any:
+        wait(0.05)
+        return original(self, *args, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with loader_of(corpus, n_workers=1) as loader, caplog.at_level(logging.INFO, "penstock"):
+        for _ in range(200):
+            next(loader)
+            wait(0.001)
+    lines = [record for record in caplog.records if record.message.startswith("input-bound")]
+    assert 1 <= len(lines) <= 3
+    assert "tokenize" in lines[0].message
+    assert lines[0].levelno == logging.WARNING
+
+
+def test_events_that_nobody_takes_are_bounded_and_counted() -> None:
+    telemetry = Telemetry()
+    for n in range(1000):
+        telemetry.event("pause", name=str(n), seconds=0.0)
+    events = telemetry.take_events()
+    assert len(events) == 256
+    assert events[-1][3]["name"] == "999"
+    assert events[0][3]["events_lost"] == 1000 - 256
+    assert telemetry.take_events() == []
+
+
+def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_known(corpus: Path) -> None:
+    with loader_of(corpus, telemetry=False, epochs=1) as quiet, loader_of(corpus, epochs=1) as loader:
+        assert all(
+            np.array_equal(one.inputs, other.inputs) for one, other in zip(quiet, loader, strict=True)
+        )  # fmt: skip
+        stats = quiet.stats()
+    assert stats.wait_s > 0
+    assert set(stats.wait_by_stage) == {"batch"}
+    assert all(stage.busy_s == 0 for stage in stats.stages.values())
+    assert quiet.telemetry.clock.tracks == []
+
+
+def test_one_telemetry_belongs_to_one_loader(corpus: Path) -> None:
+    telemetry = Telemetry()
+    first = loader_of(corpus, telemetry=telemetry)
+    with pytest.raises(ConfigError, match="belongs to another loader"):
+        loader_of(corpus, telemetry=telemetry)
+    del first
+    gc.collect()
+    loader_of(corpus, telemetry=telemetry)
+    with pytest.raises(ConfigError, match="needs True, False or a Telemetry"):
+        loader_of(corpus, telemetry="yes")
+    with pytest.raises(ConfigError, match="stall_s=0"):
+        Telemetry(stall_s=0)
+
+
+def test_telemetry_keeps_no_loader_alive_and_forgets_its_threads(corpus: Path) -> None:
+    telemetry = Telemetry()
+    loader = loader_of(corpus, telemetry=telemetry, epochs=1)
+    for _ in range(8):
+        assert sum(1 for _ in loader) > 0
+    loader.shutdown()
+    names = [track.name for track in telemetry.clock.tracks]
+    assert len(names) <= 4, names
+    documents = loader.stats().documents
+    assert loader.stats().stages["tokenize"].items >= documents
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_state_that_is_loaded_begins_new_numbers(corpus: Path) -> None:
+    with loader_of(corpus) as loader:
+        for _ in range(20):
+            next(loader)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert loader.stats().wait_by_stage == {}
+        next(loader)
+        assert loader.stats().batches == loader.telemetry.steps == 1
+
+
+def test_mixtures_and_rows_are_measured_too(corpus: Path) -> None:
+    mixture = Mixture({"text": (text(corpus), 0.5), "rows": (SyntheticDataset(100, 32, 1000, 0), 0.5)})
+    with AsyncDataLoader(mixture, 4, output="numpy") as loader:
+        for _ in range(50):
+            next(loader)
+        stats = loader.stats()
+        assert loader.telemetry.beat_fields()["queues"]["chunks"]["capacity"] >= 0
+    assert stats.stages["tokenize"].busy_s > 0
+    assert stats.stages["fetch"].items > 0
+
+
+# The window
+
+
+@given(waits=st.lists(st.floats(0, 10), min_size=1, max_size=60), size=st.integers(1, 20))
+def test_a_window_is_what_its_last_steps_are(waits: list[float], size: int) -> None:
+    window = Window(size)
+    for i, w in enumerate(waits):
+        window.add(Step(float(i), w, 2 * w, 3, {"fetch": w}))
+    last = waits[-size:]
+    assert len(window.steps) == len(last)
+    assert window.wait == pytest.approx(sum(last), abs=1e-6)
+    assert window.wall == pytest.approx(2 * sum(last), abs=1e-6)
+    assert window.tokens == 3 * len(last)
+    assert window.by_stage["fetch"] == pytest.approx(sum(last), abs=1e-6)
+    assert window.percentile(0.5) == sorted(last)[len(last) // 2]
+    assert window.percentile(0.99) == sorted(last)[min(len(last) - 1, int(0.99 * len(last)))]
+
+
+# Tracks
+
+
+def test_stages_within_stages_are_not_counted_twice() -> None:
+    clock = Clock()
+    with clock.stage("pack") as track:
+        wait(0.02)
+        with clock.stage("decode"):
+            wait(0.04)
+            with clock.stage("fetch"):
+                wait(0.06)
+        wait(0.02)
+    assert [segment.stage for segment in track.recent] == ["pack", "decode", "fetch", "decode", "pack"]
+    assert track.seconds["fetch"] >= 0.06
+    assert track.seconds["pack"] < track.seconds["fetch"] + track.seconds["decode"]
+    ends = [segment.end for segment in track.recent]
+    assert [segment.begin for segment in track.recent][1:] == ends[:-1]
+    assert all(segment.cpu <= segment.end - segment.begin + 0.01 for segment in track.recent)
+
+
+def test_a_stage_that_raises_is_left() -> None:
+    clock = Clock()
+    with pytest.raises(ZeroDivisionError), clock.stage("decode"):
+        raise ZeroDivisionError
+    assert clock.track().now[0] == ""
+
+
+def test_folding_keeps_sums() -> None:
+    clock = Clock()
+    for i in range(5):
+        track = clock.new_track(f"penstock-worker-{i}")
+        track.seconds["decode"] = 1.0
+        track.count("decode", 2, 30)
+    own = clock.track()
+    clock.fold()
+    clock.fold()
+    (worker,) = [track for track in clock.tracks if track is not own]
+    assert isinstance(worker, Track)
+    assert worker.seconds == {"decode": 5.0}
+    assert (worker.items["decode"], worker.bytes["decode"]) == (10, 150)
