@@ -166,6 +166,7 @@ def test_the_names_of_the_knobs_by_kind_of_data(corpus: Path, hub: HubServer) ->
     }
     assert names(SyntheticDataset(100, 32, 1000, 0)) == {"n_workers", "prefetch_size"}
     assert names([[i] for i in range(100)]) == {"n_workers"}
+    assert names([[i] for i in range(100)], workers="process") == set()
 
 
 @pytest.fixture

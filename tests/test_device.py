@@ -775,7 +775,7 @@ def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(s
         source = Source(map(crate, range(6)))
         feed = DeviceFeed(device, source.take, source.poll, prefetch=1)
         while (batch := feed.next()) is not None:
-            told = feed.waited_s
+            told = feed.told()
             assert told is not None, "what is not known yet is left for later"
             for _ in range(speed):
                 if any(s.work for s in cuda.streams):
@@ -784,7 +784,7 @@ def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(s
         feed.close()
         cuda.drain()
         gaps = cuda.ticks / 1e3  # an event tells milliseconds; here they are ticks
-        waited = feed.waited_s
+        waited = feed.told()
         assert waited is not None
         assert 0 < waited <= gaps
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.watch.steady import SteadyState, SteadyWatch, StepEvent, analyze_steps, from_progress
+from penstock.watch.steady import SteadyState, SteadyWatch, StepAnalysis, StepEvent, analyze_steps, from_progress
 
 Generator = np.random.Generator
 RECORDED = Path(__file__).parent / "data" / "steps"
@@ -168,72 +168,89 @@ def test_a_series_is_classed_right_and_its_onset_found_within_two_steps(
         assert abs(found.onset - case.onset) <= 2, str(found)
 
 
-def recorded() -> list[Any]:
-    return [pytest.param(path, id=path.stem) for path in sorted(RECORDED.glob("*.json"))]
+class Recorded(NamedTuple):
+    """A run of `tests/data/steps/record.py`, and what its construction says of it."""
+
+    run: dict[str, Any]
+    says: dict[str, Any]
+
+    def analysis(self) -> StepAnalysis:
+        run = self.run
+        events = [StepEvent(step, kind, value) for kind in ("compiles", "optimizer_state") for step, value in run[kind]]
+        events += [StepEvent(step, "data_wait_s", wait / 1e6) for step, wait in enumerate(run.get("wait_us", []))]
+        return analyze_steps([taken / 1e6 for taken in run["times_us"]], 256, events)
+
+    def onset(self) -> int | None:
+        said = self.says["onset"]
+        return self.run["compiles"][-1][0] + 1 if said == "compiles" else said
 
 
-@pytest.mark.parametrize("path", recorded())
-def test_a_recorded_run_is_what_a_reader_of_its_step_times_would_say(path: Path) -> None:
-    run = json.loads(path.read_text())
-    found = analyze_steps(run["times"], run["tokens"], run["events"])
-    said = run["says"]
-    assert found.kind == said["kind"], str(found)
-    assert found.onset is not None
-    assert abs(found.onset - said["onset"]) <= 2, str(found)
-    assert found.rhythm == said.get("rhythm")
-    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(said.get("first_causes", []))
-    if "change" in said:
-        assert min(abs(change.step - said["change"]) for change in found.changes) <= 2
-    if "spikes_every" in said:
-        assert said["spikes_every"] in [group.period for group in found.spikes]
+def recorded() -> dict[str, Recorded]:
+    made = {}
+    for path in sorted(RECORDED.glob("*.json")):
+        told = json.loads(path.read_text())
+        made |= {f"{path.stem}-{number}": Recorded(run, told["says"]) for number, run in enumerate(told["runs"])}
+    return made
 
 
-def test_there_are_recorded_runs() -> None:
-    assert len(recorded()) >= 5
-    assert all(path.stat().st_size < 20_000 for path in RECORDED.glob("*.json"))
+ALL_RUNS = recorded()
+RUNS = {name: one for name, one in ALL_RUNS.items() if "note" not in one.run}
+"""Without those that the machine disturbed so much that a reader could not tell either; their note says how."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two_steps(name: str) -> None:
+    run, says = RUNS[name]
+    found, onset = RUNS[name].analysis(), RUNS[name].onset()
+    assert found.kind == says["kind"], str(found)
+    assert (found.onset is None) == (onset is None)
+    if found.onset is not None and onset is not None:
+        assert abs(found.onset - onset) <= 2, str(found)
+    assert found.rhythm == says.get("rhythm")
+    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(says.get("first_causes", []))
+    if "change" in says:
+        assert min(abs(change.step - says["change"]) for change in found.changes) <= 2
+        assert says["change_cause"] in [cause.cause for cause in found.causes]
+    if "spikes_every" in says:
+        assert says["spikes_every"] in [group.period for group in found.spikes]
+    assert {step for group in found.spikes for step in group.steps} >= set(run.get("hiccups", []))
+
+
+def test_nearly_all_recorded_runs_are_asked_about_and_few_enough_bytes() -> None:
+    assert len(RUNS) >= 40
+    assert len(RUNS) >= 0.8 * len(ALL_RUNS)
+    assert sum(path.stat().st_size for path in RECORDED.iterdir() if path.is_file()) < 150_000
 
 
 def train(steps: int, slow_steps: int) -> list[float]:
-    """What each step of a real training run takes; the first ones do twenty times the work.
+    """CPU seconds of each step of a real training run; the first ones do twenty times the work.
 
-    In CPU time, and as a multiple of a fixed piece of work done right before and after it: on a machine that others
-    use too, speed itself goes up and down, and a run by the clock may truly have no steady state.
+    Not by the clock, for then the run would be about what else the machine has to do.
     """
     torch = pytest.importorskip("torch")
-    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def work(times: int) -> float:
-        begun = time.thread_time()
-        for _ in range(times):
-            optimizer.zero_grad()
-            batch = torch.randn(64, 128)
-            torch.nn.functional.mse_loss(model(batch), batch).backward()
-            optimizer.step()
-        return time.thread_time() - begun
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        work(3)
-        taken = []
-        before = work(2)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+        optimizer = torch.optim.AdamW(model.parameters())
+        starts = [time.thread_time()]
         for step in range(steps):
-            during = work(40 if step < slow_steps else 2)
-            after = work(2)
-            taken.append(during / (before + after))
-            before = after
-        return taken
+            for _ in range(40 if step < slow_steps else 2):
+                optimizer.zero_grad()
+                batch = torch.randn(64, 128)
+                torch.nn.functional.mse_loss(model(batch), batch).backward()
+                optimizer.step()
+            starts.append(time.thread_time())
+        return np.diff(starts).tolist()
     finally:
         torch.set_num_threads(threads)
 
 
 def test_the_slow_start_of_a_live_training_run_is_found() -> None:
     onsets = []
-    for _ in range(4):  # again if need be, for a machine may be too busy even so
-        found = analyze_steps(train(120, 10), 64)
-        onsets.append(found.onset)
-        if found.kind == "warmup" and found.onset is not None and abs(found.onset - 10) <= 2:
+    for _ in range(3):  # again if need be: what shares a core with others shares its caches too
+        onsets.append(analyze_steps(train(100, 10), 64).onset)
+        if onsets[-1] in range(8, 13):
             return
     raise AssertionError(f"10 slow steps, but the steady state began at {onsets}")
 

@@ -196,8 +196,7 @@ class AsyncDataLoader:
     def _next(self, timeout: float | None) -> Batch | None:
         if self._interrupted():
             self.shutdown()
-        if self._pipeline is None:
-            self._begin()
+        self._begin()
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         if batch is not None:
@@ -223,6 +222,7 @@ class AsyncDataLoader:
                 options.device_preprocess,
                 self.telemetry.clock,
             )
+            self.telemetry.device = self._feed.told
         cargo = self._feed.next(timeout)
         return None if cargo is None else cargo.batch
 
@@ -232,8 +232,9 @@ class AsyncDataLoader:
     # Starting and stopping
 
     def _begin(self) -> None:
+        fresh = self._pipeline is None
         self.start()
-        if self._options.warmup_batches and self._options.warmup_timeout:
+        if fresh and self._options.warmup_batches and self._options.warmup_timeout:
             self.warmup(self._options.warmup_batches, self._options.warmup_timeout)
 
     def start(self) -> Self:
@@ -299,8 +300,7 @@ class AsyncDataLoader:
             self._position = None
 
     def __enter__(self) -> Self:
-        if self._pipeline is None:
-            self._begin()
+        self._begin()
         return self
 
     def __exit__(
@@ -401,7 +401,7 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        waited = None if self._feed is None else self._feed.waited_s
+        waited = None if self._feed is None else self._feed.told()
         return self._tally.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited)
 
     def pause(self, name: str) -> AbstractContextManager[None]:

@@ -176,6 +176,7 @@ class Pipeline:
             retries=times.get("retries", 0),
             link_bound=spent > 0 and times.get("body_s", 0.0) > 0.7 * spent,
             tight=bool(getattr(lanes, "tight", False)),
+            cached=bool(getattr(lanes, "cached", False)),
             python=lanes is None,
         )
 

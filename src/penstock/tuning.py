@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from penstock.feed.autotune import Knob
-from penstock.feed.pool import Pool
+from penstock.feed.pool import Pool, ThreadPool
 from penstock.feed.prefetch import Prefetcher
 from penstock.sources.source import Run
 
@@ -43,7 +43,8 @@ def knobs(pool: Pool, queue: Prefetcher[Any], lanes: Any, run: Run, *, cores: in
             )
         )
     # Files that are read forwards keep what their workers need, for as many of them as there were.
-    if hasattr(pool, "resize") and not getattr(lanes, "forward", False):
+    # Processes take long to start: they stay as many as they are.
+    if type(pool) is ThreadPool and not getattr(lanes, "forward", False):
         found.append(
             Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, frozenset({"decode", "tokenize"}), 1)
         )

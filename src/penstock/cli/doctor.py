@@ -175,7 +175,7 @@ def _alone(alone: Alone) -> Iterator[str]:
 
 
 def _what_if(found: WhatIf) -> Iterator[str]:
-    yield _row("without", f"data wait {_percent(found.data_wait)}", found.tokens_per_s)
+    yield _row("as it is", f"data wait {_percent(found.data_wait)}", found.tokens_per_s)
     yield _row(f"if {found.question}", f"data wait {_percent(found.if_data_wait)}", found.if_tokens_per_s)
     yield _row(
         "",

@@ -139,7 +139,9 @@ def examine(
     """
     _check(seconds, tokens_per_second)
     one_of("what_if", what_if, (None, "cached", "synthetic"))
-    options = {"output": "numpy", "report_docs": 0, "shard": Shard(1, 0)} | options | {"telemetry": True}
+    options = (
+        {"output": "numpy", "report_docs": 0, "shard": Shard(1, 0)} | options | {"telemetry": True, "autotune": False}
+    )
     if options.get("device") is not None:
         options["output"] = "auto"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before this adds to it

@@ -61,7 +61,7 @@ class Heartbeat:
         this size, and so many old ones are kept, which is the disk it may take. `queue`: lines that wait for the thread or
         the disk; a larger one loses less when the disk is away, and takes about a kilobyte a line. `prefix`: how the
         loader's own events are called, `fineweb_loader_` with that data. `settings`: what to write into the first line.
-        `limits`: judge the run while it runs, and record when that changes.
+        `limits`: what is judged while it runs; without them, that the loss is finite.
         """
         shard = current_shard() if rank is None else None
         self.rank = whole_number("rank", rank if shard is None else shard.rem, 0)
@@ -157,9 +157,7 @@ class Heartbeat:
         self.close("end" if kind is None else f"{kind.__name__}: {error}"[:500])
 
 
-def _gate(limits: Limits | None) -> HealthGate | None:
-    if limits is None:
-        return None
-    from penstock.watch.health import HealthGate
+def _gate(limits: Limits | None) -> HealthGate:
+    from penstock.watch.health import HealthGate, Limits
 
-    return HealthGate(limits)
+    return HealthGate(Limits() if limits is None else limits)

@@ -234,8 +234,7 @@ class DeviceFeed(Generic[C]):
         self._flying.popleft()  # last, so that an interrupt before it loses nothing
         return batch
 
-    @property
-    def waited_s(self) -> float | None:
+    def told(self) -> float | None:
         """How long the device itself stood waiting for batches, as far as is known yet; None if it cannot tell."""
         return self._waits.seconds() if self._waits is not None else None
 

@@ -155,6 +155,11 @@ class FileLanes(TextLanes):
         # What a worker found in the cache counts once it is used, whichever process it was found by.
         return self._work.counts() | kept | super().totals()
 
+    @property
+    def cached(self) -> bool:
+        """Whether token chunks are kept on disk."""
+        return self._writer is not None
+
     def fetch_times(self) -> dict[str, Any] | None:
         """Where fetches spend their time, where any are made."""
         return self._work.fetch_times() if self._fetches else None

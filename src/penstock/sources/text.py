@@ -74,8 +74,8 @@ class TextLanes(ABC):
         self._budget = read_ahead_bytes
         self.tight = False
         """Whether more would be read ahead if there were more memory for it."""
-        self.extra: int | None = None
-        """Chunks to have under way beyond the next window, where somebody decides on them."""
+        self.extra = 0
+        """Chunks to have under way beyond the next window, at the least."""
         self.forward = False
         """Whether some files can only be read forwards, with room for as many workers as there are."""
         self._counts = Counts()
@@ -152,7 +152,7 @@ class TextLanes(ABC):
 
     def read_ahead(self) -> int:
         """Chunks that are to be under way beyond the next window."""
-        return self.extra if self.extra is not None else self.beyond(self._pool.n_workers)
+        return max(self.extra, self.beyond(self._pool.n_workers))
 
     def allow(self, read_ahead_bytes: int) -> None:
         """Read ahead within so many bytes from now on."""

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -64,6 +65,8 @@ class Telemetry:
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
+        self.device: Callable[[], float | None] | None = None
+        """How long the device itself has waited, where there is one: None if it cannot tell."""
         self.ledger = Ledger()
         self.owner: weakref.ref[Any] | None = None
         self._events: deque[Event] = deque(maxlen=EVENTS)
@@ -82,6 +85,7 @@ class Telemetry:
         self.wait_s: dict[str, float] = {}
         """By stage, since the beginning."""
         self.steps = self.tokens = 0
+        self.wall_s = 0.0
         self.paused = Paused()
         self._last: Step | None = None
         self._finished: Step | None = None
@@ -173,6 +177,7 @@ class Telemetry:
         paused.within_s += paused.in_step
         paused.last_s = paused.in_step
         paused.in_step = 0.0
+        self.wall_s += wall
         first, self._finished = self._finished is None, last._replace(wall=wall)
         self._last = None
         if first:
@@ -230,8 +235,11 @@ class Telemetry:
 
     def verdict(self) -> Verdict:
         """Why the last steps waited, in one line."""
-        window = self.window
-        return judge(window.wait, window.wall, dict(window.by_stage), self.known())
+        window, known = self.window, self.known()
+        if self.device is not None:
+            waited, wall = self.device(), self.wall_s
+            known = replace(known, device=True, device_wait=waited / wall if waited is not None and wall > 0 else None)
+        return judge(window.wait, window.wall, dict(window.by_stage), known)
 
     def last_step(self) -> Step | None:
         """The last step that has ended."""
@@ -308,11 +316,10 @@ class Telemetry:
         if wall > 0:
             fields["toks_per_s"] = round(tokens / wall, 3)
             fields["data_wait_pct"] = round(100 * wait / wall, 4)
-        gauges = self.gauges()
-        queue = gauges.get("queues", {}).get("batches", {})
+        queue = self.gauges().get("queues", {}).get("batches", {})
         fields |= {"queue_depth": queue.get("depth", 0), "queue_capacity": queue.get("capacity", 0)}
-        if gauges.get("device_wait_s") is not None:
-            fields["device_wait_s"] = gauges["device_wait_s"]
+        if self.device is not None and (waited := self.device()) is not None:
+            fields["device_wait_s"] = round(waited, 6)
         if self.paused.unreported:
             fields["paused"], self.paused.unreported = self.paused.unreported, {}
         fields["rss_bytes"] = self._memory()
@@ -329,6 +336,8 @@ class Telemetry:
         }
         queue = gauges.get("queues", {}).get("batches", {})
         fields["queue_depth"] = queue.get("depth", 0)
+        if queue:
+            queue["occupancy"] = round(self.occupancy(queue["capacity"]), 4)
         waiting = self.waiting()
         if waiting is not None:
             fields["waiting"] = waiting

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,18 @@ def run(name: str, number: int) -> dict[str, Any]:
             states.append(sum(v.nbytes for s in optimizer.state.values() for v in s.values()))
         starts.append(time.perf_counter())
     wall = starts[-1] - starts[0]
-    taken = [round(1e6 * (b - a)) for a, b in zip(starts, starts[1:], strict=False)][-STEPS:]
+    taken = [round(1e6 * (b - a)) for a, b in pairwise(starts)][-STEPS:]
     made: dict[str, Any] = {"load": [round(load, 2), round(os.getloadavg()[0], 2)]}
     made["others"] = round((_others_s() - others) / wall, 2)
     if hiccups:
         made["hiccups"] = sorted(hiccups)
-    for kind, values in (("compiles", compiles[-STEPS:]), ("optimizer_state", states[-STEPS:])):
-        made[kind] = [[i, v] for i, v in enumerate(values) if i == 0 or v != values[i - 1]]
+    before = options.get("before", 0)
+    for kind, values in (("compiles", compiles), ("optimizer_state", states)):
+        # What was there before the first recorded step did not grow in it: -1 says so.
+        recorded = [[-1, values[before - 1]]] if before else [[0, values[0]]]
+        made[kind] = recorded + [
+            [i - before, values[i]] for i in range(max(1, before), len(values)) if values[i] != values[i - 1]
+        ]
     if "reads" in options:
         made["wait_us"] = [round(1e6 * wait) for wait in waits]
     return made | {"times_us": taken}

@@ -50,6 +50,8 @@ HEAD_STEP = 0.3
 """A single first step counts as warmup if it takes at least 30 % longer than steady ones,"""
 HEAD_OUTSIDE = 2.0
 """and lies this many times as far out as their 99th percentile."""
+KNOWN = 0.95
+"""Where a compilation or new optimizer state says why, it need only be slower than this share of steady steps."""
 HEAD_Z = 2.6
 """Several first steps that are only a little slow count if their ranks among steady ones say so, p < 0.01, and if hardly
 ever as many steps in a row are as slow later: the level of a shared machine wanders."""
@@ -62,11 +64,14 @@ NEAR = 100
 """Steps after the onset that define the level it is measured against; farther ones may have drifted away."""
 WARMUP_SHARE = 0.5
 """A slower first stretch is warmup if it ends in the first half of the run; later, it is a change for the better."""
-STILL_FALLING = 0.10
-"""A run that gets faster by more than 10 % over its supposed steady state has not reached it."""
+STILL_FALLING = 0.20
+"""A run that gets faster by more than a fifth over its supposed steady state has not reached it. By a tenth, the clock of
+a machine that others use makes it faster."""
+SOON = 1 / 10
+"""Where the supposed onset is later than a tenth of the run, half of that is enough,"""
 LATE_ONSET = 1 / 3
-"""Where the supposed onset is later than a third of the run, half of that is enough: a start that is not over always
-seems to settle near the end, for that is where the tail is."""
+"""and a quarter after a third: a start that is not over always seems to settle near the end, for that is where the tail
+is."""
 UNSTABLE = 0.20
 """Nor has one whose level, averaged over an eighth of it, strays by more than a fifth. Neighbours on a shared machine
 make it stray by a tenth."""
@@ -121,7 +126,8 @@ def analyze_steps(
     ratio = np.divide(x, around, out=np.ones_like(x), where=around > 0)
     start = regimes.start
     regular = [(first + start, every) for first, every, _ in trains(slow_steps(ratio[start:]))]
-    onset = _onset(x, regimes, regular, [growth.step for growth in evidence.growths["compiles"]])
+    grown = [growth.step for kind in ("compiles", "optimizer_state") for growth in evidence.growths[kind]]
+    onset = _onset(x, regimes, regular, grown)
     if onset is None or regimes.stop - onset < LEAST_STEADY:
         return _nothing("not enough steps" if len(t) < 2 * LEAST_STEPS else "no steady state", t)
     spikes = slow_steps(ratio[onset:]) + onset
@@ -161,23 +167,23 @@ def _regimes(x: Floats) -> _Regimes:
     return _Regimes(edges, levels, first)
 
 
-def _onset(x: Floats, regimes: _Regimes, regular: list[tuple[float, float]], compiled: list[int]) -> int | None:
+def _onset(x: Floats, regimes: _Regimes, regular: list[tuple[float, float]], grown: list[int]) -> int | None:
     """The first step of the steady state, found against its tail and then against what is near."""
     start, stop = regimes.start, regimes.stop
     reference = np.arange((start + stop) // 2, stop)
-    onset = _settled(x[:stop], reference, regular, compiled)
+    onset = _settled(x[:stop], reference, start, regular, grown)
     if onset is None:
         return None
     # As many steps again, for a slow start is still a little above the level when it counts as settled.
     begin = min(2 * onset + 5, (onset + stop) // 2)
     reference = np.arange(max(begin, start), min(stop, begin + NEAR))
-    return onset if len(reference) < LEAST_STEADY else _settled(x[:stop], reference, regular, compiled)
+    return onset if len(reference) < LEAST_STEADY else _settled(x[:stop], reference, start, regular, grown)
 
 
 def _settled(
-    x: Floats, reference: NDArray[np.intp], regular: list[tuple[float, float]], compiled: list[int]
+    x: Floats, reference: NDArray[np.intp], edge: int, regular: list[tuple[float, float]], grown: list[int]
 ) -> int | None:
-    """The first step from which on the series keeps to the level of the reference steps."""
+    """The first step from which on the series keeps to the level of the reference steps. `edge`: where that changed."""
     told = x[reference]
     base = level(told)
     low, high = np.quantile(told, (0.15, 0.85))
@@ -188,6 +194,7 @@ def _settled(
     top = float(np.quantile(usual, 0.99)) if len(usual) else base
     # Among many, the largest may be an accident of its own, such as one evaluation.
     most = float(usual[-1 if len(usual) < 2 * NEAR else -2]) if len(usual) else base
+    known_limit = max((1 + HEAD_STEP) * base, float(np.quantile(usual, KNOWN)) if len(usual) else base)
     step_limit = base + max(HEAD_STEP * base, HEAD_OUTSIDE * (top - base))
     burst_limit = base + max(base, BURST_OUTSIDE * (most - base))
     # Steps that are plainly part of the start are no neighbours for the median of those after them.
@@ -203,9 +210,13 @@ def _settled(
     head, after = x[begin:onset], x[max(onset, int(reference[0])) :]
     if larger(head, told) < HEAD_Z or not above_all(head, after):
         onset = begin
+    # A median looks back over the edge of a level. What comes after it says whether it is settled there.
+    if begin < edge < onset and np.median(x[edge : edge + width // 2]) <= limit:
+        onset = edge
     while True:
         steps = np.arange(onset, min(onset + BURST_GAP, len(x)))
-        limits = np.where((steps <= onset + 1) | np.isin(steps, compiled), step_limit, burst_limit)
+        limits = np.where(steps <= onset + 1, step_limit, burst_limit)
+        limits[np.isin(steps, grown)] = known_limit
         late = steps[(x[steps] > limits) & ((steps == 0) | ~at_places(steps, regular))]
         if not len(late) or late[-1] >= reference[0]:
             return onset
@@ -231,10 +242,11 @@ def _strays(y: Floats, waited: float) -> float:
     # With few steps left, a start that is not over may not be significant yet, but is more than noise would make it.
     real = real or (late and -slope * n > 0.75 * (high - low) * np.sqrt(12 / n))
     drift = slope / base if real else 0.0
-    falls = -drift * n / (STILL_FALLING * (0.5 if late else 1))
-    flat = np.minimum(y, np.quantile(y, 0.98)) / base - drift * (np.arange(n) - n / 2)
-    means = np.array([part.mean() for part in np.array_split(flat, 8 if n >= 80 else max(3, n // 10))])
-    return max(falls, float(np.abs(means - np.median(means)).max()) / UNSTABLE)
+    falls = -drift * n / (STILL_FALLING * (0.25 if late else 0.5 if waited > SOON else 1))
+    flat = y / base - drift * (np.arange(n) - n / 2)
+    # Hiccups of a machine come in clusters and are not its level; medians would jump where there are two of them.
+    parts = np.array([level(part) for part in np.array_split(flat, 8 if n >= 80 else max(3, n // 10))])
+    return max(falls, float(np.abs(parts - np.median(parts)).max()) / UNSTABLE)
 
 
 @dataclass(frozen=True, slots=True)

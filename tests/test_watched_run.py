@@ -1,0 +1,608 @@
+"""A real training run, watched: loader, telemetry, heartbeat and the commands that read it, together."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock import AsyncDataLoader, Batch, Mixture, SyntheticDataset, TextDataset
+from penstock.cli.main import cli
+from penstock.encode.tokenize import Tokenizer
+from penstock.feed import autotune
+from penstock.feed.beat import Heartbeat
+from penstock.stats import Stats, Warmup
+from penstock.watch.heartbeat import read_heartbeat
+from penstock.watch.spans import STAGES
+from penstock.watch.telemetry import Telemetry
+from tests.contracts import digest
+
+torch = pytest.importorskip("torch")
+
+STEPS, EVERY = 150, 50
+STALL_S = 0.2
+LONGEST_S = 60.0
+"""A gate that nobody opens is a failure, and not a hang."""
+
+
+class Listened(Telemetry):
+    """The real one, which also lets a test wait for an event."""
+
+    def __init__(self, msg: str, **how: Any) -> None:
+        self._msg = msg
+        self.told = threading.Event()
+        super().__init__(**how)
+
+    def event(self, msg: str, **fields: Any) -> None:
+        super().event(msg, **fields)
+        if msg == self._msg:
+            self.told.set()
+
+
+@dataclass
+class Run:
+    """What the trainer knows of its own run."""
+
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+    tokens: int = 0
+    begun: float = 0.0
+    paused_s: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    warmup: Warmup | None = None
+    stats: Stats | None = None
+    error: str = ""
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def counted(self) -> Stats:
+        assert self.stats is not None
+        return self.stats
+
+    def lines(self, *msgs: str) -> list[dict[str, Any]]:
+        found = read_heartbeat(self.folder / "heartbeat_rank0.jsonl")
+        lines = [line for line in found if not msgs or line["msg"] in msgs]
+        assert found.skipped == 0
+        return lines
+
+
+def text(corpus: Path) -> TextDataset:
+    return TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
+
+
+def ask(*args: Any) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A tiny model, trained on text that stalls once and is bad at the end, with an evaluation now and then."""
+    found = Run(tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more of them only wait for each other here
+        try:
+            train(found, corpus, patch)
+        finally:
+            torch.set_num_threads(threads)
+    return found
+
+
+def train(run: Run, corpus: Path, patch: pytest.MonkeyPatch) -> None:
+    telemetry = Listened("stall", stall_s=STALL_S)
+    real, broken, chunks = Tokenizer.encode, threading.Event(), iter(range(1_000_000))
+
+    def encode(self: Any, ref: Any, *args: Any) -> Any:
+        if next(chunks) == 12:
+            assert telemetry.told.wait(LONGEST_S)  # the trainer runs dry, and somebody notices
+        if broken.is_set():
+            raise ValueError("a bad text")
+        return real(self, ref, *args)
+
+    patch.setattr(Tokenizer, "encode", encode)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(260, 16), torch.nn.Linear(16, 260))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = AsyncDataLoader(text(corpus), 4, shuffle=True, seed=1, n_workers=1, prefetch_size=2, telemetry=telemetry)
+    beating = Heartbeat(
+        run.folder, observed=loader.telemetry, prefix="fineweb_loader_", every_s=0.05, settings={"lr": 0.1}
+    )
+    try:
+        with loader, beating:
+            run.warmup = loader.warmup(2, timeout=LONGEST_S)
+            run.begun = time.perf_counter()
+            for batch in loader:
+                optimizer.zero_grad()
+                logits = model(batch.inputs.long())
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.long().flatten())
+                loss.backward()
+                optimizer.step()
+                run.losses.append(loss.item())
+                run.tokens += batch.inputs.numel()
+                beating.progress(run.steps, loss=loss, lr=0.1)
+                run.wall_s = time.perf_counter() - run.begun
+                run.stats = loader.stats()
+                if run.steps % EVERY == 0 and run.steps < STEPS:
+                    began = time.perf_counter()
+                    with loader.pause("eval"):
+                        threading.Event().wait(0.05)
+                    run.paused_s.append(time.perf_counter() - began)
+                if run.steps == STEPS:
+                    broken.set()
+    except ValueError as error:
+        run.error = str(error)
+
+
+# What is in the file
+
+
+def test_the_file_has_everything_that_happened_and_every_line_is_whole(run: Run) -> None:
+    assert run.error == "a bad text"
+    assert run.steps >= STEPS
+    lines = run.lines()
+    assert lines[0]["msg"] == "boot"
+    assert lines[-1]["msg"] == "shutdown"
+    count = Counter(line["msg"] for line in lines)
+    assert count["progress"] == run.steps
+    assert count["pause"] == len(run.paused_s) == 2
+    for once in ("boot", "fineweb_loader_ready", "fineweb_loader_warmup", "fineweb_loader_error", "shutdown"):
+        assert count[once] == 1, once
+    assert count["stall"] >= 1
+    assert count["beat"] >= 2
+    for line in lines:
+        assert line["pid"] == os.getpid()
+        assert line["rank"] == 0
+        assert 0 <= line["step"] <= run.steps
+        assert datetime.fromisoformat(line["iso"]).timestamp() == pytest.approx(line["ts"], abs=2e-3)
+    assert lines[0]["settings"] == {"lr": 0.1}
+    assert lines[0]["world_size"] == 1
+    assert {"python", "penstock", "torch"} <= lines[0]["versions"].keys()
+
+
+def test_steps_losses_and_tokens_are_those_of_the_trainer(run: Run) -> None:
+    steps = run.lines("progress")
+    assert [line["step"] for line in steps] == list(range(1, run.steps + 1))
+    assert [line["loss"] for line in steps] == pytest.approx(run.losses)
+    assert {line["tokens"] for line in steps} == {4 * 64}
+    assert [line["tokens_total"] for line in steps] == [256 * n for n in range(1, run.steps + 1)]
+    assert steps[-1]["tokens_total"] == run.tokens == run.counted.tokens
+    assert run.lines("shutdown")[0]["tokens_total"] == run.tokens
+
+
+def test_every_step_has_sane_numbers(run: Run) -> None:
+    for line in run.lines("progress"):
+        assert 0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6
+        assert line["dt_fetch_last"] == line["dt_fetch_s"]
+        assert 0 <= line["data_wait_pct"] <= 100.01
+        assert line["toks_per_s"] > 0
+        assert 0 <= line["fetch_p50_ms"] <= line["fetch_p95_ms"] <= line["fetch_p99_ms"]
+        assert line["queue_capacity"] == 2
+        assert 0 <= line["queue_depth"] <= 2
+        assert line["rss_bytes"] > 1_000_000
+        assert line["lr"] == 0.1
+        assert line["wait_by_stage"].keys() <= set(STAGES)
+        assert all(seconds >= 0 for seconds in line["wait_by_stage"].values())
+        assert sum(line["wait_by_stage"].values()) == pytest.approx(line["dt_fetch_s"], abs=1e-5)
+
+
+def test_waits_steps_and_pauses_add_up_to_what_the_trainer_measured(run: Run) -> None:
+    steps, stats = run.lines("progress"), run.counted
+    assert sum(line["dt_fetch_s"] for line in steps) == pytest.approx(stats.wait_s, abs=1e-6 * (run.steps + 1))
+    by_stage: Counter[str] = Counter()
+    for line in steps:
+        by_stage.update(line["wait_by_stage"])
+    for stage, seconds in by_stage.items():
+        assert seconds == pytest.approx(stats.wait_by_stage[stage], abs=1e-6 * (run.steps + 1))
+    paused = sum(line.get("paused", {}).get("eval", 0.0) for line in steps)
+    assert paused == pytest.approx(stats.paused_s["eval"], abs=1e-4)
+    assert paused == pytest.approx(sum(line["seconds"] for line in run.lines("pause")), abs=1e-4)
+    assert paused <= sum(run.paused_s)
+    total = sum(line["dt_step_s"] for line in steps) + paused
+    # Between `progress` and the next step there is next to nothing here; how much is the machine's affair.
+    assert 0.6 * run.wall_s <= total <= run.wall_s + 1e-3
+    assert stats.wall_s <= run.wall_s - paused + 1e-3
+
+
+def test_the_rolling_data_wait_is_that_of_the_steps(run: Run) -> None:
+    """The first step, which has the time to the first batch, is a number of its own."""
+    steps = run.lines("progress")
+    wait, wall = (sum(line[name] for line in steps[1:]) for name in ("dt_fetch_s", "dt_step_s"))
+    # Fewer steps than the window: it is the average over all of them; a step ends a little after `progress`.
+    assert steps[-1]["data_wait_pct"] <= 100 * wait / wall + 0.1
+    assert steps[-1]["data_wait_pct"] >= 0.6 * 100 * wait / wall
+    assert run.counted.data_wait == pytest.approx(run.counted.wait_s / run.counted.wall_s)
+
+
+def test_the_stall_is_told_with_its_stage_and_file_while_it_lasts_and_after_it(run: Run) -> None:
+    for line in run.lines("stall"):
+        assert line["stage"] == "tokenize"
+        assert ".parquet, row group" in line["where"]
+        assert line["wait_s"] >= STALL_S
+        assert "tokenize" in line["verdict"]
+    waiting = [line["waiting"] for line in run.lines("beat") if "waiting" in line]
+    assert any(one["stage"] == "tokenize" and ".parquet" in one["where"] and one["for_s"] > 0 for one in waiting)
+    longest = max(run.lines("progress"), key=lambda line: float(line["dt_fetch_s"]))
+    assert longest["dt_fetch_s"] >= STALL_S
+    assert longest["wait_by_stage"]["tokenize"] > 0.5 * longest["dt_fetch_s"]
+
+
+def test_beats_count_upwards(run: Run) -> None:
+    beats = run.lines("beat")
+    for line in beats:
+        assert tuple(line["stages"]) == STAGES
+        assert line["dropped"] == 0
+        assert line["since_step_s"] < LONGEST_S
+        assert line["queues"]["batches"]["capacity"] == 2
+        assert line["verdict"]
+    for before, after in pairwise(beats):
+        assert after["mono"] >= before["mono"]
+        for stage in STAGES:
+            for name in ("items", "bytes"):
+                assert after["stages"][stage][name] >= before["stages"][stage][name], (stage, name)
+            for name in ("busy_s", "blocked_in_s", "blocked_out_s"):
+                assert after["stages"][stage][name] >= 0, (stage, name)
+    last = run.lines("shutdown")[0]["stages"]
+    assert last["tokenize"]["items"] > 0
+    assert last["decode"]["bytes"] > 0
+    assert last["batch"]["items"] >= run.steps
+    assert last["pack"]["items"] >= 4 * run.steps
+
+
+def test_the_start_the_warmup_the_error_and_the_end_are_told(run: Run) -> None:
+    warmup, ready, error, end = (
+        run.lines(msg)[0]
+        for msg in ("fineweb_loader_warmup", "fineweb_loader_ready", "fineweb_loader_error", "shutdown")
+    )
+    assert run.warmup is not None
+    assert (warmup["requested"], warmup["filled"]) == (run.warmup.requested, run.warmup.filled) == (2, 2)
+    assert warmup["wait_ms"] == warmup["fetch_warmup_wait_ms"] == pytest.approx(run.warmup.wait_ms, abs=1e-3)
+    assert warmup["fetch_warmup_batches"] == 2
+    marks = [ready["ledger"][name] for name in ("first_bytes", "first_tokens", "first_row", "first_batch")]
+    assert marks == sorted(marks)
+    assert ready["dt"] > 0
+    assert all(seconds >= 0 for seconds in ready["parts"].values())
+    assert error["error"] == "ValueError: a bad text"
+    assert error["stage"] == "tokenize"
+    assert ".parquet, row group" in error["where"]
+    assert end["reason"] == "ValueError: a bad text"
+    assert end["steps"] == run.steps
+    assert end["verdict"]
+    assert 0 <= end["data_wait_pct"] <= 100
+
+
+# What the commands make of it
+
+
+def test_watch_shows_the_last_step_and_what_happened(run: Run) -> None:
+    done = ask("watch", "--once", run.folder)
+    assert done.exit_code == 0, done.output
+    last = run.lines("progress")[-1]
+    row = next(row for row in done.output.splitlines() if row.startswith("rank 0"))
+    assert f"step {run.steps}  loss {run.losses[-1]:.4f}" in row
+    assert "ended: ValueError: a bad text" in row
+    assert f"data wait {last['data_wait_pct']:.1f} %" in row
+    assert "loader_error: tokenize: ValueError: a bad text" in done.output
+
+
+def test_report_agrees_with_the_file_and_the_loader(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page, told = tmp_path / "report.html", tmp_path / "report.json"
+    done = ask("report", run.folder, "-o", page, "--json", told)
+    assert done.exit_code == 0, done.output
+    assert "1 error" in done.output
+    assert page.stat().st_size > 100_000
+    rank = json.loads(told.read_text())["ranks"][0]
+    steps = run.lines("progress")
+    assert (rank["steps"], rank["tokens"], rank["ended"]) == (run.steps, run.tokens, "ValueError: a bad text")
+    wait, wall = (sum(line[name] for line in steps) for name in ("dt_fetch_s", "dt_step_s"))
+    assert rank["wall_s"] == pytest.approx(wall)
+    assert rank["data_wait_all_pct"] == pytest.approx(100 * wait / wall, rel=0.01)
+    assert sum(rank["waits_pct"].values()) == pytest.approx(rank["data_wait_pct"], rel=0.01)
+    assert rank["last_loss"] == pytest.approx(run.losses[-1])
+    assert rank["events"]["pause"] == 2
+    assert rank["events"]["stall"] >= 1
+    assert (rank["skipped_lines"], rank["dropped_lines"]) == (0, 0)
+
+
+def test_health_judges_by_the_limits_it_is_given(run: Run) -> None:
+    at_once = ("--grace-steps", 1, "--for-s", 0.001, "--json")
+    too_much = ask("health", run.folder, "--min-tokens-per-s", 1e15, *at_once)
+    assert too_much.exit_code == 1, too_much.output
+    (rank,) = json.loads(too_much.output)["ranks"]
+    assert (rank["status"], rank["step"], rank["ended"]) == ("fail", run.steps, "ValueError: a bad text")
+    assert any("tokens/s, limit" in reason for reason in rank["reasons"])
+    assert ask("health", run.folder / "elsewhere").exit_code == 2
+
+
+# Every kind of loader
+
+
+class Squares:
+    """Addressable data."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        return {"x": np.full(8, i * i)}
+
+
+MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
+    "no workers": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=0),
+    "processes": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, workers="process"),
+    "a device": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, device="meta"),
+    "a mixture": lambda corpus: AsyncDataLoader(
+        Mixture(
+            {"a": (text(corpus), 0.7), "b": (TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 0.3)}
+        ),
+        4,
+        n_workers=2,
+    ),
+    "map-style": lambda corpus: AsyncDataLoader(Squares(), 4, n_workers=2),
+    "an iterable": lambda corpus: AsyncDataLoader(({"x": np.full(8, i)} for i in range(200)), 4, n_workers=1),
+    "compressed": lambda corpus: AsyncDataLoader(
+        TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=64), 4, n_workers=1
+    ),
+    "no telemetry": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, telemetry=False),
+    "autotune": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, autotune=True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_every_kind_of_loader_can_be_watched(kind: str, corpus: Path, tmp_path: Path) -> None:
+    loader = MAKE[kind](corpus)
+    with loader, Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
+        for step in range(1, 31):
+            assert loader.next_batch(timeout=LONGEST_S) is not None
+            beating.progress(step, loss=1 / step)
+        stats = loader.stats()
+    assert beating.counts() == dict.fromkeys(beating.counts(), 0)
+    lines = list(read_heartbeat(tmp_path / "heartbeat_rank0.jsonl"))
+    steps = [line for line in lines if line["msg"] == "progress"]
+    assert steps[-1]["tokens_total"] == stats.tokens > 0
+    assert len(steps) == stats.batches == 30
+    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s, rel=1e-6)
+    assert stats.wait_by_stage.keys() <= set(STAGES)
+    assert 0 < stats.wait_s <= stats.wall_s
+    for line in steps:
+        assert 0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6
+        assert 0 <= line["data_wait_pct"] <= 100.01
+        assert sum(line["wait_by_stage"].values()) == pytest.approx(line["dt_fetch_s"], abs=1e-5)
+    ready = [line for line in lines if line["msg"] == "loader_ready"]
+    assert len(ready) == (kind != "no telemetry")
+    assert ask("watch", "--once", tmp_path).exit_code == 0
+    assert ask("health", tmp_path).exit_code == 0
+
+
+def test_shutting_down_and_going_on_keeps_the_counts(corpus: Path, tmp_path: Path) -> None:
+    loader = AsyncDataLoader(text(corpus), 4, n_workers=1)
+    with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
+        for step in range(1, 31):
+            next(loader)
+            beating.progress(step, loss=1.0)
+            if step % 10 == 0:
+                loader.shutdown()
+    stats = loader.stats()
+    steps = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
+    assert [line["tokens_total"] for line in steps] == [256 * n for n in range(1, 31)]
+    assert stats.batches == 30
+    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s)
+    assert stats.stages["pack"].items >= 4 * 30
+
+
+def test_a_state_that_is_loaded_in_the_middle_leaves_no_nonsense_in_the_file(corpus: Path, tmp_path: Path) -> None:
+    states = []
+    with AsyncDataLoader(text(corpus), 4, n_workers=1) as loader:
+        with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
+            for step in range(1, 41):
+                if step == 21:
+                    loader.load_state_dict(states[9])
+                next(loader)
+                beating.progress(step, loss=1.0)
+                states.append(loader.state_dict())
+        stats = loader.stats()
+    assert states[20] == states[10]
+    steps = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
+    assert [line["step"] for line in steps] == list(range(1, 41))
+    assert all(0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6 for line in steps)
+    assert all(0 <= line["data_wait_pct"] <= 100.01 for line in steps)
+    assert (stats.batches, stats.tokens) == (20, 20 * 256)  # since the state was loaded
+
+
+def test_training_and_validation_are_measured_apart(corpus: Path) -> None:
+    train = AsyncDataLoader(text(corpus), 4, n_workers=1)
+    valid = AsyncDataLoader(TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 8, n_workers=1, epochs=1)
+    with train, valid:
+        for step in range(1, 21):
+            next(train)
+            if step % 10 == 0:
+                with train.pause("eval"):
+                    evaluated = sum(batch.tokens for batch in valid)
+        next(train)
+        ours, theirs = train.stats(), valid.stats()
+    assert ours.tokens == 21 * 256
+    assert theirs.tokens == 2 * evaluated > 0
+    assert ours.paused_s.keys() == {"eval"}
+    assert not theirs.paused_s
+    assert theirs.wait_s <= ours.paused_s["eval"]
+    assert ours.wait_s <= ours.wall_s
+
+
+def test_hundreds_of_epochs_leave_nothing_behind() -> None:
+    """Each epoch has threads of its own; of those that have ended, only sums are kept."""
+    kept = []
+    with AsyncDataLoader(SyntheticDataset(100, 16, 32, seed=0), 8, n_workers=1, epochs=1) as loader:
+        for epoch in range(1, 101):
+            for _ in loader:
+                pass
+            if epoch in (50, 100):
+                kept.append(len(loader.telemetry.clock.tracks))
+                assert threading.active_count() < 10
+        stats = loader.stats()
+    assert kept[1] <= kept[0] <= 8
+    assert len(loader.telemetry.window.steps) <= 512
+    assert stats.batches == 4 * 100 == stats.stages["batch"].items
+
+
+def test_a_loader_that_nobody_holds_ends_while_its_heartbeat_goes_on(corpus: Path, tmp_path: Path) -> None:
+    loader = AsyncDataLoader(text(corpus), 4, n_workers=1).start()
+    with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
+        next(loader)
+        beating.progress(1, loss=1.0)
+        del loader
+        gc.collect()
+        ours = [t for t in threading.enumerate() if t.name.startswith("penstock-") and "heartbeat" not in t.name]
+        for thread in ours:
+            thread.join(LONGEST_S)
+            assert not thread.is_alive()
+        beating.progress(2, loss=1.0)
+    assert beating.counts() == dict.fromkeys(beating.counts(), 0)
+    assert [line["step"] for line in read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")] == [1, 2]
+
+
+def test_after_an_interrupt_within_next_the_stream_and_the_numbers_go_on(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> AsyncDataLoader:
+        return AsyncDataLoader(text(corpus), 4, shuffle=True, seed=5, n_workers=1, prefetch_size=1)
+
+    with make() as loader:
+        expected = [digest(next(loader)) for _ in range(40)]
+    loader = make()
+    real, chunks, go_on = Tokenizer.encode, iter(range(1_000_000)), threading.Event()
+
+    def encode(self: Any, ref: Any, *args: Any) -> Any:
+        if next(chunks) == 3:
+            dry, steps = 0, -1
+            while dry < 20:  # the trainer has nothing left and waits for this chunk, for good
+                go_on.wait(0.02)
+                before, steps = steps, loader.telemetry.steps
+                dry = dry + 1 if loader.telemetry.waiting() is not None and steps == before else 0
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert go_on.wait(LONGEST_S)
+        return real(self, ref, *args)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    found, interrupted = [], 0
+    with loader:
+        while len(found) < 40:
+            try:
+                found.append(digest(next(loader)))
+            except KeyboardInterrupt:
+                interrupted += 1
+                go_on.set()
+        stats = loader.stats()
+        assert loader.telemetry.waiting() is None
+    assert interrupted == 1
+    assert found == expected
+    assert stats.batches == 40
+    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s)
+    assert stats.wait_s <= stats.wall_s
+
+
+# Beside the run
+
+
+def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PERIOD_S", "SETTLE_S", "WARM_S", "WARM_CAP_S"):
+        monkeypatch.setattr(autotune, name, 0.02)
+    real, nobody = Tokenizer.encode, threading.Event()
+
+    def encode(self: Any, *args: Any) -> Any:
+        nobody.wait(0.005)
+        return real(self, *args)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+
+    def make(tunes: bool) -> AsyncDataLoader:
+        how: dict[str, Any] = {"shuffle": True, "seed": 3, "n_workers": 1, "prefetch_size": 1, "autotune": tunes}
+        return AsyncDataLoader(text(corpus), 4, telemetry=Listened("tune"), **how)
+
+    tuned = make(True)
+    assert isinstance(tuned.telemetry, Listened)
+    digests: list[str] = []
+    with tuned, Heartbeat(tmp_path, observed=tuned.telemetry, every_s=0.02) as beating:
+        while len(digests) < 5000 and not tuned.telemetry.told.is_set():
+            digests.append(digest(next(tuned)))
+            beating.progress(len(digests))
+        tuned.shutdown()
+        digests += [digest(next(tuned)) for _ in range(100)]
+        state = tuned.state_dict()
+        next(tuned)
+        tuned.load_state_dict(state)
+        digests += [digest(next(tuned)) for _ in range(100)]
+    monkeypatch.setattr(Tokenizer, "encode", real)
+    with make(False) as plain:
+        assert digests == [digest(next(plain)) for _ in digests]
+    told = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("tune")
+    assert told
+    for line in told:
+        assert line["what"] in ("n_workers", "read_ahead", "prefetch_size")
+        assert line["why"]
+        assert line["kept"] in (None, True, False)
+        assert line["from"] != line["to"]
+        assert line["what"] != "n_workers" or line["to"] <= len(os.sched_getaffinity(0))
+
+
+def test_prewarming_with_a_batch_of_ours_moves_neither_the_stream_nor_the_model(corpus: Path) -> None:
+    from penstock.train.prewarm import prewarm, verify_prewarm
+
+    def make() -> AsyncDataLoader:
+        return AsyncDataLoader(text(corpus), 4, shuffle=True, seed=2, n_workers=1)
+
+    with make() as loader:
+        expected = [digest(next(loader)) for _ in range(3)]
+    model = torch.nn.Sequential(torch.nn.Embedding(260, 8), torch.nn.Linear(8, 260))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with make() as loader:
+        batch = next(loader)
+        assert isinstance(batch, Batch)
+        state = loader.state_dict()
+        assert prewarm(model, optimizer, batch).state_bytes > 0
+        verify_prewarm(model, optimizer, batch)
+        assert loader.state_dict() == state
+        assert loader.stats().batches == 1
+        assert [digest(batch), digest(next(loader)), digest(next(loader))] == expected
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_two_processes_that_write_one_file_leave_every_line_whole(tmp_path: Path) -> None:
+    script = """
+import sys
+from penstock.feed.beat import Heartbeat
+with Heartbeat(sys.argv[1], rank=0, every_s=0.01) as beating:
+    for step in range(1, 301):
+        beating.progress(step, loss=1.0)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=LONGEST_S)
+        assert (process.returncode, errors) == (0, "")
+    found = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl")
+    steps = Counter(line["pid"] for line in found.of("progress"))
+    assert found.skipped == 0
+    assert steps == {process.pid: 300 for process in both}
