@@ -245,14 +245,14 @@ def test_a_step_that_does_not_end_is_judged_by_its_own_limit() -> None:
     assert judge([*lines, *run.steps(1)], limits=Limits(max_step_s=600.0)).status == "ok"
 
 
-def test_synthetic_data_and_an_error_of_the_loader_are_warnings() -> None:
+def test_synthetic_data_is_a_warning_and_an_error_of_the_loader_a_failure() -> None:
     run = Run()
     lines = [*run.warm_up(), run.line("fallback", to="synthetic", reason="timeout"), *run.steps(1)]
     assert judge(lines).status == "warn"
     assert "synthetic data since step 75: timeout" in judge(lines).reasons[0]
     assert judge([*lines, run.line("fallback", to="data", reason="")]).status == "ok"
     failed = judge([*run.warm_up(), run.line("fineweb_loader_error", stage="fetch", error="503")])
-    assert (failed.status, failed.reasons) == ("warn", ("the loader failed at fetch: 503",))
+    assert (failed.status, failed.reasons) == ("fail", ("the loader failed at fetch: 503",))
 
 
 def test_what_cannot_be_judged_is_said() -> None:

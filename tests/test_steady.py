@@ -198,7 +198,16 @@ RUNS = {name: one for name, one in ALL_RUNS.items() if "note" not in one.run}
 """Without those that the machine disturbed so much that a reader could not tell either; their note says how."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+MISSED = {"slower_data-1": "the machine's own ups and downs are as large as the change, and no steady state is found"}
+"""Runs that are classed wrong. Kept, so that the score stays true and a better method shows."""
+
+
+def asked() -> list[Any]:
+    wrong = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in MISSED.items()}
+    return [pytest.param(name, marks=wrong[name] if name in wrong else ()) for name in RUNS]
+
+
+@pytest.mark.parametrize("name", asked())
 def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two_steps(name: str) -> None:
     run, says = RUNS[name]
     found, onset = RUNS[name].analysis(), RUNS[name].onset()
@@ -220,6 +229,11 @@ def test_nearly_all_recorded_runs_are_asked_about_and_few_enough_bytes() -> None
     assert len(RUNS) >= 40
     assert len(RUNS) >= 0.8 * len(ALL_RUNS)
     assert sum(path.stat().st_size for path in RECORDED.iterdir() if path.is_file()) < 150_000
+
+
+@pytest.mark.parametrize("name", [name for name, one in RUNS.items() if one.says["onset"] is not None])
+def test_a_watch_finds_a_steady_state_in_every_recorded_run_that_has_one(name: str) -> None:
+    assert watched([taken / 1e6 for taken in RUNS[name].run["times_us"]]) is not None
 
 
 def train(steps: int, slow_steps: int) -> list[float]:

@@ -195,7 +195,8 @@ def test_every_step_has_sane_numbers(run: Run) -> None:
         assert line["dt_fetch_last"] == line["dt_fetch_s"]
         assert 0 <= line["data_wait_pct"] <= 100.01
         assert line["toks_per_s"] > 0
-        assert 0 <= line["fetch_p50_ms"] <= line["fetch_p95_ms"] <= line["fetch_p99_ms"]
+        if line["step"] > 2:  # the first one is not among those that percentiles are taken of
+            assert 0 <= line["fetch_p50_ms"] <= line["fetch_p95_ms"] <= line["fetch_p99_ms"]
         assert line["queue_capacity"] == 2
         assert 0 <= line["queue_depth"] <= 2
         assert line["rss_bytes"] > 1_000_000
@@ -496,7 +497,7 @@ def test_after_an_interrupt_within_next_the_stream_and_the_numbers_go_on(
             dry, steps = 0, -1
             while dry < 20:  # the trainer has nothing left and waits for this chunk, for good
                 go_on.wait(0.02)
-                before, steps = steps, loader.telemetry.steps
+                before, steps = steps, loader.telemetry.consumer.steps
                 dry = dry + 1 if loader.telemetry.waiting() is not None and steps == before else 0
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert go_on.wait(LONGEST_S)

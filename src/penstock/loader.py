@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
-from penstock.errors import ConfigError, LoaderTimeout, StateMismatch
+from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.agree import RankAgreement
 from penstock.feed.autotune import Autotune
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
@@ -105,8 +105,7 @@ class AsyncDataLoader:
         warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
         report_docs: log a line every so many documents; 0 for none.
         telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
-        autotune: let workers, read-ahead, requests in flight and queue follow what is measured, within
-            the cores and `memory_limit`. Never changes the stream.
+        autotune: let workers, requests, read-ahead and queue follow what is measured. Never changes the stream.
         """
         self._source = as_source(dataset, preprocess, collate, pad)
         self._dataset = dataset
@@ -129,6 +128,7 @@ class AsyncDataLoader:
         self.telemetry = attach(telemetry, self, dataset)
         self._tunes = check_autotune(autotune, self.telemetry.on)
         self._tuner: Autotune | None = None
+        self._tuned: dict[str, int] = {}
         self._position: Callable[[], Position] | None = None
         self._skip = self._source.skip
         self._state = self._fresh_state(self._choose_lanes(), first=0, batch=0)
@@ -178,11 +178,9 @@ class AsyncDataLoader:
         self.telemetry.entering(begun)
         try:
             batch = self._next(timeout)
-        except LoaderTimeout:
-            self.telemetry.gave_up()
-            raise
-        except Exception as error:
-            self.telemetry.failed(error)
+        except BaseException as error:
+            self._tally.took(begun, now := time.perf_counter(), None)
+            self.telemetry.failed(begun, now, error)
             raise
         now, tokens = time.perf_counter(), None if batch is None else batch.tokens
         self._tally.took(begun, now, tokens)
@@ -190,7 +188,7 @@ class AsyncDataLoader:
         if batch is None:
             self._exhausted = True
         elif self._tuner is not None:
-            self._tuner.step(now, batch.tokens, self.telemetry.compute_s(), self.telemetry.paused.last_s)
+            self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
         return batch
 
     def _next(self, timeout: float | None) -> Batch | None:
@@ -255,6 +253,7 @@ class AsyncDataLoader:
         self.telemetry.follow(pipeline, begun)
         if self._tunes:
             self._tuner = Autotune(pipeline.knobs(options.row_bytes * options.batch_size), self.telemetry)
+            self._tuner.adopt(self._tuned)
         return self
 
     def lay_open(self) -> tuple[Source, Run]:
@@ -294,8 +293,9 @@ class AsyncDataLoader:
             if self._pipeline is not None:
                 self._finalizer.detach()
                 self._tally.keep(self._pipeline)
-                if self._pipeline.close():
-                    self.telemetry.clock.fold()
+                self._pipeline.close()
+                self.telemetry.left()
+                self._tuned |= self._tuner.values() if self._tuner is not None else {}
                 self._pipeline = self._tuner = None
             self._position = None
 

@@ -87,8 +87,9 @@ class Pipeline:
         if self._failed is not None:
             raise self._failed  # what follows a failure would not be the stream
         try:
-            with self._clock.stage("pack"):
+            with self._clock.stage("pack") as track:
                 made = self._producer.next()
+            track.count("batch", len(made))
         except Exception as error:
             self._failed = error
             raise

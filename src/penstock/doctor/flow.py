@@ -114,7 +114,7 @@ def drain(
         now = perf_counter()
         first_s = now - begun
         tokens, waited, longest, taken = 0, 0.0, 0.0, 0
-        start = arrival = last = _Mark(now, 0, 0.0, dict(loader.telemetry.wait_s))
+        start = arrival = last = _Mark(now, 0, 0.0, dict(loader.telemetry.consumer.wait_s))
         looked, peak, ahead, used = now, resident_bytes(), _ahead(loader), process_time()
         shape: tuple[int, ...] = tuple(getattr(batch.inputs, "shape", ()))
         first_tokens = batch.tokens
@@ -131,12 +131,12 @@ def drain(
             tokens, waited, taken = tokens + batch.tokens, waited + now - asked, taken + 1
             if now - asked >= longest / 2:
                 longest = max(longest, now - asked)
-                arrival = _Mark(now, tokens, waited, dict(loader.telemetry.wait_s))
+                arrival = _Mark(now, tokens, waited, dict(loader.telemetry.consumer.wait_s))
             if now - looked >= LOOK_S:
                 looked, peak, ahead = now, max(peak, resident_bytes()), max(ahead, _ahead(loader))
         cores = (process_time() - used) / max(1e-9, perf_counter() - start.at)
         if taken:
-            last = _Mark(now, tokens, waited, dict(loader.telemetry.wait_s))
+            last = _Mark(now, tokens, waited, dict(loader.telemetry.consumer.wait_s))
         known, stats = loader.telemetry.known(), loader.stats()
     end = arrival if arrival.at - start.at >= 0.5 * (last.at - start.at) else last
     if end is start:  # there was but one batch: it is all that can be gone by

@@ -108,6 +108,19 @@ class Autotune:
     _trial: _Trial | None = None
     _failed: dict[str, float] = field(default_factory=dict)
 
+    def values(self) -> dict[str, int]:
+        """How the knobs stand, a trial that is not decided left out."""
+        values = {knob.name: knob.get() for knob in self.knobs}
+        if self._trial is not None:
+            values[self._trial.knob.name] = self._trial.before
+        return values
+
+    def adopt(self, values: dict[str, int]) -> None:
+        """Begin where an earlier run of the same loader ended."""
+        for knob in self.knobs:
+            if knob.name in values and values[knob.name] != knob.get():
+                knob.set(min(values[knob.name], max(knob.get(), knob.most())))
+
     def step(self, now: float, tokens: int, compute_s: float, paused_s: float = 0.0) -> None:
         """A batch was handed out. `compute_s` is what the trainer did between the last two, waits left out."""
         if self._began is None:

@@ -84,7 +84,7 @@ class Beating:
         gate: HealthGate | None,
     ) -> None:
         self.pid = os.getpid()
-        self.step = 0
+        self.step = self._told = 0
         self.closing = False
         self._rank = rank
         self._most = most
@@ -235,16 +235,21 @@ class Beating:
 
     def _collect(self) -> None:
         """Make lines of what has been said, in that order: one that waits for the device holds up those behind it."""
-        if self._observed is not None:
-            self._events(self._observed)
+        events = self._events(self._observed) if self._observed is not None else []
         with self._changed:
-            self._late.extend(self._said)
+            said = [*self._said, *events]
             self._said.clear()
+        # By their time: an event belongs to the step that was the last one when it happened.
+        step = self._late[-1].step if self._late else self._told
+        for one in sorted(said, key=lambda one: one.mono) if events else said:
+            step = one.step if one.step >= 0 else step
+            self._late.append(one if one.step >= 0 else one._replace(step=step))
+        self._told = step
+        while self._late and self._is_ready(self._late[0]):
+            self._try_to_emit(self._late.popleft())
         while len(self._late) > self._most:
             self._late.popleft()
             self._lost += 1
-        while self._late and self._is_ready(self._late[0]):
-            self._try_to_emit(self._late.popleft())
 
     def _try_to_emit(self, said: Said) -> None:
         try:
@@ -253,14 +258,13 @@ class Beating:
             self._lost += 1
             self._wrong(f"a {said.msg} line could not be made", error)
 
-    def _events(self, observed: Observed) -> None:
+    def _events(self, observed: Observed) -> list[Said]:
+        """What the loader has to tell, of a step that is yet to be found out."""
         try:
-            events = observed.take_events()
+            return [Said(ts, mono, -1, msg, dict(fields)) for ts, mono, msg, fields in observed.take_events()]
         except Exception as error:
             self._wrong("the loader's telemetry failed", error)
-            return
-        for ts, mono, msg, fields in events:
-            self._try_to_emit(Said(ts, mono, self.step, msg, dict(fields)))
+            return []
 
     def _is_ready(self, said: Said) -> bool:
         late = [value for value in said.fields.values() if isinstance(value, Late)]
@@ -312,7 +316,7 @@ class Beating:
     def _beat(self, now: float) -> None:
         fields = self.ask(self._observed.beat_fields) if self._observed is not None else {}
         fields = self._memory() | fields
-        fields["since_step_s"] = round(now - self._last_step, 3)
+        fields["since_step_s"] = round(max(0.0, now - self._last_step), 3)
         fields |= {name: n for name, n in self.counts().items() if n or name == "dropped"}
         self._emit(Said(time.time(), now, self.step, "beat", fields))
 

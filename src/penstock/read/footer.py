@@ -149,33 +149,17 @@ def _key(file: FileRef) -> str:
     return f"{file.path}\n{file.size}\n{file.etag}"
 
 
-class HeldFile:
-    """A part of a file on disk that is in memory already. What else is asked for is read then."""
-
-    def __init__(self, file: PlainFile, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._held = memoryview(file.read(start, length))
-
-    def read(self, start: int, length: int) -> bytes | memoryview:
-        """A view where that will do: a copy would be made with the GIL held."""
-        at = start - self._start
-        if at >= 0 and at + length <= len(self._held):
-            return self._held[at : at + length]
-        return self._file.read(start, length)
-
-
 class AsFile:
     """What Arrow needs of a file, over the parts of it that are here. Arrow calls it with the GIL held."""
 
     closed = False
 
-    def __init__(self, size: int, file: FetchedFile | HeldFile) -> None:
+    def __init__(self, size: int, file: FetchedFile | PlainFile) -> None:
         self._size = size
         self._file = file
         self._at = 0
 
-    def read(self, n: int = -1) -> bytes | memoryview:
+    def read(self, n: int = -1) -> bytes:
         n = self._size - self._at if n is None or n < 0 else min(n, max(0, self._size - self._at))
         data = self._file.read(self._at, n)
         self._at += len(data)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
 from penstock.read.columns import nothing
-from penstock.read.footer import AsFile, HeldFile, RemoteFooters, column_range, damaged, parse_footer
+from penstock.read.footer import AsFile, RemoteFooters, column_range, damaged, parse_footer
 from penstock.read.records import Judge, clean
 from penstock.read.storage import BombError, Bytes, Storage, is_damage
 from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
@@ -87,7 +87,9 @@ class ParquetReader:
         step = max(16, min(STEP_ROWS, STEP_BYTES * meta.num_rows // max(1, size)))
         opened = None
         try:
-            opened = pq.ParquetFile(self._source(ref, fetched), metadata=footer, page_checksum_verification=True)
+            source = self._source(ref, fetched)
+            # Not buffered beforehand: that reads on a thread of Arrow's, which nobody measures.
+            opened = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True, pre_buffer=False)
             for batch in opened.iter_batches(step, row_groups=[ref.index], columns=[self._field], use_threads=False):
                 column = batch.column(0)
                 first, at = at, at + len(column)
@@ -133,10 +135,9 @@ class ParquetReader:
         if file.codec:
             return self._storage.spool(file)
         if not file.remote:
-            # Read before it is decoded, so that a slow disk and a slow decoder can be told apart. Not memory-mapped:
-            # a file that shrinks under a map ends the process, not the read.
-            held = HeldFile(self._storage.plain(file), *self.range_of(ref))
-            return pa.PythonFile(AsFile(file.size, held), mode="r")
+            # Read by ourselves, so that a slow disk and a slow decoder can be told apart. Not memory-mapped: a file
+            # that shrinks under a map ends the process, not the read.
+            return pa.PythonFile(AsFile(file.size, self._storage.plain(file)), mode="r")
         assert fetched is not None
         parts = [(self.range_of(ref)[0], fetched[0])]
         return pa.PythonFile(AsFile(file.size, self._storage.fetched(file, parts)), mode="r")

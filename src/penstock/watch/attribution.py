@@ -264,6 +264,8 @@ def advise(stage: str, known: Known) -> str:
         return "raise memory_limit, which holds read-ahead back"
     if known.n_workers == 0 and stage in ("fetch", "decode", "tokenize", "pack", "batch"):
         return "let it be done ahead: n_workers 0 → 1, or leave it out"
+    if stage == "fetch" and known.python:
+        stage = "decode"  # it is the user's own code that gets samples
     if stage == "fetch":
         if not known.remote:
             return "read from a faster disk, or keep tokens: cache=True"
@@ -277,9 +279,10 @@ def advise(stage: str, known: Known) -> str:
             return f"raise n_workers {known.n_workers} → {known.n_workers + 1}"
         if known.python and known.workers == "thread":
             return 'Python of your own holds the GIL: workers="process"'
+        busy = "the one core is busy" if known.cores == 1 else f"all {known.cores} cores are busy"
         if known.cached or known.python:
-            return f"all {known.cores} cores are busy: give this rank more"
-        return f"all {known.cores} cores are busy: keep tokens (cache=True, `penstock stage`), or give this rank more"
+            return f"{busy}: give this rank more"
+        return f"{busy}: keep tokens (cache=True, `penstock stage`), or give this rank more"
     if stage == "copy":
         return "raise device_prefetch"
     if stage == RANKS:

@@ -293,7 +293,8 @@ class HealthGate:
         """What fails, what warns, and what would fail if it went on."""
         limits = self.limits
         failed = [text for _, text in self._broken.values()]
-        warned = [text for text in (self._synthetic, self._error) if text is not None]
+        failed += [self._error] if self._error is not None else []
+        warned = [self._synthetic] if self._synthetic is not None else []
         if self._bad_loss is not None and limits.finite_loss:
             failed.append(self._bad_loss[1])
         if self._ended is None:

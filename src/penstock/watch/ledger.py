@@ -33,12 +33,12 @@ class Ledger:
 
     def spent(self, name: str, begin: float, end: float) -> None:
         """Something was done before any thread ran: listing files, opening the pipeline."""
-        self.marks.setdefault(name, end)
-        self._spent.setdefault(name, end - begin)
-        if name != "import":
-            self._began = begin if self._began is None else min(begin, self._began)
+        if name == "open" and "open" in self.marks:
+            return  # only the first pipeline is a start
+        self.marks[name] = max(end, self.marks.get(name, end))
+        self._spent[name] = self._spent.get(name, 0.0) + end - begin
         if name == "open":
-            self._opened = end if self._opened is None else self._opened
+            self._began, self._opened = begin, end
 
     def close(self, tracks: Iterable[Track], now: float) -> dict[str, Any]:
         """The first batch is there. Gives what an event tells of it."""
@@ -69,10 +69,21 @@ class Ledger:
         origin = process_began()
         origin = min(self.marks.values()) if origin is None else origin
         return {
-            "dt": round(ready - begun, 6),
+            # What the program did between listing files and opening the loader is its own.
+            "dt": round(ready - begun + self._spent.get("list", 0.0), 6),
             "parts": self.parts,
-            "ledger": {name: round(self.marks[name] - origin, 6) for name in ENTRIES if name in self.marks},
+            "ledger": self._entries(origin),
         }
+
+    def _entries(self, origin: float) -> dict[str, float]:
+        """Each in its order: a thread may have its first bytes before the last one is started."""
+        entries: dict[str, float] = {}
+        latest = 0.0
+        for name in ENTRIES:
+            if name in self.marks:
+                latest = max(latest, self.marks[name] - origin)
+                entries[name] = round(latest, 6)
+        return entries
 
 
 def _first(segments: list[Segment], stage: str) -> Segment | None:

@@ -227,6 +227,8 @@ class Clock:
                     into.seconds[stage] = into.seconds.get(stage, 0.0) + seconds
                 for stage, items in track.items.items():
                     into.count(stage, items, track.bytes.get(stage, 0))
+            for track in kept:
+                track.recent.clear()  # it may hold on to theirs
             self.tracks[:] = [*kept, *sums.values()]
 
     def record(self, log: deque[tuple[str, Segment]] | None) -> None:

@@ -16,18 +16,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
 from penstock.config import available_cores
-from penstock.errors import ConfigError
-from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
+from penstock.errors import ConfigError, LoaderTimeout
+from penstock.watch.attribution import Known, Verdict, band, charge, judge
+from penstock.watch.consumer import Consumer
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track
-from penstock.watch.window import Paused, StageTimes, Step, Window
+from penstock.watch.window import StageTimes, Window
 
 log = logging.getLogger("penstock")
 
@@ -75,57 +76,57 @@ class Telemetry:
         self._waiting: tuple[float, Track] | None = None
         self._stalled: float | None = None
         self._rss: tuple[float, int] = (0.0, 0)
+        self._pauses = 0
+        self.trainer = ""
+        """The thread that last asked for a batch."""
+        self.consumer = Consumer()
         self.prefix = "loader_"
         self.cores = 1
         self.reset()
 
     def reset(self) -> None:
         """Forget what was measured: another stream begins."""
-        self.window = Window()
-        self.wait_s: dict[str, float] = {}
-        """By stage, since the beginning."""
-        self.steps = self.tokens = 0
-        self.wall_s = 0.0
-        self.paused = Paused()
-        self._last: Step | None = None
-        self._finished: Step | None = None
+        self.consumer.reset()
         self._band = ""
         self._looked = perf_counter()
-        self._depths = 0.0
-        self._samples = 0
+
+    @property
+    def window(self) -> Window:
+        """The last steps."""
+        return self.consumer.window
 
     # From the loader, on the trainer's thread
 
     def entering(self, now: float) -> None:
         """A call of `next` begins, and with it a step."""
-        if self._last is not None:
-            self._close_step(now)
+        counted = self.consumer.entering(now)
         if self.on:
-            self._waiting = (now, self.clock.track())
+            track = self.clock.track()
+            self._waiting, self.trainer = (now, track), track.name
+        if counted and now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
+            self._looked = now
+            self._look()
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
-        self._waiting = None
-        wait = now - begun
-        charges: Mapping[str, float]
-        track = self.clock.track()
-        if not self.on or wait < BRIEF_S or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun)):
-            charges = {"batch": wait}  # it stood ready: what is left is the handing over
-        else:
-            found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
-            charges = found.seconds
-            self._note_stall(wait, found)
-        for stage, seconds in charges.items():
-            self.wait_s[stage] = self.wait_s.get(stage, 0.0) + seconds
+        self._spent(begun, now)
         if tokens is None:
             return
-        self.steps += 1
-        self.tokens += tokens
-        self._depths += depth
-        self._samples += 1
-        self._last = Step(begun, wait, 0.0, tokens, charges)
+        self.consumer.took(tokens, depth)
         if self.on and self.ledger.parts is None:
             self._ready(now)
+
+    def _spent(self, begun: float, now: float) -> None:
+        """Charge the time of a call of `next`."""
+        self._waiting = None
+        wait, track = now - begun, self.clock.track()
+        if not self.on or wait < BRIEF_S or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun)):
+            self.consumer.waited(wait, {"batch": wait})  # it stood ready: what is left is the handing over
+            return
+        found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
+        self.consumer.waited(wait, found.seconds)
+        if wait >= self._stall_limit() and self._stalled != begun:
+            self._stall(*found.worst(), wait)
 
     def follow(self, pipeline: Observed, begun: float) -> None:
         """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
@@ -141,13 +142,17 @@ class Telemetry:
             fetch_warmup_batches=filled, fetch_warmup_wait_ms=wait,
         )  # fmt: skip
 
-    def gave_up(self) -> None:
-        """A call of `next` ended with an exception."""
-        self._waiting = None
+    def left(self) -> None:
+        """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
+        known = self.known()
+        self.known, self.gauges, self.device = lambda: known, dict, None
+        self.clock.fold()
 
-    def failed(self, error: BaseException) -> None:
-        """The stream failed: what everybody who watches should know."""
-        self._waiting = None
+    def failed(self, begun: float, now: float, error: BaseException) -> None:
+        """A call of `next` ended without a batch. If the stream failed, everybody who watches should know."""
+        self._spent(begun, now)
+        if isinstance(error, LoaderTimeout) or not isinstance(error, Exception):
+            return  # it will be asked again, or somebody pressed Ctrl-C
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
         stage, _, where = notes[0].removeprefix("in stage ").partition(", ") if notes else ("", "", "")
         text = f"{type(error).__name__}: {error}"
@@ -156,36 +161,16 @@ class Telemetry:
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
         """Evaluation, a checkpoint: time that is kept apart from the run's."""
-        paused = self.paused
-        paused.depth += 1
+        self._pauses += 1
         begun = perf_counter()
         try:
             yield
         finally:
             seconds = perf_counter() - begun
-            paused.depth -= 1
-            if paused.depth == 0:  # one within another is counted once
-                paused.in_step += seconds
-                for into in (paused.total, paused.unreported):
-                    into[name] = into.get(name, 0.0) + seconds
+            self._pauses -= 1
+            if self._pauses == 0:  # one within another is counted once
+                self.consumer.pause(name, seconds)
                 self.event("pause", name=name, seconds=round(seconds, 6))
-
-    def _close_step(self, now: float) -> None:
-        last, paused = self._last, self.paused
-        assert last is not None
-        wall = max(last.wait, now - last.begin - paused.in_step)
-        paused.within_s += paused.in_step
-        paused.last_s = paused.in_step
-        paused.in_step = 0.0
-        self.wall_s += wall
-        first, self._finished = self._finished is None, last._replace(wall=wall)
-        self._last = None
-        if first:
-            return  # the time to the first batch is a number of its own
-        self.window.add(self._finished)
-        if now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
-            self._looked = now
-            self._look()
 
     def _look(self) -> None:
         verdict = self.verdict()
@@ -197,12 +182,8 @@ class Telemetry:
             if worse or before:
                 log.log(logging.WARNING if worse and trains else logging.INFO, "%s", verdict.line)
 
-    def _note_stall(self, wait: float, found: Charges) -> None:
-        limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
-        if wait >= limit:
-            stage, what = found.worst()
-            self._stall(stage, what, wait)
-        self._stalled = None
+    def _stall_limit(self) -> float:
+        return self.stall_s if self.consumer.steps else max(self.stall_s, FIRST_STALL_S)
 
     def _stall(self, stage: str, what: Any, wait: float) -> None:
         where = str(what)[:500] if what is not None else ""
@@ -236,18 +217,15 @@ class Telemetry:
     def verdict(self) -> Verdict:
         """Why the last steps waited, in one line."""
         window, known = self.window, self.known()
+        if not window.steps:
+            return Verdict(0.0, {}, "not enough steps to say", "")
+        if not self.on:
+            share = window.wait / window.wall if window.wall > 0 else 0.0
+            return Verdict(share, {}, f"data wait {100 * share:.2g} %: {band(share)} (telemetry is off)", "")
         if self.device is not None:
-            waited, wall = self.device(), self.wall_s
+            waited, wall = self.device(), self.consumer.wall_s
             known = replace(known, device=True, device_wait=waited / wall if waited is not None and wall > 0 else None)
         return judge(window.wait, window.wall, dict(window.by_stage), known)
-
-    def last_step(self) -> Step | None:
-        """The last step that has ended."""
-        return self._finished
-
-    def compute_s(self) -> float:
-        """What the trainer did in the last step that has ended."""
-        return self._finished.wall - self._finished.wait if self._finished is not None else 0.0
 
     def stages(self) -> dict[str, StageTimes]:
         """What each stage did so far."""
@@ -266,10 +244,6 @@ class Telemetry:
             times[last].blocked_out_s += seconds.get(OUT, 0.0) + seconds.get(IDLE, 0.0)
         return times
 
-    def occupancy(self, capacity: int) -> float:
-        """How full the queue was on average when a batch was taken from it."""
-        return self._depths / self._samples / capacity if self._samples and capacity else 0.0
-
     def waiting(self) -> dict[str, Any] | None:
         """What `next` waits for at this moment, if it does. For any thread."""
         waiting = self._waiting
@@ -282,46 +256,20 @@ class Telemetry:
         # The last moments say what it is now; what it was at first may be over.
         stage, what = charge(track, max(begun, now - 0.5), now).worst()
         where = str(what)[:500] if what is not None else ""
-        limit = self.stall_s if self.steps else max(self.stall_s, FIRST_STALL_S)
-        if now - begun >= limit and self._stalled != begun:
-            self._stalled = begun  # said once while it lasts, and again with its length when it is over
+        if now - begun >= self._stall_limit() and self._stalled != begun:
+            self._stalled = begun  # said while it lasts, and not again when it is over
             self._stall(stage, what, now - begun)
         return {"stage": stage, "where": where, "for_s": round(now - begun, 3)}
 
     # For a heartbeat
 
     def step_fields(self) -> dict[str, Any]:
-        """What is known of the last step. Cheap: it is asked for at each one."""
-        window = self.window
-        # The step that runs now is the one that is reported; its length is known when the next one begins.
-        last, ended = self._last, self._finished
-        fields: dict[str, Any] = {
-            "tokens_total": self.tokens,
-            "fetch_p50_ms": round(1e3 * window.percentile(0.5), 4),
-            "fetch_p95_ms": round(1e3 * window.percentile(0.95), 4),
-            "fetch_p99_ms": round(1e3 * window.percentile(0.99), 4),
-        }
-        current = last or ended
-        if current is not None:
-            fields["tokens"] = current.tokens
-            fields["dt_fetch_s"] = fields["dt_fetch_last"] = round(current.wait, 6)
-            fields["wait_by_stage"] = {stage: round(s, 6) for stage, s in current.charges.items()}
-        if last is not None:
-            fields["dt_step_s"] = round(perf_counter() - last.begin - self.paused.in_step, 6)
-        elif ended is not None:
-            fields["dt_step_s"] = round(ended.wall, 6)
-        wall, wait, tokens = window.wall, window.wait, window.tokens
-        if last is not None:
-            wall, wait, tokens = wall + fields["dt_step_s"], wait + last.wait, tokens + last.tokens
-        if wall > 0:
-            fields["toks_per_s"] = round(tokens / wall, 3)
-            fields["data_wait_pct"] = round(100 * wait / wall, 4)
+        """What happened since it was last asked for: a step, of however many batches. Cheap: it is asked for at each."""
+        fields = self.consumer.report(perf_counter())
         queue = self.gauges().get("queues", {}).get("batches", {})
         fields |= {"queue_depth": queue.get("depth", 0), "queue_capacity": queue.get("capacity", 0)}
         if self.device is not None and (waited := self.device()) is not None:
             fields["device_wait_s"] = round(waited, 6)
-        if self.paused.unreported:
-            fields["paused"], self.paused.unreported = self.paused.unreported, {}
         fields["rss_bytes"] = self._memory()
         return fields
 
@@ -330,14 +278,14 @@ class Telemetry:
         gauges = self.gauges()
         fields: dict[str, Any] = {
             "stages": {stage: times.as_dict() for stage, times in self.stages().items()},
-            "verdict": self.verdict().line if len(self.window.steps) >= LOOK_STEPS else "not enough steps",
+            "verdict": self.verdict().line,
             "rss_bytes": self._memory(),
             **{name: value for name, value in gauges.items() if value is not None},
         }
         queue = gauges.get("queues", {}).get("batches", {})
         fields["queue_depth"] = queue.get("depth", 0)
         if queue:
-            queue["occupancy"] = round(self.occupancy(queue["capacity"]), 4)
+            queue["occupancy"] = round(self.consumer.occupancy(queue["capacity"]), 4)
         waiting = self.waiting()
         if waiting is not None:
             fields["waiting"] = waiting
@@ -362,10 +310,16 @@ def attach(telemetry: Telemetry | bool, owner: Any, dataset: Any) -> Telemetry:
     began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
     if imported is not None and began is not None:
         telemetry.ledger.spent("import", began, imported)
-    listed = getattr(dataset, "listed", None)
-    if isinstance(listed, tuple):
+    for listed in _listings(dataset):
         telemetry.ledger.spent("list", *listed)
     return telemetry
+
+
+def _listings(dataset: Any) -> list[tuple[float, float]]:
+    """When the files of a dataset, or of a mixture's parts, were listed: told once, to the first who reads them."""
+    parts = [dataset, *getattr(dataset, "datasets", {}).values()] if not isinstance(dataset, type) else []
+    found = [vars(part).pop("listed", None) for part in parts if hasattr(part, "__dict__")]
+    return [listed for listed in found if isinstance(listed, tuple)]
 
 
 def _role(track: Track) -> tuple[str, str]:

@@ -103,7 +103,10 @@ class Recorder:
                 "or record for less long", kept.lost, kept.lost + kept.size, self._most,
             )  # fmt: skip
         written = Path(path).expanduser()
-        write(written, Drawing(kept, self._axis, self._here, self._end or perf_counter()).trace())
+        write(
+            written,
+            Drawing(kept, self._axis, self._telemetry.trainer or self._here, self._end or perf_counter()).trace(),
+        )
         return written
 
 
@@ -159,14 +162,14 @@ class Log(deque[tuple[str, Segment]]):
         self._depth: dict[str, int] = {}
         self.unread = 0
         """Looks that failed."""
-        self._steps_before = telemetry.steps
+        self._steps_before = telemetry.consumer.steps
         self._steps_after: int | None = None
 
     def append(self, item: tuple[str, Segment]) -> None:
         name, segment = item
         if segment.stage != IDLE:  # a gap says the same
             self._keep(self.label(name), segment)
-        if segment.end - self._looked >= SAMPLE_S or self._telemetry._last is not self._running:
+        if segment.end - self._looked >= SAMPLE_S or self._telemetry.consumer.last is not self._running:
             self.look()
 
     def _keep(self, label: str, segment: Segment) -> None:
@@ -199,9 +202,9 @@ class Log(deque[tuple[str, Segment]]):
 
     def _look(self) -> None:
         telemetry = self._telemetry
-        running = telemetry._last
+        running = telemetry.consumer.last
         # A first step is in no window: it is the last one for a while, and may have been seen while it ran.
-        seen = [self._running, telemetry.last_step(), *list(telemetry.window.steps)]
+        seen = [self._running, telemetry.consumer.finished, *list(telemetry.window.steps)]
         for step in sorted({s.begin: s for s in seen if s is not None and s.begin > self._newest}.values()):
             if step.wall or (running is not None and step.begin < running.begin):
                 self.steps.append(step)
@@ -218,7 +221,7 @@ class Log(deque[tuple[str, Segment]]):
 
     def finish(self, now: float) -> None:
         """Take over what is still under way."""
-        self._steps_after = self._telemetry.steps
+        self._steps_after = self._telemetry.consumer.steps
         if self._running is not None and self._running.begin > self._newest:
             self.steps.append(self._running)
         for track in list(self._telemetry.clock.tracks):
@@ -230,7 +233,7 @@ class Log(deque[tuple[str, Segment]]):
     @property
     def missed(self) -> int:
         """Steps that nobody looked at in time."""
-        after = self._telemetry.steps if self._steps_after is None else self._steps_after
+        after = self._telemetry.consumer.steps if self._steps_after is None else self._steps_after
         return max(0, after - self._steps_before - len(self.steps) - self.steps.lost)
 
     @property

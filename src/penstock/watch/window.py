@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 WINDOW = 512
@@ -80,17 +80,3 @@ class Window:
         """Of the time in `next`, in seconds."""
         waits = self._waits
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
-
-
-@dataclass(slots=True)
-class Paused:
-    """Time that is not the run's, by its name."""
-
-    total: dict[str, float] = field(default_factory=dict)
-    unreported: dict[str, float] = field(default_factory=dict)
-    in_step: float = 0.0
-    last_s: float = 0.0
-    """Of the last step that has ended."""
-    within_s: float = 0.0
-    """Of steps that have ended."""
-    depth: int = 0

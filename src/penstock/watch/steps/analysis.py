@@ -51,7 +51,8 @@ HEAD_STEP = 0.3
 HEAD_OUTSIDE = 2.0
 """and lies this many times as far out as their 99th percentile."""
 KNOWN = 0.95
-"""Where a compilation or new optimizer state says why, it need only be slower than this share of steady steps."""
+"""Where a compilation or new optimizer state says why, it need only be slower than this share of steady steps,
+spikes left aside."""
 HEAD_Z = 2.6
 """Several first steps that are only a little slow count if their ranks among steady ones say so, p < 0.01, and if hardly
 ever as many steps in a row are as slow later: the level of a shared machine wanders."""
@@ -194,11 +195,13 @@ def _settled(
     top = float(np.quantile(usual, 0.99)) if len(usual) else base
     # Among many, the largest may be an accident of its own, such as one evaluation.
     most = float(usual[-1 if len(usual) < 2 * NEAR else -2]) if len(usual) else base
-    known_limit = max((1 + HEAD_STEP) * base, float(np.quantile(usual, KNOWN)) if len(usual) else base)
+    plain = np.delete(usual, slow_steps(usual / base)) if len(usual) else usual
+    known_limit = max((1 + HEAD_STEP) * base, float(np.quantile(plain, KNOWN)) if len(plain) else base)
     step_limit = base + max(HEAD_STEP * base, HEAD_OUTSIDE * (top - base))
     burst_limit = base + max(base, BURST_OUTSIDE * (most - base))
     # Steps that are plainly part of the start are no neighbours for the median of those after them.
-    begin = _after_leading(x > burst_limit)
+    known = [step for step in grown if 0 <= step < min(BURST_GAP, int(reference[0])) and x[step] > known_limit]
+    begin = max([_after_leading(x > burst_limit), *(step + 1 for step in known)])
     slow = running_median(x[begin:], width) > limit
     so_far = np.concatenate(([0], np.cumsum(slow)))
     here = np.arange(len(slow))
@@ -246,7 +249,9 @@ def _strays(y: Floats, waited: float) -> float:
     flat = y / base - drift * (np.arange(n) - n / 2)
     # Hiccups of a machine come in clusters and are not its level; medians would jump where there are two of them.
     parts = np.array([level(part) for part in np.array_split(flat, 8 if n >= 80 else max(3, n // 10))])
-    return max(falls, float(np.abs(parts - np.median(parts)).max()) / UNSTABLE)
+    away = np.sort(np.abs(parts - np.median(parts)))
+    # One of eight is an episode, not a run without a level.
+    return max(falls, float(away[-2 if len(away) >= 8 else -1]) / UNSTABLE)
 
 
 @dataclass(frozen=True, slots=True)
