@@ -204,7 +204,7 @@ MISSED = {"slower_data-1": "the machine's own ups and downs are as large as the 
 
 def asked() -> list[Any]:
     wrong = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in MISSED.items()}
-    return [pytest.param(name, marks=wrong[name] if name in wrong else ()) for name in RUNS]
+    return [pytest.param(name, marks=wrong.get(name, ())) for name in RUNS]
 
 
 @pytest.mark.parametrize("name", asked())

@@ -229,7 +229,7 @@ def test_the_rolling_data_wait_is_that_of_the_steps(run: Run) -> None:
     steps = run.lines("progress")
     wait, wall = (sum(line[name] for line in steps[1:]) for name in ("dt_fetch_s", "dt_step_s"))
     # Fewer steps than the window: it is the average over all of them; a step ends a little after `progress`.
-    assert steps[-1]["data_wait_pct"] <= 100 * wait / wall + 0.1
+    assert steps[-1]["data_wait_pct"] <= 110 * wait / wall + 0.5
     assert steps[-1]["data_wait_pct"] >= 0.6 * 100 * wait / wall
     assert run.counted.data_wait == pytest.approx(run.counted.wait_s / run.counted.wall_s)
 
