@@ -195,10 +195,14 @@ def recorded() -> dict[str, Recorded]:
 
 ALL_RUNS = recorded()
 RUNS = {name: one for name, one in ALL_RUNS.items() if "note" not in one.run}
-"""Without those that the machine disturbed so much that a reader could not tell either; their note says how."""
+"""Without those that the machine disturbed, by a rule that does not ask the analysis: medians of 15 steps over those of
+the calmest run of the workload, two or more of ten off by 30 % from what is usual in the run. Their note says where."""
 
 
-MISSED = {"slower_data-1": "the machine's own ups and downs are as large as the change, and no steady state is found"}
+MISSED = {
+    "slower_data-1": "the machine's own ups and downs are as large as the change, and no steady state is found",
+    "cold_reads-5": "the first steps after the slow ones are a little above the level, and the onset comes 8 steps late",
+}
 """Runs that are classed wrong. Kept, so that the score stays true and a better method shows."""
 
 

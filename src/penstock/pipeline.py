@@ -142,13 +142,17 @@ class Pipeline:
 
     def gauges(self) -> dict[str, Any]:
         """How full the queues are, and where fetches spend their time."""
-        capacity = self._queue.capacity if self._queue is not None else 0
-        queues = {"batches": {"depth": self.depth, "capacity": capacity}}
+        depth, capacity = self.queue()
+        queues = {"batches": {"depth": depth, "capacity": capacity}}
         lanes: Any = getattr(self._producer, "lanes", None)
         if hasattr(lanes, "ahead"):
             ready, asked = lanes.ahead()
             queues["chunks"] = {"depth": ready, "capacity": asked}
         return {"queues": queues, "fetch": self._fetch_times()}
+
+    def queue(self) -> tuple[int, int]:
+        """Batches that stand ready, and how many may."""
+        return (self._queue.depth, self._queue.capacity) if self._queue is not None else (0, 0)
 
     def _fetch_times(self) -> dict[str, Any] | None:
         lanes: Any = getattr(self._producer, "lanes", None)

@@ -18,12 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.watch.spans import IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
+from penstock.watch.spans import COMPUTED, IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
 
 BANDS = ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"), (float("inf"), "poor"))
 """Below which share of the time spent waiting for data a run is called what."""
-COMPUTED = frozenset({"decode", "tokenize", "pack", "batch"})
-"""Stages that need a core for as long as they last. A fetch waits for others, and a copy for a device."""
 STARVED_S = 100e-6
 """A thread that waited for a core for less than that is not worth the question who had it."""
 DEEPEST = 16

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
 """The stages of a pipeline, in order; the same names everywhere."""
+COMPUTED = frozenset({"decode", "tokenize", "pack", "batch"})
+"""Stages that need a core for as long as they last. A fetch waits for others, and a copy for a device."""
 WAIT = "wait"
 """Blocked on input: what a thread waits for is a `Trail` or another thread's `Track`."""
 OUT = "out"
@@ -63,10 +65,12 @@ class Track:
 
     def switch(self, stage: str, what: Any = None) -> tuple[str, Any]:
         """Go over to another stage; "" is none. Gives the one before, to return to."""
-        now, cpu = perf_counter(), thread_time()
+        now = perf_counter()
         before, since, of = self.now
+        # The time of a core costs ten times as much to ask for as the time of day.
+        cpu = thread_time() if stage in COMPUTED or before in COMPUTED else 0.0
         if before:
-            self._keep(Segment(since, now, before, of, cpu - self._cpu))
+            self._keep(Segment(since, now, before, of, cpu - self._cpu if before in COMPUTED else 0.0))
         self.now, self._cpu = (stage, now, what), cpu
         return before, of
 

@@ -38,6 +38,9 @@ LOOK_STEPS = 20
 """Steps without which a band says nothing."""
 BRIEF_S = 20e-6
 """A call of `next` that took less found its batch ready: it is not worth following."""
+SHORT_S = 500e-6
+SAMPLED = 8
+"""Of waits shorter than that, one in so many is followed."""
 STALL_S = 5.0
 FIRST_STALL_S = 30.0
 """A first batch may take longer than later ones before it is called a stall."""
@@ -51,6 +54,7 @@ class Observed(Protocol):
 
     def known(self) -> Known: ...
     def gauges(self) -> dict[str, Any]: ...
+    def queue(self) -> tuple[int, int]: ...
 
 
 class Telemetry:
@@ -66,6 +70,8 @@ class Telemetry:
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
+        self.queue: Callable[[], tuple[int, int]] = _no_queue
+        """Batches that stand ready, and how many may."""
         self.device: Callable[[], float | None] | None = None
         """How long the device itself has waited, where there is one: None if it cannot tell."""
         self.ledger = Ledger()
@@ -76,7 +82,8 @@ class Telemetry:
         self._waiting: tuple[float, Track] | None = None
         self._stalled: float | None = None
         self._rss: tuple[float, int] = (0.0, 0)
-        self._pauses = 0
+        self._pauses = self._short = 0
+        self._shares: dict[str, float] = {}
         self.trainer = ""
         """The thread that last asked for a batch."""
         self.consumer = Consumer()
@@ -123,15 +130,23 @@ class Telemetry:
         if not self.on or wait < BRIEF_S or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun)):
             self.consumer.waited(wait, {"batch": wait})  # it stood ready: what is left is the handing over
             return
+        if wait < SHORT_S:
+            # To follow each of many short waits would cost more than the waits: the others are like the one before.
+            self._short += 1
+            if self._short % SAMPLED and self._shares:
+                self.consumer.waited(wait, {stage: wait * share for stage, share in self._shares.items()})
+                return
         found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
         self.consumer.waited(wait, found.seconds)
+        if wait < SHORT_S:
+            self._shares = {stage: seconds / wait for stage, seconds in found.seconds.items()}
         if wait >= self._stall_limit() and self._stalled != begun:
             self._stall(*found.worst(), wait)
 
     def follow(self, pipeline: Observed, begun: float) -> None:
         """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
         self.ledger.spent("open", begun, perf_counter())
-        self.known, self.gauges = pipeline.known, pipeline.gauges
+        self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
         self.cores = available_cores()
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
@@ -145,7 +160,7 @@ class Telemetry:
     def left(self) -> None:
         """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
         known = self.known()
-        self.known, self.gauges, self.device = lambda: known, dict, None
+        self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
         self.clock.fold()
 
     def failed(self, begun: float, now: float, error: BaseException) -> None:
@@ -266,8 +281,7 @@ class Telemetry:
     def step_fields(self) -> dict[str, Any]:
         """What happened since it was last asked for: a step, of however many batches. Cheap: it is asked for at each."""
         fields = self.consumer.report(perf_counter())
-        queue = self.gauges().get("queues", {}).get("batches", {})
-        fields |= {"queue_depth": queue.get("depth", 0), "queue_capacity": queue.get("capacity", 0)}
+        fields["queue_depth"], fields["queue_capacity"] = self.queue()
         if self.device is not None and (waited := self.device()) is not None:
             fields["device_wait_s"] = round(waited, 6)
         fields["rss_bytes"] = self._memory()
@@ -313,6 +327,10 @@ def attach(telemetry: Telemetry | bool, owner: Any, dataset: Any) -> Telemetry:
     for listed in _listings(dataset):
         telemetry.ledger.spent("list", *listed)
     return telemetry
+
+
+def _no_queue() -> tuple[int, int]:
+    return 0, 0
 
 
 def _listings(dataset: Any) -> list[tuple[float, float]]:
