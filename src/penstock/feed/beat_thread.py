@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.feed.beat_file import BeatFile
 from penstock.feed.beat_hooks import Hook, Hooks
-from penstock.feed.beat_values import Late, device_bytes, keep_value, resident_bytes, settle, versions
+from penstock.feed.beat_values import Late, device_bytes, keep_value, settle, versions
 from penstock.types import MiB
 from penstock.watch.line import Line, as_line, encode, iso
 
 if TYPE_CHECKING:
     from penstock.watch.health import HealthGate
+from penstock.watch.telemetry import resident_bytes
 
 log = logging.getLogger("penstock")
 

@@ -11,7 +11,6 @@ torch is never imported here: a process that has none of it has none of its tens
 from __future__ import annotations
 
 import math
-import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -117,15 +116,6 @@ def compile_count() -> int | None:
         return int(dynamo.counters["stats"]["unique_graphs"])
     except Exception:  # not a public name: another version may have another one, and the field is then missing
         return None
-
-
-def resident_bytes() -> int:
-    """Memory of this process; 0 where that cannot be told."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0  # not Linux
 
 
 def device_bytes() -> int | None:

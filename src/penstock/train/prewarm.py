@@ -45,6 +45,20 @@ class Prewarmed:
     """What was not done, and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to warm: the options of `prewarm`."""
+
+    loss: Loss | None
+    steps: int
+    accumulate: int
+    autocast: Autocast
+    scheduler: Any
+    scaler: Any
+    copy_parameters: bool
+    rebuild_buckets: bool | None
+
+
 def prewarm(
     model: nn.Module,
     optimizer: Optimizers,
@@ -73,19 +87,8 @@ def prewarm(
     `rebuild_buckets`: whether DDP builds its final buckets now, which takes a pass more. None: where that changes no bit.
     With three ranks or more it changes the order in which the gradients of the first real step are added up.
     """
-    done: Prewarmed = _run().prewarm(
-        model,
-        optimizer,
-        batch,
-        loss=loss,
-        steps=steps,
-        accumulate=accumulate,
-        autocast=autocast,
-        scheduler=scheduler,
-        scaler=scaler,
-        copy_parameters=copy_parameters,
-        rebuild_buckets=rebuild_buckets,
-    )
+    how = How(loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets)
+    done: Prewarmed = _run().prewarm(model, optimizer, batch, how)
     return done
 
 
@@ -112,21 +115,8 @@ def verify_prewarm(
     Needs about four times the memory of parameters, buffers and optimizer state: for a small twin of the
     real thing, or a machine with room. `warm` is called in place of `prewarm`, to put something else to the test.
     """
-    _run().verify_prewarm(
-        model,
-        optimizer,
-        batch,
-        loss=loss,
-        steps=steps,
-        accumulate=accumulate,
-        autocast=autocast,
-        scheduler=scheduler,
-        scaler=scaler,
-        copy_parameters=copy_parameters,
-        rebuild_buckets=rebuild_buckets,
-        real_steps=real_steps,
-        warm=warm,
-    )
+    how = How(loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets)
+    _run().verify_prewarm(model, optimizer, batch, how, real_steps, warm)
 
 
 def _run() -> Any:

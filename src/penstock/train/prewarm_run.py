@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.train.prewarm import Prewarmed
+from penstock.train.prewarm import How, Prewarmed
 from penstock.train.prewarm_bits import checksum, nbytes
 from penstock.train.prewarm_keep import kept, names_kept
 from penstock.train.prewarm_optimizer import has_state, make_fresh, refuse, zero_step
-from penstock.train.prewarm_pass import Autocast, Clock, Loss, Pass, default_loss, in_ddp, reset_sharded, unsettled
+from penstock.train.prewarm_pass import Clock, Pass, default_loss, in_ddp, reset_sharded, unsettled
 from penstock.train.prewarm_verify import prove
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -34,26 +34,13 @@ COMMUTING = 2
 """Ranks whose gradients can be added in any order with the same result."""
 
 
-def prewarm(
-    model: nn.Module,
-    optimizer: Optimizers,
-    batch: Any,
-    *,
-    loss: Loss | None = None,
-    steps: int = 1,
-    accumulate: int = 1,
-    autocast: Autocast = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    copy_parameters: bool = False,
-    rebuild_buckets: bool | None = None,
-) -> Prewarmed:
+def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Prewarmed:
     """See `penstock.prewarm`."""
     begun = time.perf_counter()
     optimizers = _as_list(optimizer)
     names = _names(model, optimizers)
-    _refuse(model, optimizers, names, steps, accumulate)
-    exchange, passes, why_not = _buckets(model, steps, rebuild_buckets)
+    _refuse(model, optimizers, names, how.steps, how.accumulate)
+    exchange, passes, why_not = _buckets(model, how.steps, how.rebuild_buckets)
     device = next(iter(names)).device
     skipped = {} if model.training else {"training mode": "the model is in eval mode, and so that is what was warmed"}
     stepping = [one for one in optimizers if not has_state(one)]
@@ -64,14 +51,14 @@ def prewarm(
     if why_not is not None:
         skipped["buckets of DDP"] = why_not
 
-    copied = list(names) if copy_parameters else _written_by_their_module(model)
+    copied = list(names) if how.copy_parameters else _written_by_their_module(model)
     step_copies = 0
     sums = {parameter: checksum(parameter) for parameter in names}
     clock = Clock(device)
-    one_pass = Pass(model, batch, loss or default_loss, accumulate, autocast, scaler, device, exchange)
+    one_pass = Pass(model, batch, how.loss or default_loss, how.accumulate, how.autocast, how.scaler, device, exchange)
     state_bytes = 0
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        for helper in [scaler, *_as_list(scheduler)]:
+        for helper in [how.scaler, *_as_list(how.scheduler)]:
             if helper is not None:
                 stack.callback(names_kept(vars(helper)))
         for ddp in in_ddp(model):
@@ -83,7 +70,7 @@ def prewarm(
         for number in range(passes):
             _no_gradients(names)
             one_pass.run(clock)
-            if number < steps:
+            if number < how.steps:
                 for one in stepping:
                     with clock.time("optimizer_s"):
                         step_copies = max(step_copies, zero_step(one, names))
@@ -98,7 +85,7 @@ def prewarm(
         backward_s=clock.backward_s,
         optimizer_s=clock.optimizer_s,
         total_s=time.perf_counter() - begun,
-        passes=passes * accumulate,
+        passes=passes * how.accumulate,
         state_bytes=state_bytes,
         copied_bytes=sum(map(nbytes, copied)) + step_copies,
         skipped=skipped,
@@ -106,37 +93,23 @@ def prewarm(
 
 
 def verify_prewarm(
-    model: nn.Module,
-    optimizer: Optimizers,
-    batch: Any,
-    *,
-    loss: Loss | None = None,
-    steps: int = 1,
-    accumulate: int = 1,
-    autocast: Autocast = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    copy_parameters: bool = False,
-    rebuild_buckets: bool | None = None,
-    real_steps: int = 3,
-    warm: Callable[[], Any] | None = None,
+    model: nn.Module, optimizer: Optimizers, batch: Any, how: How, real_steps: int, warm: Callable[[], Any] | None
 ) -> None:
     """See `penstock.verify_prewarm`."""
     optimizers = _as_list(optimizer)
     names = _names(model, optimizers)
-    _refuse(model, optimizers, names, steps, accumulate)
+    _refuse(model, optimizers, names, how.steps, how.accumulate)
     if real_steps < 1:
         raise ConfigError(f"verify_prewarm: real_steps={real_steps} must be 1 or more")
 
     def default() -> None:
-        prewarm(
-            model, optimizer, batch, loss=loss, steps=steps, accumulate=accumulate, autocast=autocast,
-            scheduler=scheduler, scaler=scaler, copy_parameters=copy_parameters, rebuild_buckets=rebuild_buckets,
-        )  # fmt: skip
+        prewarm(model, optimizer, batch, how)
 
-    one_pass = Pass(model, batch, loss or default_loss, accumulate, autocast, scaler, next(iter(names)).device)
+    one_pass = Pass(
+        model, batch, how.loss or default_loss, how.accumulate, how.autocast, how.scaler, next(iter(names)).device
+    )
     with torch.inference_mode(False), torch.enable_grad():
-        prove(warm or default, one_pass, optimizers, names, _as_list(scheduler), real_steps)
+        prove(warm or default, one_pass, optimizers, names, _as_list(how.scheduler), real_steps)
 
 
 def _as_list(value: Any) -> list[Any]:
