@@ -798,3 +798,13 @@ def test_nothing_is_logged_when_all_is_well(tmp_path: Path, caplog: pytest.LogCa
         heart.progress(1)
     assert caplog.records == []
     assert not any(heart.counts().values())
+
+
+def test_two_heartbeats_on_one_file_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Heartbeat(tmp_path, rank=0) as first:
+        first.progress(1)
+        until(lambda: first.path.exists() and first.path.stat().st_size)
+        with caplog.at_level("WARNING", "penstock"), Heartbeat(tmp_path, rank=0) as second:
+            second.progress(1)
+        assert [r for r in caplog.records if "somebody else writes to" in r.message]
+    assert len(list(read_heartbeat(first.path).of("progress"))) == 2

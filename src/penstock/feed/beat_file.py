@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -111,12 +112,28 @@ class BeatFile:
         self._regular = stat.S_ISREG(found.st_mode)
         self._size = found.st_size if self._regular else 0
         self._limit = self._max_bytes
+        if self._regular and self._fresh and not self._alone(fd):
+            log.warning(
+                "heartbeat: somebody else writes to %s too, and no reader can tell the two apart: give each run a folder "
+                "of its own", self.path,
+            )  # fmt: skip
         self._torn = self._size > 0 and self._last_byte() != b"\n"
         # The first boot line comes through the queue like every other one; a file begun later repeats it.
         if not self._size and not self._fresh:
             self._put(self._boot())
         self._boot_end = self._size
         self._fresh = False
+
+    @staticmethod
+    def _alone(fd: int) -> bool:
+        """Whether nobody else has the file open to write heartbeats to it, as far as its disk can tell."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a disk without locks
+        return True
 
     def _last_byte(self) -> bytes:
         fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
