@@ -182,7 +182,8 @@ class Pipeline:
             link_bound=spent > 0 and times.get("body_s", 0.0) > 0.7 * spent,
             tight=bool(getattr(lanes, "tight", False)),
             cached=bool(getattr(lanes, "cached", False)),
-            python=lanes is None,
+            text=lanes is not None,
+            python=lanes is None and not getattr(self._producer, "rows_known", False),
         )
 
     def close(self, timeout: float = 10.0) -> bool:

@@ -150,7 +150,7 @@ class IndexedProducer:
         self._batch_bytes = 0
         self._samples = 0
         self._failed: Exception | None = None
-        self._rows_known = rows
+        self.rows_known = rows
         self.stop = self.close = _nothing
 
     def next(self) -> list[Batch]:
@@ -181,7 +181,7 @@ class IndexedProducer:
         return made.batches
 
     def totals(self) -> dict[str, int]:
-        return {} if self._rows_known else {"documents": self._samples}
+        return {} if self.rows_known else {"documents": self._samples}
 
     def bad(self) -> dict[str, int]:
         return {}
@@ -207,14 +207,14 @@ class IndexedProducer:
             under_way += len(group)
 
     def _submit(self, pool: Pool, group: Group) -> Task[Made]:
-        if self._rows_known:
+        if self.rows_known:
             return pool.submit("row_batches", group.samples, group.size, group.reached())
         return pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
 
     def _full(self, under_way: int) -> bool:
         if not self._tasks:
             return False
-        if not self._batch_bytes and not self._rows_known:
+        if not self._batch_bytes and not self.rows_known:
             return self._run.read_ahead_bytes < CAREFUL_BYTES
         # One group more than those under way: the one that was made last waits for room in the queue.
         return (under_way + 2 * self._group) * self._batch_bytes > self._run.read_ahead_bytes

@@ -205,6 +205,8 @@ class Known:
     device: bool = False
     device_wait: float | None = None
     """The share of time that the device itself waited, where that could be measured."""
+    text: bool = True
+    """Whether it is text that is read, whose tokens could be kept."""
     python: bool = False
     """Whether workers run Python of the user's own."""
 
@@ -266,7 +268,8 @@ def advise(stage: str, known: Known) -> str:
         stage = "decode"  # it is the user's own code that gets samples
     if stage == "fetch":
         if not known.remote:
-            return "read from a faster disk, or keep tokens: cache=True"
+            keep = ", or keep tokens: cache=True" if known.text and not known.cached else ""
+            return f"read from a faster disk{keep}"
         if known.link_bound:
             return "the link is full: fill the cache beforehand (`penstock stage`), or read from nearer by"
         return (
@@ -278,7 +281,7 @@ def advise(stage: str, known: Known) -> str:
         if known.python and known.workers == "thread":
             return 'Python of your own holds the GIL: workers="process"'
         busy = "the one core is busy" if known.cores == 1 else f"all {known.cores} cores are busy"
-        if known.cached or known.python:
+        if known.cached or known.python or not known.text:
             return f"{busy}: give this rank more"
         return f"{busy}: keep tokens (cache=True, `penstock stage`), or give this rank more"
     if stage == "copy":
