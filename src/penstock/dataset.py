@@ -180,6 +180,7 @@ class TextDataset:
             self.tokenizer = load()
         self.listed = (begun, time.perf_counter())
         """When files were listed and the tokenizer loaded: for the ledger of a start."""
+        self.listing_told = False
         if cache is True or (cache == "auto" and self.outside is not None):
             from penstock.sources.network import Outside
 

@@ -145,7 +145,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         )
     if found.cores_short:
         yield _row(
-            "note", f"{found.cores_used:.1f} of {found.cores} cores were used: who waits for a core is charged for it"
+            "note", f"{found.cores_used:.1f} of {found.cores} cores were used: waits are for a core as much as for data"
         )
     yield ""
     yield "# settings that suit this"

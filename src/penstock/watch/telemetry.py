@@ -336,8 +336,13 @@ def _no_queue() -> tuple[int, int]:
 def _listings(dataset: Any) -> list[tuple[float, float]]:
     """When the files of a dataset, or of a mixture's parts, were listed: told once, to the first who reads them."""
     parts = [dataset, *getattr(dataset, "datasets", {}).values()] if not isinstance(dataset, type) else []
-    found = [vars(part).pop("listed", None) for part in parts if hasattr(part, "__dict__")]
-    return [listed for listed in found if isinstance(listed, tuple)]
+    found = []
+    for part in parts:
+        listed = getattr(part, "listed", None)
+        if isinstance(listed, tuple) and not getattr(part, "listing_told", True):
+            part.listing_told = True
+            found.append(listed)
+    return found
 
 
 def _role(track: Track) -> tuple[str, str]:
