@@ -13,7 +13,6 @@ So a stage is charged only for time in which it was busy and somebody waited for
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,7 @@ def charge(
     waiting for whoever has them.
     """
     scene = _Scene(begin, end, tracks, cores)
-    _charge(_from(track.segments(), begin), track, begin, end, default, scene, 0)
+    _charge(track.since(begin), track, begin, end, default, scene, 0)
     return scene.charges
 
 
@@ -100,17 +99,8 @@ class _Scene:
 
     def _others(self) -> list[tuple[Track, list[Segment]]]:
         if self._busy is None:
-            self._busy = [(track, _from(track.segments(), self._begin)) for track in self._tracks]
+            self._busy = [(track, track.since(self._begin)) for track in self._tracks]
         return self._busy
-
-
-def _from(segments: list[Segment], begin: float) -> list[Segment]:
-    """Those that had not ended by then, and a few before them: what comes after a stage belongs to it."""
-    return segments[max(0, bisect_right(segments, begin, key=_end) - 4) :]
-
-
-def _end(segment: Segment) -> float:
-    return segment.end
 
 
 def _charge(
@@ -148,7 +138,7 @@ def _one(segment: Segment, own: Track | None, lo: float, hi: float, last: str, s
             _follow(what, lo, hi, last, scene, depth + 1)
             return last
         if isinstance(what, Track):
-            _charge(_from(what.segments(), lo), what, lo, hi, last, scene, depth + 1)
+            _charge(what.since(lo), what, lo, hi, last, scene, depth + 1)
             return last
     if stage in COMPUTED:
         length = segment.end - segment.begin

@@ -39,10 +39,11 @@ class Since:
     paused: float = 0.0
     charges: dict[str, float] = field(default_factory=dict)
 
-    def add(self, wait: float, charges: Mapping[str, float]) -> None:
-        self.wait += wait
-        for stage, seconds in charges.items():
-            self.charges[stage] = self.charges.get(stage, 0.0) + seconds
+
+def _add(into: dict[str, float], charges: Mapping[str, float]) -> dict[str, float]:
+    for stage, seconds in charges.items():
+        into[stage] = into.get(stage, 0.0) + seconds
+    return into
 
 
 class Consumer:
@@ -67,8 +68,11 @@ class Consumer:
         self.finished: Step | None = None
         """The one before it."""
         self._called = False
-        self._tries: Since | None = None
         self._depths = 0
+        # Of the calls for the batch that is being asked for: more than one if some gave up on it.
+        self._tried_at: float | None = None
+        self._tried_s = 0.0
+        self._tried_by: Mapping[str, float] | None = None
 
     # On the trainer's thread
 
@@ -83,8 +87,8 @@ class Consumer:
         self._called = True
         if self._since is None:
             self._since = Since(now)
-        if self._tries is None:
-            self._tries = Since(now)
+        if self._tried_at is None:
+            self._tried_at, self._tried_s, self._tried_by = now, 0.0, None
         return counted
 
     def _close_step(self, last: Step, now: float) -> bool:
@@ -101,23 +105,23 @@ class Consumer:
 
     def waited(self, wait: float, charges: Mapping[str, float]) -> None:
         """Some time was spent in `next`, whether it gave a batch or not."""
-        for stage, seconds in charges.items():
-            self.wait_s[stage] = self.wait_s.get(stage, 0.0) + seconds
-        for since in (self._since, self._tries):
-            if since is not None:
-                since.add(wait, charges)
+        _add(self.wait_s, charges)
+        if self._since is not None:
+            self._since.wait += wait
+            _add(self._since.charges, charges)
+        self._tried_s += wait
+        self._tried_by = charges if self._tried_by is None else _add(dict(self._tried_by), charges)
 
     def took(self, tokens: int, depth: int) -> None:
         """A batch was handed out, perhaps after calls that gave up on it."""
-        tries = self._tries
-        assert tries is not None
-        self._tries = None
+        assert self._tried_at is not None
+        self.last = Step(self._tried_at, self._tried_s, 0.0, tokens, self._tried_by or {})
+        self._tried_at = None
         self.steps += 1
         self.tokens_total += tokens
         self._depths += depth
         if self._since is not None:
             self._since.tokens += tokens
-        self.last = Step(tries.at, tries.wait, 0.0, tokens, tries.charges)
 
     def pause(self, name: str, seconds: float) -> None:
         """A pause has ended."""

@@ -38,7 +38,7 @@ LOOK_STEPS = 20
 """Steps without which a band says nothing."""
 BRIEF_S = 20e-6
 """A call of `next` that took less found its batch ready: it is not worth following."""
-SHORT_S = 500e-6
+SHORT_S = 1e-3
 SAMPLED = 8
 """Of waits shorter than that, one in so many is followed."""
 STALL_S = 5.0

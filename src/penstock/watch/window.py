@@ -9,7 +9,6 @@ Cost:  a microsecond or two a step.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 WINDOW = 512
 """Steps over which rolling numbers are taken."""
+STALE = 16
+"""Percentiles are worked out anew after so many steps."""
 
 
 class Step(NamedTuple):
@@ -50,33 +51,45 @@ class StageTimes:
 
 
 class Window:
-    """The last steps, with sums and percentiles that cost little to keep."""
+    """The last steps, with sums that are kept and other numbers that are worked out when they are asked for."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size
-        self.steps: deque[Step] = deque()
-        self._waits: list[float] = []
+        self.steps: deque[Step] = deque(maxlen=size)
         self.wait = self.wall = 0.0
         self.tokens = 0
-        self.by_stage: dict[str, float] = {}
+        self._added = 0
+        self._sorted: tuple[int, list[float]] = (-STALE, [])
+        self._by_stage: tuple[int, dict[str, float]] = (-1, {})
 
     def add(self, step: Step) -> None:
         if len(self.steps) == self._size:
-            old = self.steps.popleft()
-            del self._waits[bisect_left(self._waits, old.wait)]
-            self._change(old, -1)
+            old = self.steps[0]
+            self.wait -= old.wait
+            self.wall -= old.wall
+            self.tokens -= old.tokens
         self.steps.append(step)
-        insort(self._waits, step.wait)
-        self._change(step, 1)
+        self.wait += step.wait
+        self.wall += step.wall
+        self.tokens += step.tokens
+        self._added += 1
 
-    def _change(self, step: Step, sign: int) -> None:
-        self.wait += sign * step.wait
-        self.wall += sign * step.wall
-        self.tokens += sign * step.tokens
-        for stage, seconds in step.charges.items():
-            self.by_stage[stage] = max(0.0, self.by_stage.get(stage, 0.0) + sign * seconds)
+    @property
+    def by_stage(self) -> dict[str, float]:
+        """Seconds in `next`, by the stage that they are charged to."""
+        if self._by_stage[0] != self._added:
+            sums: dict[str, float] = {}
+            added = self._added
+            for step in list(self.steps):
+                for stage, seconds in step.charges.items():
+                    sums[stage] = sums.get(stage, 0.0) + seconds
+            self._by_stage = (added, sums)
+        return self._by_stage[1]
 
     def percentile(self, share: float) -> float:
-        """Of the time in `next`, in seconds."""
-        waits = self._waits
+        """Of the time in `next`, in seconds; of many steps it may be a few steps old."""
+        added, waits = self._sorted
+        if self._added - added >= (STALE if len(self.steps) > 4 * STALE else 1):
+            waits = sorted([step.wait for step in list(self.steps)])
+            self._sorted = (self._added, waits)
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
