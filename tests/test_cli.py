@@ -17,8 +17,10 @@ def run(*args: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_makes_what_it_needs_and_proves_its_resume(tmp_path: Path) -> None:
-    done = run("demo", "--steps", "30", "--step-ms", "0", cache=tmp_path)
+    done = run("demo", "--steps", "30", "--step-ms", "0", "--out", str(tmp_path / "out"), cache=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1_000_000
+    assert len((tmp_path / "out" / "heartbeat_rank0.jsonl").read_text().splitlines()) >= 30
     assert "data wait" in done.stdout
     assert "after step 15: the 15 batches that follow are bit for bit the same" in done.stdout
     assert len(list((tmp_path / "stdlib").glob("*.parquet"))) == 1
