@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.report import report as command
 from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
+from penstock.feed.beat import Heartbeat
 from penstock.watch.page.page import embedded, text
 from penstock.watch.page.run import read_run
 from penstock.watch.page.series import POINTS, drawn, stretches, thinned
@@ -366,8 +367,6 @@ def test_rotated_parts_are_one_session(tmp_path: Path) -> None:
 
 
 def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
-    from penstock.feed.beat import Heartbeat
-
     with Heartbeat(tmp_path, rank=0, settings={"prefetch_size": 8}) as beat:
         for step in range(1, 61):
             loss = float("inf") if step == 40 else 2.0
@@ -508,3 +507,21 @@ def test_without_plotly_the_extra_is_named(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
     with pytest.raises(MissingExtra, match=re.escape("pip install 'penstock[report]'")):
         report(run)
+
+
+def test_an_earlier_run_in_the_same_file_is_left_out_and_a_resumed_one_is_not(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, rank=0) as first:
+        for step in range(1, 41):
+            first.progress(step, loss=9.0, tokens=7, dt_step_s=1.0)
+    with Heartbeat(tmp_path, rank=0) as second:
+        for step in range(1, 61):
+            second.progress(step, loss=1.0, tokens=7, dt_step_s=0.01)
+    made = report(str(first.path))
+    (rank,) = made.numbers["ranks"]
+    assert (rank["steps"], rank["earlier_runs"]) == (60, 1)
+    assert "One earlier run wrote to the same file" in made.summary
+    with Heartbeat(tmp_path, rank=0, resumed=True) as third:
+        for step in range(51, 91):
+            third.progress(step, loss=1.0, tokens=7, dt_step_s=0.01)
+    (rank,) = report(str(first.path)).numbers["ranks"]
+    assert (rank["sessions"], rank["earlier_runs"]) == (2, 1)

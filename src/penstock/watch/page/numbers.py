@@ -87,6 +87,7 @@ class RankNumbers:
     """The first step whose loss was not a finite number."""
     events: dict[str, int]
     skipped_lines: int
+    earlier_runs: int
     dropped_lines: int
     words: str
 
@@ -189,6 +190,7 @@ def rank_numbers(rank: RankRun) -> RankNumbers:
         loss_not_finite=rank.loss_not_finite,
         events=dict(sorted(rank.counts.items())),
         skipped_lines=rank.skipped,
+        earlier_runs=rank.earlier,
         dropped_lines=rank.dropped,
         words=session.words,
     )

@@ -103,6 +103,8 @@ class RankRun:
     """Lines that the run could not write."""
     loss_not_finite: int | None
     """The first step whose loss was not a finite number."""
+    earlier: int = 0
+    """Runs that wrote to the same file before, and are left out."""
 
     def judged(self) -> Session:
         """The session that speaks for the run: the last that is long enough, else the longest."""
@@ -158,6 +160,9 @@ class _Taken:
 
     def __init__(self) -> None:
         self.lines = 0
+        self.earlier = 0
+        """Runs that wrote to the same file before."""
+        self._held: list[Mapping[str, Any]] = []
         self.odd = 0
         """Lines whose time or step no run can have."""
         self._rank = 0
@@ -176,6 +181,30 @@ class _Taken:
         self._loss_not_finite: int | None = None
 
     def take(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            if self._held or self._may_begin_anew(line):
+                self._held.append(line)
+                if line["msg"] == "progress":
+                    self._decide(number(line["step"]))
+            else:
+                self._take([line])
+        self._take(self._held)
+
+    def _may_begin_anew(self, line: Mapping[str, Any]) -> bool:
+        """Whether a line may be the first one of another run that writes to the same file."""
+        again = line.get("rotated") is True or line.get("resumed") is True
+        return line["msg"] == "boot" and not again and len(self._steps) > 0
+
+    def _decide(self, step: float) -> None:
+        """The first step after a boot: it tells a run that goes on from one that begins, of which a report is."""
+        held, self._held = self._held, []
+        if step <= 1:
+            earlier = self.earlier + 1
+            self.__init__()  # type: ignore[misc]
+            self.earlier = earlier
+        self._take(held)
+
+    def _take(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
             ts, step, msg = number(line["ts"]), number(line["step"]), line["msg"]
             if math.isnan(ts) or math.isnan(step):
@@ -287,6 +316,7 @@ class _Taken:
             skipped=skipped,
             dropped=self._dropped,
             loss_not_finite=self._loss_not_finite,
+            earlier=self.earlier,
         )
 
 

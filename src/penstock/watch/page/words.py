@@ -109,6 +109,9 @@ def _own_warnings(one: RankNumbers) -> Iterator[str]:
         yield "it fell back to synthetic data; see the events."
     if errors := one.events.get("error"):
         yield f"the loader reported {errors} {'error' if errors == 1 else 'errors'}; see the events."
+    if one.earlier_runs:
+        runs = "one earlier run" if one.earlier_runs == 1 else f"{one.earlier_runs} earlier runs"
+        yield f"{runs} wrote to the same file; this report leaves what they wrote out."
     if one.dropped_lines:
         yield f"{one.dropped_lines:,} lines could not be written and are missing here."
 
