@@ -353,6 +353,27 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def count(n: int) -> int:
+    """Python and nothing else."""
+    total = 0
+    for i in range(n):
+        total += i & 7
+    return total
+
+
+def timed(function: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+def calibrate(seconds: float) -> int:
+    """How far to `count` to take about so long on an idle core."""
+    n = 100_000
+    took = min(timed(lambda: count(n)) for _ in range(9))
+    return max(1, int(n * seconds / took))
+
+
 def wait_until_quiet(deadline_s: float = 10.0) -> None:
     """Until the process has used next to no CPU for a while: queues are full, nothing runs."""
     end = time.monotonic() + deadline_s

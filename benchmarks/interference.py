@@ -21,31 +21,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import BATCH_SIZE, COPIES, SEQ_LEN, Goal, Report, interleave, load_corpus, parser, ratios, wait_until_quiet
+from common import (
+    BATCH_SIZE,
+    COPIES,
+    SEQ_LEN,
+    Goal,
+    Report,
+    calibrate,
+    count,
+    interleave,
+    load_corpus,
+    parser,
+    ratios,
+    timed,
+    wait_until_quiet,
+)
 
 WORKERS = (1, 2)
 STEP_S = 0.05
-
-
-def count(n: int) -> int:
-    """Python and nothing else."""
-    total = 0
-    for i in range(n):
-        total += i & 7
-    return total
-
-
-def calibrate(seconds: float) -> int:
-    """How far to count to take about so long."""
-    n = 100_000
-    took = min(timed(lambda: count(n)) for _ in range(5))
-    return max(1, int(n * seconds / took))
-
-
-def timed(function: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
 
 
 def core_wait_s() -> float:

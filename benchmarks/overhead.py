@@ -27,6 +27,8 @@ from common import (
     Goal,
     Report,
     bench_folder,
+    calibrate,
+    count,
     interleave,
     load_corpus,
     parser,
@@ -39,24 +41,6 @@ SMALL = (4, 128)
 WARMUP_STEPS = 50
 GOAL = Goal("<=", 0.5)
 """Percent."""
-
-
-def burn(n: int) -> float:
-    """Python and nothing else."""
-    total = 0.0
-    for i in range(n):
-        total += i & 7
-    return total
-
-
-def calibrate(seconds: float) -> int:
-    """How much to burn to take about so long on an idle core."""
-    n, took = 50_000, float("inf")
-    for _ in range(9):
-        begun = time.perf_counter()
-        burn(n)
-        took = min(took, time.perf_counter() - begun)
-    return max(1, int(n * seconds / took))
 
 
 class Turns:
@@ -89,7 +73,7 @@ class Turns:
         work = self._work
         for step in range(1, self._steps + 1):
             next(loader)
-            loss = burn(work) if work else 0.0
+            loss = count(work) if work else 0
             if tell is not None:
                 tell(step, loss=loss)
 

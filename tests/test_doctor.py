@@ -171,6 +171,15 @@ def test_rates_are_of_the_settings_that_are_given(corpus: Path, tmp_path: Path) 
     assert "--tokenizer" in found["error"]
 
 
+def test_listing_is_told_whether_or_not_a_loader_has_told_it_before(corpus: Path) -> None:
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
+    begun, ended = data.listed
+    for _ in range(2):
+        assert examine(data, 4, **QUICK).listing_s == ended - begun
+    done = run(corpus / "parquet", "--seq-len", 64, "--seconds", "0.2")
+    assert "listed, and the vocabulary loaded, in " in done.stdout
+
+
 # What scripts learn
 
 

@@ -68,6 +68,12 @@ def test_without_shuffle_samples_come_in_their_order() -> None:
         assert firsts(loader) == [*range(10), *range(10)]
 
 
+def test_datasets_that_torch_puts_one_after_the_other_are_one_dataset() -> None:
+    both: Any = torch.utils.data.ConcatDataset([Numbers(7), Numbers(5)])  # type: ignore[list-item]
+    with loader_of(both, shuffle=False, epochs=1, drop_last=False) as loader:
+        assert firsts(loader) == [*range(7), *range(5)]
+
+
 def test_the_next_pass_has_the_next_epochs_order() -> None:
     with loader_of(Numbers(50), 10, epochs=1) as loader:
         passes = [[int(b.inputs[0, 0]) for b in loader] for _ in range(2)]

@@ -244,6 +244,18 @@ def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_befor
     assert whole[: len(got)] == got
 
 
+def test_telemetry_counts_requests_made_again_and_the_time_between_them(hub: HubServer) -> None:
+    loader = maker("hf://datasets/org/name/parquet", cache=False)(epochs=1)
+    hub.fault(Fault("status", path="*.parquet", times=3, code=503))
+    with loader:
+        take(loader, 10**6)
+        fetch = loader.telemetry.gauges()["fetch"]
+        beat = loader.telemetry.beat_fields()["fetch"]
+    assert fetch["requests"] > fetch["retries"] >= 3
+    assert beat["retry_s"] == fetch["retry_s"] > 0
+    assert loader.telemetry.known().retries == fetch["retries"], "known still, when the loader is closed"
+
+
 def test_no_thread_and_no_socket_is_left_behind(hub: HubServer) -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()

@@ -178,6 +178,40 @@ def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corp
     assert 0 < ready[0]["dt"] < 60
 
 
+def started(loader: AsyncDataLoader) -> dict[str, Any]:
+    """What is told of a loader's start."""
+    with loader:
+        next(loader)
+        (ready,) = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"]
+    return dict(ready)
+
+
+def test_the_ledger_of_a_mixture_has_the_listing_of_all_its_parts(corpus: Path) -> None:
+    parts = [text(corpus), text(corpus)]
+    ready = started(AsyncDataLoader(Mixture({"a": (parts[0], 0.5), "b": (parts[1], 0.5)}), 4, output="numpy"))
+    took = sum(end - begin for begin, end in (part.listed for part in parts))
+    assert ready["parts"]["list"] == pytest.approx(took, abs=1e-5)
+    assert ready["ledger"]["import"] <= ready["ledger"]["list"] <= ready["ledger"]["open"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_files_that_were_listed_once_are_in_the_ledger_of_one_start(corpus: Path, mixed: bool) -> None:
+    data = text(corpus)
+    whole = Mixture({"a": (data, 0.5), "b": (SyntheticDataset(100, 32, 1000, 0), 0.5)}) if mixed else data
+    first, second = (started(AsyncDataLoader(whole, 4, output="numpy")) for _ in range(2))
+    assert {"list", "open"} <= set(first["parts"])
+    assert "list" not in second["parts"]
+    assert "list" not in second["ledger"]
+    assert "open" in second["parts"]
+
+
+def test_the_ledger_has_the_first_copy_where_batches_go_to_a_device(corpus: Path) -> None:
+    there = started(AsyncDataLoader(text(corpus), 4, device="meta"))["ledger"]
+    assert there["first_copy"] >= there["first_batch"]
+    assert list(there)[-1] == "first_copy"
+    assert "first_copy" not in started(loader_of(corpus))["ledger"]
+
+
 def test_a_stall_is_told_with_its_stage_and_its_file(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncDataLoader, SyntheticDataset
+from penstock import AsyncDataLoader, SyntheticDataset, pipeline
 from penstock.errors import ConfigError, LoaderClosed, StateError
 from penstock.feed import warmup
 from penstock.feed.warmup import Warmed, warmup_loader, warmup_loader_with_first_batch
@@ -611,6 +611,43 @@ def test_our_own_loader_is_not_started_by_a_warmup_that_is_off() -> None:
 def test_our_own_loader_takes_no_prefetch() -> None:
     with pytest.raises(ConfigError, match="prefetch=2: a AsyncDataLoader has its own queue"):
         warmup_loader(own(), prefetch=2)
+
+
+class Held:
+    """Rows of which the one with a number is held back for some seconds, or until it is let go."""
+
+    def __init__(self, number: int, seconds: float = DEADLINE_S):
+        self.number, self.seconds = number, seconds
+        self.let_go = threading.Event()
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index == self.number:
+            self.let_go.wait(self.seconds)
+        return [index] * 4
+
+
+def in_order(data: Held) -> AsyncDataLoader:
+    return AsyncDataLoader(data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5, output="numpy")
+
+
+def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
+    with in_order(Held(0, 3 * pipeline.QUICK_S)) as loader:
+        done = loader.warmup("auto", DEADLINE_S)
+        assert (done.requested, done.filled, loader.queue_depth()) == (5, 5, 5)
+        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
+
+
+def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "QUICK_S", DEADLINE_S)
+    data = Held(3)  # a full queue would have to wait for it
+    with in_order(data) as loader:
+        done = loader.warmup("auto", DEADLINE_S)
+        assert (done.requested, done.filled) == (1, 1)
+        data.let_go.set()
+        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
 
 
 # What is said

@@ -125,7 +125,7 @@ class AsyncDataLoader:
         self._agreement: RankAgreement | None = None
         self._exhausted = False
         self._tally = Tally()
-        self.telemetry = attach(telemetry, self, dataset)
+        self.telemetry = attach(telemetry, self, self._source.listings())
         self._tunes = check_autotune(autotune, self.telemetry.on)
         self._tuner: Autotune | None = None
         self._tuned: dict[str, int] = {}

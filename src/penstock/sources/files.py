@@ -205,6 +205,10 @@ class TextSource(RowSource):
         self.dtype = dataset.tokenizer.dtype
         self.skip: frozenset[Address] = dataset.read.skip
 
+    def listings(self) -> list[tuple[float, float]]:
+        told, self._dataset.listing_told = self._dataset.listing_told, True
+        return [] if told else [self._dataset.listed]
+
     def data_id(self) -> dict[str, Any]:
         return self._dataset.data_id()
 

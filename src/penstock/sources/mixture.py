@@ -95,6 +95,7 @@ class MixtureSource(RowSource):
         self.mixture = mixture
         self.mixed = self  # tells the loader that it is one
         self.names = list(sources)
+        self._sources = list(sources.values())
         known = {name: int(s.seq_len) for name, s in _with_seq_len(sources).items()}
         lengths = set(known.values()) | ({mixture.seq_len} if mixture.seq_len is not None else set())
         if len(lengths) != 1:
@@ -124,6 +125,9 @@ class MixtureSource(RowSource):
             raise ConfigError(f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too")
         self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
         self.skip: frozenset[Address] = frozenset().union(*(s.skip for s in sources.values()))
+
+    def listings(self) -> list[tuple[float, float]]:
+        return [listed for source in self._sources for listed in source.listings()]
 
     # Weights
 

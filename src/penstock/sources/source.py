@@ -135,6 +135,10 @@ class Source(Protocol):
     def row_bytes(self) -> int:
         """About what a row of a batch takes in the queue; 0 where that is not known beforehand."""
 
+    def listings(self) -> list[tuple[float, float]]:
+        """From when to when files were listed for it: told once, to the first loader that reads them."""
+        return []
+
     def length(self) -> int | None:
         """Rows or samples in an epoch, where that is known."""
         return None

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -312,8 +312,8 @@ class Telemetry:
         return self._rss[1]
 
 
-def attach(telemetry: Telemetry | bool, owner: Any, dataset: Any) -> Telemetry:
-    """The telemetry of a loader: the one that was given, or a new one."""
+def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[float, float]] = ()) -> Telemetry:
+    """The telemetry of a loader: the one that was given, or a new one. `listings`: when files were listed for it."""
     if isinstance(telemetry, bool):
         telemetry = Telemetry(on=telemetry)
     if not isinstance(telemetry, Telemetry):
@@ -324,25 +324,13 @@ def attach(telemetry: Telemetry | bool, owner: Any, dataset: Any) -> Telemetry:
     began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
     if imported is not None and began is not None:
         telemetry.ledger.spent("import", began, imported)
-    for listed in _listings(dataset):
+    for listed in listings:
         telemetry.ledger.spent("list", *listed)
     return telemetry
 
 
 def _no_queue() -> tuple[int, int]:
     return 0, 0
-
-
-def _listings(dataset: Any) -> list[tuple[float, float]]:
-    """When the files of a dataset, or of a mixture's parts, were listed: told once, to the first who reads them."""
-    parts = [dataset, *getattr(dataset, "datasets", {}).values()] if not isinstance(dataset, type) else []
-    found = []
-    for part in parts:
-        listed = getattr(part, "listed", None)
-        if isinstance(listed, tuple) and not getattr(part, "listing_told", True):
-            part.listing_told = True
-            found.append(listed)
-    return found
 
 
 def _role(track: Track) -> tuple[str, str]:
