@@ -18,13 +18,13 @@ TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
     "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5,
-    "stats": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "train": 7, "testing": 7, "cli": 7,
+    "stats": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "testing": 7, "cli": 7,
 }  # fmt: skip
 
 
 def test_the_public_surface_is_what_it_is() -> None:
     assert sorted(penstock.__all__) == [
-        "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "Heartbeat", "LoaderClosed", "LoaderTimeout",
+        "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "FeedStopped", "Heartbeat", "LoaderClosed", "LoaderTimeout",
         "MissingExtra", "Mixture", "NoData", "Offline", "PeerFailed", "PenstockError", "Remote", "RemoteError", "Shard", "SourceChanged", "SourceError", "Span", "StateError",
         "StateFormat", "StateMismatch", "Stats", "SyntheticDataset", "Telemetry", "TextDataset", "TokenFileDataset", "TokenizerError",
         "UnevenRanks", "Warmup", "WorkerDied", "__version__", "analyze_steps", "batched", "prewarm", "verify_prewarm",

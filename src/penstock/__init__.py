@@ -39,7 +39,7 @@ _HOME = {
     "warmup_loader_with_first_batch": "feed.warmup",
     **dict.fromkeys(
         (
-            "AccessDenied", "BadRecord", "ConfigError", "CorruptFile", "LoaderClosed", "LoaderTimeout", "MissingExtra",
+            "AccessDenied", "BadRecord", "ConfigError", "CorruptFile", "FeedStopped", "LoaderClosed", "LoaderTimeout", "MissingExtra",
             "NoData", "Offline", "PeerFailed", "PenstockError", "RemoteError", "SourceChanged", "SourceError", "StateError",
             "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks", "WorkerDied",
         ),
@@ -48,7 +48,7 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "Heartbeat", "LoaderClosed",
+    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "FeedStopped", "Heartbeat", "LoaderClosed",
     "LoaderTimeout", "MissingExtra", "Mixture", "NoData", "Offline", "PeerFailed", "PenstockError", "Remote",
     "RemoteError", "Shard", "SourceChanged", "SourceError", "Span", "StateError", "StateFormat",
     "StateMismatch", "Stats", "SyntheticDataset", "Telemetry", "TextDataset", "TokenFileDataset", "TokenizerError",
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         BadRecord,
         ConfigError,
         CorruptFile,
+        FeedStopped,
         LoaderClosed,
         LoaderTimeout,
         MissingExtra,

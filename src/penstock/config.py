@@ -81,6 +81,21 @@ def current_shard() -> Shard:
     return Shard(world, rank)
 
 
+def local_rank() -> int:
+    """Which of the ranks on this host this is, as the launcher counts them."""
+    return _int("LOCAL_RANK", 0)
+
+
+def gpu_is_here() -> bool:
+    """Whether the kernel knows an accelerator that torch calls cuda: to find out without importing torch."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun has told this process where to meet the others."""
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
 def cache_dir() -> Path:
     """Where things are kept between runs: our own place if it is named, else beside what the Hub's tools keep.
 

@@ -46,8 +46,8 @@ TRAINING = {
 EVERYWHERE = {"num_epochs": "epochs"}
 """Second names that hold in every dialect."""
 
-TABLES = ("loader", "training", "data")
-"""The tables of a file that are ours. Others belong to the trainer, and are left alone."""
+TABLES = ("loader", "training", "data", "train")
+"""The tables of a file that are ours; `train` is read by `penstock train` only. Others are left alone."""
 
 
 # Names

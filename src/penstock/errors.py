@@ -17,6 +17,7 @@
     │   └── StateMismatch      it belongs to other data, settings or ranks
     ├── UnevenRanks            ranks would get different numbers of batches
     ├── PeerFailed             another rank could not get its batch
+    ├── FeedStopped            a rank has no data, and all ranks stop together
     ├── WorkerDied             a worker process ended in the middle of its work
     ├── LoaderTimeout          no batch within the time asked for             (TimeoutError)
     └── LoaderClosed           the loader was shut down while somebody waited
@@ -98,6 +99,10 @@ class UnevenRanks(PenstockError):
 
 class PeerFailed(PenstockError):
     """Another rank could not get its batch; its own error says why."""
+
+
+class FeedStopped(PenstockError):
+    """A rank has no data, so all ranks stop, with the same error."""
 
 
 class WorkerDied(PenstockError):

@@ -15,10 +15,14 @@ from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.health import health
 from penstock.cli.report import report
+from penstock.cli.smoke import smoke
 from penstock.cli.stage import stage
 from penstock.cli.trace import trace
+from penstock.cli.train import train
+from penstock.cli.verify_resume import verify_resume
 from penstock.cli.watch import watch
 from penstock.errors import PenstockError
+from penstock.train.options import spell_out
 
 cli = typer.Typer(
     help="Feeds text to a training run, so that the accelerator never waits.",
@@ -27,10 +31,13 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command()(demo)
+cli.command()(train)
 cli.command()(config)
 cli.command()(stage)
 cli.command()(bootstrap)
 cli.command()(doctor)
+cli.command()(smoke)
+cli.command()(verify_resume)
 cli.command()(watch)
 cli.command()(report)
 cli.command()(health)
@@ -58,10 +65,11 @@ def options(
     _debug = debug
 
 
-def app() -> None:
+def app(arguments: list[str] | None = None) -> None:
     """Run the command line. An error of ours is one line and exit code 1."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        cli()
+        cli(spell_out(given) if "train" in given else given)
     except PenstockError as error:
         if _debug:
             raise

@@ -126,8 +126,13 @@ class Batch:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that continues after this batch."""
+        return self.state_maker()()
+
+    def state_maker(self) -> Callable[[], dict[str, Any]]:
+        """Gives the state that continues after this batch, when called; keeps none of its ids alive."""
         assert self._state is not None
-        return self._state(self.locate()())
+        locate, state = self.locate(), self._state
+        return lambda: state(locate())
 
     def locate(self) -> Callable[[], Position]:
         """Finds where the stream continues after this batch, when called; keeps none of its ids alive."""

@@ -75,6 +75,8 @@ class Telemetry:
         self.device: Callable[[], float | None] | None = None
         """How long the device itself has waited, where there is one: None if it cannot tell."""
         self.ledger = Ledger()
+        self.first: dict[str, Any] = {}
+        """What the ledger says of the first batch, once it is there."""
         self.owner: weakref.ref[Any] | None = None
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._lost = 0
@@ -207,8 +209,8 @@ class Telemetry:
         self.event("stall", stage=stage, where=where, wait_s=round(wait, 3), verdict=told)
 
     def _ready(self, now: float) -> None:
-        entries = self.ledger.close(self.clock.tracks, now)
-        self.event(f"{self.prefix}ready", **entries)
+        self.first = self.ledger.close(self.clock.tracks, now)
+        self.event(f"{self.prefix}ready", **self.first)
 
     # For everybody
 
@@ -275,6 +277,12 @@ class Telemetry:
             self._stalled = begun  # said while it lasts, and not again when it is over
             self._stall(stage, what, now - begun)
         return {"stage": stage, "where": where, "for_s": round(now - begun, 3)}
+
+    def blame(self, seconds: float) -> str:
+        """What this thread waited for in the last so many seconds: the stage, and the file where one is known."""
+        now = perf_counter()
+        stage, what = charge(self.clock.track(), now - seconds, now).worst()
+        return f"waiting for {stage}" + (f", {str(what)[:500]}" if what is not None else "")
 
     # For a heartbeat
 

@@ -1,0 +1,224 @@
+"""The data of a run: which text, what is kept for evaluation, and the loaders of both.
+
+In:    options and settings.
+Out:   what a loader is made of, and the loaders. Nothing here imports torch.
+Where: making a loader lists files and loads a vocabulary, so it happens on a thread of its own; see `feed.fallback`.
+State: none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import current_shard
+from penstock.errors import ConfigError
+from penstock.settings import Resolved, loader_arguments
+from penstock.train.options import BATCH, TrainOptions
+
+if TYPE_CHECKING:
+    from penstock.encode.batch import Batch
+    from penstock.loader import AsyncDataLoader
+    from penstock.watch.telemetry import Telemetry
+
+SYNTHETIC_VOCABULARY = 8192
+"""Ids of `--dataset synthetic`."""
+ENDLESS = 1 << 40
+"""Rows of a stand-in for data: more than any run takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to read."""
+
+    title: str
+    """What it is called on the console."""
+    prefix: str
+    """What the loader's events begin with."""
+    seq_len: int
+    vocabulary: Callable[[], int]
+    """How many ids there are. May take a while, and may need a server."""
+    dataset: Callable[[str | None], Any]
+    """The data of a split: "train", "val" or None for all of it."""
+
+
+def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
+    """What the options ask for."""
+    if options.dataset is None:
+        return _from_table(options, resolved)
+    if options.dataset == "synthetic":
+        return _synthetic(options)
+    fineweb = options.dataset.startswith("fineweb_edu")
+    shared = _Once(lambda: _tokenizer(options.tokenizer))
+
+    def dataset(split: str | None) -> Any:
+        from penstock.dataset import TextDataset
+
+        chosen: Any = split
+        packing: Any = options.packing
+        where = _where(options)
+        return TextDataset(
+            where, tokenizer=shared(), seq_len=options.seq_len, text_field=options.text_field, packing=packing,
+            split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, config=options.dataset_config,
+            doc_batch=resolved.settings.doc_batch,
+        )  # fmt: skip
+
+    return Recipe(
+        title="FineWeb-Edu" if fineweb else "",
+        prefix="fineweb_loader_" if fineweb else "loader_",
+        seq_len=options.seq_len,
+        vocabulary=lambda: int(shared().size),
+        dataset=dataset,
+    )
+
+
+def _where(options: TrainOptions) -> Any:
+    if options.dataset == "fineweb_edu_local":
+        return options.local_path
+    if options.dataset == "stdlib":
+        from penstock.read.stdlib import write_stdlib
+
+        return write_stdlib()
+    return options.dataset
+
+
+def _tokenizer(name: str) -> Any:
+    from penstock.encode.tokenize import load_tokenizer
+
+    return load_tokenizer(name)
+
+
+def _synthetic(options: TrainOptions) -> Recipe:
+    if options.doc_mask:
+        raise ConfigError("--doc-mask with --dataset synthetic: random ids have no documents. Leave one of them out.")
+
+    def dataset(split: str | None) -> Any:
+        from penstock.read.synthetic import SyntheticDataset
+
+        # Another seed, other rows: what is evaluated on was never trained on.
+        return SyntheticDataset(SYNTHETIC_VOCABULARY, options.seq_len, ENDLESS, seed=1 if split == "val" else 0)
+
+    return Recipe("", "loader_", options.seq_len, lambda: SYNTHETIC_VOCABULARY, dataset)
+
+
+def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
+    """The data that a configuration file names."""
+    from penstock.recipe import build_dataset
+
+    table = resolved.data
+    assert table is not None  # the options were checked
+    seq_len = table.parameters.get("seq_len") or next((t.parameters["seq_len"] for t, _ in table.parts.values()), None)
+    if seq_len is None:
+        raise ConfigError(f"{table.where}: does not say how long a row is, so no model can be built; give seq_len")
+    split_seen = any("split" in part.parameters for part in (table, *(part for part, _ in table.parts.values())))
+    if options.eval_every and (table.kind != "text" or split_seen):
+        raise ConfigError(
+            f"--eval-every with {table.where} of kind {table.kind!r}{' and its own split' * split_seen}: there is nothing "
+            "to tell training and validation apart by. Give text without a split, or --eval-every 0."
+        )
+    more: dict[str, Any] = {"positions": True} if options.doc_mask and table.kind == "text" else {}
+
+    def dataset(split: str | None) -> Any:
+        chosen = {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
+        described = replace(table, parameters={**table.parameters, **more, **chosen})
+        return build_dataset(described, doc_batch=resolved.settings.doc_batch)
+
+    made = _Once(lambda: dataset("train" if options.eval_every else None))
+    return Recipe(
+        "",
+        "loader_",
+        seq_len,
+        lambda: _ids(made(), options, table.where),
+        lambda split: made() if split != "val" else dataset(split),
+    )
+
+
+def _ids(dataset: Any, options: TrainOptions, where: str) -> int:
+    """How many ids a dataset has."""
+    from penstock.sources.mixture import Mixture
+
+    if isinstance(dataset, Mixture):
+        return max(_ids(part, options, where) for part, _ in dataset.parts.values())
+    if hasattr(dataset, "tokenizer"):
+        return int(dataset.tokenizer.size)
+    known = getattr(dataset, "vocab_size", options.vocab_size)
+    if known is None:
+        raise ConfigError(f"{where}: files of token ids do not say how many ids there are; give --vocab-size")
+    return int(known)
+
+
+class _Once:
+    """A value that is made when it is first needed, whichever thread needs it first."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: list[Any] = []
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]
+
+
+def make_loader(
+    recipe: Recipe,
+    options: TrainOptions,
+    resolved: Resolved,
+    *,
+    split: str | None,
+    telemetry: Telemetry | bool,
+    device: str | None,
+    states: list[dict[str, Any]] | None = None,
+) -> AsyncDataLoader:
+    """A loader of this rank's share, not yet started."""
+    from penstock.loader import AsyncDataLoader
+
+    settings = resolved.settings
+    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH, device=device))
+    if split == "val":
+        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0, "lanes": None, "autotune": False}
+    shard = current_shard()
+    # The trainer's ranks end together by an agreement of their own, so the loader is told that it stands alone;
+    # a last batch that is not full would be one that other ranks do not have.
+    if shard.mod > 1:
+        arguments["drop_last"] = True
+    loader = AsyncDataLoader(recipe.dataset(split), shard=shard, **(arguments | {"telemetry": telemetry}))
+    if states is not None:
+        loader.load_state_dict(states)
+    return loader
+
+
+class StandIn:
+    """Batches of made-up ids, for steps without data. The same ids for the same step, whatever the number of ranks."""
+
+    def __init__(
+        self, recipe: Recipe, vocab_size: int, batch_size: int, accumulate: int, *, doc_mask: bool, device: Any
+    ) -> None:
+        from penstock.read.synthetic import SyntheticDataset
+
+        self._rows = SyntheticDataset(vocab_size, recipe.seq_len, ENDLESS, seed=2)
+        self._shape = (batch_size, recipe.seq_len)
+        self._accumulate, self._doc_mask, self._device = accumulate, doc_mask, device
+        self._shard = current_shard()
+
+    def __call__(self, step: int, n: int) -> Batch:
+        """The n-th micro-step of a step."""
+        import numpy as np
+        import torch
+
+        from penstock.encode.batch import Batch
+
+        size, seq_len = self._shape
+        first = ((step * self._accumulate + n) * size) * self._shard.mod
+        numbers = [first + row * self._shard.mod + self._shard.rem for row in range(size)]
+        ids = torch.from_numpy(self._rows.__getitems__(numbers).astype(np.int64)).to(self._device)
+        batch = Batch(
+            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), epoch=0, index=0, synthetic=True, _tokens=size * seq_len
+        )
+        if self._doc_mask:  # a row is a document
+            batch.positions = torch.arange(seq_len, device=self._device).expand(size, seq_len).contiguous()
+            batch.cu_seqlens = torch.arange(0, size * seq_len + 1, seq_len, dtype=torch.int32, device=self._device)
+        return batch

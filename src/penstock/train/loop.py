@@ -1,0 +1,320 @@
+"""A run, once torch is there: build, resume, warm up, step, evaluate, save, report.
+
+In:    a run whose data is being opened.
+Out:   the exit code, once everything is saved and said.
+Where: the trainer's thread.
+State: the number of the last step, and what was measured of each.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import FeedStopped, PenstockError, StateMismatch
+from penstock.feed.fallback import SharedFeed
+from penstock.loader import AsyncDataLoader
+from penstock.train import distributed
+from penstock.train.checkpoint import Checkpoints, SaveFailed, rng_state, set_rng_state
+from penstock.train.console import Console
+from penstock.train.data import StandIn
+from penstock.train.prewarm import prewarm
+from penstock.train.saved import set_aside
+from penstock.train.steps import Done, Trainer
+from penstock.train.trainer import Begun, checkpoints_of
+
+SHAPE = ("size", "seq_len", "vocab_size")
+"""What a checkpoint's model has to have in common with the run that loads it."""
+
+
+class Loop:
+    """One run on one rank."""
+
+    def __init__(self, begun: Begun) -> None:
+        self._torch_at = time.perf_counter()
+        self._begun, self._options = begun, begun.options
+        self._place = distributed.meet(begun.options, begun.device)
+        self._console = Console(
+            self._place.first, steps=begun.steps, log_every=begun.options.log_every, telemetry=begun.telemetry
+        )
+        self._vocab_size = self._agreed_vocabulary()
+        self._step = 0 if begun.saved is None else begun.saved.step
+        self._saved_at = self._step if begun.saved is not None else -1
+        self._trainer = Trainer(
+            begun.options,
+            self._place,
+            vocab_size=self._vocab_size,
+            seq_len=begun.recipe.seq_len,
+            lr=begun.resolved.settings.learning_rate,
+            steps=begun.steps,
+        )
+        self._checkpoints = Checkpoints(checkpoints_of(begun.options), self._place.peers, begun.options.keep)
+        self._validation: SharedFeed | None = None
+        self._times, self._tokens = array("d"), array("q")
+        self._last: Done | None = None
+        self._asked = self._torch_at
+        """When it was ready for its first batch."""
+        self._eval_loss: float | None = None
+
+    def _agreed_vocabulary(self) -> int:
+        """How many ids there are; or, if a rank cannot tell, the same error on all. And all go on from the same step."""
+        size, why = 0, ""
+        error: Exception | None = None
+        try:
+            size = self._begun.vocabulary.result(self._options.loader_timeout)
+        except Exception as failed:
+            error, why = failed, f"{type(failed).__name__}: {failed}"
+        step = -1 if self._begun.saved is None else self._begun.saved.step
+        told = self._place.peers.gather([size, step])
+        texts = self._place.peers.texts(why)
+        for rank, text in enumerate(texts):
+            if text:
+                who = f"rank {rank} of {len(texts)}: " if len(texts) > 1 else ""
+                raise FeedStopped(f"{who}the vocabulary could not be had: {text}") from error
+        if len({tuple(each) for each in told}) > 1:
+            raise StateMismatch(
+                f"ranks differ: their vocabularies have {[each[0] for each in told]} ids, and they would go on from "
+                f"steps {[each[1] for each in told]}. All ranks need the same data and the same {self._checkpoint_folder()}."
+            )
+        return size
+
+    def _checkpoint_folder(self) -> Path:
+        return checkpoints_of(self._options)
+
+    # A run
+
+    def run(self) -> int:
+        """All of it. Gives the exit code."""
+        begun, options = self._begun, self._options
+        try:
+            self._restore()
+            self._prewarm()
+            stand_in = StandIn(
+                begun.recipe, self._vocab_size, begun.batch_size, begun.accumulate,
+                doc_mask=options.doc_mask, device=self._place.device,
+            )  # fmt: skip
+            begun.feed.join(self._place.peers, stand_in)
+            self._warm_up()
+            begun.signals.training = True
+            began = time.perf_counter()
+            stopped = self._train()
+            return self._finish(stopped, time.perf_counter() - began)
+        finally:
+            self._console.end()
+            if self._validation is not None:
+                self._validation.close()
+            distributed.part()
+
+    def _restore(self) -> None:
+        begun, console = self._begun, self._console
+        trainer = self._trainer
+        console.say(
+            f"{self._options.size} model, {trainer.parameters:,} parameters, {self._vocab_size} ids; "
+            f"{self._place.peers.world} rank{'s' * (self._place.peers.world > 1)} ({self._place.parallel}) on {self._place.device}"
+        )
+        if begun.saved is None:
+            if self._place.first and (moved := set_aside(self._checkpoint_folder())) is not None:
+                console.say(f"checkpoints of an earlier run are now in {moved}; --resume would have gone on from them")
+            return
+        for name in SHAPE:
+            now, then = self._shape()[name], begun.saved.settings.get(name)
+            if now != then:
+                raise StateMismatch(f"{begun.saved.folder}: its model has {name} {then}, and this run asks for {now}")
+        self._checkpoints.load(begun.saved, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler})
+        if begun.saved.world_size == self._place.peers.world:
+            set_rng_state(begun.saved.ranks[self._place.peers.rank]["rng"])
+        console.say(f"resumed from {begun.saved.folder}, step {self._step}")
+
+    def _shape(self) -> dict[str, Any]:
+        return {"size": self._options.size, "seq_len": self._begun.recipe.seq_len, "vocab_size": self._vocab_size}
+
+    def _prewarm(self) -> None:
+        if not self._options.prewarm:
+            return
+        begun, trainer = self._begun, self._trainer
+        dummy = StandIn(
+            begun.recipe,
+            self._vocab_size,
+            begun.batch_size,
+            1,
+            doc_mask=self._options.doc_mask,
+            device=self._place.device,
+        )(0, 0)
+        done = prewarm(
+            trainer.model, trainer.optimizer, dummy, loss=trainer.mean_loss, accumulate=begun.accumulate,
+            scheduler=trainer.scheduler,
+        )  # fmt: skip
+        begun.heartbeat.event("prewarm", seconds=round(done.total_s, 6), passes=done.passes, skipped=done.skipped)
+        self._console.say(f"prewarmed in {done.total_s:.2f} s")
+
+    def _warm_up(self) -> None:
+        """Have as many batches ready as the settings ask for; for evaluation too."""
+        begun, settings = self._begun, self._begun.resolved.settings
+        wanted, timeout = settings.warmup_batches, settings.warmup_timeout
+        self._asked = time.perf_counter()
+        if wanted and timeout:
+            loader = begun.feed.loader(self._options.loader_timeout)
+            if isinstance(loader, AsyncDataLoader):
+                done = loader.warmup(wanted, timeout)
+                self._console.say(f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms")
+        if begun.open_validation is None:
+            return
+        self._validation = begun.open_validation()
+        self._validation.join(self._place.peers)
+        if wanted and timeout:
+            loader = self._validation.loader(self._options.loader_timeout)
+            if isinstance(loader, AsyncDataLoader):
+                done = loader.warmup(min(self._options.eval_batches, settings.prefetch_size), timeout)
+                begun.heartbeat.event(
+                    f"{begun.recipe.prefix}warmup", of="validation", requested=done.requested, filled=done.filled,
+                    wait_ms=round(done.wait_ms, 3),
+                )  # fmt: skip
+
+    def _train(self) -> bool:
+        """Step until the end. True if somebody wanted it to stop before."""
+        begun, options, feed = self._begun, self._options, self._begun.feed
+        self._console.begin(self._step)
+        while begun.steps is None or self._step < begun.steps:
+            step, began = self._step + 1, time.perf_counter()
+            turn = feed.next(step, begun.accumulate, stopping=begun.signals.came is not None)
+            if turn.stop:
+                return True
+            if turn.ended:
+                self._console.say(f"the data ends after step {self._step}")
+                return False
+            if self._last is None:
+                self._first(synthetic=turn.batches[0].synthetic)
+            self._last = done = self._trainer.step(turn.batches)
+            self._step = step
+            synthetic = {"synthetic": True} if feed.substituting else {}
+            begun.heartbeat.progress(
+                step, loss=done.loss, grad_norm=done.grad_norm, tokens=done.tokens, lr=done.lr, **synthetic
+            )
+            self._times.append(time.perf_counter() - began)
+            self._tokens.append(done.tokens)
+            self._console.step(step, done, world=self._place.peers.world, warning=self._without_data())
+            if options.eval_every and step % options.eval_every == 0:
+                self._evaluate()
+            if options.save_every and step % options.save_every == 0:
+                self._save()
+        return False
+
+    def _without_data(self) -> str:
+        feed = self._begun.feed
+        if not feed.substituting:
+            return ""
+        return f"SYNTHETIC data since step {feed.substitutions[-1].first}: {feed.substitutions[-1].reason}"
+
+    def _first(self, *, synthetic: bool) -> None:
+        """The first batch is there: how long it took, and how much of that nobody had to wait for."""
+        begun = self._begun
+        told: dict[str, Any] = {
+            "torch_s": round(self._torch_at - begun.at, 6),
+            "build_s": round(self._asked - self._torch_at, 6),
+        }
+        if not synthetic and (ready := begun.telemetry.ledger.marks.get("first_batch")) is not None:
+            opened = begun.feed.opened_at
+            hidden = max(0.0, min(ready, self._asked) - opened)
+            told |= {"data_s": round(ready - opened, 6), "hidden_s": round(hidden, 6)}
+            told["waited_s"] = round(max(0.0, ready - self._asked), 6)
+            of = f"{begun.recipe.title} " if begun.recipe.title else ""
+            self._console.say(f"first {of}batch fetched in {begun.telemetry.first.get('dt', ready - opened):.2f}s")
+            self._console.say(
+                f"{told['hidden_s']:.2f} s of the data's start were hidden behind importing torch ({told['torch_s']:.2f} s) "
+                f"and building the model ({told['build_s']:.2f} s)"
+            )
+        begun.heartbeat.event("start", **told)
+
+    # Besides stepping
+
+    def _evaluate(self) -> None:
+        assert self._validation is not None
+        batches: list[Any] = []
+        with self._begun.telemetry.pause("eval"):
+            try:
+                for _ in range(self._options.eval_batches):
+                    turn = self._validation.next(self._step)
+                    batches += turn.batches
+            except FeedStopped as error:
+                self._console.say(f"WARNING: no evaluation after step {self._step}: {error}")
+                self._begun.heartbeat.event("eval_skipped", reason=str(error))
+                return
+            if batches:
+                self._eval_loss = self._trainer.evaluate(batches)
+            self._validation.rewind()
+        self._begun.heartbeat.event("eval", loss=self._eval_loss, batches=len(batches))
+        self._console.say(f"step {self._step}: validation loss {self._eval_loss:.4f}")
+
+    def _save(self) -> bool:
+        """True if a checkpoint of this step is on disk."""
+        if self._saved_at == self._step:
+            return True
+        trainer = self._trainer
+        own = {"data": self._begun.feed.state_dict(), "rng": rng_state()}
+        began = time.perf_counter()
+        try:
+            with self._begun.telemetry.pause("checkpoint"):
+                folder = self._checkpoints.save(
+                    self._step, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler}, own, self._shape()
+                )
+        except SaveFailed as error:
+            # The older ones are still good, and the next try may be better: training goes on.
+            self._console.say(f"WARNING: not saved: {error}")
+            self._begun.heartbeat.event("save_failed", error=str(error))
+            return False
+        self._saved_at = self._step
+        self._begun.heartbeat.event("saved", folder=str(folder), seconds=round(time.perf_counter() - began, 6))
+        return True
+
+    # The end
+
+    def _finish(self, stopped: bool, elapsed: float) -> int:
+        begun, options, console = self._begun, self._options, self._console
+        saved = self._save() if (stopped or options.save_last) and self._last is not None else True
+        console.end()
+        if self._last is not None:
+            self._summary(elapsed)
+        if stopped:
+            came = begun.signals.came
+            console.say(
+                f"told to stop ({came.name if came is not None else 'by another rank'}) at step {self._step}: "
+                + ("saved; go on with --resume" if saved else "NOT saved")
+            )
+        begun.heartbeat.close("stopped" if stopped else "end")
+        self._place.peers.gather([1])  # all heartbeats are closed
+        if options.report is not None and self._place.first:
+            self._report()
+        if not saved:
+            return 1
+        return begun.signals.exit_code if stopped else 0
+
+    def _summary(self, elapsed: float) -> None:
+        from penstock.watch.steady import analyze_steps
+
+        world, consumer = self._place.peers.world, self._begun.telemetry.consumer
+        assert self._last is not None
+        self._console.metrics(
+            loss=float(self._last.loss),
+            tokens_per_s=world * sum(self._tokens) / elapsed,
+            batch=world * self._begun.batch_size * self._begun.accumulate,
+            data_wait=sum(consumer.wait_s.values()) / consumer.wall_s if consumer.wall_s > 0 else 0.0,
+            elapsed_s=elapsed,
+        )
+        for line in analyze_steps(self._times, self._tokens).summary().splitlines():
+            self._console.say(line)
+        if substituted := sum(each.last - each.first + 1 for each in self._begun.feed.substitutions):
+            self._console.say(f"WARNING: {substituted} steps ran on SYNTHETIC data")
+
+    def _report(self) -> None:
+        from penstock.watch.report import report
+
+        folder = self._options.out
+        page = (
+            folder / "report.html" if self._options.report == "auto" else Path(str(self._options.report)).expanduser()
+        )
+        try:
+            self._console.say(f"report: {report(str(folder)).write(page).absolute()}")
+        except (PenstockError, OSError) as error:
+            self._console.say(f"WARNING: no report: {error}")

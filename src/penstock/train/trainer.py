@@ -1,0 +1,176 @@
+"""The showcase trainer, from the first moment on: data first, then torch.
+
+In:    options and settings.
+Out:   a trained model in a checkpoint, a heartbeat, a report; the exit code.
+Where: the trainer's thread. The loader is opened on a thread of its own while torch is imported and the model is built.
+State: none; a run's own is in `loop`.
+
+This file imports no torch: importing it takes seconds, which are the loader's to use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.config import current_shard, local_rank
+from penstock.errors import ConfigError, MissingExtra
+from penstock.feed.beat import Heartbeat
+from penstock.feed.fallback import Limits, SharedFeed, states_of
+from penstock.feed.opening import Opening
+from penstock.settings import Resolved
+from penstock.train import saved
+from penstock.train.data import Recipe, make_loader, recipe
+from penstock.train.options import BATCH, STEPS, TrainOptions, device_name, on_stall, parallel
+from penstock.train.signals import Signals
+from penstock.watch.telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run whose data is being opened, and which has not imported torch yet."""
+
+    options: TrainOptions
+    resolved: Resolved
+    recipe: Recipe
+    batch_size: int
+    accumulate: int
+    steps: int | None
+    """Where to end; None for the end of the data."""
+    device: str | None
+    saved: saved.Saved | None
+    telemetry: Telemetry
+    heartbeat: Heartbeat
+    feed: SharedFeed
+    open_validation: Callable[[], SharedFeed] | None
+    vocabulary: Opening[int]
+    signals: Signals
+    at: float
+
+
+def train(options: TrainOptions, resolved: Resolved) -> int:
+    """Run it. Gives the exit code; raises what ends it."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("torch", "training", "torch")
+    began = time.perf_counter()
+    shard = current_shard()
+    parallel(options, shard.mod)
+    batch_size = resolved.settings.batch_size or BATCH
+    accumulate = _accumulate(options, batch_size, shard.mod)
+    epochs = resolved.settings.epochs
+    steps = options.steps if options.steps is not None or epochs is not None else STEPS
+    found = _find(options)
+    data = recipe(options, resolved)
+    device = device_name(options)
+    states = None if found is None else states_of([rank["data"] for rank in found.ranks])
+    telemetry = Telemetry()
+    telemetry.prefix = data.prefix
+    with ExitStack() as stack:
+        heartbeat = Heartbeat(
+            options.out,
+            observed=telemetry,
+            prefix=data.prefix,
+            settings=_settings(options, resolved, batch_size, accumulate, steps),
+            resumed=found is not None,
+            on_metrics=_hooks(options, stack),
+        )
+        stack.enter_context(heartbeat)
+        make = partial(make_loader, data, options, resolved, device=device)
+        split = "train" if options.eval_every else None
+        limits = Limits(
+            on_stall=on_stall(options),
+            first_timeout_s=options.loader_timeout,
+            stall_timeout_s=options.stall_timeout,
+        )
+        feed = SharedFeed(
+            partial(make, split=split, telemetry=telemetry, states=states),
+            limits,
+            event=heartbeat.event,
+            blame=telemetry.blame,
+            resumed=states,
+        )
+        stack.callback(feed.close)
+        vocabulary = Opening(data.vocabulary)
+        stack.callback(vocabulary.close)
+        signals = stack.enter_context(Signals(options.grace, feed.interrupt))
+        validation = dataclasses.replace(limits, on_stall="stop")
+        begun = Begun(
+            options=options, resolved=resolved, recipe=data, batch_size=batch_size, accumulate=accumulate, steps=steps,
+            device=device, saved=found, telemetry=telemetry, heartbeat=heartbeat, feed=feed,
+            open_validation=partial(SharedFeed, partial(make, split="val", telemetry=False), validation) if options.eval_every else None,
+            vocabulary=vocabulary, signals=signals, at=began,
+        )  # fmt: skip
+        from penstock.train.loop import Loop  # torch comes with it
+
+        return Loop(begun).run()
+
+
+def _accumulate(options: TrainOptions, batch_size: int, world: int) -> int:
+    if options.global_batch is None:
+        return options.accumulate
+    micro = batch_size * world
+    if options.global_batch % micro:
+        raise ConfigError(
+            f"--global-batch {options.global_batch}: is no multiple of {micro}, which is --batch {batch_size} on {world} "
+            f"rank{'s' * (world > 1)}. Use a --batch that divides {options.global_batch / world:g}."
+        )
+    return options.global_batch // micro
+
+
+def _find(options: TrainOptions) -> saved.Saved | None:
+    """The checkpoint to go on from."""
+    if options.resume is None:
+        return None
+    folder = checkpoints_of(options)
+    found = saved.newest(folder) if options.resume == "newest" else saved.load(Path(options.resume).expanduser())
+    if found is None:
+        print(f"[train] --resume: {folder} has no checkpoint yet, so this begins at step 0", flush=True)
+    return found
+
+
+def checkpoints_of(options: TrainOptions) -> Path:
+    """Where a run's checkpoints are."""
+    return options.out / "checkpoints"
+
+
+def _hooks(options: TrainOptions, stack: ExitStack) -> list[Callable[[int, dict[str, float]], Any]]:
+    hooks: list[Any] = []
+    if options.metrics_port is not None:
+        from penstock.watch.metrics import MetricsServer
+
+        port = options.metrics_port + local_rank() if options.metrics_port else 0
+        server = stack.enter_context(MetricsServer(port, setting="--metrics-port"))
+        print(f"[train] metrics at {server.url}", flush=True)
+        hooks.append(server)
+    if options.tensorboard is not None and current_shard().rem == 0:
+        from penstock.watch.metrics import tensorboard
+
+        hook = tensorboard(options.tensorboard)
+        stack.callback(hook.close)
+        hooks.append(hook)
+    return hooks
+
+
+def _settings(
+    options: TrainOptions, resolved: Resolved, batch_size: int, accumulate: int, steps: int | None
+) -> dict[str, Any]:
+    """What the first line of the heartbeat says of a run."""
+    written = {name: value for name, value in vars_of(options).items() if value is not None}
+    loader = {name: value for name, value in vars_of(resolved.settings).items() if value is not None}
+    more = {"batch_size": batch_size, "accumulate": accumulate} | ({"max_steps": steps} if steps is not None else {})
+    return written | more | {"loader": loader}
+
+
+def vars_of(made: Any) -> dict[str, Any]:
+    """A dataclass's values, as JSON has them."""
+    return {
+        each.name: str(value) if isinstance(value := getattr(made, each.name), Path) else value
+        for each in dataclasses.fields(made)
+    }
