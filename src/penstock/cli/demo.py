@@ -1,149 +1,112 @@
-"""`penstock demo`: the loader at work on text that is on every machine."""
+"""`penstock demo`: a real training run on text that is on every machine, killed in the middle and resumed."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import importlib.util
-import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from penstock.watch.attribution import band
+from penstock.errors import MissingExtra
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.dataset import TextDataset
-    from penstock.feed.beat import Heartbeat
-    from penstock.loader import AsyncDataLoader
-
-BATCH, SEQ_LEN, VOCABULARY = 16, 1024, 8192
+LOOK_S = 0.1
+OFFER_S = 600.0
+"""A run that has not come as far as it should by then is given up."""
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps to run.", min=2)] = 400,
-    step_ms: Annotated[float, typer.Option(help="How long the stand-in for a training step takes.", min=0)] = 10.0,
-    workers: Annotated[int | None, typer.Option(help="Worker threads; default: the cores at hand.", min=0)] = None,
-    folder: Annotated[Path, typer.Option("--out", help="Where its heartbeat and its report go.")] = Path(
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=20)] = 300,
+    folder: Annotated[Path, typer.Option("--out", help="Where heartbeat, checkpoints and report go.")] = Path(
         "artifacts/demo"
     ),
 ) -> None:
-    """Stream the standard library's text through the loader, with a timed stand-in for training."""
-    from rich.console import Console
-
-    from penstock.feed.beat import Heartbeat
-
-    console = Console(soft_wrap=True, highlight=False)
-    data = _dataset()
-    _introduce(console, data)
-
-    def make() -> AsyncDataLoader:
-        from penstock.loader import AsyncDataLoader
-
-        return AsyncDataLoader(data, BATCH, shuffle=True, seed=42, n_workers=workers)
-
-    half = steps // 2
-    with make() as loader:
-        _warm_up(console, loader)
-        heartbeat = Heartbeat(folder, observed=loader.telemetry, settings={"batch_size": BATCH, "seq_len": SEQ_LEN})
-        with heartbeat:
-            digests, state = _run(console, loader, heartbeat, steps, half, step_ms / 1e3)
-        _summary(console, loader, state)
-    with make() as loader:
-        loader.load_state_dict(state)
-        same = all(_digest(loader) == expected for expected in digests[half:])
-    outcome = "bit for bit the same" if same else "NOT the same"
-    console.print(
-        f"resume       from the state after step {half}: the {steps - half} batches that follow are {outcome}"
-    )
-    _report(console, heartbeat.path, folder / "report.html")
-    if not same:
-        raise typer.Exit(1)
+    """Train a small GPT on the standard library's text: kill it, resume it, and look at its report."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("torch", "the demo", "torch")
+    shutil.rmtree(folder, ignore_errors=True)
+    every = max(5, steps // 6)
+    kill_at = 3 * every + every // 2
+    command = _command(steps, every, folder)
+    _say(f"{steps} steps on the interpreter's own library and manual, with a vocabulary trained on them")
+    _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
+    _kill(command, folder, kill_at)
+    _say(f"killed after step {kill_at}; the same command again, with --resume\n")
+    code = subprocess.run([*command, "--resume"], check=False).returncode
+    if code:
+        raise typer.Exit(code)
+    raise typer.Exit(_compare(folder))
 
 
-def _report(console: Console, heartbeat: Path, page: Path) -> None:
-    """What the run wrote of itself, as a page; where the library that draws it is installed."""
-    if importlib.util.find_spec("plotly") is None:
-        console.print("report       needs plotly: pip install 'penstock[report]', then penstock report")
-        return
-    from penstock.watch.report import report
-
-    console.print(f"report       {report(str(heartbeat)).write(page)}: open it in a browser")
-
-
-def _dataset() -> TextDataset:
-    """The standard library's text and a vocabulary trained on it, both made on first use."""
-    from penstock.config import write_atomically
-    from penstock.dataset import TextDataset
-    from penstock.encode.train import train_tokenizer
-    from penstock.read.stdlib import documents, write_stdlib
-
-    parquet = write_stdlib()
-    vocabulary = parquet.with_suffix(".tokenizer.json")
-    if not vocabulary.exists():
-        text = "\n".join(text for _, text in documents()).encode()
-        write_atomically(vocabulary, train_tokenizer(text, VOCABULARY))
-    return TextDataset(parquet, tokenizer=vocabulary, seq_len=SEQ_LEN)
+def _command(steps: int, every: int, folder: Path) -> list[str]:
+    report = ["--report"] if importlib.util.find_spec("plotly") is not None else []
+    return [
+        sys.executable, "-m", "penstock.cli.main", "train", "--dataset", "stdlib", "--tokenizer", "stdlib",
+        "--seq-len", "128", "--batch", "8", "--lr", "0.003", "--steps", str(steps), "--save-every", str(every),
+        "--eval-every", str(2 * every), "--out", str(folder), "--set", "shuffle=on", "--set", "warmup_batches=auto", *report,
+    ]  # fmt: skip
 
 
-def _introduce(console: Console, data: TextDataset) -> None:
-    size = sum(file.size for file in data.files) / 1e6
-    console.print(
-        f"text         {data.files[0].name}: the interpreter's own library and manual, {size:.1f} MB of Parquet"
-    )
-    console.print(f"vocabulary   {data.tokenizer.size} ids, trained on that text; engine {data.tokenizer.engine.name}")
-    console.print(f"batches      {BATCH} rows of {SEQ_LEN} tokens, shuffled")
+def _kill(command: list[str], folder: Path, step: int) -> None:
+    """Run until a step is done, then kill -9."""
+    from penstock.watch.heartbeat import Tail
+
+    run = subprocess.Popen(command)
+    tail, deadline = Tail(folder / "heartbeat_rank0.jsonl"), time.monotonic() + OFFER_S
+    try:
+        while not any(line["msg"] == "progress" and line["step"] >= step for line in tail.poll()):
+            code = run.poll()
+            if code is not None:
+                raise typer.Exit(code or 1)  # it has said why itself
+            if time.monotonic() > deadline:
+                _say(f"the run has not come to step {step} in {OFFER_S:.0f} s")
+                raise typer.Exit(1)
+            time.sleep(LOOK_S)
+    finally:
+        tail.close()
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        if sys.stdout.isatty():
+            print("\x1b[?25h")  # the killed run's progress bar had hidden the cursor
 
 
-def _warm_up(console: Console, loader: AsyncDataLoader) -> None:
-    """As a trainer does: the loader is already at work while torch is imported."""
-    first = loader.warmup(1, timeout=60)
-    console.print(f"first batch  ready {first.wait_ms / 1e3:.2f} s after the loader was entered")
-    if importlib.util.find_spec("torch") is not None:
-        begun = time.perf_counter()
-        importlib.import_module("torch")
-        took = time.perf_counter() - begun
-        console.print(f"meanwhile    torch was imported in {took:.2f} s, and {loader.queue_depth()} batches were made")
+def _compare(folder: Path) -> int:
+    """Steps that were run twice, before the kill and after the resume, have the same losses. Gives the exit code."""
+    from penstock.watch.heartbeat import read_heartbeat
+
+    runs: list[dict[int, Any]] = []
+    for line in read_heartbeat(folder / "heartbeat_rank0.jsonl"):
+        if line["msg"] == "boot":
+            runs.append({})
+        elif line["msg"] == "progress":
+            runs[-1][line["step"]] = line["loss"]
+    before, after = runs[0], runs[-1]
+    twice = sorted(before.keys() & after.keys())
+    same = bool(twice) and all(before[step] == after[step] for step in twice)
+    losses = before | after
+    print()
+    if twice:
+        word = "bit for bit the same losses" if same else "NOT the same losses"
+        _say(f"resume   steps {twice[0]} to {twice[-1]} were run twice, before the kill and after it: {word}")
+    else:
+        _say("resume   no step was run twice, so nothing is shown")
+    first, last = losses[min(losses)], losses[max(losses)]
+    fell = isinstance(first, float) and isinstance(last, float) and math.isfinite(last) and last < first
+    _say(f"loss     {first:.3f} at step {min(losses)}, {last:.3f} at step {max(losses)}")
+    _say(f"watch    penstock watch {folder}    (live, while a run goes on)")
+    page = folder / "report.html"
+    if page.exists():
+        _say(f"report   {page.absolute().as_uri()}")
+    else:
+        _say("report   needs plotly: pip install 'penstock[report]', then penstock report")
+    return 0 if same and fell else 1
 
 
-def _run(
-    console: Console, loader: AsyncDataLoader, heartbeat: Heartbeat, steps: int, half: int, step_s: float
-) -> tuple[list[str], dict[str, Any]]:
-    """Take batches as a trainer would. Gives the digest of each, and the state half-way."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("step"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
-    digests: list[str] = []
-    state: dict[str, Any] = {}
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=steps, line="")
-        while len(digests) < steps:
-            digests.append(_digest(loader))
-            if len(digests) == half:
-                state = loader.state_dict()
-            time.sleep(step_s)  # the stand-in for an accelerator at work
-            heartbeat.progress(len(digests))
-            stats = loader.stats()
-            rate, wait = stats.tokens_per_s / 1e6, 100 * stats.data_wait
-            line = f"{rate:.2f} M tokens/s  queue {loader.queue_depth()}  data wait {wait:.2f} %"
-            progress.update(task, advance=1, line=line)
-    return digests, state
-
-
-def _summary(console: Console, loader: AsyncDataLoader, state: dict[str, Any]) -> None:
-    stats = loader.stats()
-    console.print(f"tokens       {stats.tokens} of {stats.documents} documents in {stats.wall_s:.1f} s")
-    console.print(f"data wait    {100 * stats.data_wait:.2f} % of the time, which is {band(stats.data_wait)}")
-    console.print(f"verdict      {stats.verdict}")
-    console.print(f"state        {len(json.dumps(state))} bytes of JSON")
-
-
-def _digest(loader: AsyncDataLoader) -> str:
-    import numpy as np
-
-    batch = next(loader)
-    return hashlib.sha256(np.asarray(batch.inputs).tobytes()).hexdigest()
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -234,6 +234,10 @@ class Checkpoints:
             told, cause = FAILED + self._reason(error), error
         every = self.ranks.texts(told)
         reasons = dict.fromkeys(text[1:] for text in every if text.startswith(FAILED))
+        if isinstance(cause, CheckpointException) and self.ranks.rank in cause.failures:
+            own = cause.failures[self.ranks.rank][0]
+            if not isinstance(own, Exception):
+                raise own  # Ctrl-C, which DCP wraps as if it were an error like any other
         if reasons:
             raise failed("; ".join(reasons)) from cause
         return [text[1:] for text in every]

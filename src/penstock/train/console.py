@@ -94,7 +94,8 @@ class Console:
         print(f"  Batch size: {batch}")
         print(f"  Data wait: {100 * data_wait:.1f}%")
         print(f"  Elapsed: {minutes}m {seconds}s")
-        print(f"Data wait is {band(data_wait)}: {self._telemetry.verdict().line}", flush=True)
+        said = self._telemetry.verdict().line
+        print(said if band(data_wait) in said else f"{said} ({band(data_wait)} over the whole run)", flush=True)
 
 
 def _progress() -> Any:

@@ -87,6 +87,10 @@ def _where(options: TrainOptions) -> Any:
 def _tokenizer(name: str) -> Any:
     from penstock.encode.tokenize import load_tokenizer
 
+    if name == "stdlib":
+        from penstock.read.stdlib import write_vocabulary
+
+        return load_tokenizer(write_vocabulary())
     return load_tokenizer(name)
 
 
@@ -179,7 +183,7 @@ def make_loader(
     settings = resolved.settings
     arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH, device=device))
     if split == "val":
-        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0, "lanes": None, "autotune": False}
+        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0, "autotune": False}
     shard = current_shard()
     # The trainer's ranks end together by an agreement of their own, so the loader is told that it stands alone;
     # a last batch that is not full would be one that other ranks do not have.

@@ -89,12 +89,15 @@ def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
     """The model, as this rank holds it."""
     if place.parallel == "ddp":
         ids = [place.device.index] if place.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        # Its buffers are tables that never change: nobody has to send them.
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
     if place.parallel == "fsdp":
-        policy = (
-            MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            if dtype != torch.float32
-            else MixedPrecisionPolicy()
+        narrow = None if dtype == torch.float32 else dtype
+        # Inputs stay as they are: the tables of the rotation would lose their digits.
+        policy = MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32, cast_forward_inputs=False
         )
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mp_policy=policy)

@@ -64,7 +64,10 @@ class TrainOptions:
     )  # fmt: skip
     local_path: Path | None = _option(None, or_none(path()), "The file of fineweb_edu_local.", DATA)
     tokenizer: str = _option(
-        "byte", text(), "byte, a tokenizer.json, a .tiktoken file, or a Hub name such as gpt2.", DATA
+        "byte",
+        text(),
+        "byte, a tokenizer.json, a .tiktoken file, a Hub name such as gpt2, or stdlib: one trained on the spot.",
+        DATA,
     )
     dataset_config: str | None = _option(
         None, or_none(text()), "A configuration of the dataset's card on the Hub, such as sample-10BT.", DATA

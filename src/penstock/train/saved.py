@@ -122,8 +122,10 @@ def prune(folder: Path | str, keep: int, *, checksums: bool = True) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A hidden folder for a checkpoint to be written into. Leftovers of saves that were killed are removed."""
+    """A hidden folder for a checkpoint to be written into. Leftovers of saves that were killed are removed, which is why
+    one run at a time may write to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    _sync(folder.parent)
     sweep(folder)
     partial = _aside(folder / name_of(step), "partial")
     partial.mkdir()
@@ -151,6 +153,7 @@ def settle(partial: Path, final: Path, meta: Mapping[str, Any], files: Files) ->
         )
     serial = 1 + max([order[0] for path in _candidates(final.parent) if (order := _order(path)) is not None], default=0)
     whole = {"version": VERSION, **meta, "serial": serial, "files": {name: list(files[name]) for name in sorted(files)}}
+    whole = json.loads(json.dumps(whole))  # as it will be read: JSON turns numbers that are keys into text
     write(partial / META, json.dumps(whole | {"crc32": _own_crc(whole)}, indent=1))
     _sync(partial)
     old = _aside(final, "replaced") if final.exists() else None

@@ -218,6 +218,13 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
         reasons = line.get("reasons")
         listed = "; ".join(text(reason) for reason in reasons) if isinstance(reasons, list) else ""
         return f"{get('status')}" + (f": {listed}" if listed else ""), get("status") != "ok"
+    if what == "eval":
+        loss = finite(line.get("loss"))
+        return f"validation loss {'?' if loss is None else f'{loss:.4f}'}", False
+    if what == "saved":
+        return f"{get('folder', '?')} in {_seconds(line.get('seconds'))}", False
+    if what == "save_failed":
+        return get("error") or "unknown", True
     if what == "shutdown":
         return f"{get('reason') or 'no reason given'}, after step {get('step')}", False
     return None

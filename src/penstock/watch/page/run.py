@@ -32,8 +32,11 @@ NUMBERS = (
     "fetch_p99_ms", "data_wait_pct", "queue_depth", "queue_capacity", "rss_bytes", "device_bytes", "compiles",
 )  # fmt: skip
 EVENTS = frozenset(
-    ("boot", "ready", "warmup", "error", "stall", "pause", "tune", "fallback", "steady_state", "health", "shutdown")
-)
+    (
+        "boot", "ready", "warmup", "error", "stall", "pause", "tune", "fallback", "steady_state", "health", "shutdown",
+        "start", "prewarm", "eval", "eval_skipped", "saved", "save_failed",
+    )
+)  # fmt: skip
 PREFIXES = ("fineweb_loader_", "loader_")
 MOST_EVENTS = 200
 """Events of one kind that a rank keeps from its beginning, and as many from its end; the others are counted."""

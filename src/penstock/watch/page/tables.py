@@ -229,7 +229,21 @@ def describe(event: Event) -> str:
             return f"first batch after {_s(said, 'dt')}"
         case "warmup":
             waited = number(said.get("wait_ms")) / 1000
-            return f"{said.get('filled', '?')} of {said.get('requested', '?')} batches in {seconds(waited)}"
+            of = f" of {said['of']}" if said.get("of") else ""
+            return f"{said.get('filled', '?')} of {said.get('requested', '?')} batches{of} in {seconds(waited)}"
+        case "start":
+            if "hidden_s" not in said:
+                return f"torch and the model in {seconds(number(said.get('torch_s')) + number(said.get('build_s')))}"
+            return (
+                f"{_s(said, 'hidden_s')} of the data's {_s(said, 'data_s')} were hidden behind importing torch "
+                f"({_s(said, 'torch_s')}) and building the model ({_s(said, 'build_s')}); {_s(said, 'waited_s')} were not"
+            )
+        case "prewarm":
+            return f"model and optimizer warm after {_s(said, 'seconds')}"
+        case "eval":
+            return f"validation loss {number(said.get('loss')):.4f} over {said.get('batches', '?')} batches"
+        case "saved":
+            return f"{said.get('folder', '?')} in {_s(said, 'seconds')}"
         case "steady_state":
             rate = count(number(said.get("tokens_per_s")))
             return f"from step {said.get('at_step')}, {rate} tokens/s, warmup cost {_s(said, 'overhead_s')}"

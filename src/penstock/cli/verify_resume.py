@@ -1,0 +1,124 @@
+"""`penstock verify-resume`: proof, on data of one's own, that a run goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.config import _pair
+from penstock.cli.doctor import FILES
+
+if TYPE_CHECKING:
+    from penstock.verify.resume import Reference, Trial, Verification
+
+DIFFERS, UNTRIED = 1, 2
+
+
+def verify_resume(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG|URL", help="A run's settings, run.toml; or hf://…, s3://…, a path, stdlib."),
+    ],
+    batches: Annotated[int, typer.Option(help="Batches of the stream to compare.", min=2)] = 64,
+    points: Annotated[int, typer.Option(help="Places to resume at.", min=1)] = 5,
+    seed: Annotated[int, typer.Option(help="Which places; not the seed of the run.", min=0)] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="As for the run; byte unless given.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="As for the run; 1024 unless given.", min=1)] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a batch of all ranks; 8 unless given.", min=1)] = None,
+    lanes: Annotated[int | None, typer.Option(help="As for the run; 4 unless given.", min=1)] = None,
+    text_field: Annotated[str | None, typer.Option(help="As for the run; text unless given.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Resume at random places, twice in a row, and with other workers and ranks: is it the same stream?
+
+    Exit code 0: always. 1: not always; the trial, the first batch that differs and where its row came from are named.
+    2: it could not be tried. Ranks are simulated in this process, one after the other.
+    """
+    from penstock.verify.choice import choose
+    from penstock.verify.resume import Verification
+
+    is_file = target.lower().endswith(FILES) and "://" not in target
+    try:
+        with _quiet():
+            choice = choose(
+                None if is_file else target, config=Path(target) if is_file else None,
+                overrides=_overrides(set_, batch_size=batch, lanes=lanes), batch_size=8,
+                tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
+            )  # fmt: skip
+            begun = perf_counter()
+            tried = Verification(choice.make, choice.arguments(), batches=batches, points=points, seed=seed)
+            for line in _introduce(tried.reference, batches):
+                typer.echo(line)
+            different = _try_all(tried)
+    except Exception as error:  # exit code 1 is for a difference, and for nothing else
+        if debug:
+            raise
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = f"could not be tried: {type(error).__name__}: {error}{notes}"
+        typer.echo(f"penstock verify-resume: {' '.join(text.split())}", err=True)
+        raise typer.Exit(UNTRIED) from None
+    typer.echo(f"sha256       {tried.reference.stream.digest()}")
+    typer.echo(f"verdict      {_verdict(different)}, after {perf_counter() - begun:.1f} s")
+    raise typer.Exit(DIFFERS if different[0] else 0)
+
+
+def _overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
+    said = {name: str(value) for name, value in options.items() if value is not None}
+    return dict(_pair(one) for one in set_ or ()) | said
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A loader that is drained says all the time that it does not keep up."""
+    log = logging.getLogger("penstock")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _introduce(reference: Reference, asked: int) -> Iterator[str]:
+    stream, count = reference.stream, len(reference.stream.batches)
+    epochs = f"epochs 0 to {stream.epoch}" if stream.epoch else "epoch 0"
+    ranks = ", ".join(map(str, reference.worlds))
+    yield f"reference    {count} batches of {reference.batch_size} rows, {epochs}; {reference.lanes} lanes, for ranks {ranks}"
+    if stream.ended:
+        yield f"note         the data ends there: {asked} batches were asked for, and all there is is compared"
+    if reference.even < count:
+        compared = f"over the first {reference.even} batches only" if reference.even > 1 else "not at all"
+        yield f"note         how it ends depends on the number of ranks: others than 1 are compared {compared}"
+    if reference.fewer:
+        yield f"note         more lanes, and so more ranks, cannot be tried: {reference.fewer}"
+    elif reference.lanes == 1:
+        yield "note         1 lane is for 1 rank only: others are not tried. Use --lanes 4, here and in the run"
+    yield f"points       after batch {', '.join(map(str, reference.points))}"
+
+
+def _try_all(tried: Verification) -> tuple[int, int]:
+    """How many trials differ, of how many."""
+    different = count = 0
+    for trial in tried.trials():
+        typer.echo(_line(trial))
+        different += trial.difference is not None
+        count += 1
+    return different, count
+
+
+def _line(trial: Trial) -> str:
+    if trial.difference is not None:
+        return f"DIFFERENT    {trial.name}: {trial.difference}"
+    return f"same         {trial.name:<50} {trial.batches:>4} batch{'es' * (trial.batches != 1)}"
+
+
+def _verdict(different: tuple[int, int]) -> str:
+    n, count = different
+    return f"{n} of {count} trials gave another stream" if n else f"all {count} trials gave the same stream"

@@ -1,0 +1,139 @@
+"""Which data a check reads, and how it is loaded.
+
+In:    what the command line names; settings from a file and the environment.
+Out:   a `Choice`: settings that have been checked, and a function that makes the dataset.
+Where: the calling thread. Nothing is opened or listed before `make` is called.
+State: none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.config import hub_endpoint
+from penstock.errors import ConfigError
+from penstock.recipe import DataTable, build_dataset
+from penstock.settings import Settings, load, loader_arguments
+from penstock.types import Shard
+
+LOCAL = "fineweb_edu_local"
+"""FineWeb-Edu from a file that `penstock bootstrap` wrote."""
+MADE = ("synthetic", "stdlib", LOCAL)
+"""Names that stand for data of ours; any other is an address, a path, or a short name of the Hub's."""
+DEFAULTS = {"tokenizer": "byte", "seq_len": 1024}
+TAKES = {
+    "text": ("tokenizer", "seq_len", "text_field"),
+    "tokens": ("seq_len",),
+    "synthetic": ("seq_len",),
+    "mixture": (),
+}
+"""What may be said of a file's data on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Data, and how it is loaded."""
+
+    name: str
+    """As it was named, for messages."""
+    make: Callable[[], Any]
+    """Lists the files and loads the vocabulary: it takes as long as a server takes."""
+    settings: Settings
+    server: str = ""
+    """Where it comes from, if not from disk."""
+
+    def arguments(self) -> dict[str, Any]:
+        """For `AsyncDataLoader`: one reader alone, whatever a launcher says, and without torch unless it is asked for."""
+        arguments = loader_arguments(self.settings) | {"shard": Shard(1, 0)}
+        if arguments["device"] is None and arguments["output"] == "auto":
+            arguments["output"] = "numpy"  # the import of torch would be most of what is measured
+        return arguments
+
+
+def choose(
+    dataset: str | None = None,
+    *,
+    default: str | None = None,
+    local_path: Path | None = None,
+    config: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    batch_size: int = 1,
+    **given: Any,
+) -> Choice:
+    """Data by its name, or else the data that the settings' file names, or else `default`.
+
+    local_path: the file for `fineweb_edu_local`. config, overrides, preset: as for `penstock.settings.load`.
+    batch_size: where none is set. given: tokenizer, seq_len and text_field; None is what was not said.
+    """
+    resolved = load(config, overrides=overrides, preset=preset, origin="command line --set {}")
+    settings = resolved.settings
+    if settings.batch_size is None:
+        settings = replace(settings, batch_size=batch_size)
+    said = {name: value for name, value in given.items() if value is not None}
+    if local_path is not None:
+        if dataset not in (None, LOCAL):
+            raise ConfigError(f"--local-path {local_path} goes with --dataset {LOCAL}, and that is {dataset}")
+        dataset = LOCAL
+    elif dataset == LOCAL and not os.path.exists(LOCAL):
+        raise ConfigError(f"--dataset {LOCAL} needs --local-path FILE; `penstock bootstrap --out FILE` writes one")
+    if dataset is None and resolved.data is not None:
+        table = _changed(resolved.data, said)
+        make = partial(build_dataset, table, doc_batch=settings.doc_batch)
+        return Choice(name=table.where, make=make, settings=settings, server=_server(table.parameters.get("urls")))
+    name = dataset if dataset is not None else default
+    if name is None:
+        raise ConfigError(f"no data: file {resolved.file} has no table data; write one, or give an address")
+    if settings.doc_batch is not None:
+        said["doc_batch"] = settings.doc_batch
+    shown = name if local_path is None else f"{name} {local_path}"
+    make = partial(_named, name, local_path, DEFAULTS | said)
+    return Choice(name=shown, make=make, settings=settings, server=_server(name))
+
+
+def _changed(table: DataTable, said: Mapping[str, Any]) -> DataTable:
+    """A file's data, with what the command line says of it."""
+    for name in said:
+        if name not in TAKES[table.kind]:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option}: {table.where} is of kind {table.kind}, of which that cannot be said here. Leave it out or "
+                "change it there, or name other data."
+            )
+    return replace(table, parameters={**table.parameters, **said})
+
+
+def _named(name: str, local_path: Path | None, said: Mapping[str, Any]) -> Any:
+    """The dataset that a name stands for. As with short names, a file of that name goes first."""
+    from penstock.dataset import TextDataset
+
+    if local_path is not None:
+        return TextDataset(local_path, **said)
+    if name in MADE and not os.path.exists(name):
+        if name == "synthetic":
+            from penstock.encode.tokenize import load_tokenizer
+            from penstock.read.synthetic import SyntheticDataset
+
+            return SyntheticDataset(load_tokenizer(said["tokenizer"]).size, said["seq_len"])
+        from penstock.read.stdlib import write_stdlib
+
+        return TextDataset(write_stdlib(), **said)
+    return TextDataset(name, **said)
+
+
+def _server(urls: Any) -> str:
+    """The first server that these addresses name, without what is secret of an address."""
+    from penstock.read.hub import SHORT_NAMES
+
+    for url in [urls] if isinstance(urls, str) else urls or ():
+        if url.startswith("hf://") or (url in SHORT_NAMES and not os.path.exists(url)):
+            return hub_endpoint()
+        scheme, there, rest = url.partition("://")
+        if there:
+            return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
+    return ""
