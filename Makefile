@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test test-slow browser check format bench clean
 
 help:
-	@echo "make demo       stream real text through the loader and show what it does"
+	@echo "make demo       train a small model on real text, kill it, resume it, and write a report"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the tests that take minutes"
 	@echo "make browser    install the browser that the tests of the report need (Debian's)"

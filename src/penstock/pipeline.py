@@ -22,6 +22,7 @@ from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Knob
+from penstock.feed.opening import OPENER
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.sources.source import Producer, Run, Source
@@ -199,7 +200,7 @@ class Pipeline:
         self._producer.stop()
         if hasattr(self._work, "stop"):
             self._work.stop()
-        if threading.current_thread().name.startswith("penstock-"):
+        if (name := threading.current_thread().name).startswith("penstock-") and name != OPENER:
             # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
             # whatever the others wait for. They all end on their own now.
             return False

@@ -28,7 +28,7 @@ def config(
     """Show each setting, its value, and where that came from."""
     from penstock.settings import load
 
-    overrides = dict(_pair(one) for one in set_ or ())
+    overrides = dict(pair(one) for one in set_ or ())
     resolved = load(file, overrides=overrides, preset=preset, origin="command line --set {}")
     if as_json:
         typer.echo(json.dumps(_as_json(resolved), indent=2, default=str))
@@ -36,7 +36,8 @@ def config(
         _print(resolved)
 
 
-def _pair(written: str) -> tuple[str, str]:
+def pair(written: str) -> tuple[str, str]:
+    """A setting and its value, from `--set KEY=VALUE`."""
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"command line --set {written}: needs KEY=VALUE")

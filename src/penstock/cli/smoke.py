@@ -77,9 +77,9 @@ def main() -> None:
 
 
 def _settings(set_: list[str] | None, batch: int | None) -> dict[str, str]:
-    from penstock.cli.config import _pair
+    from penstock.cli.config import pair
 
-    overrides = dict(_pair(one) for one in set_ or ())
+    overrides = dict(pair(one) for one in set_ or ())
     if batch is not None and overrides.setdefault("batch_size", str(batch)) != str(batch):
         raise ConfigError(f"--batch {batch} and --set batch_size={overrides['batch_size']}: keep one of them")
     return overrides

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.errors import ConfigError
+from penstock.cli.config import pair
 from penstock.train.options import OPTIONS, resolve
 
 
@@ -21,19 +21,7 @@ def train(**given: Any) -> None:
     from penstock.train.trainer import train as run
 
     config, preset, pairs = given.pop("config"), given.pop("preset"), given.pop("pairs")
-    raise typer.Exit(run(*resolve(config, given, overrides=_settings(pairs), preset=preset)))
-
-
-def _settings(pairs: list[str] | None) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for pair in pairs or []:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--set {pair}: needs a setting and its value, as in --set n_workers=2")
-        if name in settings:
-            raise ConfigError(f"--set {name}: is given twice")
-        settings[name] = value
-    return settings
+    raise typer.Exit(run(*resolve(config, given, overrides=dict(pair(one) for one in pairs or ()), preset=preset)))
 
 
 def _signature() -> inspect.Signature:

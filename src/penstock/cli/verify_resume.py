@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.config import _pair
+from penstock.cli.config import pair
 from penstock.cli.doctor import FILES
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def verify_resume(
 
 def _overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
     said = {name: str(value) for name, value in options.items() if value is not None}
-    return dict(_pair(one) for one in set_ or ()) | said
+    return dict(pair(one) for one in set_ or ()) | said
 
 
 @contextmanager

@@ -23,10 +23,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.encode.batch import Batch
 from penstock.errors import (
+    AccessDenied,
+    BadRecord,
     ConfigError,
     FeedStopped,
     LoaderTimeout,
     MissingExtra,
+    NoData,
     SourceChanged,
     StateError,
     TokenizerError,
@@ -39,8 +42,10 @@ log = logging.getLogger("penstock")
 FATAL, FAILED, STALLED, ENDED, READY = range(5)
 """What a rank has to tell, from the worst to the best. The worst that any of them tells decides."""
 
-MISTAKES = (ConfigError, MissingExtra, StateError, SourceChanged, TokenizerError)
+MISTAKES = (ConfigError, MissingExtra, StateError, TokenizerError, SourceChanged, BadRecord)
 """These are no faults that pass. To train on made-up data instead would hide them."""
+AT_FIRST = (NoData, AccessDenied)
+"""So are these, as long as no batch has come: a wrong name, a missing token. Later, a server may have its hiccups."""
 
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """A loader that failed is opened again after so long, then after twice as long, and so on."""
@@ -118,6 +123,8 @@ class SharedFeed:
         self._peers: Peers = Alone()
         self._substitute: Callable[[int, int], Batch] | None = None
         self._loader: Loader | None = None
+        self._reopened: Loader | None = None
+        """The loader that is being opened again: it knows which batches it has handed out."""
         self._held: deque[Batch] = deque()
         self._first: dict[str, Any] | None = None
         """Where the loader began."""
@@ -207,14 +214,17 @@ class SharedFeed:
 
     def _failed(self, error: Exception) -> _Vote:
         text = f"{type(error).__name__}: {error}"
-        self._failure = _Vote(FATAL if isinstance(error, MISTAKES) else FAILED, text, error)
+        mistake = isinstance(error, MISTAKES if self._started else MISTAKES + AT_FIRST)
+        self._failure = _Vote(FATAL if mistake else FAILED, text, error)
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_MOST_S)
         return self._failure
 
     def _reopen(self) -> None:
         """Try again, on another thread: to end what is left of the last try may take a while."""
-        loader, self._loader, self._failure = self._loader, None, None
+        # If that fails too, it is still this loader's turn: a new one would begin at the beginning.
+        loader = self._reopened = self._reopened if self._loader is None else self._loader
+        self._loader = self._failure = None
 
         def again() -> Loader:
             assert loader is not None

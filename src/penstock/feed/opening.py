@@ -16,6 +16,9 @@ from penstock.errors import LoaderClosed, LoaderTimeout
 
 T = TypeVar("T")
 
+OPENER = "penstock-opening"
+"""What the thread is called."""
+
 
 class Opening(Generic[T]):
     """What is being opened, from the moment this is made."""
@@ -29,7 +32,7 @@ class Opening(Generic[T]):
         self._error: BaseException | None = None
         self._closed = False
         # A daemon: what it waits for has a deadline of its own, and the end of the program need not wait for that.
-        self._thread = threading.Thread(target=self._run, name="penstock-opening", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=OPENER, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

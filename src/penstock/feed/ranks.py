@@ -63,11 +63,8 @@ class Ranks:
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         import torch
 
-        mine = torch.tensor(list(values), dtype=torch.int64)
-        every = torch.empty(self.world * len(mine), dtype=torch.int64)
-        self._all_gather(every, mine)
-        told: list[list[int]] = every.view(self.world, len(mine)).tolist()
-        return told
+        told = self._all_gather(torch.tensor(list(values), dtype=torch.int64))
+        return [one.tolist() for one in told]
 
     def texts(self, text: str) -> list[str]:
         import torch
@@ -80,16 +77,21 @@ class Ranks:
         mine = torch.zeros(longest, dtype=torch.uint8)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        every = torch.empty(self.world * longest, dtype=torch.uint8)
-        self._all_gather(every, mine)
-        rows = every.view(self.world, longest).numpy()
-        return [rows[i, :length].tobytes().decode("utf-8", "replace") for i, length in enumerate(lengths)]
+        every = self._all_gather(mine)
+        return [
+            one.numpy()[:length].tobytes().decode("utf-8", "replace")
+            for one, length in zip(every, lengths, strict=True)
+        ]
 
-    def _all_gather(self, every: Any, mine: Any) -> None:
+    def _all_gather(self, mine: Any) -> list[Any]:
+        import torch
+
+        every = [torch.empty_like(mine) for _ in range(self.world)]
         try:
-            self._distributed.all_gather_into_tensor(every, mine, group=self.group)
+            self._distributed.all_gather(every, mine, group=self.group)
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank} of {self.world} could not reach the other ranks within {self._deadline_s:g} s: one of "
                 f"them has ended or hangs; see its own output ({str(error).splitlines()[0][:300]})"
             ) from error
+        return every

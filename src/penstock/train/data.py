@@ -9,7 +9,7 @@ State: none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,16 @@ def _tokenizer(name: str) -> Any:
     return load_tokenizer(name)
 
 
+def _tokenizer_of(parameters: Mapping[str, Any]) -> Any:
+    """The tokenizer that a table of text names."""
+    from penstock.encode.tokenize import load_tokenizer
+
+    how = {name: parameters[name] for name in ("eos", "bos", "engine") if name in parameters}
+    if "tokenizer_cache_bytes" in parameters:
+        how["cache_bytes"] = parameters["tokenizer_cache_bytes"]
+    return load_tokenizer(parameters["tokenizer"], **how)
+
+
 def _synthetic(options: TrainOptions) -> Recipe:
     if options.doc_mask:
         raise ConfigError("--doc-mask with --dataset synthetic: random ids have no documents. Leave one of them out.")
@@ -123,9 +133,13 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
             "to tell training and validation apart by. Give text without a split, or --eval-every 0."
         )
     more: dict[str, Any] = {"positions": True} if options.doc_mask and table.kind == "text" else {}
+    # Text's ids are counted without the text: a server that cannot be reached now may be there again later.
+    shared = _Once(lambda: _tokenizer_of(table.parameters)) if table.kind == "text" else None
 
     def dataset(split: str | None) -> Any:
-        chosen = {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
+        chosen: dict[str, Any] = {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
+        if shared is not None:
+            chosen["tokenizer"] = shared()
         described = replace(table, parameters={**table.parameters, **more, **chosen})
         return build_dataset(described, doc_batch=resolved.settings.doc_batch)
 
@@ -134,7 +148,7 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
         "",
         "loader_",
         seq_len,
-        lambda: _ids(made(), options, table.where),
+        lambda: int(shared().size) if shared is not None else _ids(made(), options, table.where),
         lambda split: made() if split != "val" else dataset(split),
     )
 

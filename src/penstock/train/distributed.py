@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from penstock.config import current_shard, launched
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PeerFailed
 from penstock.feed.ranks import Alone, Peers, Ranks
 from penstock.train.options import Parallel, TrainOptions, parallel
 
@@ -69,6 +69,21 @@ def meet(options: TrainOptions, device_name: str | None) -> Place:
 
 def _store() -> Any:
     return vars(dist)["HashStore"]()
+
+
+@contextlib.contextmanager
+def blaming_peers() -> Iterator[None]:
+    """One of training's collectives that fails because another rank has ended, or hangs, says just that."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Gloo has no exception of its own: its errors are known by the file that they come from.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        shard, told = current_shard(), str(error).partition("\n")[0][:300]
+        raise PeerFailed(
+            f"rank {shard.rem} of {shard.mod} lost the other ranks: one of them has ended or hangs; see its own output ({told})"
+        ) from error
 
 
 def part() -> None:

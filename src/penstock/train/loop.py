@@ -29,6 +29,15 @@ SHAPE = ("size", "seq_len", "vocab_size")
 """What a checkpoint's model has to have in common with the run that loads it."""
 
 
+def run(begun: Begun) -> int:
+    """Train. Gives the exit code."""
+    try:
+        with distributed.blaming_peers():
+            return Loop(begun).run()
+    finally:
+        distributed.part()
+
+
 class Loop:
     """One run on one rank."""
 
@@ -47,6 +56,7 @@ class Loop:
             self._place,
             vocab_size=self._vocab_size,
             seq_len=begun.recipe.seq_len,
+            seed=begun.resolved.settings.seed,
             lr=begun.resolved.settings.learning_rate,
             steps=begun.steps,
         )
@@ -54,6 +64,7 @@ class Loop:
         self._validation: SharedFeed | None = None
         self._times, self._tokens = array("d"), array("q")
         self._last: Done | None = None
+        self._greeted = False
         self._asked = self._torch_at
         """When it was ready for its first batch."""
         self._eval_loss: float | None = None
@@ -99,13 +110,12 @@ class Loop:
             self._warm_up()
             begun.signals.training = True
             began = time.perf_counter()
-            stopped = self._train()
+            stopped = self._train_and_save()
             return self._finish(stopped, time.perf_counter() - began)
         finally:
             self._console.end()
             if self._validation is not None:
                 self._validation.close()
-            distributed.part()
 
     def _restore(self) -> None:
         begun, console = self._begun, self._console
@@ -163,6 +173,7 @@ class Loop:
             return
         self._validation = begun.open_validation()
         self._validation.join(self._place.peers)
+        begun.signals.wakes.append(self._validation.interrupt)
         if wanted and timeout:
             loader = self._validation.loader(self._options.loader_timeout)
             if isinstance(loader, AsyncDataLoader):
@@ -172,9 +183,20 @@ class Loop:
                     wait_ms=round(done.wait_ms, 3),
                 )  # fmt: skip
 
+    def _train_and_save(self) -> bool:
+        try:
+            return self._train()
+        except FeedStopped:
+            # All ranks stop at this very step, so what was trained so far need not be lost.
+            if self._last is not None and self._options.save_last:
+                self._save()
+            raise
+
     def _train(self) -> bool:
         """Step until the end. True if somebody wanted it to stop before."""
         begun, options, feed = self._begun, self._options, self._begun.feed
+        if begun.steps is not None and self._step >= begun.steps:
+            self._console.say(f"nothing to do: step {self._step} of {begun.steps} is done")
         self._console.begin(self._step)
         while begun.steps is None or self._step < begun.steps:
             step, began = self._step + 1, time.perf_counter()
@@ -184,8 +206,8 @@ class Loop:
             if turn.ended:
                 self._console.say(f"the data ends after step {self._step}")
                 return False
-            if self._last is None:
-                self._first(synthetic=turn.batches[0].synthetic)
+            if not self._greeted and not feed.substituting:
+                self._greet()
             self._last = done = self._trainer.step(turn.batches)
             self._step = step
             synthetic = {"synthetic": True} if feed.substituting else {}
@@ -207,25 +229,21 @@ class Loop:
             return ""
         return f"SYNTHETIC data since step {feed.substitutions[-1].first}: {feed.substitutions[-1].reason}"
 
-    def _first(self, *, synthetic: bool) -> None:
+    def _greet(self) -> None:
         """The first batch is there: how long it took, and how much of that nobody had to wait for."""
-        begun = self._begun
-        told: dict[str, Any] = {
-            "torch_s": round(self._torch_at - begun.at, 6),
-            "build_s": round(self._asked - self._torch_at, 6),
-        }
-        if not synthetic and (ready := begun.telemetry.ledger.marks.get("first_batch")) is not None:
-            opened = begun.feed.opened_at
-            hidden = max(0.0, min(ready, self._asked) - opened)
-            told |= {"data_s": round(ready - opened, 6), "hidden_s": round(hidden, 6)}
-            told["waited_s"] = round(max(0.0, ready - self._asked), 6)
-            of = f"{begun.recipe.title} " if begun.recipe.title else ""
-            self._console.say(f"first {of}batch fetched in {begun.telemetry.first.get('dt', ready - opened):.2f}s")
-            self._console.say(
-                f"{told['hidden_s']:.2f} s of the data's start were hidden behind importing torch ({told['torch_s']:.2f} s) "
-                f"and building the model ({told['build_s']:.2f} s)"
-            )
-        begun.heartbeat.event("start", **told)
+        begun, self._greeted = self._begun, True
+        ready, opened = begun.telemetry.ledger.marks.get("first_batch", self._asked), begun.feed.opened_at
+        hidden = max(0.0, min(ready, self._asked) - opened)
+        torch_s, build_s = self._torch_at - begun.at, self._asked - self._torch_at
+        told = {"torch_s": torch_s, "build_s": build_s, "data_s": ready - opened, "hidden_s": hidden}
+        told["waited_s"] = max(0.0, ready - self._asked)
+        begun.heartbeat.event("start", **{name: round(seconds, 6) for name, seconds in told.items()})
+        of = f"{begun.recipe.title} " if begun.recipe.title else ""
+        self._console.say(f"first {of}batch fetched in {begun.telemetry.first.get('dt', ready - opened):.2f}s")
+        self._console.say(
+            f"{hidden:.2f} s of the data's start were hidden behind importing torch ({torch_s:.2f} s) and building the "
+            f"model ({build_s:.2f} s)"
+        )
 
     # Besides stepping
 
@@ -235,7 +253,9 @@ class Loop:
         with self._begun.telemetry.pause("eval"):
             try:
                 for _ in range(self._options.eval_batches):
-                    turn = self._validation.next(self._step)
+                    turn = self._validation.next(self._step, stopping=self._begun.signals.came is not None)
+                    if turn.stop:
+                        return  # the next step will find out, and save
                     batches += turn.batches
             except FeedStopped as error:
                 self._console.say(f"WARNING: no evaluation after step {self._step}: {error}")

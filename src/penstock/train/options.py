@@ -121,7 +121,12 @@ class TrainOptions:
     lr_floor: float = _option(0.1, number(), "What is left of it at the end of the cosine.", TRAINING)
     weight_decay: float = _option(0.1, number(), "AdamW's, on matrices.", TRAINING)
     clip: float = _option(1.0, number(), "Longest gradient; 0 for any.", TRAINING)
-    seed: int = _option(0, whole(0), "Of weights, dropout and the order of the data.", TRAINING)
+    seed: int | None = _option(
+        None,
+        or_none(whole(0)),
+        "Of weights, dropout and the order of the data; default 0. A file has it in loader.",
+        TRAINING,
+    )
     eval_every: int = _option(
         0, whole(0), "Evaluate after so many steps, on documents that training never sees; 0: never.", TRAINING
     )
@@ -217,6 +222,10 @@ OPTIONS: dict[str, Option] = {
 }  # fmt: skip
 
 
+ELSEWHERE = {"batch": "batch_size", "lr": "learning_rate", "seed": "seed"}
+"""Options that are settings of the loader too, and how those are called."""
+
+
 def resolve(
     config: str | Path | None,
     given: Mapping[str, Any],
@@ -226,9 +235,11 @@ def resolve(
 ) -> tuple[TrainOptions, Resolved]:
     """Options and the loader's settings, from the command line (`given`, `overrides`), the environment and a file."""
     said = {name: value for name, value in given.items() if value is not None}
-    options = each_once(from_options(said, OPTIONS, "--{}"), {name: each.kind for name, each in OPTIONS.items()})
-    loader = {"batch_size": said.get("batch"), "learning_rate": said.get("lr"), "seed": said.get("seed")}
-    more = {name: value for name, value in loader.items() if value is not None and name not in (overrides or {})}
+    spelled = {OPTIONS[name].spelled if name in OPTIONS else name: value for name, value in said.items()}
+    options = each_once(from_options(spelled, OPTIONS, "--{}"), {name: each.kind for name, each in OPTIONS.items()})
+    more = {name: said[option] for option, name in ELSEWHERE.items() if option in said}
+    if twice := more.keys() & (overrides or {}).keys():
+        raise ConfigError(f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them")
     resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset)
     values = (_from_file(resolved.file) if resolved.file is not None else {}) | {
         name: said.value for name, said in options.items()

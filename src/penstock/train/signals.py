@@ -22,9 +22,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """A context manager that listens. The second Ctrl-C ends the run at once."""
 
-    def __init__(self, grace_s: float, wake: Callable[[], None]) -> None:
-        """`wake` is called from the handler, and may raise to end a wait."""
-        self._grace_s, self._wake = grace_s, wake
+    def __init__(self, grace_s: float, wakes: list[Callable[[], None]]) -> None:
+        """`wakes` are called from the handler, and may raise to end a wait."""
+        self._grace_s, self.wakes = grace_s, wakes
         self._before: dict[signal.Signals, Any] = {}
         self.came: signal.Signals | None = None
         self.training = False
@@ -57,4 +57,5 @@ class Signals:
             faulthandler.dump_traceback_later(self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr)
         if not self.training:
             raise SystemExit(self.exit_code)
-        self._wake()
+        for wake in self.wakes:
+            wake()

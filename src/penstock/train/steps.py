@@ -54,10 +54,18 @@ class Trainer:
     """Model, optimizer and schedule, on this rank."""
 
     def __init__(
-        self, options: TrainOptions, place: Place, *, vocab_size: int, seq_len: int, lr: float | None, steps: int | None
+        self,
+        options: TrainOptions,
+        place: Place,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        seed: int,
+        lr: float | None,
+        steps: int | None,
     ) -> None:
         """`steps`: where the learning rate's cosine ends; None where the end is not known beforehand."""
-        torch.manual_seed(options.seed)  # the same weights on all ranks
+        torch.manual_seed(seed)  # the same weights on all ranks
         self.place, self._clip = place, options.clip
         self.dtype = distributed.computes_in(options, place.device)
         model = GPT.from_size(options.size, vocab_size, seq_len, dropout=options.dropout).to(place.device)
@@ -69,12 +77,15 @@ class Trainer:
         # One kernel for all parameters. FSDP2's are DTensors, for which it is not everywhere to be had on CPUs.
         fused = place.device.type == "cuda" or place.parallel != "fsdp"
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, options.weight_decay), lr=lr or LEARNING_RATE, betas=(0.9, 0.95), fused=fused
+            parameter_groups(self.model, options.weight_decay),
+            lr=LEARNING_RATE if lr is None else lr,
+            betas=(0.9, 0.95),
+            fused=fused,
         )
         rise = min(100, (steps or 1000) // 10) if options.lr_warmup is None else options.lr_warmup
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(rise, steps, options.lr_floor))
         # Each rank drops its own activations.
-        torch.manual_seed(options.seed + 1 + place.peers.rank)
+        torch.manual_seed(seed + 1 + place.peers.rank)
 
     def step(self, batches: Sequence[Batch]) -> Done:
         """Train on a step's batches."""

@@ -73,13 +73,14 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     telemetry = Telemetry()
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
+        hooks = _hooks(options, stack)
         heartbeat = Heartbeat(
             options.out,
             observed=telemetry,
             prefix=data.prefix,
             settings=_settings(options, resolved, batch_size, accumulate, steps),
             resumed=found is not None,
-            on_metrics=_hooks(options, stack),
+            on_metrics=hooks,
         )
         stack.enter_context(heartbeat)
         make = partial(make_loader, data, options, resolved, device=device)
@@ -92,14 +93,14 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
         feed = SharedFeed(
             partial(make, split=split, telemetry=telemetry, states=states),
             limits,
-            event=heartbeat.event,
+            event=partial(_tell, heartbeat, hooks),
             blame=telemetry.blame,
             resumed=states,
         )
         stack.callback(feed.close)
         vocabulary = Opening(data.vocabulary)
         stack.callback(vocabulary.close)
-        signals = stack.enter_context(Signals(options.grace, feed.interrupt))
+        signals = stack.enter_context(Signals(options.grace, [feed.interrupt]))
         validation = dataclasses.replace(limits, on_stall="stop")
         begun = Begun(
             options=options, resolved=resolved, recipe=data, batch_size=batch_size, accumulate=accumulate, steps=steps,
@@ -107,9 +108,9 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             open_validation=partial(SharedFeed, partial(make, split="val", telemetry=False), validation) if options.eval_every else None,
             vocabulary=vocabulary, signals=signals, at=began,
         )  # fmt: skip
-        from penstock.train.loop import Loop  # torch comes with it
+        from penstock.train.loop import run  # torch comes with it
 
-        return Loop(begun).run()
+        return run(begun)
 
 
 def _accumulate(options: TrainOptions, batch_size: int, world: int) -> int:
@@ -156,6 +157,14 @@ def _hooks(options: TrainOptions, stack: ExitStack) -> list[Callable[[int, dict[
         stack.callback(hook.close)
         hooks.append(hook)
     return hooks
+
+
+def _tell(heartbeat: Heartbeat, hooks: list[Any], msg: str, **fields: Any) -> None:
+    """An event for the heartbeat, and for those hooks that know what to do with one besides the numbers of a step."""
+    heartbeat.event(msg, **fields)
+    for hook in hooks:
+        if hasattr(hook, "add"):
+            hook.add({"msg": msg, "rank": heartbeat.rank, "ts": time.time(), **fields})
 
 
 def _settings(

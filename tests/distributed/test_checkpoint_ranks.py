@@ -1,0 +1,280 @@
+"""Checkpoints of two real ranks, in DDP and in FSDP2: they load on one rank, on two, in either form; a fault is shared."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.feed.ranks import Alone
+from penstock.train import saved
+from penstock.train.checkpoint import Checkpoints
+from tests.test_checkpoint import Run, seed
+
+WORKER = """
+import json, os, resource, sys, warnings
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+out = Path(sys.argv[2])
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from penstock.feed.ranks import Ranks
+from penstock.train import saved
+from penstock.train.checkpoint import Checkpoints, rng_state, set_rng_state
+from tests.test_checkpoint import Run, seed, visible
+
+torch.set_num_threads(1)
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ranks = Ranks(deadline_s=60)
+
+def fsdp(net):
+    fully_shard(net.hidden)
+    return fully_shard(net)
+
+FORMS = {"ddp": DDP, "fsdp": fsdp}
+result = {"facts": {}, "loaded": {}, "losses": {}}
+
+for form, wrap in FORMS.items():
+    checkpoints = Checkpoints(out / form, ranks)
+    seed(10 + rank)
+    run = Run(wrap)
+    torch.manual_seed(20 + rank)
+    run.train(3)
+    run.save(checkpoints, 3, form=form)
+    result["facts"][form] = run.facts()
+    losses = run.train(3)
+    run = Run(wrap)
+    seed(99)
+    found = checkpoints.newest()
+    run.load(checkpoints, found)
+    set_rng_state(found.ranks[rank]["rng"])
+    result["losses"][form] = losses, run.train(3)
+
+for origin in ("plain", *FORMS):
+    checkpoints = Checkpoints(out / origin, ranks)
+    for form, wrap in FORMS.items():
+        run = Run(wrap)
+        run.load(checkpoints, checkpoints.newest())
+        result["loaded"][f"{origin} in {form}"] = run.facts()
+"""
+
+FAULTS = """
+place = out / "faults"
+checkpoints = Checkpoints(place, ranks)
+small, big, other = Run(DDP), Run(DDP, width=600), Run(fsdp, width=48)
+small.save(checkpoints, 1)
+
+def fault(name, work):
+    try:
+        work()
+        told = "no error"
+    except BaseException as error:
+        told = f"{type(error).__name__}: {error}"
+    ranks.gather([0])
+    result[name] = told, visible(place)
+    ranks.gather([0])
+
+def save(run, checkpoints=checkpoints, step=2, own=None):
+    checkpoints.save(step, run.model, run.optimizer, {}, own or {}, {})
+
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+for culprit in (0, 1):
+    if rank == culprit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    fault(f"disk of rank {culprit}", lambda: save(big))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    fault(f"values of rank {culprit}", lambda: save(small, own={"a": {1}} if rank == culprit else None))
+    if rank == culprit:
+        (out / f"file{culprit}").touch()
+    ranks.gather([0])
+    # Not one folder: a rank that sees another disk than the others.
+    elsewhere = Checkpoints(out / f"file{culprit}" / "checkpoints" if rank == culprit else place, ranks)
+    fault(f"folder of rank {culprit}", lambda: save(small, elsewhere))
+fault("steps", lambda: save(small, step=2 + rank))
+found = checkpoints.newest()
+fault("model", lambda: checkpoints.load(found, other.model, other.optimizer, {"scheduler": other.scheduler}))
+fault("after all", lambda: small.save(checkpoints, 2))
+newest = checkpoints.newest()
+result["newest"] = newest.step, newest.world_size, [own["rank"] for own in newest.ranks]
+if rank == 1:
+    checkpoints.folder = out / "nowhere"
+fault("blind", checkpoints.newest)
+"""
+
+LOST = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from penstock.feed.ranks import Ranks
+from penstock.train.checkpoint import Checkpoints
+from tests.test_checkpoint import Run
+
+rank, out = int(sys.argv[3]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
+checkpoints = Checkpoints(f"{out}/checkpoints", Ranks(deadline_s=60))
+run = Run(DDP)
+run.save(checkpoints, 1)
+
+def hook(event, args):
+    if event == "open" and str(args[0]).endswith(".distcp"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if rank == 1:
+    sys.addaudithook(hook)
+try:
+    run.save(checkpoints, 2)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+os._exit(0)  # a group whose other half is gone cannot be left in order
+"""
+
+END = """
+(out / f"{rank}.json").write_text(json.dumps(result))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(out: Path) -> dict[str, str]:
+    """A checkpoint of a single rank, and what it is of."""
+    seed(1)
+    run = Run()
+    run.train(4)
+    run.save(Checkpoints(out / "plain", Alone()), 4)
+    return run.facts()
+
+
+@pytest.fixture(scope="module")
+def results(out: Path, alone: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank saw. One launch for all: most of its time goes into imports."""
+    script = out / "worker.py"
+    script.write_text(WORKER + FAULTS + END)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc_per_node=2", str(script), str(Path(__file__).parents[2]), str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    files = [out / f"{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), done.stderr[-3000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+FORMS = ["ddp", "fsdp"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_that_resume_train_on_bit_by_bit(results: list[dict[str, Any]], form: str) -> None:
+    for result in results:
+        losses, again = result["losses"][form]
+        assert again == losses
+    assert results[0]["losses"][form] != results[1]["losses"][form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_two_ranks_saved_loads_on_one(results: list[dict[str, Any]], out: Path, form: str) -> None:
+    checkpoints = Checkpoints(out / form, Alone())
+    found = checkpoints.newest()
+    assert found is not None
+    assert (found.step, found.world_size, found.settings) == (3, 2, {"form": form})
+    assert [own["rank"] for own in found.ranks] == [0, 1]
+    run = Run()
+    run.load(checkpoints, found)
+    assert run.facts() == results[0]["facts"][form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_one_rank_saved_loads_on_two(results: list[dict[str, Any]], alone: dict[str, str], form: str) -> None:
+    for result in results:
+        assert result["loaded"][f"plain in {form}"] == alone
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("origin", FORMS)
+def test_what_was_saved_in_one_form_loads_in_the_other(results: list[dict[str, Any]], origin: str, form: str) -> None:
+    for result in results:
+        assert result["loaded"][f"{origin} in {form}"] == results[0]["facts"][origin]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_ranks_write_a_share_of_the_tensors(results: list[dict[str, Any]], out: Path, form: str) -> None:
+    folder = out / form / "step-00000003"
+    assert all((folder / f"__{rank}_0.distcp").stat().st_size > 1000 for rank in (0, 1))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("disk", "OSError: [Errno 27] File too large"),
+        ("values", "is not JSON serializable"),
+        ("folder", "NotADirectoryError"),
+    ],
+)
+def test_a_fault_on_one_rank_is_the_same_error_on_both_and_leaves_nothing_behind(
+    results: list[dict[str, Any]], fault: str, why: str, culprit: int
+) -> None:
+    reasons = []
+    for result in results:
+        told, left = result[f"{fault} of rank {culprit}"]
+        failed, _, reason = told.partition(": ")[2].partition(": ")
+        assert told.startswith("SaveFailed: ")
+        assert failed.startswith("step 2 could not be saved in ")
+        assert left == ["step-00000001"]
+        reasons.append(reason)
+    assert reasons[0] == reasons[1]
+    assert reasons[0].startswith(f"rank {culprit}: ")
+    assert why in reasons[0]
+
+
+def test_ranks_at_different_steps_are_told_so(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "SaveFailed" in result["steps"][0]
+        assert "different steps, [2, 3]" in result["steps"][0]
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_both_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["model"][0].startswith("StateMismatch: ")
+        assert "hidden.weight was saved as torch.float32 (16, 16) and is torch.float32 (48, 48)" in result["model"][0]
+
+
+def test_after_faults_the_ranks_save_as_before(results: list[dict[str, Any]], out: Path) -> None:
+    for result in results:
+        assert result["after all"] == ["no error", ["step-00000001", "step-00000002"]]
+        assert result["newest"] == [2, 2, [0, 1]]
+    one = saved.newest(out / "faults")
+    assert one is not None
+    assert one.step == 2
+
+
+def test_a_rank_that_does_not_see_the_folder_is_named_on_both(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["blind"][0].startswith("StateFormat: ")
+        assert "rank 1: " in result["blind"][0]
+        assert "All ranks have to see the same folder" in result["blind"][0]
+
+
+def test_a_rank_that_is_killed_while_it_saves_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOST, str(Path(__file__).parents[2]), str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    told = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert told[0].startswith("PeerFailed: rank 0 of 2 could not reach the other ranks")
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    one = saved.newest(tmp_path / "checkpoints")
+    assert one is not None
+    assert one.world_size == 2

@@ -1,0 +1,385 @@
+"""The small GPT: what a token may see, what counts in the loss, and that it is the same model wherever it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from penstock import AsyncDataLoader, ConfigError, TextDataset
+from penstock.train.model import GPT, SIZES, Shape, count_parameters, flops_per_token, loss, parameter_groups
+from penstock.types import IGNORE
+
+TINY = Shape(layers=2, width=32, heads=2)
+VOCABULARY = 50  # not a multiple of 64: the embedding has rows that stand for no id
+SEQ_LEN = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are tiny, and two threads on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model(seed: int = 0, dropout: float = 0.0, shape: Shape = TINY) -> GPT:
+    """With larger weights than at the start of training, so that what a token sees shows in its logits."""
+    torch.manual_seed(seed)
+    gpt = GPT(shape, VOCABULARY, SEQ_LEN, dropout)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(10)
+    return gpt
+
+
+def ids(*size: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(seed))
+
+
+def documents(*rows: list[int]) -> tuple[Tensor, Tensor]:
+    """`positions` and `cu_seqlens` of rows that hold documents of these lengths."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    ends = torch.tensor([n for lengths in rows for n in lengths]).cumsum(0)
+    return positions, torch.cat([torch.zeros(1), ends]).to(torch.int32)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
+@pytest.mark.parametrize("at", [0, 7, SEQ_LEN - 1])
+def test_a_token_changes_no_logit_before_it(at: int, packed: bool) -> None:
+    gpt, inputs = model(), ids(2, SEQ_LEN)
+    extras = documents([SEQ_LEN], [SEQ_LEN]) if packed else ()
+    changed = inputs.clone()
+    changed[:, at] = (changed[:, at] + 1) % VOCABULARY
+    before, after = gpt(inputs, *extras), gpt(changed, *extras)
+    assert_close(after[:, :at], before[:, :at])
+    assert (after[:, at:] - before[:, at:]).abs().amax(dim=-1).min() > 1e-3
+
+
+def test_documents_of_a_row_get_the_logits_they_get_alone() -> None:
+    gpt, inputs = model(), ids(2, SEQ_LEN)
+    packed = gpt(inputs, *documents([5, 11], [9, 7]))
+    for row, (begin, end) in [(0, (0, 5)), (0, (5, 16)), (1, (0, 9)), (1, (9, 16))]:
+        assert_close(packed[row, begin:end], gpt(inputs[row : row + 1, begin:end])[0])
+
+
+def test_without_their_bounds_documents_see_those_before_them() -> None:
+    gpt, inputs = model(), ids(1, SEQ_LEN)
+    together, alone = gpt(inputs)[0, 5:], gpt(inputs[:, 5:])[0]
+    assert (together - alone).abs().amax(dim=-1).min() > 1e-2
+
+
+def test_rotation_follows_the_positions() -> None:
+    gpt, inputs = model(), ids(1, SEQ_LEN)
+    _, whole = documents([SEQ_LEN])  # one document for the mask, so that only the rotation can tell
+    restarting, _ = documents([5, 11])
+    counted = gpt(inputs, torch.arange(SEQ_LEN).unsqueeze(0), whole)
+    assert_close(counted, gpt(inputs))
+    restarted = gpt(inputs, restarting, whole)
+    assert_close(restarted[:, :5], counted[:, :5])
+    assert (restarted[:, 5:] - counted[:, 5:]).abs().amax(dim=-1).min() > 1e-3
+
+
+def test_of_two_positions_only_the_distance_counts() -> None:
+    gpt, inputs = model(), ids(1, 10)
+    positions, whole = documents([10])
+    shifted = gpt(inputs, positions + 6, whole)
+    assert_close(shifted, gpt(inputs), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(gpt(inputs, positions // 2, whole), shifted, rtol=1e-4, atol=1e-4)
+
+
+def test_documents_of_a_real_batch_get_the_logits_they_get_alone(corpus: Path) -> None:
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=256, positions=True)
+    torch.manual_seed(0)
+    gpt = GPT(TINY, vocab_size=257, seq_len=256)
+    with AsyncDataLoader(data, 4, seed=1) as loader:
+        batch = next(loader)
+    packed = gpt(batch.inputs, batch.positions, batch.cu_seqlens).flatten(0, 1)
+    bounds = batch.cu_seqlens.tolist()
+    assert len(bounds) - 1 > len(batch.inputs), "no row of this batch holds two documents"
+    for begin, end in pairwise(bounds):
+        alone = batch.inputs.flatten()[begin:end].unsqueeze(0)
+        assert_close(packed[begin:end], gpt(alone)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_half_of_what_bounds_documents_is_refused() -> None:
+    gpt, inputs = model(), ids(1, SEQ_LEN)
+    positions, cu_seqlens = documents([SEQ_LEN])
+    with pytest.raises(ConfigError, match="cu_seqlens is None"):
+        gpt(inputs, positions)
+    with pytest.raises(ConfigError, match="positions is None"):
+        gpt(inputs, cu_seqlens=cu_seqlens)
+
+
+def test_rows_longer_than_the_model_was_built_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"rows of {SEQ_LEN + 1} ids.*seq_len={SEQ_LEN}"):
+        model()(ids(1, SEQ_LEN + 1))
+
+
+def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
+    logits, targets = torch.zeros(2, 3, VOCABULARY), ids(2, 3)
+    targets[0, 0] = targets[1, 2] = IGNORE
+    logits[0, 0] = torch.randn(VOCABULARY) * 100
+    total, count = loss(logits, targets)
+    assert count.item() == 4
+    assert total.item() == pytest.approx(4 * math.log(VOCABULARY))
+
+
+def test_the_loss_of_nothing_is_zero_and_has_a_gradient() -> None:
+    gpt = model()
+    total, count = loss(gpt(ids(1, 4)), torch.full((1, 4), IGNORE))
+    total.backward()
+    assert (total.item(), count.item()) == (0.0, 0)
+    gradient = gpt.embedding.weight.grad
+    assert gradient is not None
+    assert not gradient.any()
+
+
+def test_the_loss_of_bfloat16_logits_is_summed_in_float32() -> None:
+    # In bfloat16 a sum of ones stops growing at 256.
+    logits = torch.zeros(1, 4096, 3, dtype=torch.bfloat16)
+    total, _ = loss(logits, torch.zeros(1, 4096, dtype=torch.int64))
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(4096 * math.log(3), rel=1e-5)
+
+
+def test_rows_that_stand_for_no_id_change_nothing_and_never_learn() -> None:
+    gpt, inputs = model(), ids(2, SEQ_LEN)
+    assert gpt.embedding.weight.shape == (64, TINY.width)
+    assert gpt(inputs).shape == (2, SEQ_LEN, VOCABULARY)
+    before, _ = loss(gpt(inputs), inputs)
+    with torch.no_grad():
+        gpt.embedding.weight[VOCABULARY:] = 1000.0
+    after, _ = loss(gpt(inputs), inputs)
+    assert after.item() == before.item()
+    optimizer = torch.optim.AdamW(parameter_groups(gpt, 0.1), lr=0.1)
+    after.backward()
+    optimizer.step()
+    assert (gpt.embedding.weight[VOCABULARY:] == 1000.0).all()
+
+
+def test_a_batch_that_is_seen_again_and_again_is_learned() -> None:
+    torch.manual_seed(0)
+    gpt = GPT(TINY, VOCABULARY, SEQ_LEN)
+    rows, extras = ids(4, SEQ_LEN + 1), documents(*[[5, 11]] * 4)
+    optimizer = torch.optim.AdamW(parameter_groups(gpt, 0.1), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        total, count = loss(gpt(rows[:, :-1], *extras), rows[:, 1:])
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count.item())
+    assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
+    assert losses[-1] < losses[0] / 3
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    gpt, inputs = model(), ids(2, SEQ_LEN)
+    loss(gpt(inputs), inputs)[0].backward()
+    without = [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not without  # DDP would wait for them
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_one_others() -> None:
+    first, again, other = (model(seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["blocks.0.mlp.up.weight"], other["blocks.0.mlp.up.weight"])
+
+
+def test_what_adds_to_the_residual_stream_starts_smaller_the_deeper_the_model() -> None:
+    torch.manual_seed(0)
+    gpt = GPT(Shape(layers=8, width=128, heads=2), VOCABULARY, SEQ_LEN)
+    spread = {name: p.std().item() for name, p in gpt.named_parameters() if p.ndim == 2}
+    for name, std in spread.items():
+        adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        assert std == pytest.approx(0.02 / 4 if adds else 0.02, rel=0.05), name
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("toy", 0.4e6, 0.5e6),
+        ("mini", 2.8e6, 3.3e6),
+        ("small", 24e6, 27e6),
+        ("medium", 57e6, 63e6),
+        ("125m", 84e6, 86e6),
+    ],
+)
+def test_a_size_has_the_parameters_that_it_says(name: str, low: float, high: float) -> None:
+    with torch.device("meta"):
+        gpt = GPT.from_size(name, vocab_size=50_257, seq_len=1024)
+    embedding = gpt.embedding.weight.numel()
+    assert embedding == 50_304 * SIZES[name].width
+    assert low <= count_parameters(gpt) - embedding <= high
+
+
+def test_every_size_is_tested_above() -> None:
+    assert list(SIZES) == ["toy", "mini", "small", "medium", "125m"]
+
+
+def test_flops_are_counted_as_in_the_literature() -> None:
+    with torch.device("meta"):
+        gpt = GPT.from_size("125m", vocab_size=50_257, seq_len=1024)
+    attention = 12 * 12 * 768 * 1024
+    assert flops_per_token(gpt) == 6 * count_parameters(gpt) + attention
+
+
+def test_an_unknown_size_is_an_error_that_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'huge'.*toy, mini, small, medium, 125m"):
+        GPT.from_size("huge", VOCABULARY, SEQ_LEN)
+
+
+@pytest.mark.parametrize("shape", [(0, 32, 2), (2, 33, 3), (2, 32, 3), (2, 32, 0), (2, 0, 2)])
+def test_a_shape_that_cannot_be_built_is_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="multiple of heads"):
+        Shape(*shape)
+
+
+def test_the_state_holds_each_parameter_once_and_loads_back() -> None:
+    gpt = model(1, shape=Shape(layers=1, width=32, heads=2))
+    state = gpt.state_dict()
+    assert sorted(state) == [
+        "blocks.0.attention.k_norm.weight", "blocks.0.attention.out.weight", "blocks.0.attention.q_norm.weight",
+        "blocks.0.attention.qkv.weight", "blocks.0.attention_norm.weight", "blocks.0.mlp.down.weight",
+        "blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight", "blocks.0.mlp_norm.weight", "embedding.weight",
+        "norm.weight",
+    ]  # fmt: skip
+    other, inputs = model(2, shape=gpt.shape), ids(2, SEQ_LEN)
+    assert not torch.equal(other(inputs), gpt(inputs))
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(other(inputs), gpt(inputs))
+
+
+def test_matrices_decay_and_norms_and_the_embedding_do_not() -> None:
+    gpt = model()
+    decay, keep = parameter_groups(gpt, 0.1)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    kept = {names[id(p)] for p in keep["params"]}
+    assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
+    assert kept == {name for name in names.values() if "norm" in name} | {"embedding.weight"}
+    assert {names[id(p)] for p in decay["params"]} == set(names.values()) - kept
+
+
+def test_dropout_drops_in_training_only() -> None:
+    gpt, inputs = model(dropout=0.5), ids(1, SEQ_LEN)
+    assert not torch.equal(gpt(inputs), gpt(inputs))
+    gpt.eval()
+    assert torch.equal(gpt(inputs), gpt(inputs))
+    assert_close(gpt(inputs), model()(inputs))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
+def test_autocast_to_bfloat16_trains_float32_weights_to_about_the_same_numbers(packed: bool) -> None:
+    gpt, inputs = GPT(TINY, VOCABULARY, SEQ_LEN), ids(2, SEQ_LEN)
+    extras = documents([5, 11], [9, 7]) if packed else ()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = gpt(inputs, *extras)
+    loss(logits, inputs)[0].backward()
+    exact = gpt(inputs, *extras)
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, exact)
+    assert_close(logits, exact, rtol=0.05, atol=0.02)
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in gpt.parameters()
+    )
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def in_ddp(gpt: GPT) -> nn.Module:
+    return DistributedDataParallel(gpt)
+
+
+def in_fsdp(gpt: GPT) -> nn.Module:
+    for block in gpt.blocks:
+        fully_shard(block)
+    fully_shard(gpt)
+    return gpt
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", [in_ddp, in_fsdp])
+def test_it_trains_the_same_wrapped_and_sharded(wrap: Callable[[GPT], nn.Module]) -> None:
+    plain, rows, extras = model(), ids(2, SEQ_LEN + 1), documents([5, 11], [9, 7])
+    wrapped = wrap(model())
+    losses: list[list[float]] = []
+    for gpt in (plain, wrapped):
+        optimizer = torch.optim.AdamW(parameter_groups(gpt, 0.1), lr=1e-2)
+        losses.append([])
+        for _ in range(4):
+            total, count = loss(gpt(rows[:, :-1], *extras), rows[:, 1:])
+            (total / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(total.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    assert count_parameters(wrapped) == count_parameters(plain)
+    assert [len(g["params"]) for g in parameter_groups(wrapped, 0.1)] == [
+        len(g["params"]) for g in parameter_groups(plain, 0.1)
+    ]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, which it hides from all but errors
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
+def test_blocks_compiled_whole_give_the_same_numbers(
+    packed: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of its own
+    plain, compiled, inputs = model(), model(), ids(2, SEQ_LEN)
+    for block in compiled.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    extras = documents([5, 11], [9, 7]) if packed else ()
+    logits = [gpt(inputs, *extras) for gpt in (plain, compiled)]
+    assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    for each in logits:
+        loss(each, inputs)[0].backward()
+    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, which it hides from all but errors
+def test_all_blocks_and_any_number_of_documents_share_one_graph() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    gpt, inputs = model(shape=Shape(layers=12, width=32, heads=2)), ids(2, SEQ_LEN)  # torch gives up after 8 graphs
+    for block in gpt.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    for lengths in [[16], [5, 11], [1, 2, 3, 4, 6]]:
+        gpt(inputs, *documents(lengths, [9, 7]))
+    assert len(graphs) == 1
