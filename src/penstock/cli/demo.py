@@ -32,7 +32,7 @@ def demo(
         raise MissingExtra("torch", "the demo", "torch")
     shutil.rmtree(folder, ignore_errors=True)
     every = max(5, steps // 6)
-    kill_at = 3 * every + every // 2
+    kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, and before the end
     command = _command(steps, every, folder)
     _say(f"{steps} steps on the interpreter's own library and manual, with a vocabulary trained on them")
     _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")

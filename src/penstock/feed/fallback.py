@@ -165,7 +165,7 @@ class SharedFeed:
             return Turn([], ended=True)
         reason = self._reason([told[0] for told in votes], vote)
         if worst == FATAL or self._limits.on_stall == "stop" or self._substitute is None:
-            told = f"{reason} at step {step}. All ranks stop here together."
+            told = f"step {step}: {reason}. All ranks stop here together."
             raise FeedStopped(told) from vote.error
         return Turn(self._made_up(step, count, reason))
 
@@ -239,7 +239,7 @@ class SharedFeed:
         without = [rank for rank, code in enumerate(codes) if code < ENDED]
         who = " and ".join(f"rank {rank}" for rank in without[:4]) + (" and others" if len(without) > 4 else "")
         worst = min(without, key=lambda rank: codes[rank])
-        told = texts[worst] if len(without) == 1 else f"rank {worst}: {texts[worst]}"
+        told = (texts[worst] if len(without) == 1 else f"rank {worst}: {texts[worst]}").rstrip(".")
         return f"{who} of {self._peers.world} had no data: {told}" if self._peers.world > 1 else f"no data: {told}"
 
     def _real(self, step: int, count: int) -> list[Batch]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def write_stdlib(folder: Path | None = None) -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     names, texts = zip(*documents(), strict=True)
-    half_done = path.with_suffix(f".{os.getpid()}.tmp")
+    half_done = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     pq.write_table(
         pa.table({"name": names, "text": texts}), half_done, row_group_size=ROW_GROUP, compression="zstd",
         write_page_checksum=True,

@@ -58,9 +58,9 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
 
         chosen: Any = split
         packing: Any = options.packing
-        where = _where(options)
+        tokenizer = shared()  # first: making a vocabulary may make the text too
         return TextDataset(
-            where, tokenizer=shared(), seq_len=options.seq_len, text_field=options.text_field, packing=packing,
+            _where(options), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
             split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, config=options.dataset_config,
             doc_batch=resolved.settings.doc_batch,
         )  # fmt: skip
