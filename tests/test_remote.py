@@ -277,3 +277,23 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(hub: HubServer, tmp_path: Path) -> None:
+    files = {}
+    for number in range(10):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": [f"{number} {word} " * 20 for word in range(10)]}), path)
+        files[f"data/{path.name}"] = path
+    hub.add("org/many", files)
+    # The third file's answers do not come before the test ends: not within any limit of these settings.
+    hub.fault(Fault("silence", path="*/2.parquet", times=None))
+    limits = Remote(connect_timeout=60, request_timeout=60, stall_timeout=60, retry_budget=60, backoff=0.02)
+    data = TextDataset("hf://datasets/org/many/data/*.parquet", tokenizer="byte", seq_len=32, remote=limits)
+    with AsyncDataLoader(data, 4, output="numpy", n_workers=2) as loader:
+        seen = set()
+        while "1.parquet" not in seen:
+            batch = loader.next_batch(timeout=50)
+            assert batch is not None
+            seen |= {Path(span.file).name for row in batch.provenance() for span in row}
+    assert seen == {"0.parquet", "1.parquet"}

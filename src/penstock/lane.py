@@ -28,6 +28,8 @@ _DOCUMENTS = 3  # see order.plan: a permutation of documents shares no key with 
 
 EMPTY_EPOCHS = 8
 """So many epochs in a row without any text, each dealt anew, mean that there is too little of it."""
+FORESEEN = 8
+"""Groups of files that are looked into at once, where reading ahead would wait for one."""
 
 
 class Ahead(NamedTuple):
@@ -74,6 +76,7 @@ class Lane:
         start: Place,
         chunks_of: Callable[[tuple[int, ...]], list[list[ChunkRef]]],
         foresee: Callable[[tuple[int, ...]], None],
+        known: Callable[[tuple[int, ...]], bool],
         submit: Callable[[ChunkRef, Place], Task[TokenChunk]],
         used: Callable[[TokenChunk], None],
     ) -> None:
@@ -82,6 +85,7 @@ class Lane:
         self._settings = settings
         self._chunks_of = chunks_of
         self._foresee = foresee
+        self._known = known
         self._submit = submit
         self._used = used
         self._ahead: deque[Ahead] = deque()
@@ -124,6 +128,22 @@ class Lane:
     def standing(self) -> Standing:
         """What is asked for next. Read by other threads too, which may find it a moment old."""
         return Standing(self.number, self._epoch, self._group, self._index, self._refs)
+
+    def waits(self) -> bool:
+        """Whether to ask for one more chunk would wait until it is known which chunks a file has. If so, that of the
+        next few files is being found out by now."""
+        if self._groups is None:
+            return False
+        group = self._group if self._refs is None else self._group + 1
+        if self._refs is not None and self._index < len(self._refs):
+            return False
+        if group >= len(self._groups) or self._plan.files[self._groups[group][0]].open_ended:
+            return False
+        if self._known(self._groups[group]):
+            return False
+        for later in self._groups[group : group + FORESEEN]:
+            self._foresee(later)
+        return True
 
     def ask(self) -> bool:
         """Ask for one more chunk. False at the end of a finite stream."""

@@ -77,6 +77,9 @@ class FileRef:
     etag: str = ""
     """What its server says of its content, where it comes from one."""
 
+    def __str__(self) -> str:
+        return self.path
+
     @property
     def remote(self) -> bool:
         """Whether it has to be fetched."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -112,11 +112,13 @@ class SharedFeed:
         event: Callable[..., None] = lambda msg, **fields: None,
         blame: Callable[[float], str] = lambda seconds: "",
         resumed: list[dict[str, Any]] | None = None,
+        substituted: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Begin to open a loader: `make` creates it, and runs on another thread.
 
         event: is told of a fallback, as a heartbeat is. blame: says what was waited for in the last so many seconds.
         resumed: the states of all ranks that `make` loads, kept in case it never comes to that.
+        substituted: what was, before the run was resumed.
         """
         self._make, self._limits, self._event, self._blame = make, limits, event, blame
         self._resumed = resumed
@@ -133,7 +135,7 @@ class SharedFeed:
         self._waiting = self._interrupted = False
         self._failure: _Vote | None = None
         self._retry_at, self._retry_s = 0.0, RETRY_S
-        self.substitutions: list[Substitution] = []
+        self.substitutions = [Substitution(**each) for each in substituted]
         self.substituting = False
         self.opened_at = time.perf_counter()
         self._opening = self._open(self._fresh)
@@ -165,7 +167,7 @@ class SharedFeed:
             return Turn([], ended=True)
         reason = self._reason([told[0] for told in votes], vote)
         if worst == FATAL or self._limits.on_stall == "stop" or self._substitute is None:
-            told = f"step {step}: {reason}. All ranks stop here together."
+            told = f"{reason}. All ranks stop together before step {step}."
             raise FeedStopped(told) from vote.error
         return Turn(self._made_up(step, count, reason))
 

@@ -83,6 +83,9 @@ class FileLanes(TextLanes):
                 pool = self._fetchers if self._fetchers is not None and file.remote else self._pool
                 self._inspected[index] = pool.submit("inspect", file, first=True)
 
+    def known(self, group: tuple[int, ...]) -> bool:
+        return all(index in self._inspected and self._inspected[index].ready() for index in group)
+
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         if ref.file.open_ended:
             return self._submit_next(ref)

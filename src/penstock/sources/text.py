@@ -89,7 +89,7 @@ class TextLanes(ABC):
             dtype=pack.dtype,
         )
         self._lanes = [
-            Lane(n, plan, settings, run.places[n], self.chunks_of, self.foresee, self.submit, self._use)
+            Lane(n, plan, settings, run.places[n], self.chunks_of, self.foresee, self.known, self.submit, self._use)
             for n in run.own_lanes
         ]
         self.packers = [
@@ -115,6 +115,10 @@ class TextLanes(ABC):
     def foresee(self, group: tuple[int, ...]) -> None:
         """Some files will be needed soon."""
         return
+
+    def known(self, group: tuple[int, ...]) -> bool:
+        """Whether it is known already which chunks some files have."""
+        return True
 
     @abstractmethod
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
@@ -187,6 +191,10 @@ class TextLanes(ABC):
         hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(beyond)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)
+            if lane.waits():
+                # What is there already goes on its way first. Whoever needs this chunk now will wait for it.
+                hungry.remove(lane)
+                continue
             before = lane.ahead_bytes()
             try:
                 more = lane.ask()

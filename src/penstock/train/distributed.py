@@ -11,6 +11,7 @@ On CPUs the ranks talk over gloo, on GPUs over NCCL. The GPU side was written wi
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,10 +105,10 @@ def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
     """The model, as this rank holds it."""
     if place.parallel == "ddp":
         ids = [place.device.index] if place.device.type == "cuda" else None
-        # Its buffers are tables that never change: nobody has to send them.
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        # Its buffers are tables that never change: nobody has to send them. Newer releases call that by another name.
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        unsent: dict[str, Any] = {next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False}
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unsent)
     if place.parallel == "fsdp":
         narrow = None if dtype == torch.float32 else dtype
         # Inputs stay as they are: the tables of the rotation would lose their digits.

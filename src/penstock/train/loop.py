@@ -67,7 +67,6 @@ class Loop:
         self._greeted = False
         self._asked = self._torch_at
         """When it was ready for its first batch."""
-        self._eval_loss: float | None = None
 
     def _agreed_vocabulary(self) -> int:
         """How many ids there are; or, if a rank cannot tell, the same error on all. And all go on from the same step."""
@@ -249,23 +248,20 @@ class Loop:
 
     def _evaluate(self) -> None:
         assert self._validation is not None
-        batches: list[Any] = []
+        count = self._options.eval_batches
         with self._begun.telemetry.pause("eval"):
             try:
-                for _ in range(self._options.eval_batches):
-                    turn = self._validation.next(self._step, stopping=self._begun.signals.came is not None)
-                    if turn.stop:
-                        return  # the next step will find out, and save
-                    batches += turn.batches
+                turn = self._validation.next(self._step, count, stopping=self._begun.signals.came is not None)
             except FeedStopped as error:
                 self._console.say(f"WARNING: no evaluation after step {self._step}: {error}")
                 self._begun.heartbeat.event("eval_skipped", reason=str(error))
                 return
-            if batches:
-                self._eval_loss = self._trainer.evaluate(batches)
+            if turn.stop:
+                return  # the next step will find out, and save
+            loss = self._trainer.evaluate(turn.batches)
             self._validation.rewind()
-        self._begun.heartbeat.event("eval", loss=self._eval_loss, batches=len(batches))
-        self._console.say(f"step {self._step}: validation loss {self._eval_loss:.4f}")
+        self._begun.heartbeat.event("eval", loss=loss, batches=count)
+        self._console.say(f"step {self._step}: validation loss {loss:.4f}")
 
     def _save(self) -> bool:
         """True if a checkpoint of this step is on disk."""
@@ -300,7 +296,13 @@ class Loop:
             came = begun.signals.came
             console.say(
                 f"told to stop ({came.name if came is not None else 'by another rank'}) at step {self._step}: "
-                + ("saved; go on with --resume" if saved else "NOT saved")
+                + (
+                    "NOT saved"
+                    if not saved
+                    else "saved; go on with --resume"
+                    if self._saved_at == self._step
+                    else "nothing to save"
+                )
             )
         begun.heartbeat.close("stopped" if stopped else "end")
         self._place.peers.gather([1])  # all heartbeats are closed

@@ -13,6 +13,7 @@ One table: the command line, the file and the documentation are made of the fiel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -42,6 +43,15 @@ def text() -> Kind:
 def path() -> Kind:
     """A file or folder."""
     return Kind("a path", lambda value: Path(value).expanduser())
+
+
+def _device() -> Kind:
+    """Where a model may be."""
+
+    def read(value: Any) -> str:
+        return value if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) else refuse()
+
+    return Kind("auto, cpu, cuda or cuda:N", read)
 
 
 def _option(default: T, kind: Kind, help: str, group: str, *, implied: str | None = None) -> T:
@@ -145,7 +155,7 @@ class TrainOptions:
         implied="1",
     )
     fsdp: bool = _option(False, flag(), "Shard the model (FSDP2) instead of copying it (DDP).", RUN, implied="1")
-    device: str = _option("auto", text(), "auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.", RUN)
+    device: str = _option("auto", _device(), "auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.", RUN)
     collective_timeout: float = _option(
         600.0, number("seconds"), "Seconds that a rank waits for the others in a collective.", RUN
     )
@@ -275,6 +285,9 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
         raise ConfigError(
             "no data: give --dataset (stdlib needs nothing), or --config with a file that has a table data"
         )
+    # A heartbeat that is given the name of a file goes on at its end, whatever is in it: the data itself, at worst.
+    if options.out.suffix == ".jsonl" or (options.out.exists() and not options.out.is_dir()):
+        raise ConfigError(f"--out {options.out}: needs a folder")
     if options.ddp is False and options.fsdp:
         raise ConfigError("--ddp 0 and --fsdp: a single process has nobody to share a model with")
     if options.global_batch is not None and options.accumulate != 1:

@@ -73,6 +73,8 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     telemetry = Telemetry()
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
+        # Until all is closed: when a rank dies, its launcher tells the others to stop while they are about to say why.
+        signals = stack.enter_context(Signals(options.grace, []))
         hooks = _hooks(options, stack)
         heartbeat = Heartbeat(
             options.out,
@@ -96,11 +98,12 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             event=partial(_tell, heartbeat, hooks),
             blame=telemetry.blame,
             resumed=states,
+            substituted=() if found is None else found.ranks[0]["data"]["substituted"],
         )
         stack.callback(feed.close)
         vocabulary = Opening(data.vocabulary)
         stack.callback(vocabulary.close)
-        signals = stack.enter_context(Signals(options.grace, [feed.interrupt]))
+        signals.wakes.append(feed.interrupt)
         validation = dataclasses.replace(limits, on_stall="stop")
         begun = Begun(
             options=options, resolved=resolved, recipe=data, batch_size=batch_size, accumulate=accumulate, steps=steps,
