@@ -104,6 +104,11 @@ class PeerFailed(PenstockError):
 class FeedStopped(PenstockError):
     """A rank has no data, so all ranks stop, with the same error."""
 
+    def __init__(self, reason: str, step: int | None = None) -> None:
+        before = f". All ranks stop together before step {step}." if step is not None else ""
+        super().__init__(f"{reason}{before}")
+        self.reason = reason
+
 
 class WorkerDied(PenstockError):
     """A worker process ended, or was ended, in the middle of its work."""

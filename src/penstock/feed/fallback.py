@@ -110,18 +110,19 @@ class SharedFeed:
         limits: Limits,
         *,
         event: Callable[..., None] = lambda msg, **fields: None,
+        prefix: str = "loader_",
         blame: Callable[[float], str] = lambda seconds: "",
         resumed: list[dict[str, Any]] | None = None,
         substituted: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Begin to open a loader: `make` creates it, and runs on another thread.
 
-        event: is told of a fallback, as a heartbeat is. blame: says what was waited for in the last so many seconds.
+        event: is told of a fallback, as a heartbeat is; and of errors, whose name begins with `prefix`. blame: says what was waited for in the last so many seconds.
         resumed: the states of all ranks that `make` loads, kept in case it never comes to that.
         substituted: what was, before the run was resumed.
         """
         self._make, self._limits, self._event, self._blame = make, limits, event, blame
-        self._resumed = resumed
+        self._resumed, self._prefix = resumed, prefix
         self._peers: Peers = Alone()
         self._substitute: Callable[[int, int], Batch] | None = None
         self._loader: Loader | None = None
@@ -167,8 +168,9 @@ class SharedFeed:
             return Turn([], ended=True)
         reason = self._reason([told[0] for told in votes], vote)
         if worst == FATAL or self._limits.on_stall == "stop" or self._substitute is None:
-            told = f"{reason}. All ranks stop together before step {step}."
-            raise FeedStopped(told) from vote.error
+            if vote.code == STALLED:  # an error has been told where it was met
+                self._event(f"{self._prefix}error", error=reason, stage="stall", where=vote.text)
+            raise FeedStopped(reason, step) from vote.error
         return Turn(self._made_up(step, count, reason))
 
     def _ask(self, count: int) -> _Vote:
@@ -216,6 +218,8 @@ class SharedFeed:
 
     def _failed(self, error: Exception) -> _Vote:
         text = f"{type(error).__name__}: {error}"
+        if self._loader is None:
+            self._event(f"{self._prefix}error", error=text[:1000], stage="open", where="")
         mistake = isinstance(error, MISTAKES if self._started else MISTAKES + AT_FIRST)
         self._failure = _Vote(FATAL if mistake else FAILED, text, error)
         self._retry_at = time.monotonic() + self._retry_s

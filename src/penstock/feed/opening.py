@@ -58,7 +58,7 @@ class Opening(Generic[T]):
         """What was made. Raises what its making raised, or `LoaderTimeout`: then ask again."""
         if not self._done.wait(timeout_s):
             raise LoaderTimeout(
-                f"the data was not opened within {timeout_s:g} s: its files are still being listed, or its vocabulary "
+                f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, or its vocabulary "
                 "is being loaded. See that the server can be reached, or allow more time."
             )
         if self._error is not None:

@@ -13,7 +13,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FeedStopped, PenstockError, StateMismatch
+from penstock.errors import FeedStopped, NoData, PenstockError, StateMismatch
 from penstock.feed.fallback import SharedFeed
 from penstock.loader import AsyncDataLoader
 from penstock.train import distributed
@@ -203,6 +203,11 @@ class Loop:
             if turn.stop:
                 return True
             if turn.ended:
+                if self._step == 0:
+                    raise NoData(
+                        f"the data ends before the first step: a step needs {begun.accumulate} batches of {begun.batch_size} rows "
+                        f"of {begun.recipe.seq_len + 1} ids on each rank"
+                    )
                 self._console.say(f"the data ends after step {self._step}")
                 return False
             if not self._greeted and not feed.substituting:
@@ -253,8 +258,8 @@ class Loop:
             try:
                 turn = self._validation.next(self._step, count, stopping=self._begun.signals.came is not None)
             except FeedStopped as error:
-                self._console.say(f"WARNING: no evaluation after step {self._step}: {error}")
-                self._begun.heartbeat.event("eval_skipped", reason=str(error))
+                self._console.say(f"WARNING: no evaluation after step {self._step}: {error.reason}")
+                self._begun.heartbeat.event("eval_skipped", reason=error.reason)
                 return
             if turn.stop:
                 return  # the next step will find out, and save

@@ -334,6 +334,6 @@ def spell_out(arguments: list[str]) -> list[str]:
     for n, argument in enumerate(arguments):
         spelled.append(argument)
         follows = arguments[n + 1] if n + 1 < len(arguments) else "--"
-        if argument in alone and follows.startswith("--"):
+        if argument in alone and follows.startswith("-"):
             spelled.append(str(alone[argument]))
     return spelled

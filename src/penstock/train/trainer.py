@@ -96,6 +96,7 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             partial(make, split=split, telemetry=telemetry, states=states),
             limits,
             event=partial(_tell, heartbeat, hooks),
+            prefix=data.prefix,
             blame=telemetry.blame,
             resumed=states,
             substituted=() if found is None else found.ranks[0]["data"]["substituted"],

@@ -1,0 +1,1 @@
+"""The trainer, run as people run it."""

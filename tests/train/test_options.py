@@ -1,0 +1,315 @@
+"""What a run is, put together from the command line, the environment and a file. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import cli
+from penstock.errors import ConfigError
+from penstock.settings import Resolved
+from penstock.train.options import OPTIONS, TrainOptions, device_name, on_stall, parallel, resolve, spell_out
+
+TOML = """
+[loader]
+batch_size = 3
+n_workers = 3
+prefetch_size = 3
+
+[train]
+dataset = "stdlib"
+steps = 30
+seq_len = 48
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_settings_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PENSTOCK_CONFIG", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    return path
+
+
+def stdlib(**given: Any) -> tuple[TrainOptions, Resolved]:
+    overrides = given.pop("overrides", None)
+    return resolve(None, {"dataset": "stdlib"} | given, overrides=overrides)
+
+
+# Where values come from
+
+
+def test_without_anything_said_the_defaults_hold() -> None:
+    options, resolved = stdlib()
+    assert options == TrainOptions(dataset="stdlib")
+    assert (options.seq_len, options.tokenizer, options.loader_timeout) == (256, "byte", 60.0)
+    assert resolved.settings.batch_size is None
+    assert (resolved.settings.prefetch_size, resolved.settings.warmup_batches) == (8, 0)
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file_over_defaults(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_FWE_Q", "5")
+    monkeypatch.setenv("PENSTOCK_N_WORKERS", "2")
+    given = {"steps": "40"}
+    options, resolved = resolve(file, given, overrides={"n_workers": "1"})
+    settings = resolved.settings
+    assert (options.steps, options.seq_len, options.save_every) == (40, 48, 0)
+    assert (settings.n_workers, settings.prefetch_size, settings.batch_size) == (1, 5, 3)
+    assert settings.warmup_batches == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "setting"),
+    [("batch", "7", "batch_size"), ("lr", "0.25", "learning_rate"), ("seed", "9", "seed")],
+)
+def test_an_option_that_is_the_loaders_too_wins_everywhere(
+    monkeypatch: pytest.MonkeyPatch, option: str, value: str, setting: str
+) -> None:
+    monkeypatch.setenv(f"PENSTOCK_{setting.upper()}", "2")
+    assert getattr(stdlib()[1].settings, setting) == 2
+    assert getattr(stdlib(**{option: value})[1].settings, setting) == float(value)
+
+
+def test_an_option_and_the_same_setting_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match=r"--set batch_size: is given by an option of its own too"):
+        stdlib(batch="2", overrides={"batch_size": "3"})
+
+
+def test_the_environment_of_runbooks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_FWE_WARMUP_BATCHES", "16")
+    monkeypatch.setenv("NSA_FWE_WARMUP_TIMEOUT", "5")
+    settings = stdlib()[1].settings
+    assert (settings.warmup_batches, settings.warmup_timeout) == (16, 5.0)
+
+
+def test_a_preset_is_named_beside_them() -> None:
+    settings = resolve(None, {"dataset": "stdlib"}, preset="balanced")[1].settings
+    assert (settings.n_workers, settings.prefetch_size) == (2, 3)
+
+
+def test_the_file_in_the_working_directory_is_read(tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text(TOML)
+    assert resolve(None, {})[0].steps == 30
+
+
+def test_json_says_the_same_as_toml(tmp_path: Path, file: Path) -> None:
+    other = tmp_path / "run.json"
+    other.write_text(
+        '{"loader": {"batch_size": 3, "n_workers": 3, "prefetch_size": 3}, // as there\n'
+        '"train": {"dataset": "stdlib", "steps": "30", "seq_len": 48}}'
+    )
+    ours, theirs = resolve(file, {}), resolve(other, {})
+    assert ours[0] == theirs[0]
+    assert ours[1].settings == theirs[1].settings
+
+
+def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    file = tmp_path / "deep" / "run.toml"
+    file.write_text('[train]\ndataset = "fineweb_edu_local"\nlocal_path = "docs.jsonl"\ntensorboard = "/board"\n')
+    options = resolve(file, {})[0]
+    assert options.local_path == tmp_path / "deep" / "docs.jsonl"
+    assert options.tensorboard == Path("/board")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": "0"}, "--steps = '0': needs a whole number, at least 1"),
+        ({"steps": "many"}, "--steps = 'many': needs a whole number"),
+        ({"seq_len": "4"}, "--seq-len = '4': needs a whole number, at least 8"),
+        ({"size": "huge"}, "--size = 'huge': needs one of 'toy', 'mini'"),
+        ({"packing": "tight"}, "--packing = 'tight': needs one of 'concat', 'best_fit', 'bos'"),
+        ({"dtype": "float16"}, "--dtype = 'float16': needs one of"),
+        ({"ddp": "2"}, "--ddp = '2': needs on or off"),
+        ({"compile": "maybe"}, "--compile = 'maybe': needs on or off"),
+        ({"loader_timeout": "-1"}, "--loader-timeout = '-1': needs a number of seconds, at least 0"),
+        ({"on_stall": "wait"}, "--on-stall = 'wait': needs one of 'stop', 'synthetic'"),
+        ({"lr": "fast"}, "--lr = 'fast': needs a number"),
+        ({"tokenizer": ""}, "--tokenizer = '': needs a text"),
+        ({"device": "gpu"}, "--device = 'gpu': needs auto, cpu, cuda or cuda:N"),
+        ({"keep": "0"}, "--keep = '0': needs a whole number, at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_value_that_does_not_fit_is_named_with_what_would(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        stdlib(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dataset": "fineweb_edu_local"}, "--dataset fineweb_edu_local: needs --local-path FILE"),
+        ({"local_path": "docs.jsonl"}, "--local-path: is for --dataset fineweb_edu_local"),
+        ({"dataset": None}, "no data: give --dataset (stdlib needs nothing), or --config"),
+        ({"ddp": "0", "fsdp": "1"}, "--ddp 0 and --fsdp: a single process has nobody to share a model with"),
+        ({"global_batch": "8", "accumulate": "2"}, "--global-batch and --accumulate: the one follows from the other"),
+        ({"val_fraction": "0"}, "--val-fraction 0: needs a share between 0 and 1"),
+        ({"val_fraction": "1"}, "--val-fraction 1: needs a share between 0 and 1"),
+        ({"dropout": "1"}, "--dropout 1: needs a share below 1"),
+        ({"loader_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
+        ({"stall_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
+        ({"collective_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
+        ({"on_stall": "synthetic", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
+        ({"synthetic_on_fail": "1", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        stdlib(**given)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('[train]\ndataset = "stdlib"\nstep = 3', "[train] step: unknown; the nearest known name is steps"),
+        ('[train]\ndataset = "stdlib"\nbatch = 3', "[train] batch: in a file it is batch_size of training"),
+        ('[train]\ndataset = "stdlib"\nlr = 3', "[train] lr: in a file it is learning_rate of training"),
+        ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': needs a whole number"),
+        ('[train]\ndataset = "stdlib"\n[loader]\nn_worker = 3', "[loader] n_worker"),
+        ("train = 3", "train = 3: needs a table"),
+    ],
+    ids=lambda value: value.splitlines()[-1] if "\n" in value else "",
+)
+def test_a_file_is_held_to_the_same(tmp_path: Path, table: str, words: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(table)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        resolve(file, {})
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.txt"])
+def test_nothing_is_written_to_a_file_that_is_taken_for_a_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text\n")
+    with pytest.raises(ConfigError, match=rf"--out {tmp_path / name}: needs a folder"):
+        stdlib(out=str(tmp_path / name))
+    assert (tmp_path / name).read_text() == "text\n"
+
+
+def test_an_option_that_does_not_exist_is_named_with_one_that_does() -> None:
+    with pytest.raises(ConfigError, match=r"step.*steps"):
+        stdlib(step=3)
+
+
+def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"n_worker.*n_workers"):
+        stdlib(overrides={"n_worker": "3"})
+    monkeypatch.setenv("NSA_FWE_QUEUE", "3")
+    with pytest.raises(ConfigError, match=r"environment NSA_FWE_QUEUE"):
+        stdlib()
+
+
+@pytest.mark.parametrize("pair", ["n_workers", "=2"])
+def test_a_setting_on_the_command_line_needs_its_name_and_value(pair: str) -> None:
+    done = CliRunner().invoke(cli, ["train", "--dataset", "stdlib", "--set", pair])
+    assert isinstance(done.exception, ConfigError)
+    assert f"--set {pair}: needs KEY=VALUE" in str(done.exception)
+
+
+def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "train", "--dataset", "stdlib", "--size", "huge"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("penstock: --size = 'huge': needs one of")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# How it is written
+
+
+@pytest.mark.parametrize(
+    ("written", "spelled"),
+    [
+        ("--resume", "--resume newest"),
+        ("--resume runs/step-00000003", "--resume runs/step-00000003"),
+        ("--resume --steps 5", "--resume newest --steps 5"),
+        ("--synthetic-on-fail", "--synthetic-on-fail 1"),
+        ("--synthetic-on-fail 1", "--synthetic-on-fail 1"),
+        ("--synthetic-on-fail 0 --prewarm", "--synthetic-on-fail 0 --prewarm 1"),
+        ("--ddp 0 --fsdp --compile", "--ddp 0 --fsdp 1 --compile 1"),
+        ("--report --doc-mask 1", "--report auto --doc-mask 1"),
+        ("--report page.html", "--report page.html"),
+        ("--resume=newest --prewarm=0", "--resume=newest --prewarm=0"),
+        ("--steps 5", "--steps 5"),
+    ],
+)
+def test_options_that_may_stand_alone_get_their_value(written: str, spelled: str) -> None:
+    assert spell_out(written.split()) == spelled.split()
+
+
+def test_help_lists_every_option_with_its_default() -> None:
+    done = CliRunner().invoke(cli, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code == 0
+    for each in OPTIONS.values():
+        assert re.search(rf"--{each.spelled}\b", done.output), each.spelled
+    assert "--config" in done.output
+    assert "--set" in done.output
+    assert re.search(r"--seq-len .*\[default: \(256\)\]", done.output)
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    for each in OPTIONS.values():
+        assert each.help[-1] == ".", each.name
+        assert each.group
+
+
+# What follows from them
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "how"),
+    [
+        ({}, 1, "single"),
+        ({}, 2, "ddp"),
+        ({"ddp": "0"}, 1, "single"),
+        ({"ddp": "auto"}, 2, "ddp"),
+        ({"ddp": "1"}, 1, "ddp"),
+        ({"fsdp": "1"}, 1, "fsdp"),
+        ({"fsdp": "1"}, 2, "fsdp"),
+    ],
+)
+def test_how_ranks_share_the_work(given: dict[str, str], world: int, how: str) -> None:
+    assert parallel(stdlib(**given)[0], world) == how
+
+
+def test_processes_that_would_each_train_a_model_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--ddp 0 with 2 processes: each would train a model of its own"):
+        parallel(stdlib(ddp="0")[0], 2)
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", None), ("cuda:3", "cuda:3"), ("cuda", "cuda:1")])
+def test_batches_go_where_the_model_is(monkeypatch: pytest.MonkeyPatch, device: str, where: str | None) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_name(stdlib(device=device)[0]) == where
+
+
+def test_both_ways_to_ask_for_made_up_data_are_one() -> None:
+    assert on_stall(stdlib()[0]) == "stop"
+    assert on_stall(stdlib(synthetic_on_fail="1")[0]) == on_stall(stdlib(on_stall="synthetic")[0]) == "synthetic"
+    assert on_stall(stdlib(synthetic_on_fail="0")[0]) == "stop"
+
+
+def test_none_of_this_needs_torch() -> None:
+    code = "import sys, penstock.cli.main, penstock.train.trainer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

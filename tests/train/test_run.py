@@ -1,0 +1,257 @@
+"""What a run does: it learns, gives the same numbers whatever feeds it, evaluates and can be watched."""
+
+from __future__ import annotations
+
+import math
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.train.data import make_loader, recipe
+from penstock.train.model import GPT
+from penstock.train.options import resolve
+from tests.train.runs import ROOT, SMALL, Child, Run, train, write_texts
+
+IGNORED = -100
+"""A target that is none."""
+CONFIGS = sorted((ROOT / "configs").iterdir())
+
+
+def losses(run: Run) -> list[float]:
+    return [float(loss) for loss in run.losses().values()]
+
+
+@pytest.fixture(scope="module")
+def base(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that others are compared with."""
+    out = tmp_path_factory.mktemp("base") / "out"
+    return train(out, "--dataset", docs, *SMALL, "--batch", 4, "--steps", 12).good()
+
+
+@pytest.fixture(scope="module")
+def evaluated(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that evaluates, with a learning rate that moves no weight by a bit."""
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    how = ("--eval-every", 3, "--eval-batches", 4, "--val-fraction", 0.3, "--lr", 1e-30)
+    return train(out, "--dataset", docs, *SMALL, "--steps", 9, *how).good()
+
+
+def test_the_loss_falls_on_text(docs: Path, tmp_path: Path) -> None:
+    how = ("--seq-len", 32, "--batch", 8, "--steps", 50, "--lr", 5e-3)
+    told = losses(train(tmp_path / "out", "--dataset", docs, *how).good())
+    assert abs(told[0] - math.log(257)) < 0.5  # it begins by knowing nothing
+    assert sum(told[-5:]) / 5 < told[0] - 2
+
+
+def test_the_standard_library_needs_nothing_but_python(tmp_path: Path) -> None:
+    run = train(tmp_path / "out", "--dataset", "stdlib", *SMALL, "--steps", 2).good()
+    assert list(run.losses()) == [1, 2]
+    assert list((tmp_path / "cache" / "stdlib").glob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("--prewarm",),
+        ("--set", "prefetch=off"),
+        ("--set", "n_workers=0"),
+        ("--set", "n_workers=1"),
+        ("--set", "n_workers=2", "--set", "prefetch_size=1"),
+        ("--preset", "high-performance"),
+        ("--ddp", "1"),
+    ],
+    ids=" ".join,
+)
+def test_what_feeds_a_run_changes_no_digit_of_its_losses(
+    base: Run, docs: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--batch", 4, "--steps", 12, *how).good()
+    assert run.losses() == base.losses()
+    assert bool(run.of("prewarm")) == ("--prewarm" in how)
+
+
+def test_a_file_that_turns_the_async_loader_off_changes_no_digit(base: Run, docs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plain.toml"
+    file.write_text("[training]\nuse_async_loader = false\nbatch_size = 4\n")
+    run = train(tmp_path / "out", "--config", file, "--dataset", docs, *SMALL[:2], "--steps", 12).good()
+    assert run.losses() == base.losses()
+    assert run.of("boot")[0]["settings"]["loader"]["prefetch"] is False
+
+
+@pytest.mark.parametrize("how", [("--accumulate", 2), ("--global-batch", 4)], ids=lambda how: how[0])
+def test_two_micro_steps_are_one_step_of_twice_the_rows(
+    base: Run, docs: Path, tmp_path: Path, how: tuple[Any, ...]
+) -> None:
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 12, *how).good()
+    assert losses(run) == pytest.approx(losses(base), rel=1e-4)
+    assert "  Batch size: 4\n" in run.said
+    assert run.position() | {"batch": 12} == base.position()
+
+
+def test_a_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "one.jsonl"
+    file.write_text('{"text": "' + "x" * 62 + '"}\n')  # with its end, every row is the same
+    run = train(tmp_path / "out", "--dataset", file, *SMALL, "--steps", 3, "--lr", 0, "--seq-len", 63).good()
+    assert len(set(run.losses().values())) == 1
+
+
+# Rows
+
+
+def first_batch(*arguments: Any, split: str | None = None) -> Any:
+    given = {name: str(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    options, resolved = resolve(None, given)
+    with make_loader(recipe(options, resolved), options, resolved, split=split, telemetry=False, device=None) as loader:
+        return next(loader)
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of which no two fill a row."""
+    texts = [f"{n} " * (6 + n % 5) for n in range(100, 400)]
+    return write_texts(tmp_path_factory.mktemp("lines") / "lines.jsonl", texts)
+
+
+def test_with_padding_the_loss_is_the_mean_over_what_is_none(lines: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "out", "--dataset", lines, *SMALL, "--steps", 30, "--packing", "best_fit", "--lr", 3e-3)
+    batch = first_batch("dataset", lines, "seq_len", 32, "batch", 2, "packing", "best_fit")
+    padding = batch.targets == IGNORED
+    assert 0 < padding.sum() < padding.numel()
+    torch.manual_seed(0)
+    logits = GPT.from_size("toy", 257, 32)(batch.inputs).detach()
+    chosen = torch.log_softmax(logits, -1)[~padding].gather(1, batch.targets[~padding][:, None])
+    assert losses(run.good())[0] == pytest.approx(-float(chosen.mean()), rel=1e-5)
+    assert losses(run)[-1] < losses(run)[0] - 1
+
+
+def test_attention_within_documents_gives_other_numbers(lines: Path, tmp_path: Path) -> None:
+    how = ("--dataset", lines, *SMALL, "--steps", 3)
+    masked = train(tmp_path / "masked" / "out", *how, "--doc-mask").good()
+    plain = train(tmp_path / "plain" / "out", *how).good()
+    assert all(math.isfinite(loss) for loss in losses(masked))
+    assert losses(masked) != losses(plain)
+    assert masked.position() == plain.position()
+
+
+# Evaluating
+
+
+def test_evaluations_are_told_and_kept_apart_from_steps(evaluated: Run) -> None:
+    told = evaluated.of("eval")
+    assert [line["step"] for line in told] == [3, 6, 9]
+    assert [line["batches"] for line in told] == [4, 4, 4]
+    for line in told:
+        assert f"[train] step {line['step']}: validation loss {line['loss']:.4f}\n" in evaluated.said
+    pauses = {line["step"]: line["seconds"] for line in evaluated.of("pause") if line["name"] == "eval"}
+    assert list(pauses) == [3, 6, 9]
+    steps = {line["step"]: line for line in evaluated.of("progress")}
+    for step in (4, 7):
+        between = steps[step]["mono"] - steps[step - 1]["mono"]
+        assert steps[step]["dt_step_s"] <= between - pauses[step - 1] + 1e-3
+
+
+def test_every_evaluation_sees_the_same_batches(evaluated: Run) -> None:
+    assert len({repr(line["loss"]) for line in evaluated.of("eval")}) == 1
+    assert len(set(evaluated.losses().values())) > 1  # training goes on to others
+
+
+def test_evaluating_changes_no_digit_of_training(evaluated: Run, docs: Path, tmp_path: Path) -> None:
+    how = ("--eval-every", 1000, "--val-fraction", 0.3, "--lr", 1e-30)
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, *how).good()
+    assert not run.of("eval")
+    assert run.losses() == evaluated.losses()
+
+
+def test_no_document_is_both_trained_and_evaluated_on(docs: Path) -> None:
+    given = {"dataset": str(docs), "seq_len": 32, "batch": 2, "eval_every": 3, "val_fraction": 0.3}
+    options, resolved = resolve(None, given, overrides={"epochs": 1})
+    seen: dict[str, set[Any]] = {}
+    for split in ("train", "val"):
+        seen[split] = set()
+        what = recipe(options, resolved)
+        with make_loader(what, options, resolved, split=split, telemetry=False, device=None) as loader:
+            for batch in loader:
+                if batch.epoch > 0:
+                    break
+                seen[split] |= {span.address for row in batch.provenance() for span in row}
+    assert not seen["train"] & seen["val"]
+    assert len(seen["train"] | seen["val"]) == len(docs.read_text().splitlines())
+    assert len(seen["val"]) > 5
+
+
+# Watching
+
+
+def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path) -> None:
+    address: list[str] = []
+    scraped: list[str] = []
+
+    def scrape(_: str) -> None:
+        with urllib.request.urlopen(address[0], timeout=20) as answer:
+            scraped.append(answer.read().decode())
+
+    def note(said: str) -> None:
+        address.append(said.split(" at ")[1].strip())
+
+    how = ("--metrics-port", 0, "--tensorboard", tmp_path / "board", "--report")
+    on = {"metrics at": note, "step 9/": scrape}
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 12, *how, on=on).good()
+    assert re.search(r"^penstock_loss\S* [\d.]+$", scraped[0], re.MULTILINE), scraped[0]
+    assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
+    page = run.out / "report.html"
+    assert page.stat().st_size > 100_000
+    assert f"report: {page}" in run.said
+
+
+# How it computes
+
+
+def test_bfloat16_gives_nearly_the_same_loss(base: Run, docs: Path, tmp_path: Path) -> None:
+    how = ("--batch", 4, "--steps", 3, "--dtype", "bfloat16")
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, *how).good()
+    assert losses(run)[0] == pytest.approx(losses(base)[0], rel=0.01)
+    assert losses(run)[0] != losses(base)[0]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_nearly_the_same_losses(base: Run, docs: Path, tmp_path: Path) -> None:
+    # In a process of its own: what torch imports to compile warns of itself.
+    how = ("--dataset", docs, *SMALL, "--batch", 4, "--steps", 12, "--compile")
+    run = Child(tmp_path / "out", *how).end(timeout_s=110).good()
+    assert losses(run) == pytest.approx(losses(base), rel=1e-3)
+    assert run.of("progress")[-1]["compiles"] > 0
+
+
+def test_dropout_drops_the_same_for_the_same_seed(base: Run, docs: Path, tmp_path: Path) -> None:
+    how = ("--dataset", docs, *SMALL, "--batch", 4, "--steps", 3, "--dropout", 0.5)
+    first = train(tmp_path / "a" / "out", *how).good()
+    assert train(tmp_path / "b" / "out", *how).good().losses() == first.losses()
+    assert losses(first)[0] != losses(base)[0]
+
+
+# Files
+
+
+def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
+    file = tmp_path / "epochs.toml"
+    data = f'[data]\nkind = "text"\nurls = "{lines}"\ntokenizer = "byte"\nseq_len = 32\n'
+    file.write_text(f"[training]\nbatch_size = 16\nnum_epochs = 2\n\n{data}")
+    run = train(tmp_path / "out", "--config", file).good()
+    options, resolved = resolve(file, {})
+    with make_loader(recipe(options, resolved), options, resolved, split=None, telemetry=False, device=None) as loader:
+        batches = sum(1 for _ in loader)
+    assert batches > 20
+    assert f"[train] the data ends after step {batches}\n" in run.said
+    assert list(run.losses()) == list(range(1, batches + 1))
+    assert run.saved().step == batches
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_every_file_of_configs_trains(file: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "out", "--config", file, "--batch", 1, "--steps", 2).good()
+    assert list(run.losses()) == [1, 2]
+    assert run.of("boot")[0]["settings"]["loader"]["batch_size"] == 1

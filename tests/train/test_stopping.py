@@ -1,0 +1,317 @@
+"""Runs that are killed, told to stop, or left without data: what they save, and how they go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.testing import Fault, HubServer
+from tests.train.conftest import serve
+from tests.train.runs import SMALL, Child, Run, train
+
+STEPS = 36
+SEED = 4
+
+
+@pytest.fixture(scope="module")
+def whole(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that nothing happened to."""
+    return train(tmp_path_factory.mktemp("whole") / "out", *command(docs)).good()
+
+
+def command(docs: Path, *more: Any) -> tuple[Any, ...]:
+    # Dropout, because random numbers have to go on where they were.
+    return ("--dataset", docs, *SMALL, "--steps", STEPS, "--save-every", 3, "--dropout", 0.1, *more)
+
+
+def since(run: Run, step: int) -> dict[int, str]:
+    return {number: loss for number, loss in run.losses().items() if number > step}
+
+
+def copy(run: Run, to: Path) -> Path:
+    """The same run's folder, to do something else with."""
+    shutil.copytree(run.out, to)
+    return to
+
+
+# Killed
+
+
+def test_killed_again_and_again_a_run_goes_on_as_if_nothing_had_happened(
+    whole: Run, docs: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED)
+    out, at = tmp_path / "out", 0
+    for resume in ((), ("--resume",)):
+        kill_at = at + rng.randrange(5, 14)
+        child = Child(out, *command(docs, *resume)).until(f"step {kill_at}/")
+        run = child.send(signal.SIGKILL).end()
+        assert run.code == -signal.SIGKILL
+        told = run.losses()
+        # The heartbeat is written by a thread of its own: of the last steps it may not have told.
+        assert told == {step: loss for step, loss in whole.losses().items() if at < step <= at + len(told)}
+        at = run.saved().step
+        assert at % 3 == 0
+        assert kill_at - 3 <= at
+    last = train(out, *command(docs, "--resume")).good()
+    assert f"resumed from {out}/checkpoints/step-{at:08}, step {at}\n" in last.said
+    assert last.losses() == since(whole, at)
+    assert last.position() == whole.position()
+
+
+@pytest.mark.parametrize("how", [("--prewarm",), ("--set", "prefetch=off"), ("--set", "n_workers=0")], ids=" ".join)
+def test_what_feeds_a_run_may_change_when_it_is_resumed(
+    whole: Run, docs: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    named = whole.out / "checkpoints" / f"step-{STEPS - 6:08}"
+    run = train(tmp_path / "out", *command(docs, "--resume", named, *how)).good()
+    assert run.losses() == since(whole, STEPS - 6)
+    assert run.position() == whole.position()
+
+
+@pytest.fixture(scope="module")
+def third(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of few steps, with checkpoints of steps 3, 6 and 9."""
+    out = tmp_path_factory.mktemp("third") / "out"
+    return train(out, "--dataset", docs, *SMALL, "--steps", 9, "--save-every", 3).good()
+
+
+def test_with_nothing_to_go_on_from_it_begins(docs: Path, tmp_path: Path, third: Run) -> None:
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
+    assert "has no checkpoint yet, so this begins at step 0" in run.said
+    assert run.losses() == third.losses()
+
+
+def test_a_checkpoint_can_be_named(docs: Path, tmp_path: Path, third: Run) -> None:
+    named = third.out / "checkpoints" / "step-00000003"
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, "--resume", named).good()
+    assert run.losses() == since(third, 3)
+    assert run.position() == third.position()
+
+
+def test_a_run_that_is_over_has_nothing_left_to_do(docs: Path, tmp_path: Path, third: Run) -> None:
+    out = copy(third, tmp_path / "out")
+    run = train(out, "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
+    assert run.losses() == {}
+    assert run.saved().step == 9
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(docs: Path, tmp_path: Path, third: Run) -> None:
+    out = copy(third, tmp_path / "out")
+    torn = next((out / "checkpoints" / "step-00000009").glob("*.distcp"))
+    os.truncate(torn, torn.stat().st_size // 2)
+    run = train(out, "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
+    assert "step-00000006, step 6\n" in run.said
+    assert run.losses() == since(third, 6)
+
+
+def test_a_fresh_run_sets_old_checkpoints_aside(docs: Path, tmp_path: Path, third: Run) -> None:
+    out = copy(third, tmp_path / "out")
+    run = train(out, "--dataset", docs, *SMALL, "--steps", 2).good()
+    assert "checkpoints of an earlier run are now in" in run.said
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000002"}
+    assert len(list((out / "checkpoints.1").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (("--seq-len", 64), "seq_len"),
+        (("--size", "mini"), "its model has size toy, and this run asks for mini"),
+        (("--packing", "best_fit"), "packing"),
+        (("--seed", 9), "seed"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_another_run_than_the_saved_one_is_refused_in_one_line(
+    docs: Path, tmp_path: Path, third: Run, how: tuple[Any, ...], words: str
+) -> None:
+    out = copy(third, tmp_path / "out")
+    run = train(out, "--dataset", docs, *SMALL, "--steps", 12, *how, "--resume")
+    assert run.code == 1
+    assert run.losses() == {}
+    assert len(run.errors.splitlines()) == 1
+    assert words in run.errors
+    assert run.saved().step == 9
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_in_one_line(docs: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, "--resume", tmp_path)
+    assert run.code == 1
+    assert len(run.errors.splitlines()) == 1
+    assert str(tmp_path) in run.errors
+
+
+def test_without_room_for_checkpoints_training_goes_on_and_the_end_says_so(
+    docs: Path, tmp_path: Path, third: Run
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def no_folder(_: str) -> None:
+        (out / "checkpoints").write_text("a file where the folder should be")
+
+    on = {"step 1/": no_folder}
+    run = train(out, "--dataset", docs, *SMALL, "--steps", 9, "--save-every", 3, on=on)
+    assert run.code == 1
+    assert run.losses() == third.losses()
+    assert [line["step"] for line in run.of("save_failed")] == [3, 6, 9, 9]
+    assert "WARNING: not saved: " in run.said
+    assert str(out / "checkpoints") in run.of("save_failed")[0]["error"]
+    assert not run.of("saved")
+
+
+# Told to stop
+
+
+def test_told_to_stop_it_saves_the_step_it_is_at_and_goes_on_from_there(whole: Run, docs: Path, tmp_path: Path) -> None:
+    run = Child(tmp_path / "out", *command(docs)).until("step 8/").send(signal.SIGTERM).end().good()
+    last = list(run.losses())[-1]
+    assert run.saved().step == last < STEPS
+    assert f"told to stop (SIGTERM) at step {last}: saved; go on with --resume\n" in run.said
+    assert "Metrics:" in run.said
+    assert run.of("shutdown")[0]["reason"] == "stopped"
+    rest = train(run.out, *command(docs, "--resume")).good()
+    assert rest.losses() == since(whole, last)
+
+
+def test_interrupted_it_saves_and_says_so_by_its_exit_code(docs: Path, tmp_path: Path) -> None:
+    run = Child(tmp_path / "out", *command(docs)).until("step 8/").send(signal.SIGINT).end()
+    assert run.code == 130, run.errors
+    assert run.errors == ""
+    assert run.saved().step == list(run.losses())[-1]
+
+
+@pytest.fixture
+def silent() -> Iterator[HubServer]:
+    """A Hub that takes every request and answers none."""
+    with HubServer() as hub:
+        hub.fault(Fault("silence", method="*", times=None))
+        yield serve(hub)
+
+
+def test_told_to_stop_while_it_waits_for_a_source_that_hangs_it_ends(silent: HubServer, tmp_path: Path) -> None:
+    how = ("--dataset", "fineweb_edu", *SMALL, "--loader-timeout", 60, "--grace", 20)
+    child = Child(tmp_path / "out", *how, HF_ENDPOINT=silent.endpoint).until("toy model")
+    run = child.send(signal.SIGTERM).end().good()
+    assert run.losses() == {}
+    assert run.errors == ""
+    assert "saved" not in run.said
+    assert not (run.out / "checkpoints").exists()
+
+
+def test_told_to_stop_before_it_has_begun_it_ends(silent: HubServer, tmp_path: Path) -> None:
+    how = ("--dataset", "fineweb_edu", *SMALL, "--metrics-port", 0, "--set", "warmup_batches=4")
+    child = Child(tmp_path / "out", *how, HF_ENDPOINT=silent.endpoint).until("metrics at")
+    while not silent.log:  # once its loader asks, it listens to signals too
+        time.sleep(0.01)
+    run = child.send(signal.SIGTERM).end().good()
+    assert run.losses() == {}
+    assert run.errors == ""
+
+
+# Without data
+
+
+@pytest.fixture
+def port() -> int:
+    """A port where nobody listens, as yet."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        number: int = reserved.getsockname()[1]
+    return number
+
+
+def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path) -> None:
+    how = ("--dataset", "fineweb_edu", *SMALL, "--steps", 5, "--loader-timeout", 2)
+    run = Child(tmp_path / "out", *how, HF_ENDPOINT=f"http://127.0.0.1:{port}").end()
+    assert run.code == 1
+    assert run.losses() == {}
+    *before, last = run.errors.splitlines()
+    assert last.startswith("penstock: no data: no batch within 2 s")
+    assert "See that the server can be reached, or allow more time" in last
+    # The heartbeat's own word of it may come before the end or not.
+    assert all("Connection refused; attempt" in line or line.startswith("health: fail") for line in before), before
+
+
+def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: int, tmp_path: Path) -> None:
+    hubs: list[HubServer] = []
+
+    def begin(_: str) -> None:
+        hubs.append(serve(HubServer(port=port)))
+
+    def slowly(_: str) -> None:
+        # A step with some work in it, so that a run of few steps outlasts the opening.
+        time.sleep(0.1)
+
+    how = ("--dataset", "fineweb_edu", *SMALL, "--steps", 150, "--loader-timeout", 1, "--synthetic-on-fail")
+    on = {"step 5/": begin, "WARNING: SYNTHETIC data since step 1": slowly}
+    try:
+        run = train(tmp_path / "late" / "out", *how, on=on, HF_ENDPOINT=f"http://127.0.0.1:{port}").good()
+        steps = run.of("progress")
+        real = [line["step"] for line in steps if not line.get("synthetic")]
+        assert steps[0]["synthetic"] is True
+        assert real == list(range(real[0], 151))  # once data flows, it is data to the end
+        there, back = run.of("fallback")
+        assert (there["to"], there["at_step"]) == ("synthetic", 1)
+        assert "no batch within 1 s" in there["reason"]
+        assert (back["to"], back["at_step"]) == ("data", real[0])
+        assert run.said.count("WARNING: SYNTHETIC data since step 1") == real[0] - 1
+        assert f"WARNING: {real[0] - 1} steps ran on SYNTHETIC data" in run.said
+        saved = run.saved().ranks[0]["data"]["substituted"]
+        assert [(each["first"], each["last"]) for each in saved] == [(1, real[0] - 1)]
+        # The stream is the one that a run without faults would have had after as many steps.
+        calm = ("--dataset", "fineweb_edu", *SMALL, "--steps", len(real))
+        plain = train(tmp_path / "calm" / "out", *calm, HF_ENDPOINT=f"http://127.0.0.1:{port}").good()
+        assert run.position() == plain.position()
+    finally:
+        for hub in hubs:
+            hub.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (("--dataset", "/nowhere/docs.jsonl"), "/nowhere/docs.jsonl"),
+        (("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"), "/nowhere/docs.jsonl"),
+        (("--tokenizer", "/nowhere/tokenizer.json"), "/nowhere/tokenizer.json"),
+        (("--text-field", "body"), "body"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_an_error_and_no_reason_for_made_up_data(
+    docs: Path, tmp_path: Path, how: tuple[str, ...], words: str
+) -> None:
+    given = how if "--dataset" in how else ("--dataset", str(docs), *how)
+    run = train(tmp_path / "out", *given, *SMALL, "--steps", 3, "--synthetic-on-fail")
+    assert run.code == 1, run.said
+    assert len(run.errors.splitlines()) == 1
+    assert words in run.errors
+    assert run.losses() == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "msg", "words"),
+    [
+        (("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"), "fineweb_loader_error", "/nowhere"),
+        (("--dataset", None, "--text-field", "body"), "loader_error", "body"),
+    ],
+    ids=["opening", "reading"],
+)
+def test_the_heartbeat_tells_why_there_was_no_data(
+    docs: Path, tmp_path: Path, how: tuple[str | None, ...], msg: str, words: str
+) -> None:
+    given = [str(docs) if each is None else each for each in how]
+    run = train(tmp_path / "out", *given, *SMALL, "--steps", 3)
+    assert run.code == 1
+    (error,) = run.of(msg)
+    assert error.keys() >= {"error", "stage", "where"}
+    assert words in error["error"]
