@@ -1,0 +1,262 @@
+"""Two real ranks, one of which loses its data: both stop with one message, or both go on without until it is back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock import AsyncDataLoader, TextDataset
+from penstock.cli.main import cli
+from penstock.testing import Fault, HubServer
+from penstock.types import Shard
+from tests.distributed.launch import SHOWCASE, Ran, Run, bounded, places, session, torchrun
+
+# Many runs are made for the first test that needs one of them.
+pytestmark = pytest.mark.timeout(300)
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "dead": {"kind": "reset", "after": -1},
+    "hanging": {"kind": "silence"},
+    "raising": {"kind": "status", "code": 503},
+}
+"""A server that cuts every connection, one that never answers, one that always says no."""
+MOMENTS: dict[str, dict[str, Any]] = {
+    "at the start": {},
+    "in the middle": {"path": "*/0?[4-9].jsonl"},
+}
+"""Nothing comes at all, not even the listing; or the first files come, two for each rank, and then no more."""
+RANKS = {"dead": 1, "hanging": 0, "raising": 1}
+"""Whose server it is."""
+STEPS = 70
+LIFTED_AFTER = 6
+"""Synthetic steps, after which the fault is over."""
+
+CONFIG = """
+[data]
+kind = "text"
+urls = "hf://datasets/org/name"
+tokenizer = "byte"
+seq_len = 64
+remote = { stall_timeout = 0.4, retry_budget = BUDGET, metadata_budget = BUDGET, backoff = 0.05, hedge = false }
+
+[loader]
+batch_size = 2
+lanes = 2
+n_workers = 1
+prefetch_size = 2
+"""
+
+
+class Until(Fault):
+    """A fault that is over once a file is there."""
+
+    def __init__(self, over: Path, **more: Any) -> None:
+        super().__init__(times=None, method="*", **more)
+        self._over = over
+
+    def choose(self, call: Any, reply: Any) -> Fault | None:
+        return None if self._over.exists() else super().choose(call, reply)
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """Small files of which each holds rows for a few steps."""
+    folder.mkdir()
+    made = {}
+    for n in range(30):
+        path = folder / f"{n:03}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"file {n} line {i}: " + "words " * 60}) + "\n" for i in range(4)))
+        made[path.name] = path
+    return made
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fallback")
+    # A server that gives errors is given up by the reader before the ranks' patience ends; one that hangs is not.
+    (folder / "quick.toml").write_text(CONFIG.replace("BUDGET", "0.7"))
+    (folder / "patient.toml").write_text(CONFIG.replace("BUDGET", "100.0"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(place: Path) -> dict[str, Path]:
+    return files(place / "text")
+
+
+CASES = [(fault, moment) for fault in FAULTS for moment in MOMENTS]
+
+
+def name_of(fault: str, moment: str, on_stall: str) -> str:
+    return f"{fault} {moment} {on_stall}"
+
+
+@pytest.fixture(scope="module")
+def runs(place: Path, text: dict[str, Path]) -> Iterator[dict[str, Ran]]:
+    """Every fault at every moment under every policy, in one launch."""
+    with ExitStack() as stack:
+
+        def hub(*faults: Fault) -> str:
+            server = stack.enter_context(HubServer())
+            server.add("org/name", text)
+            for fault in faults:
+                server.fault(fault)
+            return server.endpoint
+
+        def described(fault: str, moment: str, on_stall: str) -> Run:
+            name = name_of(fault, moment, on_stall)
+            over, culprit = place / f"{name} is over", RANKS[fault]
+            endpoints = [good, good]
+            endpoints[culprit] = hub(Until(over, **FAULTS[fault], **MOMENTS[moment]))
+            environment = [
+                {"HF_ENDPOINT": endpoints[rank], "PENSTOCK_CACHE": str(place / f"cache {name} {rank}")}
+                for rank in (0, 1)
+            ]
+            hangs = fault == "hanging"
+            config = place / ("patient.toml" if hangs else "quick.toml")
+            limits = ["--loader-timeout", "2", "--stall-timeout", "1"] if hangs else []
+            return Run(
+                name,
+                ["--config", config, "--steps", str(STEPS), "--log-every", "1", "--on-stall", on_stall, *limits],
+                environment=environment,
+                lift=(LIFTED_AFTER, over),
+            )
+
+        good = hub()
+        made = [described(*case, on_stall) for on_stall in ("stop", "synthetic") for case in CASES]
+        yield session(place / "runs", made, timeout_s=280)
+
+
+def reason(fault: str, moment: str) -> str:
+    """What the message has to say of a fault."""
+    if fault != "hanging":
+        return "RemoteError: hf://datasets/org/name"
+    return "no batch within 2 s (" if moment == "at the start" else "no batch within 1 s ("
+
+
+@pytest.mark.parametrize(("fault", "moment"), CASES)
+def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
+    runs: dict[str, Ran], fault: str, moment: str
+) -> None:
+    run = runs[name_of(fault, moment, "stop")]
+    assert run.codes == [1, 1], run.told
+    messages = [re.findall(r"^penstock: (.*)$", told, re.MULTILINE) for told in run.told]
+    assert messages[0] == messages[1]
+    (message,) = messages[0]
+    steps = [max(run.losses(rank), default=0) for rank in (0, 1)]
+    assert steps[0] == steps[1]
+    assert (steps[0] == 0) == (moment == "at the start")
+    assert message.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), message
+    assert message.endswith(f". All ranks stop together before step {steps[0] + 1}.")
+
+
+def substituted(run: Ran, rank: int) -> set[int]:
+    return {line["step"] for line in run.of("progress", rank) if line.get("synthetic")}
+
+
+@pytest.mark.parametrize(("fault", "moment"), CASES)
+def test_all_ranks_go_on_without_data_and_with_it_again_at_the_same_steps(
+    runs: dict[str, Ran], fault: str, moment: str
+) -> None:
+    run = runs[name_of(fault, moment, "synthetic")]
+    assert run.codes == [0, 0], run.told
+    changes = [[(line["to"], line["at_step"]) for line in run.of("fallback", rank)] for rank in (0, 1)]
+    assert changes[0] == changes[1]
+    assert [to for to, _ in changes[0]][:2] == ["synthetic", "data"]
+    assert changes[0][-1][0] == "data", "the fault was over long before the end"
+    assert (changes[0][0][1] == 1) == (moment == "at the start")
+    expected = {
+        n for (_, first), (_, end) in zip(changes[0][::2], changes[0][1::2], strict=True) for n in range(first, end)
+    }
+    for rank in (0, 1):
+        assert [*run.losses(rank)] == [*range(1, STEPS + 1)]
+        assert substituted(run, rank) == expected
+    began = run.of("fallback", 0)[0]["reason"]
+    assert began == run.of("fallback", 1)[0]["reason"]
+    assert began.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), began
+
+
+@pytest.fixture(scope="module")
+def faultless(place: Path, text: dict[str, Path]) -> list[list[Any]]:
+    """Where the data of each rank stands after so many steps of a run that nothing happens to."""
+    every: list[list[Any]] = []
+    for rank in (0, 1):
+        data = TextDataset(place / "text", tokenizer="byte", seq_len=64)
+        with AsyncDataLoader(data, 2, shuffle=False, lanes=2, n_workers=1, shard=Shard(2, rank)) as loader:
+            states = [loader.state_dict()]
+            for _ in range(STEPS):
+                assert loader.next_batch(30) is not None
+                states.append(loader.state_dict())
+        every.append(states)
+    return every
+
+
+@pytest.mark.parametrize(("fault", "moment"), CASES)
+def test_no_real_data_is_lost_or_repeated_while_it_is_substituted(
+    runs: dict[str, Ran], faultless: list[list[Any]], fault: str, moment: str
+) -> None:
+    run = runs[name_of(fault, moment, "synthetic")]
+    real = STEPS - len(substituted(run, 0))
+    assert LIFTED_AFTER <= STEPS - real < STEPS
+    found = run.newest()
+    assert found.step == STEPS
+    for rank in (0, 1):
+        state, expected = found.ranks[rank]["data"]["loader"], faultless[rank][real]
+        assert (state["batch"], state["row"]) == (real, expected["row"])
+        assert places([state]) == places([expected])
+
+
+@pytest.mark.parametrize(("fault", "moment"), CASES)
+def test_a_checkpoint_and_the_report_say_what_was_substituted(
+    runs: dict[str, Ran], tmp_path: Path, fault: str, moment: str
+) -> None:
+    run = runs[name_of(fault, moment, "synthetic")]
+    for rank in (0, 1):
+        own = json.loads((run.newest().folder / f"rank-{rank}.json").read_text())["data"]["substituted"]
+        assert {n for each in own for n in range(each["first"], each["last"] + 1)} == substituted(run, rank)
+        assert own[0]["reason"] == run.of("fallback", rank)[0]["reason"]
+    assert f"WARNING: {len(substituted(run, 0))} steps ran on SYNTHETIC data" in run.told[0]
+    if (fault, moment) == CASES[0]:
+        pytest.importorskip("plotly")
+        page = tmp_path / "report.html"
+        done = CliRunner().invoke(cli, ["report", str(run.folder), "-o", str(page)])
+        assert done.exit_code == 0, done.output
+        assert "Ranks 0, 1: it fell back to synthetic data" in page.read_text()
+
+
+def test_a_launch_ends_with_an_error_when_one_rank_hangs(place: Path, text: dict[str, Path], tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    with HubServer() as good, HubServer() as bad:
+        for hub in (good, bad):
+            hub.add("org/name", text)
+        bad.fault(Fault("silence", times=None, method="*", **MOMENTS["in the middle"]))
+        script.write_text(
+            f"import os, sys\n"
+            f"rank = int(os.environ['RANK'])\n"
+            f"os.environ['HF_ENDPOINT'] = {[good.endpoint, bad.endpoint]!r}[rank]\n"
+            f"os.environ['PENSTOCK_CACHE'] = {str(tmp_path)!r} + f'/cache{{rank}}'\n"
+            f"sys.argv[0] = {str(SHOWCASE)!r}\n"
+            f"from penstock.cli.train import main\n"
+            f"main()\n"
+        )
+        arguments = [
+            "--config",
+            place / "patient.toml",
+            "--steps",
+            "100000",
+            "--stall-timeout",
+            "1",
+            "--out",
+            tmp_path / "out",
+        ]
+        done = bounded(torchrun(script, *arguments))
+    assert done.returncode != 0
+    messages = {line for line in done.stderr.splitlines() if line.startswith("penstock: ")}
+    assert len(messages) == 1, done.stderr[-3000:]
+    assert re.match("penstock: rank 1 of 2 had no data: no batch within 1 s", messages.pop())

@@ -1,0 +1,101 @@
+"""What two real processes tell each other besides training, until one of them hangs, and then dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from penstock.errors import PeerFailed
+from penstock.feed.ranks import LONGEST, Ranks
+
+out = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank, done = dist.get_rank(), out / "done"
+ranks, hasty = Ranks(60), Ranks(2)
+told = {"gather": ranks.gather([rank, -(1 << 62), 3])}
+for name, mine in {
+    "empty": ["", ""], "half": ["", "only one of them"], "unicode": ["é 你好 🙂 \\ud800 \\0", "x"],
+    "long": ["🙂" * (2 * LONGEST), "b" * (2 * LONGEST)],
+}.items():
+    told[name] = ranks.texts(mine[rank])
+
+def failure(each):
+    began = time.monotonic()
+    try:
+        each.gather([rank])
+    except PeerFailed as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+if rank == 0:
+    told["hangs"] = failure(hasty)
+    done.touch()
+else:
+    while not done.exists():
+        time.sleep(0.05)
+told["after"] = ranks.gather([rank])
+(out / f"{rank}.json").write_text(json.dumps(told))
+if rank == 1:
+    os._exit(9)
+told["dies"] = failure(ranks)
+(out / "0.json").write_text(json.dumps(told))
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes told each other, until one hangs and then dies."""
+    out = tmp_path_factory.mktemp("ranks")
+    script = out / "worker.py"
+    script.write_text(WORKER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        variables = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".split()
+        command = ["env", *variables, "GLOO_SOCKET_IFNAME=lo", "PYTHONWARNINGS=ignore::FutureWarning",
+                   sys.executable, str(script), str(out)]  # fmt: skip
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 9], errors
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_all_ranks_hear_all_integers_in_the_order_of_ranks(told: list[dict[str, Any]]) -> None:
+    for each in told:
+        assert each["gather"] == [[0, -(1 << 62), 3], [1, -(1 << 62), 3]]
+
+
+def test_all_ranks_hear_all_texts_as_they_were_told(told: list[dict[str, Any]]) -> None:
+    for each in told:
+        assert each["empty"] == ["", ""]
+        assert each["half"] == ["", "only one of them"]
+        assert each["unicode"] == ["é 你好 🙂 ? \0", "x"]
+        assert each["long"] == ["🙂" * 4000, "b" * 4000]
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_deadline_and_others_groups_live_on(told: list[dict[str, Any]]) -> None:
+    message, seconds = told[0]["hangs"]
+    assert message.startswith("rank 0 of 2 could not reach the other ranks within 2 s: one of them has ended or hangs")
+    assert seconds >= 1.9
+    assert told[0]["after"] == told[1]["after"] == [[0], [1]]
+
+
+def test_a_rank_that_died_is_noticed_before_the_deadline(told: list[dict[str, Any]]) -> None:
+    message, seconds = told[0]["dies"]
+    assert message.startswith("rank 0 of 2 could not reach the other ranks")
+    assert seconds < 60
