@@ -32,8 +32,9 @@ SHAPE = ("size", "seq_len", "vocab_size")
 def run(begun: Begun) -> int:
     """Train. Gives the exit code."""
     try:
+        place = distributed.meet(begun.options, begun.device)
         with distributed.blaming_peers():
-            return Loop(begun).run()
+            return Loop(begun, place).run()
     finally:
         distributed.part()
 
@@ -41,10 +42,9 @@ def run(begun: Begun) -> int:
 class Loop:
     """One run on one rank."""
 
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: Begun, place: distributed.Place) -> None:
         self._torch_at = time.perf_counter()
-        self._begun, self._options = begun, begun.options
-        self._place = distributed.meet(begun.options, begun.device)
+        self._begun, self._options, self._place = begun, begun.options, place
         self._console = Console(
             self._place.first, steps=begun.steps, log_every=begun.options.log_every, telemetry=begun.telemetry
         )
