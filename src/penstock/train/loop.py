@@ -31,10 +31,11 @@ SHAPE = ("size", "seq_len", "vocab_size")
 
 def run(begun: Begun) -> int:
     """Train. Gives the exit code."""
+    torch_at = time.perf_counter()
     try:
         place = distributed.meet(begun.options, begun.device)
         with distributed.blaming_peers():
-            return Loop(begun, place).run()
+            return Loop(begun, place, torch_at).run()
     finally:
         distributed.part()
 
@@ -42,8 +43,9 @@ def run(begun: Begun) -> int:
 class Loop:
     """One run on one rank."""
 
-    def __init__(self, begun: Begun, place: distributed.Place) -> None:
-        self._torch_at = time.perf_counter()
+    def __init__(self, begun: Begun, place: distributed.Place, torch_at: float) -> None:
+        """`torch_at`: when torch was there, in the time of `perf_counter`."""
+        self._torch_at = torch_at
         self._begun, self._options, self._place = begun, begun.options, place
         self._console = Console(
             self._place.first, steps=begun.steps, log_every=begun.options.log_every, telemetry=begun.telemetry
