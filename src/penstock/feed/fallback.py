@@ -117,7 +117,8 @@ class SharedFeed:
     ) -> None:
         """Begin to open a loader: `make` creates it, and runs on another thread.
 
-        event: is told of a fallback, as a heartbeat is; and of errors, whose name begins with `prefix`. blame: says what was waited for in the last so many seconds.
+        event: is told of a fallback, as a heartbeat is; and of errors, whose name begins with `prefix`.
+        blame: says what was waited for in the last so many seconds.
         resumed: the states of all ranks that `make` loads, kept in case it never comes to that.
         substituted: what was, before the run was resumed.
         """
