@@ -310,7 +310,7 @@ def test_a_rate_is_never_above_what_the_slowest_stage_allows(tmp_path: Path) -> 
         loader = AsyncDataLoader(data, 4, n_workers=1, output="numpy")
         flow = drain(loader, seconds, by=time.monotonic() + 60)
         assert flow.tokens_per_s < 1.1 * 10_000 / 0.05
-        assert sum(flow.by_stage.values()) == pytest.approx(flow.wait_s, rel=0.05, abs=0.01)
+        assert sum(flow.by_stage.values()) == pytest.approx(flow.wait_s, rel=0.05, abs=0.03)
 
 
 @pytest.mark.usefixtures("slow_tokenizer")

@@ -51,11 +51,12 @@ def pids(loader: AsyncDataLoader) -> list[int]:
     return [worker.pid for worker in list(pool._workers) if worker is not None and worker.pid is not None]
 
 
-def test_fifty_kills_at_random_moments_lose_and_repeat_nothing() -> None:
+@pytest.mark.parametrize("most", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
     def make(**how: Any) -> AsyncDataLoader:
         return AsyncDataLoader(Slow(), 8, seed=3, output="numpy", preprocess=large, prefetch_size=4, **how)
 
-    batches = 300
+    batches = 6 * most
     expected = contracts.ledger(make, batches, n_workers=2)
     chance = random.Random(5)
     got: list[str] = []
@@ -64,15 +65,15 @@ def test_fifty_kills_at_random_moments_lose_and_repeat_nothing() -> None:
         while len(got) < batches:
             got += contracts.take(loader, 1)
             # A moment between two batches, and some time into the work on later ones.
-            if kills < 50 and len(got) % 5 == 0:
+            if kills < most and len(got) % 5 == 0:
                 time.sleep(chance.random() * 0.02)
                 alive = pids(loader)
                 if alive:
                     os.kill(chance.choice(alive), signal.SIGKILL)
                     kills += 1
         restarts = loader.stats().worker_restarts
-    assert kills == 50
-    assert restarts >= 40  # one that was killed while it was being replaced counts once
+    assert kills == most
+    assert restarts >= 0.8 * most  # one that was killed while it was being replaced counts once
     assert got == expected
 
 

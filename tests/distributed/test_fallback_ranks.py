@@ -230,6 +230,7 @@ def test_a_checkpoint_and_the_report_say_what_was_substituted(
         assert "Ranks 0, 1: it fell back to synthetic data" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_launch_ends_with_an_error_when_one_rank_hangs(place: Path, text: dict[str, Path], tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     with HubServer() as good, HubServer() as bad:

@@ -19,7 +19,7 @@ from penstock.train import saved
 from tests.distributed.launch import SMALL, Ran, Run, positions, prepare, results, session
 
 # The runs are made for the first test that needs one of them.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PORT = 29400
 """The first host has all of its ports to itself."""

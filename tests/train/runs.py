@@ -152,7 +152,7 @@ class Child:
             self._process.kill()
             said, errors = self._process.communicate()
             raise AssertionError(f"it did not end within {timeout_s} s: {self._said}{said}\n{errors}") from None
-        return Run(self.out, self._process.returncode, self._said + said, errors)
+        return Run(self.out, self._process.returncode, self._said + (said or ""), errors)
 
 
 def write_texts(path: Path, texts: list[str] | tuple[str, ...]) -> Path:

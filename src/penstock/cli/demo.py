@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.errors import MissingExtra
+from penstock.errors import ConfigError, MissingExtra
 
-LOOK_S = 0.1
+OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html")
+"""What a run leaves in its folder."""
+LOOK_S, END_S = 0.1, 60.0
 OFFER_S = 600.0
 """A run that has not come as far as it should by then is given up."""
 
@@ -30,7 +35,7 @@ def demo(
     """Train a small GPT on the standard library's text: kill it, resume it, and look at its report."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("torch", "the demo", "torch")
-    shutil.rmtree(folder, ignore_errors=True)
+    _clear(folder)
     every = max(5, steps // 6)
     kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, and before the end
     command = _command(steps, every, folder)
@@ -38,10 +43,41 @@ def demo(
     _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
     _kill(command, folder, kill_at)
     _say(f"killed after step {kill_at}; the same command again, with --resume\n")
-    code = subprocess.run([*command, "--resume"], check=False).returncode
+    with _running([*command, "--resume"]) as run:
+        code = run.wait()
     if code:
         raise typer.Exit(code)
     raise typer.Exit(_compare(folder))
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier demo left, and nothing else."""
+    found = [path for path in folder.iterdir() if path.name != ".lock"] if folder.is_dir() else []
+    foreign = [path.name for path in found if not OWN.fullmatch(path.name)]
+    if foreign or (folder.exists() and not folder.is_dir()):
+        what = f"has {foreign[0]!r}, which is not an earlier demo's" if foreign else "is a file"
+        raise ConfigError(f"--out {folder}: {what}. Choose a folder that is empty or not there.")
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that ends with us, also if we are told to."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    run = subprocess.Popen(command)
+    try:
+        yield run
+    except BaseException:
+        run.terminate()  # it saves, and says so
+        raise
+    finally:
+        try:
+            run.wait(END_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command(steps: int, every: int, folder: Path) -> list[str]:
@@ -57,9 +93,8 @@ def _kill(command: list[str], folder: Path, step: int) -> None:
     """Run until a step is done, then kill -9."""
     from penstock.watch.heartbeat import Tail
 
-    run = subprocess.Popen(command)
     tail, deadline = Tail(folder / "heartbeat_rank0.jsonl"), time.monotonic() + OFFER_S
-    try:
+    with closing(tail), _running(command) as run:
         while not any(line["msg"] == "progress" and line["step"] >= step for line in tail.poll()):
             code = run.poll()
             if code is not None:
@@ -68,12 +103,9 @@ def _kill(command: list[str], folder: Path, step: int) -> None:
                 _say(f"the run has not come to step {step} in {OFFER_S:.0f} s")
                 raise typer.Exit(1)
             time.sleep(LOOK_S)
-    finally:
-        tail.close()
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        if sys.stdout.isatty():
-            print("\x1b[?25h")  # the killed run's progress bar had hidden the cursor
+        run.kill()
+    if sys.stdout.isatty():
+        print("\x1b[?25h")  # the killed run's progress bar had hidden the cursor
 
 
 def _compare(folder: Path) -> int:

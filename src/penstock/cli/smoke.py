@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.verify.smoke import Smoke
 
 FAILED = 2
+
+LONGEST_S = 10_000_000
 
 
 def smoke(
@@ -46,8 +47,8 @@ def smoke(
     begun, name = perf_counter(), dataset or "settings"
     with _last_word() as word:
         try:
-            if not 0 < timeout < math.inf:
-                raise ConfigError(f"--timeout {timeout:g}: needs seconds, more than 0")
+            if not 0 < timeout <= LONGEST_S:
+                raise ConfigError(f"--timeout {timeout:g}: needs seconds, more than 0 and at most {LONGEST_S:,}")
             # Imported here: a library that is missing is a failure like any other.
             from penstock.verify.choice import choose
             from penstock.verify.smoke import smoke as check

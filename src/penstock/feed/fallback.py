@@ -134,6 +134,7 @@ class SharedFeed:
         """Where the loader began."""
         self._after: Callable[[], dict[str, Any]] | None = None
         self._started = False
+        self._asked_at: float | None = None
         self._waiting = self._interrupted = False
         self._failure: _Vote | None = None
         self._retry_at, self._retry_s = 0.0, RETRY_S
@@ -182,11 +183,11 @@ class SharedFeed:
             self._reopen()
         limits = self._limits
         limit_s = limits.stall_timeout_s if self._started else limits.first_timeout_s
-        limit_s = 0.0 if self.substituting else limit_s
+        left_s = 0.0 if self.substituting else limit_s if self._started else self.left_s()
         try:
             self._waiting = True
             try:
-                done = self._fill(count, time.monotonic() + limit_s)
+                done = self._fill(count, time.monotonic() + left_s)
             finally:
                 self._waiting = False
         except Interrupted:
@@ -278,11 +279,17 @@ class SharedFeed:
         if self._waiting:
             raise Interrupted
 
-    def loader(self, timeout_s: float) -> Loader | None:
+    def left_s(self) -> float:
+        """How long the first batch may still take: the time runs from when it was first asked for."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        return max(0.0, self._limits.first_timeout_s - (time.monotonic() - self._asked_at))
+
+    def loader(self) -> Loader | None:
         """The loader, once it is open; None if it failed or is not open in time: `next` will tell of that."""
         if self._loader is None and self._failure is None:
             try:
-                return self._opening.result(timeout_s)
+                return self._opening.result(self.left_s())
             except Exception:
                 return None  # it is raised again by the `next` that needs it
         return self._loader

@@ -8,6 +8,8 @@ State: when a line was last printed.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,21 @@ if TYPE_CHECKING:
     from penstock.train.steps import Done
     from penstock.watch.telemetry import Telemetry
 
+log = logging.getLogger("penstock")
+
 EVERY_S = 2.0
+LIVE_S = 0.1
+ROOMY = 100
+"""Columns from which on there is room for a bar too."""
+
+
+def show(line: str) -> None:
+    """Print a line. A reader that is gone (`| head`, a dead ssh) ends the console, and not the run."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for good)
+        log.warning("nobody reads the console any more (%s): the run goes on without it", error.strerror or error)
 
 
 class Console:
@@ -26,7 +42,7 @@ class Console:
 
     def __init__(self, speaks: bool, *, steps: int | None, log_every: int, telemetry: Telemetry) -> None:
         self._speaks, self._steps, self._log_every, self._telemetry = speaks, steps, log_every, telemetry
-        self._printed = 0.0
+        self._printed = self._drawn = 0.0
         self._live: Any = None
         self._task: Any = None
         if speaks and sys.stdout.isatty():
@@ -39,7 +55,7 @@ class Console:
         if self._live is not None and self._task is not None:
             self._live.console.print(f"[train] {line}", markup=False, highlight=False, soft_wrap=True)
         else:
-            print(f"[train] {line}", flush=True)
+            show(f"[train] {line}")
 
     def begin(self, step: int) -> None:
         """The first step is about to begin."""
@@ -52,27 +68,28 @@ class Console:
         now = time.monotonic()
         last = step == self._steps
         due = step % self._log_every == 0 if self._log_every else now - self._printed >= EVERY_S
-        if not self._speaks or not (due or last or (self._live is not None and now - self._printed >= 0.1)):
+        live = self._live is not None
+        if not self._speaks or not (due or last or (live and now - self._drawn >= LIVE_S)):
+            return
+        line = self._line(done, world)
+        if live:
+            self._drawn = now
+            self._live.update(self._task, completed=step, line=line)
+        if not due and not last:
             return
         self._printed = now
-        line = self._line(done, world)
-        if warning and due:
+        if warning:
             self.say(f"WARNING: {warning}")
-        if self._live is not None:
-            self._live.update(self._task, completed=step, line=line)
-        else:
+        if not live or self._log_every:
             of = f"/{self._steps}" if self._steps is not None else ""
-            self.say(f"step {step}{of}  {line}")
+            self.say(f"step {step}{of}  {line}  lr {done.lr:.2e}")
 
     def _line(self, done: Done, world: int) -> str:
         window = self._telemetry.window
         rate = world * window.tokens / window.wall if window.wall > 0 else 0.0
         wait = 100 * window.wait / window.wall if window.wall > 0 else 0.0
         depth, capacity = self._telemetry.queue()
-        return (
-            f"loss {float(done.loss):.4f}  {rate:,.0f} tok/s  data wait {wait:.2f} %  queue {depth}/{capacity}  "
-            f"lr {done.lr:.2e}"
-        )
+        return f"loss {float(done.loss):.4f}  {rate:,.0f} tok/s  data wait {wait:.2f} %  queue {depth}/{capacity}"
 
     def end(self) -> None:
         """The last step is over."""
@@ -87,24 +104,30 @@ class Console:
         if not self._speaks:
             return
         minutes, seconds = divmod(int(elapsed_s), 60)
-        shown = "none" if loss is None else f"{loss:.3f}"
-        print("Metrics:")
-        print(f"  Loss: {shown}")
-        print(f"  Avg tokens/sec: {tokens_per_s:.1f}")
-        print(f"  Batch size: {batch}")
-        print(f"  Data wait: {100 * data_wait:.1f}%")
-        print(f"  Elapsed: {minutes}m {seconds}s")
         said = self._telemetry.verdict().line
-        print(said if band(data_wait) in said else f"{said} ({band(data_wait)} over the whole run)", flush=True)
+        for line in (
+            "Metrics:",
+            f"  Loss: {'none' if loss is None else f'{loss:.3f}'}",
+            f"  Avg tokens/sec: {tokens_per_s:.1f}",
+            f"  Batch size: {batch}",
+            f"  Data wait: {100 * data_wait:.1f}%",
+            f"  Elapsed: {minutes}m {seconds}s",
+            said if band(data_wait) in said else f"{said} ({band(data_wait)} over the whole run)",
+        ):
+            show(line)
 
 
 def _progress() -> Any:
+    from rich.console import Console as Terminal
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    terminal = Terminal()
+    bar = [BarColumn(20)] if terminal.width >= ROOMY else []
     return Progress(
         TextColumn("[train]", markup=False),
-        BarColumn(20),
+        *bar,
         MofNCompleteColumn(),
         TextColumn("{task.fields[line]}", markup=False),
         TimeRemainingColumn(compact=True),
+        console=terminal,
     )

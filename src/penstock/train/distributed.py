@@ -58,7 +58,13 @@ def meet(options: TrainOptions, device_name: str | None) -> Place:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=options.collective_timeout)
     if launched():
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            raise PeerFailed(
+                f"rank {shard.rem} of {shard.mod} did not meet the others within {options.collective_timeout:g} s: "
+                f"{str(error).partition(chr(10))[0][:300]}"
+            ) from error
     else:  # nobody else is there to be met
         dist.init_process_group(backend, store=_store(), rank=0, world_size=1, timeout=timeout)
     if shard.mod == 1:

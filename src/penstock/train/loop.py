@@ -166,9 +166,9 @@ class Loop:
         wanted, timeout = settings.warmup_batches, settings.warmup_timeout
         self._asked = time.perf_counter()
         if wanted and timeout:
-            loader = begun.feed.loader(self._options.loader_timeout)
+            loader = begun.feed.loader()
             if isinstance(loader, AsyncDataLoader):
-                done = loader.warmup(wanted, timeout)
+                done = loader.warmup(wanted, min(timeout, begun.feed.left_s()))
                 self._console.say(f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms")
         if begun.open_validation is None:
             return
@@ -176,9 +176,11 @@ class Loop:
         self._validation.join(self._place.peers)
         begun.signals.wakes.append(self._validation.interrupt)
         if wanted and timeout:
-            loader = self._validation.loader(self._options.loader_timeout)
+            loader = self._validation.loader()
             if isinstance(loader, AsyncDataLoader):
-                done = loader.warmup(min(self._options.eval_batches, settings.prefetch_size), timeout)
+                done = loader.warmup(
+                    min(self._options.eval_batches, settings.prefetch_size), min(timeout, self._validation.left_s())
+                )
                 begun.heartbeat.event(
                     f"{begun.recipe.prefix}warmup", of="validation", requested=done.requested, filled=done.filled,
                     wait_ms=round(done.wait_ms, 3),
@@ -317,7 +319,7 @@ class Loop:
             self._report()
         if not saved:
             return 1
-        return begun.signals.exit_code if stopped else 0
+        return begun.signals.exit_code
 
     def _summary(self, elapsed: float) -> None:
         from penstock.watch.steady import analyze_steps

@@ -31,6 +31,8 @@ T = TypeVar("T")
 SIZES = ("toy", "mini", "small", "medium", "125m")
 Parallel = Literal["single", "ddp", "fsdp"]
 
+LONGEST_S, LONGEST_ROW = 10_000_000, 1 << 20
+
 STEPS, BATCH, LEARNING_RATE = 100, 8, 1e-3
 """Where neither the command line nor a file says."""
 
@@ -38,6 +40,11 @@ STEPS, BATCH, LEARNING_RATE = 100, 8, 1e-3
 def text() -> Kind:
     """Any text but an empty one."""
     return Kind("a text", lambda value: value if isinstance(value, str) and value else refuse())
+
+
+def maybe(kind: Kind) -> Kind:
+    """A kind that may be left out; no word stands for that, because any word might be a name."""
+    return Kind(kind.needs, lambda value: None if value is None else kind.read(value))
 
 
 def path() -> Kind:
@@ -69,10 +76,10 @@ class TrainOptions:
     """What a run is. Every value is checked, and may be given as text."""
 
     dataset: str | None = _option(
-        None, or_none(text()), "fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address: "
+        None, maybe(text()), "fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address: "
         "hf://…, s3://…, https://…, a file, a folder or a glob. Without it, what the file of --config names.", DATA,
     )  # fmt: skip
-    local_path: Path | None = _option(None, or_none(path()), "The file of fineweb_edu_local.", DATA)
+    local_path: Path | None = _option(None, maybe(path()), "The file of fineweb_edu_local.", DATA)
     tokenizer: str = _option(
         "byte",
         text(),
@@ -80,7 +87,7 @@ class TrainOptions:
         DATA,
     )
     dataset_config: str | None = _option(
-        None, or_none(text()), "A configuration of the dataset's card on the Hub, such as sample-10BT.", DATA
+        None, maybe(text()), "A configuration of the dataset's card on the Hub, such as sample-10BT.", DATA
     )
     text_field: str = _option("text", text(), "The column that has the text.", DATA)
     seq_len: int = _option(256, whole(8), "Tokens in a row. Attention's cost grows with its square.", DATA)
@@ -168,7 +175,7 @@ class TrainOptions:
     keep: int = _option(3, whole(1), "Checkpoints that stay.", SAVING)
     resume: str | None = _option(
         None,
-        or_none(text()),
+        maybe(text()),
         "Go on from the newest good checkpoint, or from the one that is named.",
         SAVING,
         implied="newest",
@@ -188,7 +195,7 @@ class TrainOptions:
     synthetic_on_fail: bool = _option(False, flag(), "The same as --on-stall synthetic.", FAULTS, implied="1")
 
     report: str | None = _option(
-        None, or_none(text()), "Write the report page at the end, to this file or beside the heartbeat.",
+        None, maybe(text()), "Write the report page at the end, to this file or beside the heartbeat.",
         WATCHING, implied="auto",
     )  # fmt: skip
     metrics_port: int | None = _option(
@@ -197,7 +204,7 @@ class TrainOptions:
         "Serve Prometheus metrics; each rank at this port plus its number on the host, 0: a free one.",
         WATCHING,
     )
-    tensorboard: Path | None = _option(None, or_none(path()), "Write TensorBoard's files here.", WATCHING)
+    tensorboard: Path | None = _option(None, maybe(path()), "Write TensorBoard's files here.", WATCHING)
     log_every: int = _option(
         0, whole(0), "A line on the console every so many steps; 0: every two seconds or so.", WATCHING
     )
@@ -250,7 +257,7 @@ def resolve(
     more = {name: said[option] for option, name in ELSEWHERE.items() if option in said}
     if twice := more.keys() & (overrides or {}).keys():
         raise ConfigError(f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them")
-    resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset)
+    resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset, origin="command line --set {}")
     values = (_from_file(resolved.file) if resolved.file is not None else {}) | {
         name: said.value for name, said in options.items()
     }
@@ -296,6 +303,17 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
         raise ConfigError(f"--val-fraction {options.val_fraction:g}: needs a share between 0 and 1")
     if not options.dropout < 1:
         raise ConfigError(f"--dropout {options.dropout:g}: needs a share below 1")
+    longest = max(options.loader_timeout, options.stall_timeout, options.collective_timeout, options.grace)
+    if longest > LONGEST_S:
+        raise ConfigError(f"{longest:g} seconds: no timeout may be longer than {LONGEST_S:,} seconds")
+    if options.seq_len > LONGEST_ROW:
+        raise ConfigError(f"--seq-len {options.seq_len}: at most {LONGEST_ROW:,}")
+    if options.report not in (None, "auto") and not str(options.report).endswith((".html", ".htm")):
+        raise ConfigError(
+            f"--report {options.report}: needs a name that ends in .html, so that it overwrites nothing else"
+        )
+    if options.tensorboard is not None and options.tensorboard.exists() and not options.tensorboard.is_dir():
+        raise ConfigError(f"--tensorboard {options.tensorboard}: is a file; TensorBoard wants a folder")
     if options.loader_timeout <= 0 or options.stall_timeout <= 0 or options.collective_timeout <= 0:
         raise ConfigError("--loader-timeout, --stall-timeout and --collective-timeout: need more than 0 seconds")
     if on_stall(options) == "synthetic" and not resolved.settings.prefetch:

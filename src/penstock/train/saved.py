@@ -77,6 +77,11 @@ def newest(folder: Path | str) -> Saved | None:
     return None
 
 
+def there_are(folder: Path | str) -> int:
+    """How many checkpoints a folder has, good or not."""
+    return len(_candidates(Path(folder)))
+
+
 def load(folder: Path | str, *, checksums: bool = True) -> Saved:
     """One checkpoint by its path. Without `checksums` its files are only looked for and their sizes compared."""
     folder = Path(folder)
@@ -271,7 +276,7 @@ def _order(path: Path) -> tuple[int, int] | None:
 def _bad(folder: Path, why: str) -> StateFormat:
     return StateFormat(
         f"{folder} is not a checkpoint that can be loaded: {why}. "
-        "Give the path of another one, or none to take the newest that is good."
+        "Give the path of another one, or resume without a path to take the newest that is good."
     )
 
 

@@ -1,6 +1,6 @@
 """Told to stop: a run that is pre-empted saves and ends.
 
-In:    SIGTERM, SIGINT.
+In:    SIGTERM, SIGINT, and SIGHUP of a terminal that is gone.
 Out:   a wish that the ranks agree on at their next step; a wait for data ends at once.
 Where: handlers run on the trainer's thread.
 State: which signal came. After the grace time the process ends with its threads' stacks on stderr, whatever it is at.
@@ -16,19 +16,21 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
     """A context manager that listens. The second Ctrl-C ends the run at once."""
 
-    def __init__(self, grace_s: float, wakes: list[Callable[[], None]]) -> None:
-        """`wakes` are called from the handler, and may raise to end a wait."""
-        self._grace_s, self.wakes = grace_s, wakes
+    def __init__(self, grace_s: float, *, alone: bool) -> None:
+        """`alone`: whether there are no other ranks, who would wait for one that just leaves."""
+        self._grace_s, self._alone = grace_s, alone
         self._before: dict[signal.Signals, Any] = {}
+        self.wakes: list[Callable[[], None]] = []
+        """Called from the handler; they may raise to end a wait."""
         self.came: signal.Signals | None = None
         self.training = False
-        """Before the first step there is nothing to save, and whoever is told to stop just does."""
+        """Before the first step there is nothing to save, and whoever is alone and told to stop just does."""
 
     @property
     def exit_code(self) -> int:
@@ -36,26 +38,32 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._handle) for each in SIGNALS}
+            # What is ignored stays so: that is what nohup is for.
+            heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+            self._before = {each: signal.signal(each, self._handle) for each in heard}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        stopped = self.came is not None
         for each, handler in self._before.items():
-            signal.signal(each, handler)
+            # Whoever says it again while the process is ending should not spoil its exit code.
+            signal.signal(each, signal.SIG_IGN if stopped else handler)
         self._before = {}
-        if self.came is not None:
+        if stopped:
             faulthandler.cancel_dump_traceback_later()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.came == signal.SIGINT
-        self.came = signal.Signals(number)
+        again = self.came is not None
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self.came = self.came or signal.Signals(number)
+        if again:
+            return
         if self._grace_s > 0:
             faulthandler.dump_traceback_later(self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr)
-        if not self.training:
+        if not self.training and self._alone:
             raise SystemExit(self.exit_code)
         for wake in self.wakes:
             wake()

@@ -23,6 +23,9 @@ from penstock.train.distributed import Place
 from penstock.train.model import GPT, loss, parameter_groups
 from penstock.train.options import LEARNING_RATE, TrainOptions
 
+SEEDS = 1 << 63
+"""How many torch has."""
+
 
 @dataclass(slots=True)
 class Done:
@@ -65,7 +68,7 @@ class Trainer:
         steps: int | None,
     ) -> None:
         """`steps`: where the learning rate's cosine ends; None where the end is not known beforehand."""
-        torch.manual_seed(seed)  # the same weights on all ranks
+        torch.manual_seed(seed % SEEDS)  # the same weights on all ranks
         self.place, self._clip = place, options.clip
         self.dtype = distributed.computes_in(options, place.device)
         model = GPT.from_size(options.size, vocab_size, seq_len, dropout=options.dropout).to(place.device)
@@ -85,7 +88,7 @@ class Trainer:
         rise = min(100, (steps or 1000) // 10) if options.lr_warmup is None else options.lr_warmup
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(rise, steps, options.lr_floor))
         # Each rank drops its own activations.
-        torch.manual_seed(seed + 1 + place.peers.rank)
+        torch.manual_seed((seed + 1 + place.peers.rank) % SEEDS)
 
     def step(self, batches: Sequence[Batch]) -> Done:
         """Train on a step's batches."""

@@ -11,7 +11,9 @@ This file imports no torch: importing it takes seconds, which are the loader's t
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.util
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,16 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import current_shard, local_rank
-from penstock.errors import ConfigError, MissingExtra
+from penstock.errors import ConfigError, MissingExtra, StateFormat
 from penstock.feed.beat import Heartbeat
 from penstock.feed.fallback import Limits, SharedFeed, states_of
 from penstock.feed.opening import Opening
 from penstock.settings import Resolved
 from penstock.train import saved
+from penstock.train.console import show
 from penstock.train.data import Recipe, make_loader, recipe
 from penstock.train.options import BATCH, STEPS, TrainOptions, device_name, on_stall, parallel
 from penstock.train.signals import Signals
 from penstock.watch.telemetry import Telemetry
+
+log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     """Run it. Gives the exit code; raises what ends it."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("torch", "training", "torch")
+    if options.report is not None and importlib.util.find_spec("plotly") is None:
+        raise MissingExtra("plotly", "--report", "report")
     began = time.perf_counter()
     shard = current_shard()
     parallel(options, shard.mod)
@@ -69,12 +76,14 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     found = _find(options)
     data = recipe(options, resolved)
     device = device_name(options)
-    states = None if found is None else states_of([rank["data"] for rank in found.ranks])
+    states = None if found is None else states_of(_data_of(found))
     telemetry = Telemetry()
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
         # Until all is closed: when a rank dies, its launcher tells the others to stop while they are about to say why.
-        signals = stack.enter_context(Signals(options.grace, []))
+        signals = stack.enter_context(Signals(options.grace, alone=shard.mod == 1))
+        if shard.rem == 0:
+            _claim(options.out, stack)
         hooks = _hooks(options, stack)
         heartbeat = Heartbeat(
             options.out,
@@ -99,7 +108,7 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             prefix=data.prefix,
             blame=telemetry.blame,
             resumed=states,
-            substituted=() if found is None else found.ranks[0]["data"]["substituted"],
+            substituted=() if found is None else _data_of(found)[0]["substituted"],
         )
         stack.callback(feed.close)
         vocabulary = Opening(data.vocabulary)
@@ -112,9 +121,14 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             open_validation=partial(SharedFeed, partial(make, split="val", telemetry=False), validation) if options.eval_every else None,
             vocabulary=vocabulary, signals=signals, at=began,
         )  # fmt: skip
-        from penstock.train.loop import run  # torch comes with it
+        try:
+            from penstock.train.loop import run  # torch comes with it
 
-        return run(begun)
+            return run(begun)
+        except SystemExit:
+            if signals.came is not None:
+                show(f"[train] told to stop ({signals.came.name}) before the first step: there is nothing to save")
+            raise
 
 
 def _accumulate(options: TrainOptions, batch_size: int, world: int) -> int:
@@ -135,9 +149,59 @@ def _find(options: TrainOptions) -> saved.Saved | None:
         return None
     folder = checkpoints_of(options)
     found = saved.newest(folder) if options.resume == "newest" else saved.load(Path(options.resume).expanduser())
+    if found is None and saved.there_are(folder):
+        raise StateFormat(
+            f"{folder} has checkpoints, and none of them is good: the log says why. Name one with --resume PATH, or leave "
+            "--resume out to begin anew; they are then moved aside."
+        )
     if found is None:
-        print(f"[train] --resume: {folder} has no checkpoint yet, so this begins at step 0", flush=True)
+        show(f"[train] --resume: {folder} has no checkpoint yet, so this begins at step 0")
     return found
+
+
+def _data_of(found: saved.Saved) -> list[dict[str, Any]]:
+    """What each rank saved of its data, if that is what a run saves."""
+    for number, rank in enumerate(found.ranks):
+        data = rank.get("data")
+        told = data.get("substituted") if isinstance(data, dict) else None
+        if (
+            not isinstance(data, dict)
+            or not isinstance(data.get("loader", 0), dict | list | None)
+            or not isinstance(told, list)
+            or not all(map(_is_substitution, told))
+            or not isinstance(rank.get("rng"), dict)
+        ):
+            raise StateFormat(
+                f"{found.folder}: {saved.rank_name(number)} does not say where the data stood as this trainer writes it. "
+                "It is of another program; resume with that one."
+            )
+    return [rank["data"] for rank in found.ranks]
+
+
+def _is_substitution(value: Any) -> bool:
+    kinds = {"first": int, "last": int, "reason": str}
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(isinstance(value[k], t) for k, t in kinds.items())
+    )
+
+
+def _claim(folder: Path, stack: ExitStack) -> None:
+    """Keep other runs out of a folder, and find out now whether anything can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context(open(folder / ".lock", "a", encoding="utf-8"))  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: nothing can be written there: {error.strerror}. Choose another.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"--out {folder}: another run is writing to it, and they would mix their checkpoints. Give each its own."
+        ) from None
+    except OSError:
+        log.info("%s: this file system has no locks, so nobody sees to it that only one run writes there", folder)
 
 
 def checkpoints_of(options: TrainOptions) -> Path:
@@ -152,7 +216,7 @@ def _hooks(options: TrainOptions, stack: ExitStack) -> list[Callable[[int, dict[
 
         port = options.metrics_port + local_rank() if options.metrics_port else 0
         server = stack.enter_context(MetricsServer(port, setting="--metrics-port"))
-        print(f"[train] metrics at {server.url}", flush=True)
+        show(f"[train] metrics at {server.url}")
         hooks.append(server)
     if options.tensorboard is not None and current_shard().rem == 0:
         from penstock.watch.metrics import tensorboard

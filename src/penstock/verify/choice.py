@@ -87,6 +87,8 @@ def choose(
         make = partial(build_dataset, table, doc_batch=settings.doc_batch)
         return Choice(name=table.where, make=make, settings=settings, server=_server(table.parameters.get("urls")))
     name = dataset if dataset is not None else default
+    if name == "":
+        raise ConfigError("no data: the address is empty; a folder, also the one we are in, has a name such as .")
     if name is None:
         raise ConfigError(f"no data: file {resolved.file} has no table data; write one, or give an address")
     if settings.doc_batch is not None:

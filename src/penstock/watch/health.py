@@ -144,7 +144,11 @@ class HealthGate:
             self._ended = str(line.get("reason", "end"))
         elif msg == "fallback":
             to_data = line.get("to") == "data"
-            self._synthetic = None if to_data else f"synthetic data since step {line.get('step')}: {line.get('reason')}"
+            self._synthetic = (
+                None
+                if to_data
+                else f"synthetic data since step {line.get('at_step', line.get('step'))}: {line.get('reason')}"
+            )
         elif msg.endswith("loader_error"):
             self._error = f"the loader failed at {line.get('stage')}: {line.get('error')}"
         if msg in ("progress", "beat", "boot"):
