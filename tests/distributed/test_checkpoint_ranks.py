@@ -268,6 +268,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_both(results: list[dict
         assert "All ranks have to see the same folder" in result["blind"][0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_saves_ends_the_other_with_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOST, str(Path(__file__).parents[2]), str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = """
 import itertools, json, os, sys, warnings
 from pathlib import Path

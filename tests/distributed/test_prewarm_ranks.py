@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = """
 import json, os, sys, traceback
 from pathlib import Path

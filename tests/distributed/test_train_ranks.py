@@ -209,6 +209,7 @@ def test_each_rank_warms_up_by_itself(two: dict[str, Ran]) -> None:
         assert len(run.losses(rank)) == 2
 
 
+@pytest.mark.slow
 def test_ranks_come_and_go_and_train_as_if_they_had_stayed(
     two: dict[str, Ran], one: dict[str, Ran], again: dict[str, Ran]
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_run_may_change_between_ddp_and_fsdp(two: dict[str, Ran]) -> None:
     assert parts[2].positions() == whole.positions()
 
 
+@pytest.mark.slow
 def test_a_sigterm_to_one_rank_saves_on_all_and_ends_well(
     terminated: tuple[CompletedProcess[str], Path], stopped_at: list[int], two: dict[str, Ran], again: dict[str, Ran]
 ) -> None:
@@ -246,6 +248,7 @@ def test_a_sigterm_to_one_rank_saves_on_all_and_ends_well(
     assert resumed.positions() == whole.positions()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_and_a_resume_is_exact(
     killed: tuple[CompletedProcess[str], Path], stopped_at: list[int], two: dict[str, Ran], again: dict[str, Ran]
 ) -> None:
