@@ -443,6 +443,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_save_leaves_a_good_newest(tmp_path: Path) -> None:
     deaths = python(KILLED, str(tmp_path / "checkpoints")).split()
     assert all(int(count) > 20 for count in deaths), deaths

@@ -54,7 +54,15 @@ def maker(corpus: Path, source: str, packing: str = "concat", shuffle: bool = Fa
 
 matrix = pytest.mark.parametrize(
     ("source", "packing", "shuffle"),
-    [(source, packing, shuffle) for source in SOURCES for packing in PACKINGS for shuffle in (False, True)],
+    [
+        # Packing knows nothing of where text comes from: all pairs of the two are left to `make test-slow`.
+        pytest.param(
+            source, packing, shuffle, marks=[] if packing == "concat" or source == "parquet" else [pytest.mark.slow]
+        )
+        for source in SOURCES
+        for packing in PACKINGS
+        for shuffle in (False, True)
+    ],
 )
 
 

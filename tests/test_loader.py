@@ -120,6 +120,7 @@ def test_the_last_batch_is_short_or_dropped(corpus: Path) -> None:
     assert len(kept) - len(dropped) in (0, 1)
 
 
+@pytest.mark.slow
 def test_a_long_and_an_empty_and_a_short_document_are_exact(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 

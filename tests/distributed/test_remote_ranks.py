@@ -73,6 +73,7 @@ def test_ranks_of_a_host_ask_for_the_listing_and_each_footer_once(hub: HubServer
     assert len(whole) == 2, "each of the two small files once, with its footer"
 
 
+@pytest.mark.slow
 def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -> None:
     shared = run(tmp_path, "hosts")
     assert "error" not in shared[0] | shared[1]

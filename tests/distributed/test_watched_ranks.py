@@ -123,7 +123,8 @@ def test_report_blames_the_rank_that_is_slow(run: Path, tmp_path: Path) -> None:
     fast, slow = numbers["ranks"]
     own = [sum(s for stage, s in facts(run, rank)["by_stage"].items() if stage != "ranks") for rank in (0, 1)]
     assert own[1] > 2 * own[0], own
-    assert max(slow["waits_pct"], key=slow["waits_pct"].__getitem__) == "tokenize"
+    own_waits = {stage: pct for stage, pct in slow["waits_pct"].items() if stage != "ranks"}
+    assert max(own_waits, key=own_waits.__getitem__) == "tokenize"
     assert max(fast["waits_pct"], key=fast["waits_pct"].__getitem__) == "ranks"
     assert (fast["tokens"], slow["tokens"]) == (facts(run, 0)["tokens"], facts(run, 1)["tokens"])
 
