@@ -369,6 +369,7 @@ def test_a_kill_at_any_step_leaves_no_trace(source: tuple[Path, list[str]], tmp_
         assert final == expected
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_of_a_refresh_leaves_the_old_file_or_the_new(
     source: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(corpus: Path, tmp_path
     assert "ZeroDivisionError: on one rank only" in results[1]["error"]
 
 
+@pytest.mark.slow
 def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path) -> None:
     results = run(corpus, tmp_path, "launcher")
     assert [r["rank"] for r in results] == [0, 1]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -128,9 +129,11 @@ def _compare(folder: Path) -> int:
         _say(f"resume   steps {twice[0]} to {twice[-1]} were run twice, before the kill and after it: {word}")
     else:
         _say("resume   no step was run twice, so nothing is shown")
-    first, last = losses[min(losses)], losses[max(losses)]
-    fell = isinstance(first, float) and isinstance(last, float) and math.isfinite(last) and last < first
-    _say(f"loss     {first:.3f} at step {min(losses)}, {last:.3f} at step {max(losses)}")
+    in_order = [float(losses[step]) for step in sorted(losses)]  # one that is not finite is written as a word
+    some = max(1, len(in_order) // 10)
+    first, last = fmean(in_order[:some]), fmean(in_order[-some:])
+    fell = math.isfinite(last) and last < first
+    _say(f"loss     {first:.2f} over the first {some} steps, {last:.2f} over the last {some}")
     _say(f"watch    penstock watch {folder}    (live, while a run goes on)")
     page = folder / "report.html"
     if page.exists():
