@@ -212,6 +212,7 @@ def test_the_switch_changes_page_and_plots_and_both_are_readable(browser: Any, v
     nothing_wrong(browser)
 
 
+@pytest.mark.slow
 def test_the_system_decides_until_the_reader_does(browser: Any, visit: Callable[..., None]) -> None:
     visit("run", scheme="dark")
     assert luminance(colours(browser)[0]) < 0.1
@@ -223,6 +224,7 @@ def test_the_system_decides_until_the_reader_does(browser: Any, visit: Callable[
     assert luminance(colours(browser)[0]) < 0.1
 
 
+@pytest.mark.slow
 def test_another_rank_and_another_scale_redraw_the_plots(browser: Any, visit: Callable[..., None]) -> None:
     visit("run")
     label = "return document.querySelector('#step-time [data-plot]').getAttribute('aria-label')"
@@ -260,6 +262,7 @@ def test_two_runs_are_drawn_side_by_side(browser: Any, visit: Callable[..., None
     nothing_wrong(browser)
 
 
+@pytest.mark.slow
 def test_it_prints_in_light_colours_and_comes_back(browser: Any, visit: Callable[..., None]) -> None:
     visit("run", scheme="dark")
     browser.execute_script(

@@ -121,6 +121,7 @@ def test_without_prefetch_there_is_a_batch_and_no_queue(hub: HubServer, place: d
     assert seen["queue"] == "none: prefetch is off"
 
 
+@pytest.mark.slow
 def test_data_that_needs_no_network(corpus: Path, place: dict[str, str], tmp_path: Path) -> None:
     bootstrap = tmp_path / "fwe_bootstrap.jsonl"
     bootstrap.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts() if text))
@@ -189,6 +190,7 @@ def test_a_listing_that_hangs_ends_with_the_time_and_names_the_server(
     assert f"See that {hub.endpoint} can be reached, or allow more with --timeout" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", ["1", "0"])
 def test_bytes_that_hang_end_with_the_time_and_name_stage_and_file(
     prefetch: str, hub: HubServer, place: dict[str, str]

@@ -235,6 +235,7 @@ with loader(Path({corpus!r}), about={{"packing": {packing!r}}}, n_workers=2) as 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_killed_process_goes_on_exactly_where_its_last_state_was(corpus: Path, tmp_path: Path, packing: str) -> None:
     whole = contracts.ledger(lambda: loader(corpus, {"packing": packing}), 150)

@@ -391,6 +391,7 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_the_command_proves_it_on_the_hubs_data(hub: HubServer, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "penstock.cli.main", "verify-resume", "fineweb_edu", *SMALL]
     env = os.environ | {"HF_ENDPOINT": hub.endpoint, "PENSTOCK_CACHE": str(tmp_path)}

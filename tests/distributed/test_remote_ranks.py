@@ -82,6 +82,7 @@ def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -
     assert len([path for path in paths if "/revision/" in path]) == 1
 
 
+@pytest.mark.slow
 def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_path: Path) -> None:
     hub.fault(Fault("status", path="/api/*", times=None, code=404, headers={"X-Error-Code": "RepoNotFound"}))
     results = run(tmp_path, "fails")
@@ -90,6 +91,7 @@ def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_p
     assert "NoData" in results[1]["error"]
 
 
+@pytest.mark.slow
 def test_a_fault_that_one_rank_meets_stays_its_own(hub: HubServer, tmp_path: Path) -> None:
     hub.fault(Fault("reset", path="*b.parquet", port="cdn", times=2, after=10))
     hub.fault(Fault("status", path="*a.parquet", port="hub", times=1, code=503))

@@ -560,6 +560,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 # Leaks
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(outside: Path) -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()

@@ -230,6 +230,7 @@ def port() -> int:
     return number
 
 
+@pytest.mark.slow
 def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path) -> None:
     how = ("--dataset", "fineweb_edu", *SMALL, "--steps", 5, "--loader-timeout", 2)
     run = Child(tmp_path / "out", *how, HF_ENDPOINT=f"http://127.0.0.1:{port}").end()
