@@ -50,3 +50,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch has compiled before, and what a test compiles, is forgotten."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

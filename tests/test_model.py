@@ -338,13 +338,6 @@ def test_it_trains_the_same_wrapped_and_sharded(wrap: Callable[[GPT], nn.Module]
     ]
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, which it hides from all but errors

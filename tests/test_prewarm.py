@@ -201,13 +201,6 @@ def test_several_steps_of_prewarm_change_as_little_as_one() -> None:
     assert_same(train(make, warmed=False), train(make, warmed=True, prewarm_steps=3))
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("backend", "accumulate", "autocast"),

@@ -17,6 +17,7 @@ from penstock.config import current_shard
 from penstock.errors import ConfigError
 from penstock.settings import Resolved, loader_arguments
 from penstock.train.options import BATCH, TrainOptions
+from penstock.verify.choice import text_of
 
 if TYPE_CHECKING:
     from penstock.encode.batch import Batch
@@ -50,7 +51,7 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         return _from_table(options, resolved)
     if options.dataset == "synthetic":
         return _synthetic(options)
-    fineweb = options.dataset.startswith("fineweb_edu")
+    name, fineweb = options.dataset, options.dataset.startswith("fineweb_edu")
     shared = _Once(lambda: _tokenizer(options.tokenizer))
 
     def dataset(split: str | None) -> Any:
@@ -60,7 +61,7 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         packing: Any = options.packing
         tokenizer = shared()  # first: making a vocabulary may make the text too
         return TextDataset(
-            _where(options), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
+            text_of(name, options.local_path), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
             split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, config=options.dataset_config,
             doc_batch=resolved.settings.doc_batch,
         )  # fmt: skip
@@ -72,16 +73,6 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         vocabulary=lambda: int(shared().size),
         dataset=dataset,
     )
-
-
-def _where(options: TrainOptions) -> Any:
-    if options.dataset == "fineweb_edu_local":
-        return options.local_path
-    if options.dataset == "stdlib":
-        from penstock.read.stdlib import write_stdlib
-
-        return write_stdlib()
-    return options.dataset
 
 
 def _tokenizer(name: str) -> Any:

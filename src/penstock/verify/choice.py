@@ -23,8 +23,6 @@ from penstock.types import Shard
 
 LOCAL = "fineweb_edu_local"
 """FineWeb-Edu from a file that `penstock bootstrap` wrote."""
-MADE = ("synthetic", "stdlib", LOCAL)
-"""Names that stand for data of ours; any other is an address, a path, or a short name of the Hub's."""
 DEFAULTS = {"tokenizer": "byte", "seq_len": 1024}
 TAKES = {
     "text": ("tokenizer", "seq_len", "text_field"),
@@ -114,18 +112,23 @@ def _named(name: str, local_path: Path | None, said: Mapping[str, Any]) -> Any:
     """The dataset that a name stands for. As with short names, a file of that name goes first."""
     from penstock.dataset import TextDataset
 
-    if local_path is not None:
-        return TextDataset(local_path, **said)
-    if name in MADE and not os.path.exists(name):
-        if name == "synthetic":
-            from penstock.encode.tokenize import load_tokenizer
-            from penstock.read.synthetic import SyntheticDataset
+    if name == "synthetic" and not os.path.exists(name):
+        from penstock.encode.tokenize import load_tokenizer
+        from penstock.read.synthetic import SyntheticDataset
 
-            return SyntheticDataset(load_tokenizer(said["tokenizer"]).size, said["seq_len"])
+        return SyntheticDataset(load_tokenizer(said["tokenizer"]).size, said["seq_len"])
+    return TextDataset(text_of(name, local_path), **said)
+
+
+def text_of(name: str, local_path: Path | None) -> str | Path:
+    """Where the text is that a name stands for; the standard library's is written if it is not there yet."""
+    if local_path is not None:
+        return local_path
+    if name == "stdlib" and not os.path.exists(name):
         from penstock.read.stdlib import write_stdlib
 
-        return TextDataset(write_stdlib(), **said)
-    return TextDataset(name, **said)
+        return write_stdlib()
+    return name
 
 
 def _server(urls: Any) -> str:
