@@ -21,6 +21,7 @@ from penstock.encode.batch import Batch, Position
 from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.agree import RankAgreement
 from penstock.feed.autotune import Autotune
+from penstock.feed.quick import Quick
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
@@ -121,11 +122,12 @@ class AsyncDataLoader:
             self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._feed: DeviceFeed[BatchCargo] | None = None
+        self._quick: Quick | None = None
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
-        self._tally = Tally()
         self.telemetry = attach(telemetry, self, self._source.listings())
+        self._tally = Tally.of(self.telemetry)
         self._tunes = check_autotune(autotune, self.telemetry.on)
         self._tuner: Autotune | None = None
         self._tuned: dict[str, int] = {}
@@ -174,6 +176,9 @@ class AsyncDataLoader:
         """
         if self._exhausted:
             return None
+        if self._quick is not None and (batch := self._quick.take()) is not None:
+            self._position = batch.locate()
+            return batch
         begun = time.perf_counter()
         self.telemetry.entering(begun)
         try:
@@ -189,6 +194,8 @@ class AsyncDataLoader:
             self._exhausted = True
         elif self._tuner is not None:
             self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
+        elif self._quick is None and self._agreement is None and self._feed is None and self._pipeline is not None:
+            self._quick = self._pipeline.quick(self.telemetry)
         return batch
 
     def _next(self, timeout: float | None) -> Batch | None:
@@ -296,7 +303,7 @@ class AsyncDataLoader:
                 self._pipeline.close()
                 self.telemetry.left()
                 self._tuned |= self._tuner.values() if self._tuner is not None else {}
-                self._pipeline = self._tuner = None
+                self._pipeline = self._tuner = self._quick = None
             self._position = None
 
     def __enter__(self) -> Self:
@@ -340,8 +347,8 @@ class AsyncDataLoader:
         self._skip = source.skip | own.skip
         self._state = replace(own, skip=self._skip)
         self._exhausted = False
-        self._tally = Tally()
         self.telemetry.reset()
+        self._tally = Tally.of(self.telemetry)
 
     def set_weights(self, weights: Mapping[str, float], step: int | None = None) -> None:
         """Change the weights of a mixture from the next batch on, or from the batch number `step` on.

@@ -112,6 +112,13 @@ class Tally:
     counts: dict[str, int] = field(default_factory=dict)
     bad: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, telemetry: Telemetry) -> Tally:
+        """A new one, told of what the telemetry writes down later."""
+        tally = cls()
+        telemetry.tally = tally.took
+        return tally
+
     def took(self, begun: float, now: float, tokens: int | None) -> None:
         """A call of `next`, with the tokens it gave or None for none."""
         self.wait_s += now - begun
@@ -130,6 +137,7 @@ class Tally:
         self, pipeline: Pipeline | None, telemetry: Telemetry, memory_estimate: int, device_wait_s: float | None = None
     ) -> Stats:
         """Everything so far, with what the running pipeline has counted."""
+        consumer = telemetry.consumer  # first: what was jotted down is written down with it
         counts, bad = dict(self.counts), dict(self.bad)
         if pipeline is not None:
             _add(counts, pipeline.totals())
@@ -140,7 +148,7 @@ class Tally:
             tokens=self.tokens,
             queue_depth=0 if pipeline is None else pipeline.depth,
             wait_s=self.wait_s,
-            wall_s=0.0 if self.first is None else self.last - self.first - telemetry.consumer.paused.within_s,
+            wall_s=0.0 if self.first is None else self.last - self.first - consumer.paused.within_s,
             bad=bad,
             parts=parts,
             faults=faults,
@@ -148,10 +156,10 @@ class Tally:
             next_p50_ms=1e3 * telemetry.window.percentile(0.5),
             next_p95_ms=1e3 * telemetry.window.percentile(0.95),
             next_p99_ms=1e3 * telemetry.window.percentile(0.99),
-            wait_by_stage=dict(telemetry.consumer.wait_s),
+            wait_by_stage=dict(consumer.wait_s),
             stages=telemetry.stages(),
             fetch=(pipeline.gauges()["fetch"] if pipeline is not None else None) or {},
-            paused_s=dict(telemetry.consumer.paused.total),
+            paused_s=dict(consumer.paused.total),
             device_wait_s=device_wait_s,
             verdict=telemetry.verdict().line,
             **counts,

@@ -51,7 +51,8 @@ class Prefetcher(Generic[T]):
         # Items travel in the lists in which they were made: to wake a thread costs more than to
         # hand something over, so it is done once for all of them.
         self._ready: SimpleQueue[list[T] | _End] = SimpleQueue()
-        self._taking: deque[T] = deque()
+        self.at_hand: deque[T] = deque()
+        """Items that have left the queue and wait on this side of it: `get` takes them from there, or whoever may."""
         self._slots: SimpleQueue[bool] = SimpleQueue()
         for _ in range(capacity):
             self._slots.put(True)
@@ -59,7 +60,7 @@ class Prefetcher(Generic[T]):
         self._weigh = weigh
         self._weights: deque[int] = deque()
         self._blocked = False
-        self._made = self._taken = self._owed = self._surplus = 0
+        self._made = self._moved = self._counted = self._owed = self._surplus = 0
         self.first_made: float | None = None
         """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
@@ -77,11 +78,11 @@ class Prefetcher(Generic[T]):
 
     @property
     def depth(self) -> int:
-        return self._made - self._taken
+        return self._made - self._moved + len(self.at_hand)
 
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
-        if not self._taking:
+        if not self.at_hand:
             if self._weigh is not None:
                 self._return_slots()  # a large item may need every one of them
             try:
@@ -95,22 +96,40 @@ class Prefetcher(Generic[T]):
                 if items.error is not None:
                     raise items.error
                 return None
-            self._taking.extend(items)
+            self._move(items)
         try:
-            item = self._taking.popleft()
+            item = self.at_hand.popleft()
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
-        self._taken += 1
-        weight = self._weights.popleft() if self._weigh is not None else 1
-        lent = min(weight, self._surplus)
-        self._surplus -= lent  # slots that were lent for a warmup
-        if weight > lent:
-            self._owed += weight - lent
-            # To wake the producer costs more than to take an item. It has its next list made, or is
-            # at it, so it loses nothing by being woken for several at once.
-            if self._owed >= self._capacity // 2:
-                self._return_slots()
+        self._count()
+        # To wake the producer costs more than to take an item. It has its next list made, or is
+        # at it, so it loses nothing by being woken for several at once.
+        if self._owed >= self._capacity // 2:
+            self._return_slots()
         return item
+
+    def refill(self) -> None:
+        """Bring over what stands ready, and give back the slots of what was taken."""
+        self._return_slots()
+        while self._ready.qsize() > 0:
+            items = self._ready.get_nowait()
+            if isinstance(items, _End):
+                self._ready.put(items)  # for `get`
+                return
+            self._move(items)
+
+    def _move(self, items: list[T]) -> None:
+        self.at_hand.extend(items)
+        self._moved += len(items)
+
+    def _count(self) -> None:
+        """The slots of items that were taken since the last time are owed, but for those lent for a warmup."""
+        taken = self._moved - len(self.at_hand) - self._counted
+        self._counted += taken
+        weight = taken if self._weigh is None else sum(self._weights.popleft() for _ in range(taken))
+        lent = min(weight, self._surplus)
+        self._surplus -= lent
+        self._owed += weight - lent
 
     def _get(self, timeout: float | None) -> list[T] | _End:
         try:
@@ -121,6 +140,7 @@ class Prefetcher(Generic[T]):
             return self._ready.get(timeout=timeout)
 
     def _return_slots(self) -> None:
+        self._count()
         for _ in range(self._owed):
             self._slots.put(True)
         self._owed = 0
@@ -181,7 +201,7 @@ class Prefetcher(Generic[T]):
         joined = join_all([self._thread], timeout) if self._thread.ident is not None else True
         while joined and self._ready.qsize() > 0:
             self._ready.get_nowait()
-        self._taking.clear()
+        self.at_hand.clear()
         self._finish(LoaderClosed("the loader was shut down"))
         return joined
 

@@ -45,6 +45,12 @@ STALL_S = 5.0
 FIRST_STALL_S = 30.0
 """A first batch may take longer than later ones before it is called a stall."""
 EVENTS = 256
+STEP_S = 1e-3
+"""A step that trains anything takes longer than this beside its wait."""
+JOTTED = 64
+"""Steps that are written down together, at most."""
+JOTTED_S = 1.0
+"""Steps are written down after so long, however few they are."""
 
 Event = tuple[float, float, str, dict[str, Any]]
 
@@ -88,16 +94,28 @@ class Telemetry:
         self._shares: dict[str, float] = {}
         self.trainer = ""
         """The thread that last asked for a batch."""
-        self.consumer = Consumer()
+        self._consumer = Consumer()
+        self._jotted: list[tuple[float, float, int, int]] = []
+        self._thread = 0
+        self.tally: Callable[[float, float, int | None], None] = _no_tally
+        """Told of each call of `next` that was jotted down."""
         self.prefix = "loader_"
         self.cores = 1
         self.reset()
 
     def reset(self) -> None:
         """Forget what was measured: another stream begins."""
-        self.consumer.reset()
+        self._jotted.clear()
+        self._consumer.reset()
         self._band = ""
         self._looked = perf_counter()
+
+    @property
+    def consumer(self) -> Consumer:
+        """What the trainer did. On its own thread up to this moment, on any other up to a second old."""
+        if self._jotted and threading.get_ident() == self._thread:
+            self.settle()
+        return self._consumer
 
     @property
     def window(self) -> Window:
@@ -108,13 +126,33 @@ class Telemetry:
 
     def entering(self, now: float) -> None:
         """A call of `next` begins, and with it a step."""
-        counted = self.consumer.entering(now)
+        self._thread = threading.get_ident()
+        self._enter(now)
         if self.on:
             track = self.clock.track()
             self._waiting, self.trainer = (now, track), track.name
+
+    def _enter(self, now: float) -> None:
+        counted = self.consumer.entering(now)
         if counted and now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
             self._looked = now
             self._look()
+
+    def jot(self, begun: float, now: float, tokens: int, depth: int) -> None:
+        """A call of `next` found its batch ready. Written down with others, later."""
+        jotted = self._jotted
+        jotted.append((begun, now, tokens, depth))
+        if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
+            self.settle()
+
+    def settle(self) -> None:
+        """Write down what was jotted down. On the trainer's thread."""
+        steps, self._jotted = self._jotted, []
+        for begun, now, tokens, depth in steps:
+            self.tally(begun, now, tokens)
+            self._enter(begun)
+            self._consumer.waited(now - begun, {"batch": now - begun})  # the handing over
+            self._consumer.took(tokens, depth)
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
@@ -178,6 +216,7 @@ class Telemetry:
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
         """Evaluation, a checkpoint: time that is kept apart from the run's."""
+        self.settle()
         self._pauses += 1
         begun = perf_counter()
         try:
@@ -195,7 +234,8 @@ class Telemetry:
             before, self._band = self._band, verdict.band
             worse = verdict.band in ("fair", "poor")
             # Whoever only reads, and trains nothing in between, waits all the time and knows it.
-            trains = verdict.data_wait < 0.95
+            own_s = (self.window.wall - self.window.wait) / max(1, len(self.window.steps))
+            trains = verdict.data_wait < 0.95 and own_s > STEP_S
             if worse or before:
                 log.log(logging.WARNING if worse and trains else logging.INFO, "%s", verdict.line)
 
@@ -335,6 +375,9 @@ def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[flo
     for listed in listings:
         telemetry.ledger.spent("list", *listed)
     return telemetry
+
+
+def _no_tally(begun: float, now: float, tokens: int | None) -> None: ...
 
 
 def _no_queue() -> tuple[int, int]:
