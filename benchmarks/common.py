@@ -567,15 +567,23 @@ class Report:
         if goal is not None:
             line |= {"goal": str(goal), "met": None if self.quick else goal.met(median)}
         line |= more | {"settings": self.settings, "quick": self.quick, "machine": machine()}
-        RESULTS.mkdir(exist_ok=True)
-        with open(RESULTS / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._write(line)
         spread = f"{show(min(listed))} to {show(max(listed))}" if len(listed) > 1 else ""
         reached = (
             "" if goal is None else str(goal) if self.quick else f"{goal}  {'met' if goal.met(median) else 'MISSED'}"
         )
         self._rows.append((case, metric, show(median), unit, spread, reached))
         return median
+
+    def note(self, case: str, words: Mapping[str, str], **more: Any) -> None:
+        """Record what is no number."""
+        line = {"bench": self.name, "case": case, "words": dict(words)}
+        self._write(line | more | {"settings": self.settings, "quick": self.quick, "machine": machine()})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        RESULTS.mkdir(exist_ok=True)
+        with open(RESULTS / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """Print the table."""
