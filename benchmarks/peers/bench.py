@@ -39,8 +39,8 @@ class Sizes:
     """How much of everything."""
 
     copies: int = 16
-    token_copies: int = 8
-    passes: int = 6
+    token_copies: int = 4
+    passes: int = 8
     slow_batches: int = 300
     paced: Mapping[float, int] = field(default_factory=lambda: {0.005: 300, 0.02: 120, 0.1: 40})
     slow_paced: int = 60
@@ -97,7 +97,7 @@ class Bench:
             "source": source, "vocabulary": str(self._corpus.tokenizer), "shuffle": entrant.shuffle,
         }  # fmt: skip
         case = Case(**(given | more))
-        if entrant.prepares or entrant.group == LIMIT:
+        if entrant.prepares or "copy" in entrant.variant:
             case = self._prepared(entrant, case, copies)
         return case
 

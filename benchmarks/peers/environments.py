@@ -22,12 +22,28 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "penstock": (f"{REPO}[hf,tiktoken,torch]", "matplotlib"),
     "plain": ("tiktoken", "huggingface_hub"),
     "datasets": ("datasets", "torchdata", "torch"),
-    "torch": ("torchdata", "torch"),
+    "torch": ("torchdata", "tiktoken", "torch"),
     "grain": ("grain",),
     "spdl": ("spdl", "torch"),
-    "litdata": ("litdata", "torch"),
-    "mosaic": ("mosaicml-streaming", "torch"),
+    "litdata": ("litdata", "polars", "torch"),
+    # Named, so that pip need not try: without them it looks through years of releases for half an hour.
+    "mosaic": (
+        "mosaicml-streaming==0.13.0",
+        "torch",
+        "numpy==2.1.3",
+        "transformers==4.57.6",
+        "tokenizers==0.22.2",
+        "huggingface_hub==0.36.2",
+        "google-cloud-storage==3.2.0",
+        "paramiko==3.5.1",
+        "oci==2.189.0",
+    ),
 }
+ALONE: dict[str, tuple[str, ...]] = {
+    # It imports torchvision and needs nothing of it; the newest has no build for the CPU, and fails to load.
+    "mosaic": ("torchvision==0.15.2",),
+}
+"""Installed afterwards, without what they say that they need."""
 INSTALL_S = 1200.0
 LAST_LINES = 3
 
@@ -41,7 +57,7 @@ def python(name: str) -> Path:
     """The interpreter of an environment, which is made if it is not there."""
     needs = (*ALL, *NEEDS[name])
     constraints = REPO / "constraints.txt"
-    told = json.dumps([needs, constraints.read_text(), sys.version, str(REPO)])
+    told = json.dumps([needs, ALONE.get(name), constraints.read_text(), sys.version, str(REPO)])
     folder = bench_folder("environments") / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
     interpreter, complete = folder / "bin" / "python", folder / "complete"
     if not complete.exists():
@@ -50,6 +66,8 @@ def python(name: str) -> Path:
         _run([sys.executable, "-m", "venv", str(folder)], name)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, "-c", str(constraints), *needs], name)
+        if name in ALONE:
+            _run([*pip, "--no-deps", *ALONE[name]], name)
         complete.touch()
     elif name == "penstock":  # what is measured is the code as it is now
         _run([str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check",

@@ -37,9 +37,10 @@ class Packer:
         flat = np.concatenate(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
         at = 0
         while len(flat) - at >= self.NEEDED:
-            yield cut(flat[at : at + self.NEEDED])
+            batch = cut(flat[at : at + self.NEEDED])
             at += self.NEEDED - 1
-            self._pieces, self._held = [flat[at:]], len(flat) - at
+            self._pieces, self._held = [flat[at:]], len(flat) - at  # before it is given: `rest` may be asked for then
+            yield batch
 
     def rest(self) -> Ids:
         """What has not filled a batch: what a checkpoint has to hold."""

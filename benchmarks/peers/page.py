@@ -133,7 +133,7 @@ def _goals(entrants: Sequence[Entrant], seen: Results) -> list[str]:
     ):
         rival = best(group, rate, max)
         if group == PREPARED and rival:
-            rivals = [(n, seen[n].median(rate)) for n in ("litdata, TokensLoader", "MosaicML Streaming, MDS")]
+            rivals = [(n, seen[n].median(rate)) for n in ("litdata, TokensLoader", "MosaicML Streaming, MDS of tokens")]
             known = [(n, value) for n, value in rivals if value is not None]
             rival = max(known, key=lambda pair: pair[1]) if known else None
         if rival:

@@ -103,6 +103,7 @@ ENTRANTS: tuple[Entrant, ...] = (
     *_twice("Grain", "grain_packed", "grain"),
     *_twice("SPDL", "spdl_pipeline", "spdl"),
     *_twice("litdata, Parquet", "lit", "litdata", variant="parquet", prepares=True),
+    *_twice("MosaicML Streaming, MDS of text", "mosaic", "mosaic", variant="text", prepares=True),
     Entrant(name=LIMIT_COPY, module="limits", environment="penstock", group=LIMIT, variant="copy torch", shuffle=True),
     Entrant(
         name=PENSTOCK_TOKENS,
@@ -121,7 +122,9 @@ ENTRANTS: tuple[Entrant, ...] = (
         variant="tokens",
         prepares=True,
     ),
-    Entrant(name="MosaicML Streaming, MDS", module="mosaic", environment="mosaic", group=PREPARED, prepares=True),
+    Entrant(
+        name="MosaicML Streaming, MDS of tokens", module="mosaic", environment="mosaic", group=PREPARED, prepares=True
+    ),
     Entrant(
         name="memory map, nanoGPT",
         module="memory_map",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from case import BATCH_SIZE, SEQ_LEN, Case, NotOffered
 
 TOKENS = "tokens.bin"

@@ -63,6 +63,7 @@ def prepare(case: Case) -> None:
     """A file of ids."""
     import numpy as np
     import pyarrow.parquet as pq
+
     from encoders import Gigatoken
 
     encode = Gigatoken(case.vocabulary)

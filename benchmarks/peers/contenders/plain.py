@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow.parquet as pq
+
 from case import Case, NotOffered
 from encoders import Tiktoken, encoder
 from packing import Packer, Pair
