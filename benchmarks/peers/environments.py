@@ -24,7 +24,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "datasets": ("datasets", "torchdata", "torch"),
     "torch": ("torchdata", "tiktoken", "torch"),
     "grain": ("grain",),
-    "spdl": ("spdl", "torch"),
+    "spdl": ("spdl-core", "torch"),
     "litdata": ("litdata", "polars", "torch"),
     # Named, so that pip need not try: without them it looks through years of releases for half an hour.
     "mosaic": (

@@ -101,6 +101,13 @@ ENTRANTS: tuple[Entrant, ...] = (
     *_twice("PyTorch DataLoader", "torch_loader", "torch", variant="stateful"),
     *_twice("torchdata.nodes", "torchdata_nodes", "torch"),
     *_twice("Grain", "grain_packed", "grain"),
+    Entrant(
+        name="Grain, processes + gigatoken",
+        module="grain_packed",
+        environment="grain",
+        group=HANDED,
+        variant="processes",
+    ),
     *_twice("SPDL", "spdl_pipeline", "spdl"),
     *_twice("litdata, Parquet", "lit", "litdata", variant="parquet", prepares=True),
     *_twice("MosaicML Streaming, MDS of text", "mosaic", "mosaic", variant="text", prepares=True),
