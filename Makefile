@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs-installed
 
-.PHONY: help demo test test-slow browser check format bench clean
+.PHONY: help demo test test-slow browser check format bench bench-peers docs clean
 
 help:
 	@echo "make demo       train a small model on real text, kill it, resume it, and write a report"
@@ -15,6 +16,8 @@ help:
 	@echo "make check      formatting, lint and types"
 	@echo "make format     format the code"
 	@echo "make bench      run the benchmarks (on an idle machine)"
+	@echo "make bench-peers  measure Penstock beside other loaders, each in an environment of its own (most of an hour)"
+	@echo "make docs       build the documentation as HTML into artifacts/docs"
 	@echo "make clean      remove the environment and everything made"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -52,6 +55,19 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# Environments of some gigabytes are made below PENSTOCK_BENCH_DIR, or the temporary folder, and kept.
+bench-peers: $(STAMP)
+	$(BIN)/python benchmarks/peers
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $(DOCS)
+
+# A warning is an error: a page that no other leads to, a link to nowhere, a docstring that cannot be shown.
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs artifacts/docs
+	@echo "artifacts/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

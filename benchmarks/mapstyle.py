@@ -4,8 +4,8 @@ Flat out:   samples that take 1, 5 and 20 ms each, of waiting (time.sleep) or of
             the GIL (a loop, calibrated once, the same for all), 128 ids each. Penstock's threads and
             processes beside PyTorch's DataLoader, as many workers, within an epoch. What the end of
             an epoch costs, where DataLoader's default starts new workers, is measured apart.
-In step:    the tables of two documents. 002: +50, +40, +30 % at batches of 4, 16, 64, which is what
-            hiding a load of 0.5, 0.4, 0.3 of the compute time gives. 003: data wait of 30 to 40 %
+In step:    the tables of two guides to an earlier loader. One: +50, +40, +30 % at batches of 4, 16, 64, which is what
+            hiding a load of 0.5, 0.4, 0.3 of the compute time gives. The other: data wait of 30 to 40 %
             down to 0.2 %. An accelerator is stood in for by time.sleep: there is none here. Steps are
             shorter than theirs (80 ms and more), which is harder. The load of a batch is one wait or
             one piece of Python. Sync is n_workers=0, the plain path; async
@@ -40,10 +40,10 @@ FLAT_GOAL = Goal(">=", 0.97)
 ASYNC_WORKERS, ASYNC_PREFETCH = 4, 8
 SHAPES = {
     # batch size, compute in ms, load over compute
-    "002, batch 4": (4, 20, 0.5),
-    "002, batch 16": (16, 40, 0.4),
-    "002, batch 64": (64, 80, 0.3),
-    "003, batch 8": (8, 50, 0.54),
+    "guide, batch 4": (4, 20, 0.5),
+    "guide, batch 16": (16, 40, 0.4),
+    "guide, batch 64": (64, 80, 0.3),
+    "slow load, batch 8": (8, 50, 0.54),
 }
 IDEAL_GOAL = Goal(">=", 0.97)
 WAIT_GOAL = Goal("<", 0.2)
@@ -235,7 +235,7 @@ class InStep:
             return measure
 
         rates = interleave(self._repeats, {which: stepping(which) for which in seen})
-        self._show(f"{name}, load {share:g} of compute, {kind}", kinds, rates, seen, name.startswith("003"))
+        self._show(f"{name}, load {share:g} of compute, {kind}", kinds, rates, seen, name.startswith("slow"))
 
     def _show(
         self,
@@ -468,7 +468,7 @@ def main() -> None:
         in_step = InStep(report, repeats, seconds, rate)
         for name in SHAPES:
             in_step.shape(name, "waits")
-        in_step.shape("003, batch 8", "works")
+        in_step.shape("slow load, batch 8", "works")
     if "memory" in args.only:
         null_case(
             report, args.quick, repeats if args.quick else 2 * repeats, seconds / 2, 500 if args.quick else NULL_ROWS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCRIPTS = (
     "start", "first_batch", "latency", "throughput", "remote_throughput", "cached", "tokens", "mapstyle", "resume",
-    "interference", "overhead", "autotune", "memory", "first_step", "train",
+    "interference", "overhead", "autotune", "memory", "first_step", "train", "scale",
 )  # fmt: skip
 
 

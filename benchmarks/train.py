@@ -3,18 +3,18 @@
 Sync is prefetch off: the same batches, made in the step, without threads. Everything is compared in one run, in turn.
 
 runs:        real runs of `penstock train` (toy size) on the CPU, fresh processes, from their heartbeats; losses have
-             to be the same to the last digit. 003 had a data wait of 30 to 40 % down to 0.2 %, with batches that took
+             to be the same to the last digit. A guide to an earlier loader had a data wait of 30 to 40 % down to 0.2 %, with batches that took
              long to make. No tokenizer takes that long beside a model on a CPU, so what takes long here is the
              way: text on a Hub with a document in each row group, and so much latency that sync waits
              for about 35 % of its time. Text on disk, and ids that need no reading at all, are the null
-             case of 003's author: nothing to gain, and nothing to lose.
-accelerator: 002's table, batches of 4, 16 and 64 rows. THERE IS NO ACCELERATOR: a timed wait stands in for
+             case of its author: nothing to gain, and nothing to lose.
+accelerator: another guide's table, batches of 4, 16 and 64 rows. THERE IS NO ACCELERATOR: a timed wait stands in for
              it, which takes no CPU, as a step on a GPU takes next to none. The load is real: text tokenized by
              `tokenizers` on one core. The wait is chosen from the load that was measured before, so that the
-             accelerator of sync is busy for 62, 66 and 71 % of the time: what 002's +50, +40 and +30 % mean if its
+             accelerator of sync is busy for 62, 66 and 71 % of the time: what its +50, +40 and +30 % mean if its
              async was at 92.5 %. Ideal is max(step, load / workers).
-steady:      001's p95 of a fetch, over 1,000 steps of 20 ms (a wait again), from a Hub of 50 ms.
-warmup:      000's table: what waiting for 8, 16 and 32 batches after the first one costs, and what it saves in
+steady:      a p95 of a fetch that was known, over 1,000 steps of 20 ms (a wait again), from a Hub of 50 ms.
+warmup:      what waiting for 8, 16 and 32 batches after the first one costs, and what it saves in
              the first 50 steps (the same waits), from a cold start each time. What is saved was waited for
              before, unless the loader catches up meanwhile; so the time to the end of step 50 stands beside it.
 
@@ -58,11 +58,11 @@ PARTS = ("runs", "accelerator", "steady", "warmup")
 MODES = ("sync", "async")
 
 SYNC_WAIT = 0.35
-"""Share of its time that sync shall wait in the run from far away: the middle of 003's 30 to 40 %."""
+"""Share of its time that sync shall wait in the run from far away: the middle of 30 to 40 %."""
 SHAPES = {4: 0.925 / 1.5, 16: 0.925 / 1.4, 64: 0.925 / 1.3}
 """Rows of a batch, and how busy sync shall keep the accelerator."""
 GAINS = {4: 50.0, 16: 40.0, 64: 30.0}
-"""002's own, in percent."""
+"""The guide's own, in percent."""
 SMALL_GROUP, LARGE_GROUP = 25, 250
 """Documents in a row group: 150 kB for a tokenizer of 2 MB/s, 1.5 MB for the network."""
 FILES = 50
@@ -240,7 +240,7 @@ def against(
 
 
 def accelerator(report: Report, corpus: Corpus, quick: bool, repeats: int, seconds: float) -> None:
-    """002's table."""
+    """Batches of three sizes before a stand-in."""
     given = {
         "urls": str(corpus.hosted("zstd", SMALL_GROUP)), "tokenizer": str(corpus.tokenizer), "engine": "tokenizers",
     }  # fmt: skip
@@ -273,7 +273,7 @@ def accelerator(report: Report, corpus: Corpus, quick: bool, repeats: int, secon
 
 
 def steady(report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: int, steps: int) -> None:
-    """001's p95."""
+    """A fetch, over many steps."""
     case = remote(corpus, endpoint) | {"before": 5 if quick else 50, "steps": steps, "wait_s": STEP_S}
     for mode, several in against(repeats, quick, {mode: case | {"mode": mode} for mode in MODES}).items():
         for metric, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("longest", 1.0)):
@@ -285,7 +285,7 @@ def steady(report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: 
 
 
 def warmup(report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: int) -> None:
-    """000's table."""
+    """What a warmup costs and saves."""
     case = remote(corpus, endpoint) | {"mode": "async", "steps": FIRST_STEPS, "wait_s": STEP_S}
     answers = against(repeats, quick, {str(n): case | {"warmup": n} for n in WARMED}, fresh=True)
     waited = {name: [1e3 * sum(each["fetches"]) for each in several] for name, several in answers.items()}

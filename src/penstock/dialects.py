@@ -5,8 +5,8 @@ Out:   `Said`: a setting, its value as written, and where it stands.
 Where: the thread that creates a loader.
 State: none.
 
-Besides our own, the names are those of 000 and 001 (`NSA_FWE_…`), of 002 (`[training]` in TOML) and
-of 003 (`training` in JSON).
+Besides our own, the names are those of the FineWeb-Edu scripts (`NSA_FWE_…`) and of
+the AsyncDataLoader guides (`training`, in TOML and in JSON).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NSA_FWE = {
     "NSA_FWE_WARMUP_BATCHES": "warmup_batches",
     "NSA_FWE_WARMUP_TIMEOUT": "warmup_timeout",
 }
-"""000 and 001, in the environment."""
+"""The FineWeb-Edu scripts, in the environment."""
 
 TRAINING = {
     "use_async_loader": "prefetch",
@@ -41,7 +41,7 @@ TRAINING = {
     "prefetch_batches": "prefetch_size",
     "num_workers": "n_workers",
 }
-"""002 and 003, in a file's table `training`, beside our own names."""
+"""The AsyncDataLoader guides, in a file's table `training`, beside our own names."""
 
 EVERYWHERE = {"num_epochs": "epochs"}
 """Second names that hold in every dialect."""

@@ -16,9 +16,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from penstock.begin import after, anew, choose_lanes
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, Position
-from penstock.errors import ConfigError, StateMismatch
+from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.autotune import Autotune
 from penstock.feed.quick import Quick
@@ -26,7 +27,7 @@ from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
-from penstock.state import State, fitting, parse
+from penstock.state import State
 from penstock.stats import Stats, Tally, Warmup
 from penstock.types import Shard
 from penstock.watch.telemetry import Telemetry, attach
@@ -133,7 +134,7 @@ class AsyncDataLoader:
         self._tuned: dict[str, int] = {}
         self._position: Callable[[], Position] | None = None
         self._skip = self._source.skip
-        self._state = self._fresh_state(self._choose_lanes(), first=0, batch=0)
+        self._state = self._fresh_state(choose_lanes(self._source, self._options), first=0, batch=0)
 
     @classmethod
     def from_config(cls, path: Any = None, dataset: Any = None, **overrides: Any) -> Self:
@@ -327,25 +328,9 @@ class AsyncDataLoader:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
-        loaded = parse(state)
-        source, options = self._source, self._options
-        source.check_data(loaded)
-        loaded.require(stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id())
-        if source.by_lane:
-            fitting(loaded.lanes, options.shard.mod, StateMismatch)
-            if options.lanes not in (None, loaded.lanes):
-                raise StateMismatch(
-                    f"lanes was {loaded.lanes} when the state was saved, and is {options.lanes}. "
-                    "Leave lanes out to take it from the state."
-                )
-        loaded = loaded.with_places(source.check_place)
-        source.check_state(loaded)
-        if options.epochs is not None and any(p.epoch > loaded.first + options.epochs for p in loaded.places.values()):
-            raise StateMismatch(f"the state is past the end of a stream of epochs={options.epochs}")
-        own = loaded.for_shard(self._own_lanes(loaded.lanes) if source.by_lane else [])
+        loaded = after(self._source, self._options, state)
         self._close()
-        self._skip = source.skip | own.skip
-        self._state = replace(own, skip=self._skip)
+        self._state, self._skip = loaded, loaded.skip
         self._exhausted = False
         self.telemetry.reset()
         self._tally = Tally.of(self.telemetry)
@@ -377,28 +362,11 @@ class AsyncDataLoader:
         return self._state if self._position is None else self._state.after(self._position())
 
     def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
-        source = self._source
         if self._mixture is not None and not weights:
             weights = ((0, self._mixture.mixture.weights),)
-        return State(
-            row=0,
-            batch=batch,
-            first=first,
-            lanes=lanes,
-            places={lane: source.first_place(first) for lane in self._own_lanes(lanes)} if source.by_lane else {},
-            stream=self._stream_id(),
-            data=source.data_id(),
-            tokenizer=source.tokenizer_id(),
-            skip=self._skip,
-            weights=weights,
-            source=source.start(first),
+        return anew(
+            self._source, self._options, lanes=lanes, first=first, batch=batch, skip=self._skip, weights=weights
         )
-
-    def _stream_id(self) -> dict[str, Any]:
-        return self._source.settings_id() | {"shuffle": self._options.shuffle, "seed": self._options.seed}
-
-    def _own_lanes(self, lanes: int) -> list[int]:
-        return list(range(self._options.shard.rem, lanes, self._options.shard.mod))
 
     # Watching
 
@@ -420,8 +388,3 @@ class AsyncDataLoader:
     def _needs_agreement(self) -> bool:
         options = self._options
         return options.epochs is not None and options.shard.mod > 1 and not options.alone and not self._source.even
-
-    def _choose_lanes(self) -> int:
-        if not self._source.by_lane:
-            return 1
-        return fitting(self._options.lanes or self._options.shard.mod, self._options.shard.mod, ConfigError)

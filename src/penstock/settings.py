@@ -35,7 +35,7 @@ PRESETS = {
     "B": (4, 8),
     "C": (12, 8),
 }
-"""`n_workers` and `prefetch_size`: 003's examples, and 002's for its three machines."""
+"""`n_workers` and `prefetch_size`: the AsyncDataLoader guides' examples, and theirs for three machines."""
 
 PASSED_ON = ("shard", "preprocess", "collate", "device_preprocess")
 """Arguments of the loader that are no settings: there is no way to write them into a file."""
@@ -90,7 +90,7 @@ class Settings:
     batch_size: int | None = _setting(None, or_none(whole(1)))
     """Rows of a batch, for this rank. More take memory in proportion, in the queue too."""
     epochs: int | None = _setting(None, or_none(whole(1)))
-    """Passes over the data; None: endless. 002 and 003 call it `num_epochs`, and so may everybody."""
+    """Passes over the data; None: endless. The AsyncDataLoader guides call it `num_epochs`, and so may everybody."""
     learning_rate: float | None = _setting(None, or_none(number()))
     """The trainer's; the loader only passes it on."""
     lanes: int | None = _setting(None, or_none(whole(1), "auto"))

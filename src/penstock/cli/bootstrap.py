@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import PenstockError
+from penstock.cli import complete
+from penstock.cli.given import CardConfig
 
 if TYPE_CHECKING:
     from penstock.sources.bootstrap import Bootstrapped, Progress
@@ -21,20 +22,30 @@ SAY_EVERY_S = 5.0
 
 
 def bootstrap(
-    out: Annotated[Path, typer.Option(help="The file to write; it ends in .jsonl or .parquet.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl or .parquet.")
+    ],
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="hf://…, s3://…, https://…, a short name or a path.")
+        list[str] | None,
+        typer.Argument(
+            metavar="URL",
+            help="hf://…, s3://…, https://…, a short name or a path.",
+            show_default="fineweb_edu",
+            autocompletion=complete.address,
+        ),
     ] = None,
-    size: Annotated[str, typer.Option("--bytes", help="How much to write: 5GB, 100MiB or a number.")] = "5GiB",
-    config: Annotated[str | None, typer.Option(help="A configuration of the dataset's card.")] = None,
-    text_field: Annotated[str, typer.Option(help="The column or field with the text.")] = "text",
+    size: Annotated[
+        str, typer.Option("--bytes", metavar="SIZE", help="How much to write: 5GB, 100MiB or a number.")
+    ] = "5GiB",
+    config: CardConfig = None,
+    text_field: Annotated[str, typer.Option(metavar="NAME", help="The column or field with the text.")] = "text",
     refresh: Annotated[bool, typer.Option("--refresh", help="Extend a finished file to this size.")] = False,
     background: Annotated[bool, typer.Option("--background", help="Go on in the background; see PATH.log.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Write the first bytes of a source's text (default: fineweb_edu) to a local file.
+    """Write the first bytes of a source's text to a local file.
 
-    Killed at any moment and run again, it goes on, and ends with the same bytes.
+    Killed at any moment and run again, it goes on, and ends with the same bytes. Exit code 1: an error.
     """
     from penstock.sources.bootstrap import bootstrap as write
     from penstock.sources.bootstrap import check_name
@@ -53,12 +64,9 @@ def bootstrap(
             done = write(
                 sources, out, goal, config=config, text_field=text_field, refresh=refresh, progress=show.show
             )  # fmt: skip
-    except BaseException as error:
-        for note in getattr(error, "__notes__", ()):
+    except KeyboardInterrupt as error:
+        for note in getattr(error, "__notes__", ()):  # what is safe, and how to go on
             typer.echo(note, err=True)
-        if isinstance(error, OSError):
-            typer.echo(f"penstock: {error}", err=True)
-            raise typer.Exit(1) from error
         raise
     if not quiet:
         typer.echo(_summary(done, goal, time.monotonic() - began), err=True)
@@ -67,13 +75,9 @@ def bootstrap(
 
 def main() -> None:
     """This command by itself, for the script of its name and for the background."""
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(bootstrap)
-    try:
-        app()
-    except PenstockError as error:
-        typer.echo(f"penstock: {error}", err=True)
-        sys.exit(1)
+    from penstock.cli.main import app
+
+    app(["bootstrap", *sys.argv[1:]])
 
 
 def _detach(urls: list[str], out: Path, goal: int, config: str | None, text_field: str, flags: list[str]) -> None:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.given import AsJson
 from penstock.errors import ConfigError, CorruptFile, PenstockError
+from penstock.watch.page.units import size
 
 if TYPE_CHECKING:
     from penstock.read.cache import Entry
@@ -24,14 +26,16 @@ SHOWN = 20
 cache = typer.Typer(help="Look at, check or empty the token cache.", no_args_is_help=True)
 
 Folder = Annotated[
-    Path | None, typer.Option("--dir", help="The cache folder; default: PENSTOCK_CACHE, or ~/.cache/penstock.")
+    Path | None,
+    typer.Option(
+        "--dir", metavar="FOLDER", help="The cache folder.", show_default="PENSTOCK_CACHE, or ~/.cache/penstock"
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @cache.command()
 def info(folder: Folder = None, as_json: AsJson = False) -> None:
-    """Show how much there is, of which files, and when it was used."""
+    """Show how much there is, of what, and when it was used."""
     from penstock.read.cache import entries
 
     folder = _folder(folder)
@@ -51,7 +55,10 @@ def verify(
     delete: Annotated[bool, typer.Option("--delete", help="Remove what is damaged; it is made again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything and compare checksums. Exit code 1 if there is damage that was not deleted."""
+    """Read everything and compare checksums.
+
+    Exit code 1: there is damage that was not deleted.
+    """
     from penstock.read.cache import verify as verify_all
 
     folder = _folder(folder)
@@ -64,7 +71,7 @@ def verify(
         for _, why in result.damaged:
             typer.echo(f"damaged: {why}")
         outcome = f"{len(result.damaged)} damaged" + (", deleted" if delete and result.damaged else "")
-        typer.echo(f"{folder}: {result.entries} entries, {_size(result.bytes)}, {outcome}")
+        typer.echo(f"{folder}: {result.entries} entries, {size(result.bytes)}, {outcome}")
     if result.damaged and not delete:
         raise typer.Exit(1)
 
@@ -78,7 +85,10 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Also what is known of remote files, and locks.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove token chunks. A run that uses them goes on, and makes them again when it needs them again."""
+    """Remove token chunks.
+
+    A run that uses them goes on, and makes them again when it needs them again.
+    """
     from penstock.read.cache import clear as clear_all
     from penstock.read.cache import entries
 
@@ -86,10 +96,10 @@ def clear(
     age_s = _seconds(older_than)
     if not yes and sys.stdin.isatty():
         going = [entry for entry in entries(folder) if entry.used <= time.time() - age_s]
-        typer.confirm(f"Remove {len(going)} entries, {_size(_bytes(going))}, from {folder}?", abort=True)
+        typer.confirm(f"Remove {len(going)} entries, {size(_bytes(going))}, from {folder}?", abort=True)
     with _told(folder):
         n, freed = clear_all(folder, age_s, everything)
-    typer.echo(f"{folder}: removed {n} files, {_size(freed)}")
+    typer.echo(f"{folder}: removed {n} files, {size(freed)}")
 
 
 def _folder(given: Path | None) -> Path:
@@ -156,7 +166,7 @@ def _print(folder: Path, found: list[Entry], files: list[dict[str, Any]]) -> Non
     if not console.is_terminal:
         console.width = 1000  # for grep: a line is a file, however long its name
     console.print(Text(f"folder   {folder}"))
-    console.print(Text(f"entries  {len(found)}, {_size(_bytes(found))}"))
+    console.print(Text(f"entries  {len(found)}, {size(_bytes(found))}"))
     if not found:
         return
     used = [entry.used for entry in found]
@@ -165,7 +175,7 @@ def _print(folder: Path, found: list[Entry], files: list[dict[str, Any]]) -> Non
     for title in ("file", "chunks", "size", "last used"):
         table.add_column(title, overflow="fold", justify="left" if title == "file" else "right")
     for file in files[:SHOWN]:
-        table.add_row(Text(file["file"]), str(file["entries"]), _size(file["bytes"]), _ago(file["newest_use"]))
+        table.add_row(Text(file["file"]), str(file["entries"]), size(file["bytes"]), _ago(file["newest_use"]))
     console.print(table)
     if len(files) > SHOWN:
         console.print(Text(f"and {len(files) - SHOWN} more files; all of them with --json"))
@@ -173,14 +183,6 @@ def _print(folder: Path, found: list[Entry], files: list[dict[str, Any]]) -> Non
 
 def _bytes(found: list[Entry]) -> int:
     return sum(entry.size for entry in found)
-
-
-def _size(n: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"
 
 
 def _ago(then: float) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.given import AsJson, Overrides, Preset
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +22,14 @@ def config(
     file: Annotated[
         Path | None, typer.Argument(help="A TOML or JSON file; default: PENSTOCK_CONFIG, or ./penstock.toml.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Workers and prefetch by name.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Overrides = None,
+    preset: Preset = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show each setting, its value, and where that came from."""
+    """Show each setting, its value, and where that came from.
+
+    Exit code 1: one does not fit, and the line says which, where it is written, and what would fit.
+    """
     from penstock.settings import load
 
     overrides = dict(pair(one) for one in set_ or ())

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import complete
+from penstock.cli.failure import fail, one_line
+from penstock.cli.given import AS, AsJson, Batch, CardConfig, SeqLen, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError, PenstockError
+from penstock.train.options import OPTIONS
+from penstock.watch.page.units import size
 
 if TYPE_CHECKING:
     from penstock.doctor.examine import Diagnosis
@@ -20,31 +25,47 @@ if TYPE_CHECKING:
 UNREADABLE = 2
 FILES = (".toml", ".json", ".jsonc")
 """What a settings file's name ends with."""
+PACKINGS = complete.words_of(OPTIONS["packing"].kind)
 
 
 def doctor(
+    context: typer.Context,
     target: Annotated[
         str,
-        typer.Argument(metavar="URL|FILE", help="hf://…, s3://…, https://…, a path; or a run's settings, run.toml."),
+        typer.Argument(
+            metavar="FILE|URL",
+            help="A run's settings, run.toml; or hf://…, s3://…, https://…, a path.",
+            autocompletion=complete.address,
+        ),
     ],
-    tokenizer: Annotated[str | None, typer.Option(help="As for the run; byte unless given.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="As for the run; 1024 unless given.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="As for the run; 16 unless given.")] = None,
-    packing: Annotated[str | None, typer.Option(help="concat, best_fit or bos, as for the run.")] = None,
-    text_field: Annotated[str | None, typer.Option(help="As for the run; text unless given.")] = None,
-    config: Annotated[str | None, typer.Option(help="A configuration of the dataset's card.")] = None,
-    split: Annotated[str | None, typer.Option(help="train or val, as for the run.")] = None,
-    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="As for the run.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers; default: the cores at hand.")] = None,
-    prefetch_size: Annotated[int | None, typer.Option(help="As for the run; 8 unless given.")] = None,
-    seconds: Annotated[float, typer.Option(help="To run the whole for; each stage alone gets a quarter.")] = 5.0,
+    tokenizer: Tokenizer = None,
+    seq_len: SeqLen = None,
+    batch_size: Batch = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=AS, show_default="concat", autocompletion=complete.among(PACKINGS)),
+    ] = None,
+    text_field: TextField = None,
+    config: CardConfig = None,
+    split: Split = None,
+    shuffle: Shuffle = None,
+    workers: Workers = None,
+    prefetch_size: Annotated[int | None, typer.Option(metavar="N", help=AS, show_default="8")] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="To run the whole for; each stage alone gets a quarter.")
+    ] = 5.0,
     tokens_per_second: Annotated[float | None, typer.Option(metavar="N", help="What the trainer could take.")] = None,
     what_if: Annotated[
-        str | None, typer.Option(metavar="cached|synthetic", help="Measure what would be gained by that.")
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="cached or synthetic: measure what that would gain.",
+            autocompletion=complete.among(("cached", "synthetic")),
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Try the pipeline out: each stage alone, then all of it as fast as it goes.
+    """Try the pipeline out: each stage alone, then all of it.
 
     Exit code 0: it can feed N tokens a second with a data wait below 5 %, or no N was given. 1: it cannot.
     2: the data cannot be read, or the arguments do not fit. The token cache is neither read nor written.
@@ -67,8 +88,10 @@ def doctor(
             dataset, seconds=seconds, tokens_per_second=tokens_per_second, what_if=question, say=_say(), **arguments
         )
     except (PenstockError, OSError) as error:
-        _fail(error, as_json)
-        raise typer.Exit(UNREADABLE) from None
+        text = f"{type(error).__name__}: {one_line(error)}"
+        if as_json:
+            typer.echo(json.dumps({"error": text, "exit_code": UNREADABLE}, indent=2))
+        fail(context, error, "" if as_json else f"penstock doctor: {text}", UNREADABLE)
     finally:
         log.setLevel(level)
     if as_json:
@@ -106,27 +129,19 @@ def _say() -> Callable[[str], None]:
     return lambda what: typer.echo(f"\r\x1b[Ktrying {what} …", nl=False, err=True)
 
 
-def _fail(error: Exception, as_json: bool) -> None:
-    text = f"{type(error).__name__}: {error}"
-    if as_json:
-        typer.echo(json.dumps({"error": text, "exit_code": UNREADABLE}, indent=2))
-    else:
-        typer.echo(f"penstock doctor: {' '.join(text.split())}", err=True)
-
-
 def _lines(found: Diagnosis) -> Iterator[str]:
     if sys.stderr.isatty():
         typer.echo("\r\x1b[K", nl=False, err=True)
     if found.files is not None and found.bytes is not None:
         listed = "" if found.listing_s is None else f"; listed, and the vocabulary loaded, in {found.listing_s:.2f} s"
-        yield _row("data", f"{found.files:,} file{'s' * (found.files != 1)}, {_size(found.bytes)}{listed}")
+        yield _row("data", f"{found.files:,} file{'s' * (found.files != 1)}, {size(found.bytes)}{listed}")
     if found.alone is not None:
         yield from _alone(found.alone)
     memory = found.memory
     parts = {"queue": memory.queue_bytes, "window": memory.window_bytes, "read-ahead": memory.read_ahead_bytes}
-    told = ", ".join(f"{name} {_size(n)}" for name, n in parts.items() if n is not None)
+    told = ", ".join(f"{name} {size(n)}" for name, n in parts.items() if n is not None)
     yield _row(
-        "memory", f"{told}; memory_limit {_size(memory.limit_bytes)}; the process grew {_size(memory.grown_bytes)}"
+        "memory", f"{told}; memory_limit {size(memory.limit_bytes)}; the process grew {size(memory.grown_bytes)}"
     )
     yield _row("first batch", f"{found.first_batch_s:.2f} s")
     if found.bad:
@@ -171,7 +186,7 @@ def _alone(alone: Alone) -> Iterator[str]:
         "  pack", f"cropped {_percent(alone.cropped_share)}, padded {_percent(alone.padded_share)}", limit["pack"]
     )
     yield _row("  batch", "", limit["batch"])
-    yield _row("text", f"{alone.bytes_per_token:.2f} bytes a token; chunks of {_size(alone.chunk_bytes)}")
+    yield _row("text", f"{alone.bytes_per_token:.2f} bytes a token; chunks of {size(alone.chunk_bytes)}")
 
 
 def _what_if(found: WhatIf) -> Iterator[str]:
@@ -203,12 +218,4 @@ def _tokens(rate: float) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{_size(bytes_per_s)}/s"
-
-
-def _size(n: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"
+    return f"{size(bytes_per_s)}/s"

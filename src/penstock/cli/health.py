@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from penstock.cli.failure import show
+from penstock.cli.given import AsJson
 from penstock.errors import ConfigError, PenstockError
 from penstock.types import MiB
 
@@ -21,25 +23,26 @@ WELL, UNWELL, UNKNOWN = 0, 1, 2
 
 
 def health(
+    context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Heartbeat files, globs or folders; default: artifacts/train_showcase.", show_default=False
-        ),
+        typer.Argument(metavar="HEARTBEAT", help="Files, globs or folders.", show_default="artifacts/train_showcase"),
     ] = None,
-    min_tokens_per_s: Annotated[float | None, typer.Option(help="Of each rank.")] = None,
+    min_tokens_per_s: Annotated[float | None, typer.Option(metavar="N", help="Tokens a second, of each rank.")] = None,
     max_data_wait: Annotated[float | None, typer.Option(metavar="PERCENT", help="Time spent waiting for data.")] = None,
-    max_fetch_p95_ms: Annotated[float | None, typer.Option(help="Of the time in next().")] = None,
+    max_fetch_p95_ms: Annotated[float | None, typer.Option(metavar="MS", help="Of the time in next().")] = None,
     max_age: Annotated[
         float, typer.Option(metavar="SECONDS", help="Since the last sign of life, unless ended.")
     ] = 60.0,
     max_step: Annotated[float | None, typer.Option(metavar="SECONDS", help="Without a finished step.")] = None,
-    for_s: Annotated[float, typer.Option(help="Limits are judged on the last so many seconds.")] = 30.0,
-    for_steps: Annotated[int, typer.Option(help="And on at least so many steps.")] = 10,
-    grace_s: Annotated[float, typer.Option(help="The longest grace period, from its first step.")] = 600.0,
-    grace_steps: Annotated[int, typer.Option(help="The same in steps.")] = 1000,
+    for_s: Annotated[float, typer.Option(metavar="SECONDS", help="Limits are judged on the last so many.")] = 30.0,
+    for_steps: Annotated[int, typer.Option(metavar="N", help="And on at least so many steps.")] = 10,
+    grace_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The longest grace period, from its first step.")
+    ] = 600.0,
+    grace_steps: Annotated[int, typer.Option(metavar="N", help="The same in steps.")] = 1000,
     ignore_loss: Annotated[bool, typer.Option("--ignore-loss", help="A loss may be NaN or infinite.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Judge a running or ended run by its heartbeats.
 
@@ -61,11 +64,14 @@ def health(
             grace_steps=grace_steps,
         )
     except ConfigError as error:
+        show(context, error)
         _finish([], [str(error)], as_json)
-    _finish(*_look(files, limits), as_json)
+    _finish(*_look(context, files, limits), as_json)
 
 
-def _look(files: list[str] | None, limits: Limits) -> tuple[list[tuple[Path, Verdict]], list[str]]:
+def _look(
+    context: typer.Context, files: list[str] | None, limits: Limits
+) -> tuple[list[tuple[Path, Verdict]], list[str]]:
     """A verdict for each file, and what could not be read."""
     from penstock.watch.health import judge
     from penstock.watch.heartbeat import FOLDER, expand, read_heartbeat
@@ -80,7 +86,8 @@ def _look(files: list[str] | None, limits: Limits) -> tuple[list[tuple[Path, Ver
                 verdict = judge(read_heartbeat(path), time.time(), limits)
             found.append((path, verdict))
         except (PenstockError, OSError) as error:
-            unknown.append(f"{path}: {error}")
+            show(context, error)
+            unknown.append(f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
     unknown += [f"{path}: no step in it yet" for path, verdict in found if not verdict.known]
     return found, unknown
 

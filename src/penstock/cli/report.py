@@ -14,9 +14,11 @@ from penstock.errors import ConfigError, PenstockError
 def report(
     heartbeats: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, patterns or folders of one run; default: artifacts/train_showcase."),
+        typer.Argument(
+            metavar="HEARTBEAT", help="Files, globs or folders of one run.", show_default="artifacts/train_showcase"
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
     compare: Annotated[
         bool, typer.Option("--compare", help="Two runs side by side: give two files, folders or quoted patterns.")
     ] = False,
@@ -24,9 +26,9 @@ def report(
         str | None, typer.Option("--json", metavar="FILE|-", help="Also write the numbers as JSON; - prints them.")
     ] = None,
 ) -> None:
-    """Make a page that says whether data holds a run back, by what, and since when it is steady.
+    """Make a page that says whether data holds a run back.
 
-    The page is one file that opens from disk and requests nothing. The run need not have ended.
+    By what, too, and since when it is steady. The page is one file that opens from disk and requests nothing. The run need not have ended. Exit code 1: an error.
     """
     from penstock.watch import report as reports
     from penstock.watch.heartbeat import FOLDER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli import complete
+from penstock.cli.failure import fail
+from penstock.cli.given import Overrides, Preset, SeqLen, TextField, Tokenizer
 from penstock.errors import ConfigError, LoaderTimeout, PenstockError
 
 if TYPE_CHECKING:
@@ -22,26 +26,29 @@ LONGEST_S = 10_000_000
 
 
 def smoke(
+    context: typer.Context,
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|URL|PATH", help="fineweb_edu (default), fineweb_edu_local, stdlib, synthetic, hf://…, a path."
+            metavar="NAME|URL|PATH",
+            help="fineweb_edu, fineweb_edu_local, stdlib, synthetic, hf://…, a path.",
+            show_default="fineweb_edu",
+            autocompletion=complete.data_names,
         ),
     ] = None,
-    local_path: Annotated[Path | None, typer.Option(help="The file for fineweb_edu_local.")] = None,
+    local_path: Annotated[Path | None, typer.Option(metavar="FILE", help="The file for fineweb_edu_local.")] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings, in TOML or JSON.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="As for the run; 1024 unless given.", min=1)] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a batch; 1 unless given.", min=1)] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="As for the run; byte unless given.")] = None,
-    text_field: Annotated[str | None, typer.Option(help="As for the run; text unless given.")] = None,
+    seq_len: SeqLen = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Rows of a batch.", min=1, show_default="1")] = None,
+    tokenizer: Tokenizer = None,
+    text_field: TextField = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For everything, the listing too.")] = 60.0,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Workers and prefetch by name.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    set_: Overrides = None,
+    preset: Preset = None,
 ) -> None:
-    """Get one batch the way a run does: listing, threads, prefetch and all.
+    """Get one batch the way a run does.
 
-    Exit code 0: it is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the
+    With listing, threads, prefetch and all. Exit code 0: it is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the
     environment and the file, in this order.
     """
     begun, name = perf_counter(), dataset or "settings"
@@ -60,21 +67,18 @@ def smoke(
             name = choice.name
             seen = check(choice, timeout, begun)
         except Exception as error:  # whatever it is, a runbook reads one line and one exit code
-            if debug:
-                raise
             said = f" Last heard: {word.text}" if isinstance(error, LoaderTimeout) and word.text else ""
             text = f"{name}, after {perf_counter() - begun:.1f} s: {_why(error)}{said}"
-            typer.echo(f"[smoke][FAIL] {' '.join(text.split())}", err=True)
-            raise typer.Exit(FAILED) from None
+            fail(context, error, f"[smoke][FAIL] {' '.join(text.split())}", FAILED)
     for line in _lines(name, seen):
         typer.echo(line)
 
 
 def main() -> None:
     """This command by itself, for the script of its name."""
-    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    app.command()(smoke)
-    app()
+    from penstock.cli.main import app
+
+    app(["smoke", *sys.argv[1:]])
 
 
 def _settings(set_: list[str] | None, batch: int | None) -> dict[str, str]:

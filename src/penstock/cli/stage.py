@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import complete
+from penstock.cli.doctor import FILES
+from penstock.cli.given import AS, CardConfig, SettingsFile, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,52 +23,76 @@ SAY_EVERY_S = 5.0
 
 
 def stage(
-    url: Annotated[str | None, typer.Argument(help="hf://…, s3://…, https://…, a short name or a path.")] = None,
-    size: Annotated[str, typer.Option("--bytes", help="Disk to fill with tokens, such as 5GB.")] = "5GB",
-    settings: Annotated[
-        Path | None, typer.Option("--settings", help="A TOML or JSON file with the run's data and settings.")
+    url: Annotated[
+        str | None,
+        typer.Argument(help="hf://…, s3://…, https://…, a short name or a path.", autocompletion=complete.address),
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="As for the run.")] = "byte",
-    config: Annotated[str | None, typer.Option(help="A configuration of the dataset's card.")] = None,
-    text_field: Annotated[str, typer.Option(help="As for the run.")] = "text",
-    split: Annotated[str | None, typer.Option(help="train or val, as for the run.")] = None,
-    shuffle: Annotated[bool, typer.Option(help="As for the run.")] = False,
-    seed: Annotated[int, typer.Option(help="As for the run.")] = 0,
-    lanes: Annotated[int, typer.Option(help="As for the run: by default its world size.", min=1)] = 1,
-    workers: Annotated[int | None, typer.Option(help="Worker threads; default: the cores at hand.", min=0)] = None,
+    size: Annotated[
+        str, typer.Option("--bytes", metavar="SIZE", help="Disk to fill with tokens, such as 5GB.")
+    ] = "5GB",
+    settings: SettingsFile = None,
+    tokenizer: Tokenizer = None,
+    config: CardConfig = None,
+    text_field: TextField = None,
+    split: Split = None,
+    shuffle: Shuffle = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help=AS, min=0, show_default="0")] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="As for the run: by default its world size.", min=1, show_default="1"),
+    ] = None,
+    workers: Workers = None,
 ) -> None:
-    """Fill the token cache in the order in which a run with these settings will need it.
+    """Fill the token cache in the order a run will need it.
 
-    The run then starts without network, and goes on with the rest: the same stream.
+    A run with these settings then starts without network, and goes on with the rest: the same stream. Exit code 1: an error.
     """
-    from penstock.loader import AsyncDataLoader
     from penstock.stage import stage as fill
-    from penstock.types import Shard
     from penstock.values import read_size
 
     try:
         goal = read_size(size)
     except (ValueError, TypeError, LookupError, ArithmeticError):
         raise ConfigError(f"--bytes {size}: needs a number of bytes, or a size such as 5GB or 500MiB") from None
-    alone = Shard(1, 0)
-    if settings is not None:
-        if url is not None:
-            raise ConfigError("give an address or --settings, not both: the file names the data")
-        loader = AsyncDataLoader.from_config(settings, shard=alone, lanes=lanes)
-    elif url is None:
-        raise ConfigError("what to stage? Give an address, or --settings FILE")
-    else:
-        from penstock.dataset import TextDataset
-
-        chosen: Any = split
-        data = TextDataset(
-            url, tokenizer=tokenizer, seq_len=1024, text_field=text_field, split=chosen, config=config, cache=True
-        )
-        loader = AsyncDataLoader(data, 1, shuffle, seed, workers, output="numpy", shard=alone, lanes=lanes)
+    loader = _loader(
+        url,
+        settings,
+        _said(tokenizer=tokenizer, config=config, text_field=text_field, split=split),
+        _said(shuffle=shuffle, seed=seed, lanes=lanes, n_workers=workers),
+    )
     show = _Bar(goal) if sys.stderr.isatty() else _Lines(goal)
     with show:
         done = fill(loader, goal, show.show)
     _tell(loader, done)
+
+
+def _said(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _loader(url: str | None, settings: Path | None, data: dict[str, Any], running: dict[str, Any]) -> AsyncDataLoader:
+    """What is staged: an address with its options, or what a file says."""
+    from penstock.dataset import TextDataset
+    from penstock.loader import AsyncDataLoader
+    from penstock.types import Shard
+
+    alone = Shard(1, 0)
+    if str(data.get("config", "")).lower().endswith(FILES):
+        raise ConfigError(
+            f"--config {data['config']}: names a configuration of the dataset's card; use --settings FILE"
+        )
+    if settings is not None:
+        if url is not None:
+            raise ConfigError("give an address or --settings, not both: the file names the data")
+        if data:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in data)
+            raise ConfigError(f"{names}: the data is described in {settings}; change it there")
+        return AsyncDataLoader.from_config(settings, shard=alone, **running)
+    if url is None:
+        raise ConfigError("what to stage? Give an address, or --settings FILE")
+    about: dict[str, Any] = {"tokenizer": "byte", "seq_len": 1024, "cache": True} | data
+    how: dict[str, Any] = {"shuffle": False, "output": "numpy", "shard": alone, "lanes": 1} | running
+    return AsyncDataLoader(TextDataset(url, **about), 1, **how)
 
 
 def _tell(loader: AsyncDataLoader, done: Staged) -> None:

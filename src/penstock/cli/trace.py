@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import complete
+from penstock.cli.given import Batch, SeqLen, Shuffle, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError, NoData
 
 if TYPE_CHECKING:
@@ -20,30 +22,41 @@ BATCH, SEQ_LEN = 16, 1024
 def trace(
     url: Annotated[
         str | None,
-        typer.Argument(help="hf://…, s3://…, https://…, a path, or a settings file in TOML; with --merge, a trace."),
+        typer.Argument(
+            metavar="FILE|URL",
+            autocompletion=complete.address,
+            help="A run's settings, run.toml; or hf://…, s3://…, https://…, a path; with --merge, a trace.",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The trace to write.")] = Path("trace.json"),
-    steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 200,
-    step_ms: Annotated[float, typer.Option(help="How long the stand-in for a training step takes.", min=0)] = 10.0,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace to write.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to record.", min=1)] = 200,
+    step_ms: Annotated[
+        float, typer.Option(metavar="MS", help="How long the stand-in for a training step takes.", min=0)
+    ] = 10.0,
     settings: Annotated[
-        Path | None, typer.Option("--settings", help="A TOML or JSON file with the run's data and settings.")
+        Path | None,
+        typer.Option(
+            "--settings", "--config", metavar="FILE", help="A TOML or JSON file with the run's data and settings."
+        ),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="As for the run; default: byte.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help=f"As for the run; default: {SEQ_LEN}.", min=1)] = None,
-    batch_size: Annotated[int | None, typer.Option(help=f"As for the run; default: {BATCH}.", min=1)] = None,
-    text_field: Annotated[str | None, typer.Option(help="As for the run; default: text.")] = None,
-    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle", help="As for the run.")] = None,
-    workers: Annotated[int | None, typer.Option(help="How many workers; default: the cores at hand.", min=0)] = None,
-    max_segments: Annotated[int, typer.Option(help="What is kept of the threads' work, the latest.", min=1)] = 200_000,
+    tokenizer: Tokenizer = None,
+    seq_len: SeqLen = None,
+    batch_size: Batch = None,
+    text_field: TextField = None,
+    shuffle: Shuffle = None,
+    workers: Workers = None,
+    max_segments: Annotated[
+        int, typer.Option(metavar="N", help="What is kept of the threads' work, the latest.", min=1)
+    ] = 200_000,
     merge: Annotated[
         Path | None,
         typer.Option("--merge", metavar="PROFILE", help="Put a trace, given first, beside one of torch.profiler."),
     ] = None,
 ) -> None:
-    """Record what each thread does while a timed stand-in trains, for Perfetto or chrome://tracing.
+    """Record what each thread does, for Perfetto.
 
-    To see a real run, put `with Recorder(loader) as recorder:` around it, and merge that with torch.profiler's trace
-    of the same steps: `penstock trace trace.json --merge profile.json -o both.json`.
+    A pause stands in for training. To see a real run, put `with Recorder(loader) as recorder:` around it, and merge that with torch.profiler's trace
+    of the same steps: `penstock trace trace.json --merge profile.json -o both.json`. Exit code 1: an error.
     """
     from penstock.watch.trace import Recorder
     from penstock.watch.trace import merge as put_together

@@ -9,14 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli import complete
 from penstock.cli.config import pair
-from penstock.train.options import OPTIONS, resolve
+from penstock.train.options import OPTIONS, Option, resolve
+
+SETTINGS = "Settings"
 
 
 def train(**given: Any) -> None:
-    """Train a small GPT on text: a real run, on one process or, under torchrun, with DDP or FSDP2.
+    """Train a small GPT: alone or, under torchrun, DDP or FSDP2.
 
-    What belongs to the loader comes from --config, the environment and --set: see docs/configuration.md.
+    A real run, to the end or until it is told to stop; --resume goes on from its newest checkpoint. What belongs to the loader comes from --config, the environment and --set: see docs/configuration.md.
+    Exit code 0: done, or told to stop. 1: an error. 130: Ctrl-C.
     """
     from penstock.train.trainer import train as run
 
@@ -27,25 +31,23 @@ def train(**given: Any) -> None:
 def _signature() -> inspect.Signature:
     """The options of a run, as typer wants to see them: they are described once, in `train.options`."""
 
-    def keyword(name: str, kind: Any, default: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+    def keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None)
 
     own = [
-        keyword("config", Annotated[Path | None, typer.Option("--config", help="A TOML or JSON file.", rich_help_panel="Settings")], None),
-        keyword("preset", Annotated[str | None, typer.Option("--preset", help="Workers and prefetch by name.", rich_help_panel="Settings")], None),
-        keyword("pairs", Annotated[list[str] | None, typer.Option("--set", help="A setting of the loader: --set n_workers=2.", rich_help_panel="Settings")], None),
+        keyword("config", Path | None, typer.Option("--config", metavar="FILE", help="A TOML or JSON file.", rich_help_panel=SETTINGS)),
+        keyword("preset", str | None, typer.Option("--preset", metavar="NAME", help="Workers and prefetch by name.", rich_help_panel=SETTINGS, autocompletion=complete.presets)),
+        keyword("pairs", list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the loader: --set n_workers=2. May be repeated.", rich_help_panel=SETTINGS, autocompletion=complete.settings)),
     ]  # fmt: skip
     rest = [
         keyword(
             each.name,
-            Annotated[
-                str | None,
-                typer.Option(
-                    f"--{each.spelled}", help=each.help, rich_help_panel=each.group, show_default=_shown(each.default),
-                    metavar="[0|1]" if each.implied == "1" else "[VALUE]" if each.implied else "VALUE",
-                ),
-            ],
-            None,
+            str | None,
+            typer.Option(
+                f"--{each.spelled}", help=each.help, rich_help_panel=each.group, show_default=_shown(each.default),
+                metavar="[0|1]" if each.implied == "1" else "[VALUE]" if each.implied else "VALUE",
+                autocompletion=_values(each),
+            ),
         )
         for each in OPTIONS.values()
     ]  # fmt: skip
@@ -53,13 +55,22 @@ def _signature() -> inspect.Signature:
 
 
 def _shown(default: Any) -> str | bool:
-    return (
-        False
-        if default is None
-        else {True: "1", False: "0"}.get(default, str(default))
-        if isinstance(default, bool)
-        else str(default)
-    )
+    if default is None:
+        return False
+    return str(int(default)) if isinstance(default, bool) else str(default)
+
+
+def _values(option: Option) -> complete.Complete | None:
+    """What a shell offers for an option, if it is one of a few things."""
+    named = {
+        "dataset": complete.data_names,
+        "tokenizer": complete.among(("byte", "gpt2", "stdlib")),
+        "device": complete.among(("auto", "cpu", "cuda")),
+    }
+    if option.name in named:
+        return named[option.name]
+    words = ("0", "1") if option.implied == "1" else complete.words_of(option.kind)
+    return complete.among(words) if words else None
 
 
 train.__signature__ = _signature()  # type: ignore[attr-defined]

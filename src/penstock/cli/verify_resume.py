@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli import complete
 from penstock.cli.config import pair
 from penstock.cli.doctor import FILES
+from penstock.cli.failure import fail, one_line
+from penstock.cli.given import Overrides, SeqLen, TextField, Tokenizer
 
 if TYPE_CHECKING:
     from penstock.verify.resume import Reference, Trial, Verification
@@ -21,24 +24,30 @@ DIFFERS, UNTRIED = 1, 2
 
 
 def verify_resume(
+    context: typer.Context,
     target: Annotated[
         str,
-        typer.Argument(metavar="CONFIG|URL", help="A run's settings, run.toml; or hf://…, s3://…, a path, stdlib."),
+        typer.Argument(
+            metavar="FILE|URL",
+            help="A run's settings, run.toml; or hf://…, s3://…, a path, stdlib.",
+            autocompletion=complete.address,
+        ),
     ],
-    batches: Annotated[int, typer.Option(help="Batches of the stream to compare.", min=2)] = 64,
-    points: Annotated[int, typer.Option(help="Places to resume at.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="Which places; not the seed of the run.", min=0)] = 0,
-    tokenizer: Annotated[str | None, typer.Option(help="As for the run; byte unless given.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="As for the run; 1024 unless given.", min=1)] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a batch of all ranks; 8 unless given.", min=1)] = None,
-    lanes: Annotated[int | None, typer.Option(help="As for the run; 4 unless given.", min=1)] = None,
-    text_field: Annotated[str | None, typer.Option(help="As for the run; text unless given.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    batches: Annotated[int, typer.Option(metavar="N", help="Batches of the stream to compare.", min=2)] = 64,
+    points: Annotated[int, typer.Option(metavar="N", help="Places to resume at.", min=1)] = 5,
+    seed: Annotated[int, typer.Option(metavar="N", help="Which places; not the seed of the run.", min=0)] = 0,
+    tokenizer: Tokenizer = None,
+    seq_len: SeqLen = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows of a batch of all ranks.", min=1, show_default="8")
+    ] = None,
+    lanes: Annotated[int | None, typer.Option(metavar="N", help="As for the run.", min=1, show_default="4")] = None,
+    text_field: TextField = None,
+    set_: Overrides = None,
 ) -> None:
-    """Resume at random places, twice in a row, and with other workers and ranks: is it the same stream?
+    """Resume in many ways: is it always the same stream?
 
-    Exit code 0: always. 1: not always; the trial, the first batch that differs and where its row came from are named.
+    At random places, twice in a row, and with other workers and ranks. Exit code 0: always. 1: not always; the trial, the first batch that differs and where its row came from are named.
     2: it could not be tried. Ranks are simulated in this process, one after the other.
     """
     from penstock.verify.choice import choose
@@ -57,13 +66,11 @@ def verify_resume(
             for line in _introduce(tried.reference, batches):
                 typer.echo(line)
             different = _try_all(tried)
+    except BrokenPipeError:  # nobody reads on
+        raise
     except Exception as error:  # exit code 1 is for a difference, and for nothing else
-        if debug:
-            raise
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        text = f"could not be tried: {type(error).__name__}: {error}{notes}"
-        typer.echo(f"penstock verify-resume: {' '.join(text.split())}", err=True)
-        raise typer.Exit(UNTRIED) from None
+        text = f"could not be tried: {type(error).__name__}: {one_line(error)}"
+        fail(context, error, f"penstock verify-resume: {text}", UNTRIED)
     typer.echo(f"sha256       {tried.reference.stream.digest()}")
     typer.echo(f"verdict      {_verdict(different)}, after {perf_counter() - begun:.1f} s")
     raise typer.Exit(DIFFERS if different[0] else 0)

@@ -36,31 +36,35 @@ def watch(
         list[str] | None,
         typer.Argument(
             metavar="HEARTBEAT",
-            help="Files, globs or folders; default: artifacts/train_showcase/heartbeat_rank*.jsonl",
+            help="Files, globs or folders.",
+            show_default="artifacts/train_showcase",
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Show verdict and stages of this rank; default: the slowest.", min=0)
+        int | None,
+        typer.Option(metavar="N", help="Show verdict and stages of this rank.", min=0, show_default="the slowest"),
     ] = None,
     total_tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Where the run ends, for progress and ETA: 2000000000, 2e9, 2B.")
     ] = None,
     every: Annotated[
-        float | None, typer.Option(help="Seconds between two looks; default 0.5, without a terminal 10.", min=0.1)
+        float | None,
+        typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, show_default="0.5, without a terminal 10"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
     until_end: Annotated[
         bool, typer.Option("--until-end", help="End when all ranks have: 0, or 1 if one was lost without a word.")
     ] = False,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve metrics of the run to Prometheus at this port; 0 takes a free one.")
+        int | None,
+        typer.Option(metavar="N", help="Serve metrics of the run to Prometheus at this port; 0 takes a free one."),
     ] = None,
-    metrics_addr: Annotated[str, typer.Option(help="The address to serve them at.")] = "127.0.0.1",
+    metrics_addr: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to serve them.")] = "127.0.0.1",
 ) -> None:
-    """Watch a run: rates, data wait, queues, stages and what happened, for all ranks. Ctrl-C ends it, with code 0.
+    """Watch a run live: rates, data wait, queues, what happened.
 
-    Needs nothing but the heartbeat files, which may not be there yet. Without a terminal it prints a line for each
-    rank every ten seconds.
+    Ctrl-C ends it, with exit code 0. Needs nothing but the heartbeat files, which may not be there yet. Without a terminal it prints a line for each
+    rank every ten seconds. Exit code 1: an error.
     """
     from penstock.watch.heartbeat import FOLDER, PATTERN
     from penstock.watch.live import RunView
@@ -123,7 +127,9 @@ def _once(follower: Follower, view: RunView, rank: int | None) -> None:
     while lines := follower.poll():
         view.extend(lines)
     if not view.ranks:
-        raise NoData("; ".join(follower.notes()) or f"no line in {', '.join(map(str, follower.files))}")
+        files = ", ".join(map(str, follower.files))
+        found = [f"no heartbeat line in {files}"] if files else []
+        raise NoData("; ".join(found + follower.notes()))
     if _on_terminal():
         _draw(follower, view, rank)
     else:

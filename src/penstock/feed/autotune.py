@@ -77,7 +77,6 @@ class _Trial:
     after: int
     rate: float
     """Tokens a second before it."""
-    why: str
 
 
 @dataclass(slots=True)
@@ -176,7 +175,7 @@ class Autotune:
     def _try(self, knob: Knob, value: int, rate: float, why: str, now: float) -> None:
         before = knob.get()
         knob.set(value)
-        self._trial = _Trial(knob, before, value, rate, why)
+        self._trial = _Trial(knob, before, value, rate)
         self._settle_until = now + SETTLE_S
         self._tell(knob.name, before, value, why, None)
 

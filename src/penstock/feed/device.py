@@ -10,7 +10,6 @@ Cost:  one memcpy into the staging buffer and one copy to the device for each ba
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -202,7 +201,6 @@ class DeviceFeed(Generic[C]):
         """Whether an interrupt may have lost a batch between its taking and its sending. Start anew then."""
         self.stalls = 0
         """How often the host had to wait for a staging buffer, because copies did not keep up."""
-        self.stalled_s = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -284,10 +282,8 @@ class DeviceFeed(Generic[C]):
         layout = Layout.of(leaves)
         slot = self._ring[self._turn]
         if slot.ticket is not None and not slot.ticket.done():
-            begun = time.perf_counter()
             slot.ticket.wait()
             self.stalls += 1
-            self.stalled_s += time.perf_counter() - begun
         staging = slot.room(self._device, layout.nbytes)
         layout.pack(leaves, staging.bytes)
         sent = batch

@@ -31,11 +31,6 @@ class CacheWriter:
         self._stopped = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def queued_bytes(self) -> int:
-        """What the chunks take that wait or are being written."""
-        return self._queued_bytes
-
     def counts(self) -> dict[str, int]:
         """Those of the cache, and the chunks for which there was no room in the queue."""
         return self._cache.counts() | {"cache_skipped": self._skipped}

@@ -3,8 +3,7 @@
 In:    weights, and from which global row on they hold.
 Out:   for each global row the number of a part; how many rows each part has had.
 Where: the producer thread.
-State: the counts since the weights last changed: as many integers as there are parts. They are in the
-       state of a stream, so that a resume goes on without starting over.
+State: the counts since the weights last changed, an integer for each part; a resume goes on with them.
 Cost:  about a microsecond a row of Python, over all ranks' rows.
 
 The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): among the

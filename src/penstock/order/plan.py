@@ -2,10 +2,12 @@
 
 In:    the list of files (names, sizes, kinds) and, one group at a time, their chunks.
 Out:   for each lane and epoch a list of groups of files, and the order of a group's chunks.
-Where: the producer thread.
-State: none; a place in the plan is (epoch, group, index).
+Where: the producer thread, and the cache's writer, which asks when a file is needed again.
+State: none but the order of all files in the epochs asked for last, from which every lane is dealt; a place
+       in the plan is (epoch, group, index).
 Cost:  memory grows with the number of files only. A group's chunks become known when its footers
-       are read, so with thousands of files nothing is opened before it is needed.
+       are read, so with thousands of files nothing is opened before it is needed. A rank's first lane costs
+       a sort of all files, each further one its own share of them.
 
 Many files are dealt whole, so that a lane opens only its own. Few files are dealt by chunk, so
 that no lane is left without data; where even chunks are fewer than lanes they are split by rows.
@@ -16,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.order.shuffle import permutation
+import numpy as np
+
+from penstock.order.shuffle import I64, permutation
 from penstock.types import ChunkRef, FileRef
 
 FILES_PER_LANE = 8
@@ -25,6 +29,9 @@ CHUNKS_PER_LANE = 4
 """Chunks are split until each lane has this many."""
 FILES_PER_GROUP = 8
 """Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
+
+EPOCHS = 2
+"""Epochs whose order of files is kept: the one that is read, and the next."""
 
 _FILES, _CHUNKS = 1, 2  # what a permutation is of, so that two of them never share a key
 
@@ -39,6 +46,7 @@ class Plan:
     seed: int
     whole_files: bool = field(init=False)
     """Whether files are dealt whole, rather than chunk by chunk."""
+    _orders: dict[int, I64] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # Several readers of one compressed file all have to decompress it, so such files are
@@ -48,14 +56,24 @@ class Plan:
 
     def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
         """The lane's groups of files (as indices into `files`), in reading order."""
-        order = list(range(len(self.files)))
-        if self.shuffle:
-            order = permutation(len(order), self.seed, epoch, _FILES).tolist()
+        order = self._order(epoch)
         if not self.whole_files:
-            return self._cut(order, len(order))
+            return self._cut(order.tolist(), len(order))
+        own = order[lane :: self.lanes].tolist()
         if not self.shuffle:
-            return self._cut(order[lane :: self.lanes], 1)
-        return self._cut(order[lane :: self.lanes], FILES_PER_GROUP, growing=epoch == 0)
+            return self._cut(own, 1)
+        return self._cut(own, FILES_PER_GROUP, growing=epoch == 0)
+
+    def _order(self, epoch: int) -> I64:
+        """All files in the order of an epoch. A rank that holds many lanes works it out once, not once for each."""
+        order = self._orders.get(epoch)
+        if order is None:
+            n = len(self.files)
+            order = permutation(n, self.seed, epoch, _FILES) if self.shuffle else np.arange(n)
+            if len(self._orders) >= EPOCHS:
+                self._orders.clear()  # two threads that do so at once only work something out twice
+            self._orders[epoch] = order
+        return order
 
     def _cut(self, order: list[int], size: int, *, growing: bool = False) -> list[tuple[int, ...]]:
         """Cut a list of files into groups; a file of unknown length is a group of its own."""

@@ -7,7 +7,7 @@ State: one store for each bucket, with its connections and credentials, behind a
 
 obstore's own retries are off, because one loop tries again, counts and gives up, and it is not here. Its
 timeouts bound whatever blocks; reads also end by their `Patience`, and when cancelled. Credentials are
-those that users have in their environment: see `_s3_credentials` for where else they come from.
+those that users have in their environment: see `bucket_login`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import re
 import threading
 import time
@@ -23,9 +22,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import environment
 from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
 from penstock.read.attempt import Answer, Fault, Patience
+from penstock.read.bucket_login import LOGIN, azure_account, endpoint_of, s3_credentials
 from penstock.read.hub import Entry
 from penstock.read.retry import AGAIN, Client
 from penstock.types import FileRef
@@ -34,18 +33,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PAGE = 1000
-LOGIN = {
-    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; if public AWS_SKIP_SIGNATURE=true.",
-    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; if public "
-    "GOOGLE_SKIP_SIGNATURE=true.",
-    "a": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and "
-    "set AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
-}
-NATIVE = (
-    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE",
-)  # fmt: skip
-"""What obstore itself makes credentials of, or needs none with."""
 REASONS = {
     "non-partial response": "no_range", "Requested ": "wrong_range", "dns error": "dns",
     "ConnectionRefused": "refused", "ConnectionReset": "reset", "TimedOut": "timeout", "kind: Timeout": "timeout",
@@ -182,7 +169,7 @@ class Buckets:
 
     def endpoint(self, root: str) -> str:
         """Which service a bucket's name means here: the same name elsewhere is another bucket."""
-        return re.sub(r"//[^/@]*@", "//", _endpoint(root))
+        return re.sub(r"//[^/@]*@", "//", endpoint_of(root))
 
     def _store(self, root: str) -> ObjectStore:
         with self._lock:
@@ -200,17 +187,17 @@ class Buckets:
                 "connect_timeout": timedelta(seconds=limits.connect_timeout),
                 "timeout": timedelta(seconds=limits.request_timeout),
                 "read_timeout": timedelta(seconds=limits.stall_timeout),
-                "allow_http": _endpoint(root).startswith("http://"),
+                "allow_http": endpoint_of(root).startswith("http://"),
                 "user_agent": "penstock",
             },
             "retry_config": {"max_retries": 0},
         }
         try:
             if scheme in ("s3", "s3a"):
-                return S3Store(bucket, **common, **_s3_credentials())
+                return S3Store(bucket, **common, **s3_credentials())
             if scheme == "gs":
                 return GCSStore(bucket, **common)
-            account = _azure_account()
+            account = azure_account()
             if "@" in bucket:
                 account.pop("account_name", None)  # the address has one
             return AzureStore.from_url(root, **common, **account)
@@ -288,49 +275,6 @@ def _obstore(root: str) -> Any:
         return importlib.import_module("obstore")
     except ImportError:
         raise MissingExtra("obstore", f"reading {root.partition('://')[0]}://", "buckets") from None
-
-
-# Credentials
-
-
-def _endpoint(root: str) -> str:
-    """The service that the environment names, if it does."""
-    names = {
-        "s": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "g": ("GOOGLE_BASE_URL",),
-        "a": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    }
-    found = environment()
-    if root[0] == "a" and found.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true"):
-        return "http://127.0.0.1:10000"
-    return next((found[name] for name in names[root[0]] if found.get(name)), "")
-
-
-def _s3_credentials() -> dict[str, Any]:
-    """Nothing where the environment has some for obstore to find: keys, or the role of a container.
-
-    Else boto3 is asked where it is installed: it knows profiles, SSO and the roles of machines. Where it
-    has none either, requests are not signed: public buckets can be read, and others refuse at once.
-    obstore would wait for the role of a machine that has none.
-    """
-    if any(environment().get(name) for name in NATIVE) or importlib.util.find_spec("boto3") is None:
-        return {}
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    try:
-        return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # boto3 knows none
-        return {"skip_signature": True}
-
-
-def _azure_account() -> dict[str, Any]:
-    """What the `az` tool calls otherwise than obstore does."""
-    found = environment()
-    names = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"}
-    given = {ours: found[name] for name, ours in names.items() if found.get(name)}
-    parts = (part.partition("=") for part in found.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
-    words = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key"}
-    return {words[name]: value for name, _, value in parts if name in words} | given
 
 
 # Faults

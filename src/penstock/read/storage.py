@@ -10,17 +10,16 @@ State: for compressed files, one decompressor with the blocks it passed last, be
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING
 
 from penstock.errors import CorruptFile, LoaderClosed
+from penstock.read.forwards import open_stream
 from penstock.types import FileRef, KiB, MiB
 from penstock.watch.spans import Clock, Quiet
 
@@ -31,9 +30,6 @@ Bytes = bytes | bytearray
 
 BLOCK = MiB
 STEP = 16 * KiB
-STREAM_BLOCK = 4 * MiB
-STREAM_AHEAD = 4
-"""A remote file that can only be read forwards is fetched so many blocks ahead."""
 
 
 class BombError(CorruptFile):
@@ -49,71 +45,6 @@ def is_damage(error: Exception) -> bool:
     `on_bad_record="skip"` the stream would depend on the machine.
     """
     return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
-
-
-class RangeStream(io.RawIOBase):
-    """A remote file from its beginning on, a few blocks fetched ahead of whoever reads."""
-
-    def __init__(self, file: FileRef, remote: RemoteFiles) -> None:
-        self._file = file
-        self._remote = remote
-        self._ahead: deque[Future[bytearray] | int] = deque()
-        self._asked = 0
-        self._block = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not len(self._block):
-            self._block = memoryview(self._next())
-        n = min(len(buffer), len(self._block))
-        buffer[:n] = self._block[:n]
-        self._block = self._block[n:]
-        return n
-
-    def _next(self) -> bytes | bytearray:
-        while self._asked < self._file.size and len(self._ahead) < STREAM_AHEAD:
-            start, self._asked = self._asked, self._asked + self._length(self._asked)
-            self._ahead.append(self._remote.ahead(self._file, start, self._length(start)) or start)
-        if not self._ahead:
-            return b""
-        first = self._ahead.popleft()
-        return self._remote.read(self._file, first, self._length(first)) if isinstance(first, int) else first.result()
-
-    def _length(self, start: int) -> int:
-        return min(STREAM_BLOCK, self._file.size - start)
-
-
-def open_stream(file: FileRef, remote: RemoteFiles | None = None) -> IO[bytes]:
-    """The file's decompressed bytes, in order."""
-    source: Any = file.path
-    if file.remote:
-        assert remote is not None
-        source = io.BufferedReader(RangeStream(file, remote), STREAM_BLOCK)
-    return cast(IO[bytes], _decompressed(source, file))
-
-
-def _decompressed(source: Any, file: FileRef) -> Any:
-    if file.codec == "gz":
-        import gzip
-
-        return gzip.open(source, "rb")
-    if file.codec == "bz2":
-        import bz2
-
-        return bz2.open(source, "rb")
-    if file.codec == "xz":
-        import lzma
-
-        return lzma.open(source, "rb")
-    if file.codec == "zst":
-        import pyarrow as pa
-
-        if file.remote:
-            return pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
-        return pa.input_stream(source, compression="zstd", buffer_size=0)
-    return source if file.remote else open(source, "rb")
 
 
 class FetchedFile:
@@ -268,7 +199,7 @@ class CompressedFile:
             while have < BLOCK and (part := self._stream.read1(min(STEP, BLOCK - have))):  # type: ignore[attr-defined]
                 parts.append(part)
                 have += len(part)
-        except (OSError, EOFError, ValueError, _zlib_error(), _lzma_error()) as error:
+        except (OSError, EOFError, ValueError, zlib.error, _lzma_error()) as error:
             if not is_damage(error):
                 raise
             # What came before the damage is sound, so it is given out and the file ends here.
@@ -290,12 +221,6 @@ class CompressedFile:
                 self._stream.close()
             self._stream = None
             self._blocks.clear()
-
-
-def _zlib_error() -> type[Exception]:
-    import zlib
-
-    return zlib.error
 
 
 def _lzma_error() -> type[Exception]:
@@ -362,7 +287,7 @@ class Storage:
             try:
                 with open_stream(file, self.remote) as source, open(target, "wb") as sink:
                     _copy(source, sink, limit, file, self._closing)
-            except (OSError, EOFError, _zlib_error(), _lzma_error()) as error:
+            except (OSError, EOFError, zlib.error, _lzma_error()) as error:
                 if not is_damage(error):
                     raise
                 raise CorruptFile(f"{file.path} cannot be decompressed: {error}") from error
@@ -405,4 +330,4 @@ def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef, closing
         sink.write(part)
 
 
-__all__ = ["AnyFile", "BombError", "CompressedFile", "FetchedFile", "PlainFile", "Storage", "open_stream"]
+__all__ = ["AnyFile", "BombError", "CompressedFile", "FetchedFile", "PlainFile", "Storage"]

@@ -1,0 +1,82 @@
+"""Where a stream begins: at its first row, or after the batch at which a state was saved.
+
+In:    a source, the options it runs with, and perhaps a saved state.
+Out:   a state that fits both, or an error that says what does not.
+Where: the trainer's thread.
+State: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.errors import ConfigError, StateMismatch
+from penstock.options import Options
+from penstock.order.mix import Schedule
+from penstock.sources.source import Source
+from penstock.state import State, fitting, parse
+from penstock.types import Address
+
+
+def choose_lanes(source: Source, options: Options) -> int:
+    """The lanes of a first start: as many as asked for, or one for each rank."""
+    if not source.by_lane:
+        return 1
+    return fitting(options.lanes or options.shard.mod, options.shard.mod, ConfigError)
+
+
+def anew(
+    source: Source,
+    options: Options,
+    *,
+    lanes: int,
+    first: int,
+    batch: int,
+    skip: frozenset[Address],
+    weights: Schedule,
+) -> State:
+    """The state before the first row of the epoch `first`."""
+    own = _own_lanes(options, lanes) if source.by_lane else []
+    return State(
+        row=0,
+        batch=batch,
+        first=first,
+        lanes=lanes,
+        places={lane: source.first_place(first) for lane in own},
+        stream=_stream_id(source, options),
+        data=source.data_id(),
+        tokenizer=source.tokenizer_id(),
+        skip=skip,
+        weights=weights,
+        source=source.start(first),
+    )
+
+
+def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> State:
+    """A saved state, or the states of all ranks, checked: this rank's part of it."""
+    loaded = parse(saved)
+    source.check_data(loaded)
+    loaded.require(stream=_stream_id(source, options), data=source.data_id(), tokenizer=source.tokenizer_id())
+    if source.by_lane:
+        fitting(loaded.lanes, options.shard.mod, StateMismatch)
+        if options.lanes not in (None, loaded.lanes):
+            raise StateMismatch(
+                f"lanes was {loaded.lanes} when the state was saved, and is {options.lanes}. "
+                "Leave lanes out to take it from the state."
+            )
+    loaded = loaded.with_places(source.check_place)
+    source.check_state(loaded)
+    if options.epochs is not None and any(p.epoch > loaded.first + options.epochs for p in loaded.places.values()):
+        raise StateMismatch(f"the state is past the end of a stream of epochs={options.epochs}")
+    own = loaded.for_shard(_own_lanes(options, loaded.lanes) if source.by_lane else [])
+    return replace(own, skip=source.skip | own.skip)
+
+
+def _stream_id(source: Source, options: Options) -> dict[str, Any]:
+    return source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
+
+
+def _own_lanes(options: Options, lanes: int) -> list[int]:
+    return list(range(options.shard.rem, lanes, options.shard.mod))

@@ -1,0 +1,214 @@
+"""What is shipped: the source archive, the wheel, and what a user gets who installs it."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = {"all", "buckets", "dev", "docs", "hf", "metrics", "report", "tensorboard", "tiktoken", "torch"}
+
+
+class Built(NamedTuple):
+    sdist: Path
+    wheel: Path
+
+
+def do(*command: str | Path, cwd: Path, timeout_s: float = 100, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user's shell would: nothing of this process's own paths is handed on."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
+    env |= {"PENSTOCK_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
+    line = list(map(str, command))
+    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def build(source: Path, out: Path, *options: str) -> None:
+    """`python -m build` with the libraries that are here."""
+    line = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(out), str(source)]
+    done = subprocess.run(line, cwd=out.parent, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The archive, and the wheel that is made of it."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    out = tmp_path_factory.mktemp("built") / "dist"
+    build(ROOT, out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return Built(sdist, wheel)
+
+
+def in_wheel(path: Path) -> list[str]:
+    return sorted(zipfile.ZipFile(path).namelist())
+
+
+def in_sdist(path: Path) -> set[str]:
+    with tarfile.open(path) as archive:
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
+# The archive
+
+
+def test_the_archive_has_all_that_git_has(built: Built) -> None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout")
+    line = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert in_sdist(built.sdist) - {"PKG-INFO"} == {name for name in listed if (ROOT / name).exists()}
+
+
+def test_the_archive_has_what_it_takes_to_test_it_and_to_go_on(built: Built) -> None:
+    found = in_sdist(built.sdist)
+    assert {
+        ".ci/run", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt",
+        "pyproject.toml", "configs/penstock.toml", "docs/cli.md", "scripts/train_showcase.py", "benchmarks/run.py",
+        "tests/conftest.py", "tests/data/steps/mlp_cold.json", "tests/test_package.py",
+    } <= found  # fmt: skip
+    strange = [name for name in found if re.search(r"(^|/)(\.venv|__pycache__|artifacts|\.[a-z]+_cache)(/|$)", name)]
+    assert not strange
+
+
+def test_the_wheel_of_the_archive_is_that_of_the_checkout(built: Built, tmp_path: Path) -> None:
+    build(ROOT, tmp_path / "direct", "--wheel")
+    (direct,) = (tmp_path / "direct").iterdir()
+    assert direct.name == built.wheel.name
+    assert in_wheel(direct) == in_wheel(built.wheel)
+
+
+# The wheel
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
+    ours = {
+        name for name in in_wheel(built.wheel) if not name.startswith(f"penstock-{penstock.__version__}.dist-info/")
+    }
+    source = ROOT / "src"
+    files = (path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert ours == {path.relative_to(source).as_posix() for path in files}
+    assert "penstock/py.typed" in ours
+
+
+def test_the_wheel_says_what_it_is(built: Built) -> None:
+    wheel, info = zipfile.ZipFile(built.wheel), f"penstock-{penstock.__version__}.dist-info"
+    told = email.message_from_string(wheel.read(f"{info}/METADATA").decode())
+    assert (told["Name"], told["Version"]) == ("penstock", penstock.__version__)
+    assert told["License-Expression"] == "Apache-2.0"
+    assert told["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in told.get_all("Classifier", [])
+    assert set(told.get_all("Provides-Extra", [])) == EXTRAS
+    needed = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(re.split(r"[<>=~!]", line)[0] for line in needed) == [
+        "gigatoken", "h11", "numpy", "pyarrow", "rich", "typer",
+    ]  # fmt: skip
+    assert str(told.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
+    assert "penstock = penstock.cli.main:app" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+# Installed
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has the wheel, what it needs, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "venv", with_pip=True)
+    programs = folder / "venv" / "bin"
+    pip = [str(programs / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "--timeout", "15"]
+    look = [*pip, "download", "--quiet", "--retries", "0", "--no-deps", "--dest", str(folder / "look"), "h11"]
+    seen = subprocess.run(look, capture_output=True, text=True, timeout=100)
+    if seen.returncode:
+        pytest.skip(f"the package index cannot be reached: {seen.stderr.strip().splitlines()[-1]}")
+    do(*pip, "install", "--quiet", built.wheel, cwd=folder, timeout_s=900)
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_command_works_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
+    assert do(installed / "penstock", "--version", cwd=tmp_path).stdout == f"penstock {penstock.__version__}\n"
+    assert "verify-resume" in do(installed / "penstock", "--help", cwd=tmp_path).stdout
+    told = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
+    assert told.stderr == "penstock: the demo needs `torch`, which is not installed: pip install 'penstock[torch]'\n"
+    (tmp_path / "docs.txt").write_text("some text\n" * 1000)
+    smoke = do(installed / "penstock", "smoke", "--dataset", "docs.txt", cwd=tmp_path)
+    assert smoke.stdout.startswith("[smoke][OK] first batch in ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_loader_works_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"file {number}\n" * 100)
+    code = (
+        "from penstock import AsyncDataLoader, TextDataset\n"
+        "data = TextDataset('*.txt', tokenizer='byte', seq_len=15)\n"
+        "with AsyncDataLoader(data, batch_size=2, epochs=1, shuffle=True) as loader:\n"
+        "    batches = list(loader)\n"
+        "print(type(batches[0].inputs).__module__, batches[0].inputs.shape, sum(batch.tokens for batch in batches) > 2000)"
+    )
+    assert do(installed / "python", "-c", code, cwd=tmp_path).stdout == "numpy (2, 15) True\n"
+
+
+RIGHT = """
+from penstock import AsyncDataLoader, Batch, TextDataset
+
+data = TextDataset("corpus", tokenizer="byte", seq_len=8)
+with AsyncDataLoader(data, batch_size=2, output="numpy") as loader:
+    for batch in loader:
+        reveal_type(batch)
+        reveal_type(batch.inputs)
+        reveal_type(batch.index)
+        reveal_type(loader.state_dict())
+        reveal_type(loader.next_batch(timeout=1.0))
+
+
+def tokens(batch: Batch) -> int:
+    return batch.tokens
+"""
+WRONG = {
+    'AsyncDataLoader(data, batch_size="2")': "arg-type",
+    "AsyncDataLoader(data, 2, batchsize=2)": "call-arg",
+    "AsyncDataLoader(data, 2).nextbatch()": "attr-defined",
+    'TextDataset("corpus", tokenizer="byte", seq_len=None)': "arg-type",
+    "TextDataset().files": "call-arg",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_users_code_is_checked_against_our_types(installed: Path, tmp_path: Path) -> None:
+    checker = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed / "python")]
+    checker += ["--config-file", os.devnull, "--cache-dir", str(tmp_path / "cache")]
+    (tmp_path / "right.py").write_text(RIGHT)
+    good = do(*checker, "right.py", cwd=tmp_path, timeout_s=600)
+    shown = re.findall(r'Revealed type is "(.*)"', good.stdout)
+    assert [re.sub(r"builtins\.|typing\.|penstock\.encode\.batch\.", "", each) for each in shown] == [
+        "Batch", "Any", "int", "dict[str, Any]", "Batch | None",
+    ]  # fmt: skip
+    head = RIGHT.partition("with")[0]
+    (tmp_path / "wrong.py").write_text(head + "\n".join(WRONG) + "\n")
+    bad = do(*checker, "wrong.py", cwd=tmp_path, timeout_s=600, code=1)
+    first = head.count("\n") + 1
+    found = {
+        int(line): code for line, code in re.findall(r"^wrong\.py:(\d+): error: .*\[([a-z-]+)\]$", bad.stdout, re.M)
+    }
+    assert found == {first + number: code for number, code in enumerate(WRONG.values())}, bad.stdout
