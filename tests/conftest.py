@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # a timing is never a pass or fail
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

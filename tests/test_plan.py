@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.order.plan import CHUNKS_PER_LANE, FILES_PER_LANE, Plan
+from penstock.order.plan import CHUNKS_PER_LANE, FILES_PER_LANE, FILES_SHARED, Plan
 from penstock.order.shuffle import mix, mix_array, permutation, window_chunks
 from penstock.types import ChunkRef, FileRef, Shard
 
@@ -80,6 +80,38 @@ def test_many_files_are_dealt_whole_and_opened_a_few_at_a_time() -> None:
     assert max(len(g) for g in groups) == 8
     assert plan.whole_files
     assert not make_plan(FILES_PER_LANE * 4 - 1, 4, shuffle=True).whole_files
+
+
+@settings(max_examples=40)
+@given(n=st.integers(FILES_SHARED + 1, 300), lanes=st.integers(1, 200), shuffle=st.booleans(), compressed=st.booleans())
+def test_lanes_of_a_team_share_its_files_and_teams_share_all(
+    n: int, lanes: int, shuffle: bool, compressed: bool
+) -> None:
+    plan = make_plan(n, lanes, shuffle, compressed=compressed)
+    if compressed:  # chunks are counted on while they are read
+        seen = [
+            (file, plan.open_ended(lane, plan.files[file], i, 10).index)
+            for lane in range(lanes)
+            for (file,) in plan.groups(lane, 0)
+            for i in range(3)
+        ]
+        assert len(set(seen)) == len(seen)
+        assert {file for file, _ in seen} == set(range(n))
+        return
+    dealt = [lane_chunks(plan, [3] * n, lane, 0) for lane in range(lanes)]
+    chunks = list(chain.from_iterable(dealt))
+    assert len(set(chunks)) == len(chunks)
+    assert {(path, index) for path, index, *_ in chunks} == {(f.path, i) for f in plan.files for i in range(3)}
+    assert min(map(len, dealt)) >= 1
+
+
+def test_a_lane_looks_into_a_few_files_only_however_many_lanes_there_are() -> None:
+    for lanes, most in ((64, 40), (1024, 10), (4096, 10)):
+        plan = make_plan(2400, lanes, shuffle=True)
+        for lane in (0, 1, lanes - 1):
+            assert sum(len(group) for group in plan.groups(lane, 0)) <= most
+    prime = make_plan(2400, 1021, shuffle=True)  # which nothing divides: one team of all
+    assert sum(len(group) for group in prime.groups(0, 0)) == 2400
 
 
 def test_a_file_of_unknown_length_is_a_group_of_its_own() -> None:

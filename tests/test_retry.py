@@ -130,6 +130,20 @@ def test_retry_after_is_read_in_every_form(value: str, seconds: float | None) ->
     assert retry_after({"retry-after": value}) == seconds
 
 
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"ratelimit": '"api";r=0;t=55'}, 55.0),
+        ({"ratelimit": '"resolvers"; r=0; t=7'}, 7.0),
+        ({"ratelimit": '"api";r=12;t=55'}, None),  # something is left: it refuses for another reason
+        ({"ratelimit": '"api";r=0;t=55', "retry-after": "3"}, 3.0),
+        ({"ratelimit": "nonsense"}, None),
+    ],
+)
+def test_the_end_of_a_window_of_requests_is_waited_for(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(headers) == seconds
+
+
 def test_retry_after_as_a_date_is_counted_from_now() -> None:
     value = email.utils.formatdate(time.time() + 100, usegmt=True)
     found = retry_after({"retry-after": value})

@@ -11,6 +11,8 @@ Cost:  memory grows with the number of files only. A group's chunks become known
 
 Many files are dealt whole, so that a lane opens only its own. Few files are dealt by chunk, so
 that no lane is left without data; where even chunks are fewer than lanes they are split by rows.
+In between, files are dealt whole to teams of lanes, and their chunks among the lanes of a team, so that
+no lane has to look into all files.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ CHUNKS_PER_LANE = 4
 FILES_PER_GROUP = 8
 """Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
 
+FILES_SHARED = 64
+"""Up to so many files are shared by all lanes. With more, lanes are put into teams."""
 EPOCHS = 2
 """Epochs whose order of files is kept: the one that is read, and the next."""
 
@@ -46,6 +50,8 @@ class Plan:
     seed: int
     whole_files: bool = field(init=False)
     """Whether files are dealt whole, rather than chunk by chunk."""
+    teams: int = field(init=False)
+    """Lane l is of team l mod teams. One team of all lanes, or one for each lane, or what divides them."""
     _orders: dict[int, I64] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,13 +59,18 @@ class Plan:
         # dealt whole as soon as there is one for each lane.
         enough = 1 if any(f.open_ended for f in self.files) else FILES_PER_LANE
         object.__setattr__(self, "whole_files", len(self.files) >= enough * self.lanes)
+        most = len(self.files) // enough
+        teams = self.lanes if self.whole_files else 1
+        if not self.whole_files and len(self.files) > FILES_SHARED:
+            teams = max(n for n in range(1, most + 1) if self.lanes % n == 0)
+        object.__setattr__(self, "teams", teams)
 
     def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
         """The lane's groups of files (as indices into `files`), in reading order."""
         order = self._order(epoch)
+        own = order[lane % self.teams :: self.teams].tolist()
         if not self.whole_files:
-            return self._cut(order.tolist(), len(order))
-        own = order[lane :: self.lanes].tolist()
+            return self._cut(own, len(own))
         if not self.shuffle:
             return self._cut(own, 1)
         return self._cut(own, FILES_PER_GROUP, growing=epoch == 0)
@@ -103,11 +114,11 @@ class Plan:
         if self.shuffle:
             key = (self.seed, epoch, _CHUNKS, *group)
             refs = [refs[i] for i in permutation(len(refs), *key).tolist()]
-        return refs if self.whole_files else refs[lane :: self.lanes]
+        return refs if self.whole_files else refs[lane // self.teams :: self.lanes // self.teams]
 
     def _split(self, refs: list[ChunkRef]) -> list[ChunkRef]:
-        wanted = CHUNKS_PER_LANE * self.lanes
-        if self.lanes == 1 or not refs or len(refs) >= wanted:
+        wanted = CHUNKS_PER_LANE * (self.lanes // self.teams)
+        if self.lanes == self.teams or not refs or len(refs) >= wanted:
             return refs
         by = -(-wanted // len(refs))
         return [
@@ -118,5 +129,5 @@ class Plan:
 
     def open_ended(self, lane: int, file: FileRef, index: int, chunk_bytes: int) -> ChunkRef:
         """The lane's `index`-th chunk of a file whose end is not known."""
-        number = index if self.whole_files else index * self.lanes + lane
+        number = index if self.whole_files else index * (self.lanes // self.teams) + lane // self.teams
         return ChunkRef(file, number, chunk_bytes, reader=lane)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ T = TypeVar("T")
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 """Statuses that may be different next time."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
+SPENT = re.compile(r";\s*r=0\s*;\s*t=(\d{1,6})\b")
 HOPS = 5
 MAX_PAUSE_S = 10.0
 """The longest pause between two attempts; where the budget is short, a tenth of that."""
@@ -294,17 +296,23 @@ def raise_for(response: Response) -> NoReturn:
     """Why a status is not what was asked for: to be tried again, or a refusal."""
     status, headers = response.status, response.headers
     if status in AGAIN or 500 <= status < 600:
-        raise Fault(f"status_{status}", f"the server answered {status}", retry_after=retry_after(headers))
+        asked = retry_after(headers)
+        until = f" and asks to wait {asked:.0f} s" if asked else ""
+        raise Fault(f"status_{status}", f"the server answered {status}{until}", retry_after=asked)
     if status >= 400:
         raise Refused(status, headers, response.read(MiB))
     raise Fault(f"status_{status}", f"the server answered {status}, which is no answer to this")
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait, given as a number or as a date."""
+    """Seconds that a server asks to wait, given as a number or as a date.
+
+    Or, where nothing is left of what it allows, until its window ends: `RateLimit: "api";r=0;t=55`, as the Hub says it.
+    """
     value = headers.get("retry-after", "").strip()
     if not value:
-        return None
+        spent = SPENT.search(headers.get("ratelimit", ""))
+        return float(spent[1]) if spent else None
     try:
         return max(0.0, float(value))
     except ValueError:
