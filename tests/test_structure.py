@@ -153,7 +153,7 @@ def test_a_file_stays_short_and_says_what_it_is() -> None:
 
 
 LONG = {"watch/telemetry.py": 410}
-LONG_TOLD = {"order/plan.py": 13}
+LONG_TOLD: dict[str, int] = {}
 """What asks to be split, or to be said in fewer words, and must not grow meanwhile."""
 DRAWN = {"errors.py", "state.py", "train/saved.py", "verify/resume.py"}
 """Docstrings that draw something: the tree of exceptions, the format of a state, a folder, the trials."""

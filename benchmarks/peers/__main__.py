@@ -31,7 +31,7 @@ from bench import QUICK, Bench, Sizes
 from common import RESULTS, Report, load_corpus, machine, parser
 from roster import ENTRANTS, Entrant
 
-PARTS = ("drain", "far", "pace", "resume", "workers", "stall")
+PARTS = ("drain", "far", "resume", "workers", "pace", "stall")
 NAMED = (
     "penstock",
     "gigatoken",

@@ -42,8 +42,8 @@ class Sizes:
     token_copies: int = 4
     passes: int = 8
     slow_batches: int = 300
-    paced: Mapping[float, int] = field(default_factory=lambda: {0.005: 300, 0.02: 120, 0.1: 40})
-    slow_paced: int = 60
+    paced: Mapping[float, int] = field(default_factory=lambda: {0.005: 200, 0.02: 80, 0.1: 30})
+    slow_paced: int = 40
     followed: int = 120
     deadline_s: float = 180.0
     stall_s: float = 60.0
@@ -56,6 +56,10 @@ QUICK = Sizes(
     copies=1, token_copies=1, passes=1, slow_batches=20, paced=dict.fromkeys(PAUSES_S, 12), slow_paced=8,
     followed=20, deadline_s=120.0, stall_s=10.0, files=10, latency_ms=5.0,
 )  # fmt: skip
+
+
+class NotPrepared(Exception):
+    """A contender's own format could not be made; the message says why."""
 
 
 @dataclass
@@ -116,7 +120,7 @@ class Bench:
                 environments.python(entrant.environment), "prepare", replace(case, contender=module), deadline_s=900.0
             )
             if made.what != "done":
-                raise RuntimeError(f"{entrant.name} could not be prepared: {made.why}\n{made.last_words}")
+                raise NotPrepared(f"its format could not be prepared: {made.why}\n{made.last_words}")
             took.write_text(json.dumps(made.told["seconds"]))
         if entrant.group != LIMIT:
             self._add(entrant, "preparation", json.loads(took.read_text()), "s")
@@ -141,7 +145,11 @@ class Bench:
             turn = number % len(entrants) if entrants else 0
             begun = time.monotonic()
             for entrant in [*entrants[turn:], *entrants[:turn]]:
-                measure(entrant)
+                try:
+                    measure(entrant)
+                except NotPrepared as error:
+                    print(f"# {entrant.name}: {error}", flush=True)
+                    self._say(entrant, part, str(error).partition("\n")[0])
             print(f"# {part}, round {number + 1} of {repeats}: {time.monotonic() - begun:.0f} s", flush=True)
 
     # The parts

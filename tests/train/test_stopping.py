@@ -7,6 +7,8 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +209,24 @@ def test_told_to_stop_while_it_waits_for_a_source_that_hangs_it_ends(silent: Hub
     assert run.errors == ""
     assert "saved" not in run.said
     assert not (run.out / "checkpoints").exists()
+
+
+def test_told_to_stop_inside_a_finalizer_it_ends_all_the_same() -> None:
+    """What a signal's handler raises there goes no further than the finalizer."""
+    code = (
+        "import os, signal, time\n"
+        "from penstock.train.signals import Signals\n"
+        "class Finalized:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        for _ in range(1000): pass\n"
+        "with Signals(0, alone=True):\n"
+        "    Finalized()\n"
+        "    time.sleep(20)\n"
+        "    print('lost')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_told_to_stop_before_it_has_begun_it_ends(silent: HubServer, tmp_path: Path) -> None:

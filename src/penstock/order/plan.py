@@ -3,16 +3,12 @@
 In:    the list of files (names, sizes, kinds) and, one group at a time, their chunks.
 Out:   for each lane and epoch a list of groups of files, and the order of a group's chunks.
 Where: the producer thread, and the cache's writer, which asks when a file is needed again.
-State: none but the order of all files in the epochs asked for last, from which every lane is dealt; a place
-       in the plan is (epoch, group, index).
-Cost:  memory grows with the number of files only. A group's chunks become known when its footers
-       are read, so with thousands of files nothing is opened before it is needed. A rank's first lane costs
-       a sort of all files, each further one its own share of them.
+State: none but the order of all files in the last epochs; a place in the plan is (epoch, group, index).
+Cost:  memory for the list of files only. A group's footers are read when it is needed. One sort of all files.
 
-Many files are dealt whole, so that a lane opens only its own. Few files are dealt by chunk, so
-that no lane is left without data; where even chunks are fewer than lanes they are split by rows.
-In between, files are dealt whole to teams of lanes, and their chunks among the lanes of a team, so that
-no lane has to look into all files.
+Many files are dealt whole, so that a lane opens only its own. Few are dealt by chunk, so that no lane is left without
+data; where even chunks are fewer than lanes they are split by rows. In between, files are dealt whole to teams of lanes,
+and their chunks among the lanes of a team, so that no lane has to look into all files.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AGAIN_S = 0.01
+"""After so long an exit that was swallowed is tried again."""
 
 
 class Signals:
@@ -26,6 +28,7 @@ class Signals:
         """`alone`: whether there are no other ranks, who would wait for one that just leaves."""
         self._grace_s, self._alone = grace_s, alone
         self._before: dict[signal.Signals, Any] = {}
+        self._shown = sys.unraisablehook
         self.wakes: list[Callable[[], None]] = []
         """Called from the handler; they may raise to end a wait."""
         self.came: signal.Signals | None = None
@@ -41,12 +44,17 @@ class Signals:
             # What is ignored stays so: that is what nohup is for.
             heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
             self._before = {each: signal.signal(each, self._handle) for each in heard}
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._leave)
+            self._shown, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stopped = self.came is not None
+        if self._before:
+            sys.unraisablehook = self._shown
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in self._before.items():
             # Whoever says it again while the process is ending should not spoil its exit code.
             signal.signal(each, signal.SIG_IGN if stopped else handler)
@@ -64,6 +72,16 @@ class Signals:
         if self._grace_s > 0:
             faulthandler.dump_traceback_later(self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr)
         if not self.training and self._alone:
-            raise SystemExit(self.exit_code)
+            self._leave()
         for wake in self.wakes:
             wake()
+
+    def _leave(self, number: int = 0, frame: FrameType | None = None) -> None:
+        raise SystemExit(self.exit_code)
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        """A handler runs wherever the interpreter is. In a finalizer, what it raises goes no further: so once more."""
+        if what.exc_type is SystemExit and self.came is not None:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        else:
+            self._shown(what)
