@@ -9,16 +9,16 @@ DOCS := $(VENV)/.docs-installed
 .PHONY: help demo test test-slow browser check format bench bench-peers docs clean
 
 help:
-	@echo "make demo       train a small model on real text, kill it, resume it, and write a report"
-	@echo "make test       run the tests"
-	@echo "make test-slow  run the tests that take minutes"
-	@echo "make browser    install the browser that the tests of the report need (Debian's)"
-	@echo "make check      formatting, lint and types"
-	@echo "make format     format the code"
-	@echo "make bench      run the benchmarks (on an idle machine)"
+	@echo "make demo         train a small model on real text, kill it, resume it, and write a report"
+	@echo "make test         run the tests"
+	@echo "make test-slow    run the tests that take minutes"
+	@echo "make browser      install the browser that the tests of the report need (Debian's)"
+	@echo "make check        formatting, lint and types"
+	@echo "make format       format the code"
+	@echo "make bench        run the benchmarks (on an idle machine)"
 	@echo "make bench-peers  measure Penstock beside other loaders, each in an environment of its own (most of an hour)"
-	@echo "make docs       build the documentation as HTML into artifacts/docs"
-	@echo "make clean      remove the environment and everything made"
+	@echo "make docs         build the documentation as HTML into artifacts/docs"
+	@echo "make clean        remove the environment and everything made"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

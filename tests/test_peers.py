@@ -56,7 +56,13 @@ def expected(work: dict[str, str]) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("name", [name for name in CONTENDERS if name != "plain"])
+SLOW = ("datasets", "DataLoader", "nodes")  # they import torch in every process
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CONTENDERS if name != "plain"],
+)
 def test_contenders_give_the_same_batches(name: str, work: dict[str, str], expected: list[str]) -> None:
     told = contend("follow", work | CONTENDERS[name])
     assert told["first"]["at"] > 0
