@@ -95,6 +95,10 @@ def test_only_blocks_that_need_a_library_we_lack_are_not_run() -> None:
 # Commands
 
 ELSEWHERE = {
+    "make bench-peers": "most of an hour",
+    "python benchmarks/peers --only Grain SPDL": "some of that hour",
+    "python benchmarks/peers --parts drain resume --repeats 5": "some of that hour",
+    "python benchmarks/peers --quick": "tests/test_peers.py::test_the_benchmark_installs_environments_runs_and_writes_its_page",
     "make demo": "tests/test_cli.py::test_the_demo_trains_is_killed_resumes_and_reports",
     "make test": "it is what runs this",
     "penstock --install-completion": "tests/test_cli.py::test_a_real_bash_completes_after_its_script_was_installed",
@@ -116,7 +120,10 @@ ELSEWHERE = {
 }  # fmt: skip
 """Commands that are not run here: the test that runs them, or what stands in the way. A new one is run until somebody decides."""
 
+QUICK = ("README", "cli", "quickstart", "troubleshooting")
+"""Pages whose commands are run in `make test`; those of the others by `make test-slow`."""
 SLOW = {
+    "penstock trace run.toml",
     "penstock train --dataset stdlib --steps 100 --report",
     "penstock doctor run.toml --tokens-per-second 2e6",
     "penstock doctor run.toml --tokens-per-second 2000000",
@@ -190,7 +197,7 @@ def chosen(slow: bool) -> list[Any]:
     return [
         pytest.param(command, id=f"{page.stem}: {name}")
         for name, (page, command) in sorted(each.items(), key=lambda item: item[1][0])
-        if name not in ELSEWHERE and (name in SLOW) == slow
+        if name not in ELSEWHERE and (name in SLOW or page.stem not in QUICK) == slow
     ]
 
 

@@ -20,6 +20,7 @@ from penstock import AsyncDataLoader, ConfigError, Shard, StateFormat, StateMism
 from penstock.torch_dataset import AllRanks, TorchDataset, TrainerMixin, lightning_callback
 
 pytestmark = [
+    pytest.mark.slow,  # `make test` runs the code of docs/integrations.md
     # What each of these libraries says of itself or of a CPU; none is about the data.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),

@@ -99,6 +99,13 @@ def test_yardsticks_do_the_same_amount_of_work(work: dict[str, str], expected: l
     assert ours["batches"] == copy["batches"]
 
 
+def test_a_consumer_that_waits_is_told_how_long_next_took(work: dict[str, str]) -> None:
+    told = contend("pace", work | CONTENDERS["Penstock"], "--batches", "8", "--pause-s", "0.01")["done"]
+    assert len(told["fetches"]) == 8 - 2
+    assert 0 < sum(told["fetches"]) < told["seconds"]
+    assert told["seconds"] > 6 * 0.01
+
+
 def test_a_contender_that_fails_says_why(work: dict[str, str]) -> None:
     command = [sys.executable, str(PEERS / "contend.py"), "drain"]
     command.append(json.dumps(work | {"contender": "ours", "source": "/nowhere"}))

@@ -43,17 +43,16 @@ class Sizes:
     passes: int = 8
     slow_batches: int = 300
     paced: Mapping[float, int] = field(default_factory=lambda: {0.005: 200, 0.02: 80, 0.1: 30})
-    slow_paced: int = 40
     followed: int = 120
     deadline_s: float = 180.0
-    stall_s: float = 60.0
+    stall_s: float = 240.0
     files: int = 100
     latency_ms: float = 50.0
     bandwidth_mb: float = 100.0
 
 
 QUICK = Sizes(
-    copies=1, token_copies=1, passes=1, slow_batches=20, paced=dict.fromkeys(PAUSES_S, 12), slow_paced=8,
+    copies=1, token_copies=1, passes=1, slow_batches=20, paced=dict.fromkeys(PAUSES_S, 12),
     followed=20, deadline_s=120.0, stall_s=10.0, files=10, latency_ms=5.0,
 )  # fmt: skip
 
@@ -190,8 +189,7 @@ class Bench:
                 case = self._case(
                     entrant, 1 if entrant.slow else self._sizes.token_copies, passes=self._sizes.passes if tokens else 1
                 )
-                batches = min(steps, self._sizes.slow_paced) if entrant.slow else steps
-                outcome = self._run(entrant, "pace", case, "--batches", str(batches), "--pause-s", str(pause_s))
+                outcome = self._run(entrant, "pace", case, "--batches", str(steps), "--pause-s", str(pause_s))
                 if outcome.what != "done":
                     self._say(entrant, "pace", outcome.why)
                     continue
@@ -295,7 +293,7 @@ class Bench:
             def measure(entrant: Entrant) -> None:
                 for name, times in (("one answer stalls", 1), ("all answers stall", None)):
                     hub.clear_faults()
-                    hub.fault(Fault("stall", path="*.parquet", port="cdn", times=times, skip=2, after=10_000))
+                    hub.fault(Fault("stall", path="*.parquet", port="cdn", times=times, after=50_000))
                     case = self._case(entrant, 1, source=f"hf://datasets/{REPOSITORY}")
                     outcome = self._run(
                         entrant, "drain", case, "--batches", "100", environment={"HF_ENDPOINT": hub.endpoint},

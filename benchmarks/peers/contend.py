@@ -40,13 +40,17 @@ class Run:
         module = importlib.import_module(f"contenders.{case.contender}")
         self._stream: Stream = module.stream(case)
         self._given = 0
+        self.took = 0.0
+        """By the last call for a batch; looking at it not counted."""
 
     def next(self) -> tuple[Any, Any] | None:
         """The next batch, looked at; None at the end."""
+        asked = time.perf_counter()
         try:
             inputs, targets = next(self._stream)
         except StopIteration:
             return None
+        self.took = time.perf_counter() - asked
         if tuple(inputs.shape) != (BATCH_SIZE, SEQ_LEN) or tuple(targets.shape) != (BATCH_SIZE, SEQ_LEN):
             raise ValueError(f"{self._case.contender} gave {tuple(inputs.shape)} and {tuple(targets.shape)}")
         int(inputs[0].sum())
@@ -73,11 +77,10 @@ class Run:
         for step in range(batches):
             if step == before:
                 begun = time.perf_counter()
-            asked = time.perf_counter()
             if self.next() is None:
                 break
             if step >= before:
-                fetches.append(time.perf_counter() - asked)
+                fetches.append(self.took)
             time.sleep(pause_s)
         self.tell("done", seconds=time.perf_counter() - begun, fetches=fetches, batches=self._given)
 

@@ -16,6 +16,8 @@ from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints
 from tests.test_checkpoint import Run, seed
 
+pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+
 WORKER = """
 import json, os, resource, sys, warnings
 from pathlib import Path

@@ -12,6 +12,8 @@ import pytest
 
 from penstock.testing import Fault, HubServer
 
+pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+
 WORKER = """
 import json, os, sys
 from pathlib import Path

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.watch.heartbeat import read_heartbeat
 
+pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+
 DELAY_S = 0.25
 """For each chunk of the slow rank: far longer than a collective takes, even on a machine that is busy with other things."""
 

@@ -102,15 +102,13 @@ class Prefetcher(Generic[T]):
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self._count()
-        # To wake the producer costs more than to take an item. It has its next list made, or is
-        # at it, so it loses nothing by being woken for several at once.
-        if self._owed >= self._capacity // 2:
-            self._return_slots()
+        self._return_many()
         return item
 
     def refill(self) -> None:
-        """Bring over what stands ready, and give back the slots of what was taken."""
-        self._return_slots()
+        """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
+        self._count()
+        self._return_many()
         while self._ready.qsize() > 0:
             items = self._ready.get_nowait()
             if isinstance(items, _End):
@@ -138,6 +136,12 @@ class Prefetcher(Generic[T]):
             pass
         with self._clock.stage(WAIT, self._track):
             return self._ready.get(timeout=timeout)
+
+    def _return_many(self) -> None:
+        # To wake the producer costs more than to take an item. It has its next list made, or is
+        # at it, so it loses nothing by being woken for several at once.
+        if self._owed >= self._capacity // 2:
+            self._return_slots()
 
     def _return_slots(self) -> None:
         self._count()
