@@ -159,7 +159,7 @@ def test_a_resume_uses_the_state_of_a_source_that_has_one(
     loader.load_state_dict(state)
     with loader:
         assert firsts(loader, 1) == list(range(80, 84))
-    assert 4 <= again.reads.n <= 20  # those read ahead, and not the 80 before
+    assert 4 <= again.reads.n < 80  # those read ahead, and not the 80 before
     assert not caplog.records
 
 

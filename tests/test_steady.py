@@ -264,6 +264,7 @@ def train(steps: int, slow_steps: int) -> list[float]:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow  # a timing of real steps, which others on the machine disturb
 def test_the_slow_start_of_a_live_training_run_is_found() -> None:
     onsets = []
     for _ in range(3):  # again if need be: what shares a core with others shares its caches too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -191,16 +192,20 @@ def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path
     scraped: list[str] = []
 
     def scrape(_: str) -> None:
-        with urllib.request.urlopen(address[0], timeout=20) as answer:
-            scraped.append(answer.read().decode())
+        for _ in range(100):  # the heartbeat's thread may be a moment behind the console
+            with urllib.request.urlopen(address[0], timeout=20) as answer:
+                scraped.append(answer.read().decode())
+            if "penstock_loss" in scraped[-1]:
+                return
+            time.sleep(0.02)
 
     def note(said: str) -> None:
         address.append(said.split(" at ")[1].strip())
 
     how = ("--metrics-port", 0, "--tensorboard", tmp_path / "board", "--report")
     on = {"metrics at": note, "step 9/": scrape}
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 12, *how, on=on).good()
-    assert re.search(r"^penstock_loss\S* [\d.]+$", scraped[0], re.MULTILINE), scraped[0]
+    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 40, *how, on=on).good()
+    assert re.search(r"^penstock_loss\S* [\d.]+$", scraped[-1], re.MULTILINE), scraped[-1]
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
     page = run.out / "report.html"
     assert page.stat().st_size > 100_000
