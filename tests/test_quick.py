@@ -77,7 +77,7 @@ def test_the_queue_keeps_to_its_size_and_is_filled_again(data: SyntheticDataset)
         assert loader.warmup(4, 30).filled == 4
 
 
-def test_a_finite_stream_ends_after_its_last_batch(data: SyntheticDataset) -> None:
+def test_a_finite_stream_ends_after_its_last_batch() -> None:
     short = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=40, seed=1)
     with AsyncDataLoader(short, 4, epochs=1, output="numpy") as loader:
         assert [batch.index for batch in ready(loader)] == list(range(1, 10))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 Group = Literal["text, as documented", "text, with our tokenizer", "tokens", "limit"]
 DOCUMENTED: Group = "text, as documented"
@@ -47,39 +47,10 @@ LIMIT_TEXT = "limit: decode + gigatoken alone"
 LIMIT_COPY = "limit: bare gather and copy"
 
 
-def _twice(
-    name: str,
-    module: str,
-    environment: str,
-    *,
-    far: bool = False,
-    prepares: bool = False,
-    variant: str = "",
-    workers: bool = True,
-) -> tuple[Entrant, Entrant]:
+def _twice(name: str, module: str, environment: str, **more: Any) -> tuple[Entrant, Entrant]:
     """With the tokenizer of its documentation, and with ours."""
-    documented = Entrant(
-        name=name,
-        module=module,
-        environment=environment,
-        group=DOCUMENTED,
-        variant=variant,
-        slow=True,
-        far=far,
-        prepares=prepares,
-        workers=workers,
-    )
-    handed = Entrant(
-        name=f"{name} + gigatoken",
-        module=module,
-        environment=environment,
-        group=HANDED,
-        variant=variant,
-        far=far,
-        prepares=prepares,
-        workers=workers,
-    )
-    return documented, handed
+    documented = Entrant(name=name, module=module, environment=environment, group=DOCUMENTED, slow=True, **more)
+    return documented, replace(documented, name=f"{name} + gigatoken", group=HANDED, slow=False)
 
 
 ENTRANTS: tuple[Entrant, ...] = (

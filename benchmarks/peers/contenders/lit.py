@@ -13,12 +13,9 @@ State: `StreamingDataLoader.state_dict()`. For parquet also the ids that have no
 from __future__ import annotations
 
 import os
-import pickle
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +29,9 @@ from litdata import (  # type: ignore[import-not-found, unused-ignore]
 from litdata.streaming.item_loader import ParquetLoader  # type: ignore[import-not-found, unused-ignore]
 
 from case import BATCH_SIZE, SEQ_LEN, Case
+from contenders.workers import Documents, Rows
 from encoders import Encode, Tokenizers, encoder
-from packing import Ids, Packer, Pair
+from packing import Ids
 
 DOCUMENTS = 64
 """Of a call to the tokenizer. The corpus took 16.5 s of CPU time with 16, 14.1 with 64 and 14.0 with 256."""
@@ -87,76 +85,34 @@ def stack(rows: list[Ids]) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-class Tokens:
+def tokens(case: Case) -> Rows:
     """Blocks as they were cut."""
-
-    def __init__(self, case: Case) -> None:
-        dataset = StreamingDataset(
-            case.prepared,
-            item_loader=TokensLoader(block_size=SEQ_LEN + 1),
-            shuffle=case.shuffle,
-            drop_last=True,
-        )
-        self._loader = StreamingDataLoader(
-            dataset, batch_size=BATCH_SIZE, num_workers=case.workers, collate_fn=stack, drop_last=True
-        )
-        if case.state:
-            with open(case.state, "rb") as file:
-                self._loader.load_state_dict(pickle.load(file))
-        self._batches: Iterator[torch.Tensor] = iter(self._loader)
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = next(self._batches)
-        while len(rows) < BATCH_SIZE:  # each worker ends with what it has
-            rows = next(self._batches)
-        return rows[:, :-1], rows[:, 1:]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def close(self) -> None:
-        del self._batches, self._loader
+    dataset = StreamingDataset(
+        case.prepared, item_loader=TokensLoader(block_size=SEQ_LEN + 1), shuffle=case.shuffle, drop_last=True
+    )
+    loader = StreamingDataLoader(
+        dataset, batch_size=BATCH_SIZE, num_workers=case.workers, collate_fn=stack, drop_last=True
+    )
+    return Rows(case, loader)
 
 
-class Text:
-    """Documents, tokenized in the workers and packed here."""
-
-    def __init__(self, case: Case) -> None:
-        dataset = StreamingDataset(
-            case.prepared, item_loader=ParquetLoader(columns=["text"]), shuffle=case.shuffle, drop_last=False
-        )
-        self._loader = StreamingDataLoader(
-            dataset,
-            batch_size=DOCUMENTS,
-            num_workers=case.workers,
-            collate_fn=Tokenize(encoder(case)),
-            multiprocessing_context="spawn",  # ParquetLoader refuses to be forked
-        )
-        self._packer, self._ready = Packer(), deque[Pair]()
-        if case.state:
-            with open(case.state, "rb") as file:
-                loaded, ready, rest = pickle.load(file)
-            self._loader.load_state_dict(loaded)
-            self._packer, self._ready = Packer(rest), deque(ready)
-        self._batches: Iterator[torch.Tensor] = iter(self._loader)
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        while not self._ready:
-            self._ready.extend(self._packer.add(next(self._batches).numpy()))
-        inputs, targets = self._ready.popleft()
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-    def state(self) -> Any:
-        return self._loader.state_dict(), list(self._ready), self._packer.rest()
-
-    def close(self) -> None:
-        del self._batches, self._loader
-
-
-def stream(case: Case) -> Text | Tokens:
-    """Start it."""
-    if case.variant == "tokens":
-        return Tokens(case)
+def text(case: Case) -> Documents:
+    """Documents, tokenized in the workers."""
     # Each worker would start as many tokenizing threads as there are cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return Text(case)
+    dataset = StreamingDataset(
+        case.prepared, item_loader=ParquetLoader(columns=["text"]), shuffle=case.shuffle, drop_last=False
+    )
+    loader = StreamingDataLoader(
+        dataset,
+        batch_size=DOCUMENTS,
+        num_workers=case.workers,
+        collate_fn=Tokenize(encoder(case)),
+        multiprocessing_context="spawn",  # ParquetLoader refuses to be forked
+    )
+    return Documents(case, loader, torch.Tensor.numpy)
+
+
+def stream(case: Case) -> Documents | Rows:
+    """Start it."""
+    return tokens(case) if case.variant == "tokens" else text(case)

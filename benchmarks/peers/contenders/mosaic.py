@@ -12,9 +12,6 @@ State: `StreamingDataLoader.state_dict()`: the epoch, and the samples given in i
 from __future__ import annotations
 
 import os
-import pickle
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,8 +20,9 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # type: 
 from streaming.base.util import clean_stale_shared_memory  # type: ignore[import-not-found, unused-ignore]
 
 from case import BATCH_SIZE, SEQ_LEN, Case
+from contenders.workers import Documents, Rows
 from encoders import Encode, encoder
-from packing import Ids, Packer, Pair
+from packing import Ids
 
 DOCUMENTS = 256
 """Of a call to the tokenizer. The corpus took 13.8 s of CPU time with 64 and 12.5 with 256, seen once each."""
@@ -80,57 +78,16 @@ def loader_of(case: Case, batch_size: int, **settings: Any) -> Any:
     return StreamingDataLoader(dataset, batch_size=batch_size, num_workers=case.workers, **settings)
 
 
-class Tokens:
-    """Rows as they were written."""
-
-    def __init__(self, case: Case) -> None:
-        self._loader = loader_of(case, BATCH_SIZE, collate_fn=stack, drop_last=True)
-        if case.state:
-            with open(case.state, "rb") as file:
-                self._loader.load_state_dict(pickle.load(file))
-        self._batches: Iterator[torch.Tensor] = iter(self._loader)
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = next(self._batches)
-        return rows[:, :-1], rows[:, 1:]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def close(self) -> None:
-        del self._batches, self._loader
+def ids_of(batch: tuple[list[int], torch.Tensor]) -> Ids:
+    """The ids of a batch of documents."""
+    ids: Ids = batch[1].numpy()
+    return ids
 
 
-class Text:
-    """Documents, tokenized in the workers and packed here."""
-
-    def __init__(self, case: Case) -> None:
-        self._loader = loader_of(case, DOCUMENTS, collate_fn=Tokenize(encoder(case)))
-        self._packer, self._ready = Packer(), deque[Pair]()
-        if case.state:
-            with open(case.state, "rb") as file:
-                loaded, ready, rest = pickle.load(file)
-            self._loader.load_state_dict(loaded)
-            self._packer, self._ready = Packer(rest), deque(ready)
-        self._batches: Iterator[tuple[list[int], torch.Tensor]] = iter(self._loader)
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        while not self._ready:
-            self._ready.extend(self._packer.add(next(self._batches)[1].numpy()))
-        inputs, targets = self._ready.popleft()
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-    def state(self) -> Any:
-        return self._loader.state_dict(), list(self._ready), self._packer.rest()
-
-    def close(self) -> None:
-        del self._batches, self._loader
-
-
-def stream(case: Case) -> Text | Tokens:
+def stream(case: Case) -> Documents | Rows:
     """Start it."""
     if case.variant != "text":
-        return Tokens(case)
+        return Rows(case, loader_of(case, BATCH_SIZE, collate_fn=stack, drop_last=True))
     # Each worker would start as many tokenizing threads as there are cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return Text(case)
+    return Documents(case, loader_of(case, DOCUMENTS, collate_fn=Tokenize(encoder(case))), ids_of)

@@ -21,7 +21,7 @@ from penstock.errors import NoData
 from penstock.loader import AsyncDataLoader
 from penstock.stats import Stats
 from penstock.watch.attribution import Known
-from penstock.watch.telemetry import resident_bytes
+from penstock.watch.memory import resident_bytes
 
 LOOK_S = 0.02
 """How often memory is looked at."""

@@ -28,7 +28,7 @@ from penstock.watch.line import Line, as_line, encode, iso
 
 if TYPE_CHECKING:
     from penstock.watch.health import HealthGate
-from penstock.watch.telemetry import resident_bytes
+from penstock.watch.memory import resident_bytes
 
 log = logging.getLogger("penstock")
 

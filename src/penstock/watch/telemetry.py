@@ -10,7 +10,6 @@ Cost:  a few microseconds a step, some tens more for a step that waited; `benchm
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from penstock.errors import ConfigError, LoaderTimeout
 from penstock.watch.attribution import Known, Verdict, band, charge, judge
 from penstock.watch.consumer import Consumer
 from penstock.watch.ledger import Ledger, process_began
+from penstock.watch.memory import resident_bytes
 from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track
 from penstock.watch.window import StageTimes, Window
 
@@ -394,12 +394,3 @@ def _role(track: Track) -> tuple[str, str]:
     if name.startswith("penstock-producer"):
         return "pack", "batch"
     return "copy", "copy"
-
-
-def resident_bytes() -> int:
-    """Memory of this process; 0 where that cannot be told."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0  # not Linux
