@@ -203,3 +203,35 @@ def test_a_long_piece_is_not_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch) 
     whole = drain(packer("concat", documents, 64), 2)
     monkeypatch.setattr(stream, "GATHER_TOKENS", 10)
     assert drain(packer("concat", documents, 64), 2) == whole
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("good", range(1, 9))
+def test_no_row_is_dealt_after_the_one_that_a_lane_failed_at(good: int, size: int) -> None:
+    def lane(name: int, rows: int, fails: bool) -> Packer:
+        source = iter(windows([[[10 * name + i, 10 * name + i]] for i in range(rows)]))
+
+        def next_window() -> Window | None:
+            window = next(source, None)
+            if window is None and fails:
+                raise ValueError("broken")
+            return window
+
+        return make_packer("bos", next_window, Place(), 1, 7, DTYPE, keep_tail=True, track=True)
+
+    batcher = Batcher(
+        [lane(1, 1, False), lane(2, 9, False), lane(3, good, True)], shard=Shard(1, 0), lanes=3, batch_size=size, seq_len=1,
+        drop_last=False, extras=False, tensors=False, most=1, row=0, batch=0, state=lambda position: {},
+    )  # fmt: skip
+    dealt: list[int] = []
+
+    def deal() -> None:
+        while batches := batcher.next():
+            dealt.extend(int(row[0]) for batch in batches for row in batch.inputs)
+
+    with pytest.raises(ValueError, match="broken"):
+        deal()
+    turns = [10 * lane + turn for turn in range(9) for lane in (1, 2, 3) if lane != 1 or turn == 0]
+    before = turns[: turns.index(30 + good - 1) + 2]  # the row of another lane may come between
+    assert dealt == before[: len(dealt)]
+    assert len(dealt) > len(before) - 1 - size

@@ -177,9 +177,23 @@ class AsyncDataLoader:
         """
         if self._exhausted:
             return None
-        if self._quick is not None and (batch := self._quick.take()) is not None:
-            self._position = batch.locate()
+        try:
+            quick = self._quick
+            batch = quick.take() if quick is not None else None
+            if batch is None:
+                batch = self._take_slowly(timeout)
+            if batch is not None:
+                self._position = batch.locate()  # the last thing: a batch that is lost before is given again
             return batch
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
+            if self._pipeline is not None:
+                self._pipeline.interrupted, self._quick = True, None
+            raise
+
+    def _take_slowly(self, timeout: float | None) -> Batch | None:
+        """A batch that may have to be waited for, and everything that is to be written down of it."""
         begun = time.perf_counter()
         self.telemetry.entering(begun)
         try:
@@ -206,7 +220,6 @@ class AsyncDataLoader:
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         if batch is not None:
-            self._position = batch.locate()
             if self._options.tensors:
                 batch.to_torch()
             self._pipeline.watch()
@@ -221,13 +234,9 @@ class AsyncDataLoader:
             from penstock.feed.cargo import open_feed
 
             self._feed = open_feed(
-                options.device,
-                self._pipeline.next,
-                self._pipeline.poll,
-                options.device_prefetch,
-                options.device_preprocess,
-                self.telemetry.clock,
-            )
+                options.device, self._pipeline.next, self._pipeline.poll, options.device_prefetch,
+                options.device_preprocess, self.telemetry.clock,
+            )  # fmt: skip
             self.telemetry.device = self._feed.told
         cargo = self._feed.next(timeout)
         return None if cargo is None else cargo.batch

@@ -6,7 +6,8 @@
 
 In:    a source (see `sources`: one file for each kind of data) and how to run it.
 Out:   batches, through `next`.
-Where: batches are made on the producer thread, or with 0 workers on the caller's.
+Where: batches are made on the producer thread; with 0 workers, or by a caller who would only wait for them, on the
+       caller's.
 State: the threads and processes of one run. What a stream's own state is, its source knows.
 """
 
@@ -61,6 +62,7 @@ class Pipeline:
         self._pid = os.getpid()
         self._failed: Exception | None = None
         self.interrupted = False
+        """Whether something like Ctrl-C came while a batch was made or taken: it may be lost, and others half made."""
         self._low, self._capacity = 0, run.prefetch_size
         self._queue: Prefetcher[Batch] | None = None
         self._weighs = False
@@ -70,6 +72,8 @@ class Pipeline:
         except BaseException:
             self._pool.stop()
             self._pool.join(10.0)
+            for let_go in ("stop", "close"):
+                getattr(work, let_go, _nothing)()
             raise
         if run.n_workers > 0:
             # Batches whose size is not known beforehand take slots by their bytes.
@@ -107,7 +111,7 @@ class Pipeline:
         """A shorter way than `next`, for batches that stand ready; None where it cannot be gone."""
         if self._queue is None or self._weighs:
             return None
-        return Quick(self._queue, telemetry, tensors=self._run.tensors)
+        return Quick(self._queue, telemetry, self._watch, tensors=self._run.tensors)
 
     def poll(self) -> Batch | None:
         """A batch that stands ready, if there is one."""
@@ -131,9 +135,13 @@ class Pipeline:
 
     def watch(self) -> None:
         """Notice, at each batch that is taken, that the workers do not keep up, and say so once."""
-        if self._queue is None or self._low < 0:
-            return
-        self._low = self._low + 1 if self._queue.depth * 2 < self._capacity else 0
+        if self._queue is not None:
+            self._watch(self._queue.depth)
+
+    def _watch(self, depth: int) -> None:
+        if self._low < 0 or self._capacity < 2:
+            return  # said already, or a queue that every batch leaves empty
+        self._low = self._low + 1 if depth * 2 < self._capacity else 0
         if self._low >= LOW_BATCHES:
             self._low = -1
             log.warning(
@@ -226,6 +234,9 @@ class Pipeline:
             if hasattr(self._work, "close"):
                 self._work.close()
         return True
+
+
+def _nothing() -> None: ...
 
 
 class _Weigh:

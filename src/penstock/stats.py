@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.pipeline import Pipeline
+from penstock.watch.consumer import Ready
 from penstock.watch.telemetry import Telemetry
 from penstock.watch.window import StageTimes
 
@@ -116,7 +117,7 @@ class Tally:
     def of(cls, telemetry: Telemetry) -> Tally:
         """A new one, told of what the telemetry writes down later."""
         tally = cls()
-        telemetry.tally = tally.took
+        telemetry.tally = tally.took_ready
         return tally
 
     def took(self, begun: float, now: float, tokens: int | None) -> None:
@@ -126,6 +127,15 @@ class Tally:
         self.last = now
         if tokens is not None:
             self.batches += 1
+            self.tokens += tokens
+
+    def took_ready(self, steps: list[Ready]) -> None:
+        """Calls of `next` that found their batch ready, one after the other."""
+        self.first = steps[0][0] if self.first is None else self.first
+        self.last = steps[-1][1]
+        self.batches += len(steps)
+        for begun, now, tokens, _ in steps:
+            self.wait_s += now - begun
             self.tokens += tokens
 
     def keep(self, pipeline: Pipeline) -> None:

@@ -24,7 +24,7 @@ from penstock.watch.spans import Clock, Quiet
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-BLOCK_TOKENS = 1 << 16
+BLOCK_TOKENS = 1 << 17
 """Batches of fewer tokens are made together, up to this many tokens: a batch that is kept keeps them all."""
 
 
@@ -139,6 +139,7 @@ class Batcher:
         self._state = state
         self._ended = False
         self._dry = [False] * len(packers)
+        self._slots: dict[int, list[I64]] = {}
         self._failed: Exception | None = None
 
     def next(self) -> list[Batch]:
@@ -174,9 +175,9 @@ class Batcher:
         turn = self._turn(0)
         lanes: list[list[tuple[I64, Rows]]] = [[] for _ in range(own)]
         missing: list[int] = []
-        for i in range(min(own, wanted)):
+        for i, slots_of_lane in enumerate(self._slots_of(wanted)):
             lane = (turn + i) % own
-            missing += self._take(lane, np.arange(i, wanted, own), lanes[lane])
+            missing += self._take(lane, slots_of_lane, lanes[lane])
         slots: I64 | None = None
         count = used = wanted
         if missing:
@@ -192,15 +193,23 @@ class Batcher:
         self._row += used * self._shard.mod
         return block, count
 
+    def _slots_of(self, wanted: int) -> list[I64]:
+        """The slots of each lane, for the lanes in turn."""
+        slots = self._slots.get(wanted)
+        if slots is None:
+            own = len(self._packers)
+            slots = self._slots[wanted] = [np.arange(i, wanted, own) for i in range(min(own, wanted))]
+        return slots
+
     def _fill_up(self, present: I64, slot: int, lanes: list[list[tuple[I64, Rows]]]) -> tuple[I64, int]:
         """Some lanes are at their end: go on with the others until a batch is full, or all are."""
         slots = present.tolist()
-        while not all(self._dry) and (len(slots) % self._batch_size or not slots):
+        while not all(self._dry) and self._failed is None and (len(slots) % self._batch_size or not slots):
             lane = self._turn(slot)
             if not self._take(lane, np.array([slot]), lanes[lane]):
                 slots.append(slot)
             slot += 1
-        self._ended = all(self._dry)
+        self._ended = all(self._dry) or self._failed is not None
         return np.array(slots, np.int64), slot
 
     def _take(self, lane: int, slots: I64, into: list[tuple[I64, Rows]]) -> list[int]:

@@ -2,7 +2,8 @@
 
 In:    a function that makes the next items, none at the end.
 Out:   the items, in order; an exception where the function raised one.
-Where: the function runs on the producer thread, `get` on the trainer's.
+Where: the function runs on the producer thread, `get` on the trainer's. A trainer that does nothing but take items and
+       finds none makes them itself: to be woken for each list takes longer than to make it.
 State: the items that wait, and one slot for each that may still be made. One buffer: a warmup adds
        slots for a while, and fills nothing else.
 Cost:  two C-level queues; with a batch ready, `get` takes a few microseconds.
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from penstock.errors import LoaderClosed, LoaderTimeout
@@ -23,6 +25,11 @@ from penstock.feed.pool import join_all
 from penstock.watch.spans import OUT, WAIT, Clock, Quiet
 
 T = TypeVar("T")
+
+EAGER_S = 200e-6
+"""Whoever comes back sooner has nothing to do meanwhile that the producer could work beside."""
+LEASE_S = 0.01
+"""The producer goes on by itself when nobody has made items in its place for so long."""
 
 
 class _End:
@@ -65,6 +72,14 @@ class Prefetcher(Generic[T]):
         """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
         self._stopped = False
+        self._making = threading.Lock()
+        """Held from the making of items until they are handed over, so that they stay in order."""
+        self._helps = weigh is None and cpus is None
+        self._turn = threading.Condition()
+        self._lease = 0.0
+        """Until then the producer leaves the making of items to whoever takes them."""
+        self.left_at = 0.0
+        """When the last item was taken."""
         self._filled = threading.Condition()
         self._waiting = False
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
@@ -92,7 +107,8 @@ class Prefetcher(Generic[T]):
                     f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
                 ) from None
             if isinstance(items, _End):
-                self._ready.put(items)  # for whoever asks again
+                if self._ready.empty():
+                    self._ready.put(items)  # for whoever asks again
                 if items.error is not None:
                     raise items.error
                 return None
@@ -103,12 +119,13 @@ class Prefetcher(Generic[T]):
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self._count()
         self._return_many()
+        self.left_at = perf_counter()
         return item
 
     def refill(self) -> None:
         """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
-        self._count()
-        self._return_many()
+        if self._owed + self._moved - len(self.at_hand) - self._counted >= self._capacity // 2:
+            self._return_slots()
         while self._ready.qsize() > 0:
             items = self._ready.get_nowait()
             if isinstance(items, _End):
@@ -134,12 +151,47 @@ class Prefetcher(Generic[T]):
             return self._ready.get_nowait()
         except Empty:
             pass
+        now = perf_counter()
+        if self._helps and timeout is None and now - self.left_at < EAGER_S:
+            self._lease = now + LEASE_S
+            if self._making.acquire(blocking=False):
+                try:
+                    return self._make_here()
+                finally:
+                    self._making.release()
+        elif self._lease:
+            self._end_lease()
         with self._clock.stage(WAIT, self._track):
             return self._ready.get(timeout=timeout)
 
+    def _make_here(self) -> list[T] | _End:
+        """What the producer would make next, by whoever wants it. It takes no slots."""
+        try:
+            return self._ready.get_nowait()  # it came just now
+        except Empty:
+            pass
+        try:
+            items = self._make()
+        except Exception as error:
+            return self._finish(error)
+        except BaseException:  # Ctrl-C, anywhere: what is half done cannot be gone on with
+            self.stop()
+            raise
+        if not items:
+            return self._finish(None)
+        self._made += len(items)
+        self._surplus += len(items)
+        self._lease = perf_counter() + LEASE_S
+        return items
+
+    def _end_lease(self) -> None:
+        with self._turn:
+            self._lease = 0.0
+            self._turn.notify()
+
     def _return_many(self) -> None:
-        # To wake the producer costs more than to take an item. It has its next list made, or is
-        # at it, so it loses nothing by being woken for several at once.
+        # To wake the producer costs more than to take an item, and half of the queue is left to take while it makes
+        # more: it is woken for several at once.
         if self._owed >= self._capacity // 2:
             self._return_slots()
 
@@ -152,6 +204,7 @@ class Prefetcher(Generic[T]):
     def fill(self, items: int, timeout: float) -> int:
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
         deadline = time.monotonic() + timeout
+        self._end_lease()
         self._return_slots()
         for _ in range(items - self._capacity - self._surplus):
             self._surplus += 1
@@ -199,10 +252,16 @@ class Prefetcher(Generic[T]):
         """Wake everybody who waits."""
         self._stopped = True
         self._slots.put(False)
+        self._end_lease()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread to end, and let go of the items."""
+        """Wait for the thread to end, and for whoever makes items in its place, and let go of the items."""
+        deadline = time.monotonic() + timeout
         joined = join_all([self._thread], timeout) if self._thread.ident is not None else True
+        if self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._making.release()
+        else:
+            joined = False
         while joined and self._ready.qsize() > 0:
             self._ready.get_nowait()
         self.at_hand.clear()
@@ -214,20 +273,43 @@ class Prefetcher(Generic[T]):
             if self._cpus is not None:
                 pin(self._cpus)
             self._clock.adopt(self._track)
-            while items := self._make():
-                first = 0
-                for i in range(len(items)):
-                    if i > first and self._slots.qsize() < self._weight(items[i]):
-                        # No room for the next one: those that have theirs do not wait for it.
-                        self._hand_over(items[first:i])
-                        first = i
-                    if not self._acquire(items[i]):
+            while self._await_turn():
+                with self._making:
+                    if self._end is not None or self._stopped:
                         return
-                self._hand_over(items[first:])
-                del items  # while the next ones are made, these are the trainer's
-            self._finish(None)
+                    items = self._make()
+                    if not items:
+                        self._finish(None)
+                        return
+                    if not self._hand_out(items):
+                        return
+                    del items  # while the next ones are made, these are the trainer's
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
+
+    def _await_turn(self) -> bool:
+        """Wait until there is room for an item at least, and nobody else makes them. False if it is time to stop."""
+        if self._weigh is None and not self._slot():
+            return False
+        if self._lease:
+            with self._turn:
+                while (left := self._lease - perf_counter()) > 0 and not self._stopped:
+                    self._turn.wait(left)
+                self._lease = 0.0
+        return not self._stopped
+
+    def _hand_out(self, items: list[T]) -> bool:
+        """Hand items over as there is room for them. False if it is time to stop."""
+        first = 0
+        for i in range(len(items)):
+            if i > first and self._slots.qsize() < self._weight(items[i]):
+                # No room for the next one: those that have theirs do not wait for it.
+                self._hand_over(items[first:i])
+                first = i
+            if (i or self._weigh is not None) and not self._acquire(items[i]):
+                return False
+        self._hand_over(items[first:])
+        return True
 
     def _make(self) -> list[T]:
         with self._clock.stage("pack") as track:
@@ -247,18 +329,19 @@ class Prefetcher(Generic[T]):
             if self._weigh is not None and self._slots.empty():
                 self._blocked = True
                 self._wake()
-            if not self._slot() or self._stopped:
+            if not self._slot():
                 return False
         self._blocked = False
         return True
 
     def _slot(self) -> bool:
+        """Wait for a slot. False if it is time to stop."""
         try:
-            return self._slots.get_nowait()
+            return self._slots.get_nowait() and not self._stopped
         except Empty:
             pass
         with self._clock.stage(OUT):
-            return self._slots.get()
+            return self._slots.get() and not self._stopped
 
     def _hand_over(self, items: list[T]) -> None:
         if self.first_made is None:
@@ -272,8 +355,9 @@ class Prefetcher(Generic[T]):
             with self._filled:
                 self._filled.notify_all()
 
-    def _finish(self, error: BaseException | None) -> None:
-        self._end = _End(error)
-        self._ready.put(self._end)
+    def _finish(self, error: BaseException | None) -> _End:
+        end = self._end = _End(error)
+        self._ready.put(end)
         with self._filled:
             self._filled.notify_all()
+        return end

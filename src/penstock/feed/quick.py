@@ -1,7 +1,7 @@
 """The shortest way from the queue to the trainer, for the usual case: batches stand ready.
 
 In:    the queue of ready batches.
-Out:   the next batch, or None where the long way has to be taken: the queue is less than half full, or at its end.
+Out:   the next batch, or None where the long way has to be taken: none stands ready, or the stream is at its end.
 Where: the trainer's thread.
 State: none but the queue's. What is to be written down of a step is jotted down here and written when some have
        come together: after a step everything is out of the processor's caches, and it is code that has to
@@ -11,6 +11,7 @@ State: none but the queue's. What is to be written down of a step is jotted down
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from time import perf_counter
 
 from penstock.encode.batch import Batch
@@ -21,11 +22,16 @@ from penstock.watch.telemetry import Telemetry
 class Quick:
     """Takes batches that stand ready."""
 
-    def __init__(self, queue: Prefetcher[Batch], telemetry: Telemetry, *, tensors: bool) -> None:
+    def __init__(
+        self, queue: Prefetcher[Batch], telemetry: Telemetry, low: Callable[[int], None], *, tensors: bool
+    ) -> None:
+        """`low` is told what is left in the queue while it is less than half full, and once when it no longer is."""
         self._queue = queue
         self._at_hand = queue.at_hand
         self._half = max(1, queue.capacity // 2)
         self._telemetry = telemetry
+        self._low = low
+        self._was_low = False
         self._tensors = tensors
         self._pid = os.getpid()
 
@@ -35,8 +41,8 @@ class Quick:
         at_hand = self._at_hand
         if len(at_hand) <= self._half + 1:
             self._queue.refill()
-        ready = len(at_hand)
-        if ready < self._half or os.getpid() != self._pid:
+        left = len(at_hand) - 1
+        if left < 0 or os.getpid() != self._pid:
             return None
         try:
             batch = at_hand.popleft()
@@ -44,5 +50,10 @@ class Quick:
             return None  # the queue was closed, by another thread
         if self._tensors:
             batch.to_torch()
-        self._telemetry.jot(begun, perf_counter(), batch.tokens, ready - 1)
+        low = left < self._half
+        if low or self._was_low:
+            self._was_low = low
+            self._low(left)
+        now = self._queue.left_at = perf_counter()
+        self._telemetry.jot(begun, now, batch.tokens, left)
         return batch

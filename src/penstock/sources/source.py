@@ -3,7 +3,7 @@
 A `Source` describes: fingerprints for the state, places to begin at, and the `work` that workers do,
 an object whose methods are pure functions of their arguments. Opened for a `Run`, it gives a
 `Producer` of batches. Sources of packed rows open `Lanes` instead, which a mixture can share, and
-`rows_producer` deals batches from them.
+`RowsProducer` deals batches from them.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ class Source(Protocol):
         """Begin a run. `work` is what the pool's threads call, or in other processes copies of it."""
 
 
+def row_bytes(seq_len: int, positions: bool) -> int:
+    """Inputs, targets and where they are given positions: 8 bytes each."""
+    return (3 if positions else 2) * 8 * seq_len
+
+
 class RowSource(Source, Protocol):
     """A source whose rows all have `seq_len + 1` ids, dealt from lanes."""
 
@@ -163,7 +168,7 @@ class RowSource(Source, Protocol):
     def open_lanes(self, run: Run, pool: Pool, work: Any) -> Lanes: ...
 
     def row_bytes(self) -> int:
-        return 2 * 8 * self.seq_len
+        return row_bytes(self.seq_len, self.positions)
 
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         return RowsProducer(self, run, self.open_lanes(run, pool, work))
@@ -186,7 +191,7 @@ class RowsProducer:
             extras=source.positions,
             tensors=run.tensors,
             narrow=source.dtype if run.narrow else None,
-            most=run.prefetch_size // 2 if run.n_workers else 1,
+            most=run.prefetch_size if run.n_workers else 1,
             row=run.row,
             batch=run.batch,
             state=run.state,

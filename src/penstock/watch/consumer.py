@@ -40,10 +40,18 @@ class Since:
     charges: dict[str, float] = field(default_factory=dict)
 
 
+Ready = tuple[float, float, int, int]
+"""A call of `next` that found its batch ready: when it began and ended, the batch's tokens, what was left in the queue."""
+
+
 def _add(into: dict[str, float], charges: Mapping[str, float]) -> dict[str, float]:
     for stage, seconds in charges.items():
         into[stage] = into.get(stage, 0.0) + seconds
     return into
+
+
+def _lasted(step: Step, wall: float) -> Step:
+    return Step(step.begin, step.wait, wall, step.tokens, step.charges)  # _replace takes five times as long
 
 
 class Consumer:
@@ -73,6 +81,9 @@ class Consumer:
         self._tried_at: float | None = None
         self._tried_s = 0.0
         self._tried_by: Mapping[str, float] | None = None
+        self._tried_paused = 0.0
+        self._paused_before = 0.0
+        """Pauses within the step that runs now, from before its batch was there."""
 
     # On the trainer's thread
 
@@ -83,21 +94,22 @@ class Consumer:
             counted = self._close_step(self.last, now)
         elif self._called:
             self.paused.within_s += self.paused.in_step
+            self._tried_paused += self.paused.in_step
         self.paused.in_step = 0.0
         self._called = True
         if self._since is None:
             self._since = Since(now)
         if self._tried_at is None:
-            self._tried_at, self._tried_s, self._tried_by = now, 0.0, None
+            self._tried_at, self._tried_s, self._tried_by, self._tried_paused = now, 0.0, None, 0.0
         return counted
 
     def _close_step(self, last: Step, now: float) -> bool:
         paused = self.paused
-        wall = max(last.wait, now - last.begin - paused.in_step)
+        wall = max(last.wait, now - last.begin - paused.in_step - self._paused_before)
         paused.within_s += paused.in_step
         paused.last_s = paused.in_step
         self.wall_s += wall
-        first, self.finished = self.finished is None, last._replace(wall=wall)
+        first, self.finished = self.finished is None, _lasted(last, wall)
         self.last = None
         if not first:  # the time to the first batch is a number of its own
             self.window.add(self.finished)
@@ -116,12 +128,47 @@ class Consumer:
         """A batch was handed out, perhaps after calls that gave up on it."""
         assert self._tried_at is not None
         self.last = Step(self._tried_at, self._tried_s, 0.0, tokens, self._tried_by or {})
-        self._tried_at = None
+        self._tried_at, self._paused_before = None, self._tried_paused
         self.steps += 1
         self.tokens_total += tokens
         self._depths += depth
         if self._since is not None:
             self._since.tokens += tokens
+
+    def took_ready(self, steps: list[Ready]) -> None:
+        """The same for batches that stood ready, one after the other without a pause; the first of them has entered."""
+        begun, now, tokens, depth = steps[0]
+        wait = handed = now - begun
+        self._tried_s += wait
+        self._tried_by = {"batch": wait} if self._tried_by is None else _add(dict(self._tried_by), {"batch": wait})
+        self.took(tokens, depth)
+        assert self.last is not None
+        last, ended = self.last, []
+        for begun, now, more, depth in steps[1:]:
+            wait = now - begun
+            ended.append(_lasted(last, max(last.wait, begun - last.begin - self._paused_before)))
+            self._paused_before = 0.0
+            last = Step(begun, wait, 0.0, more, {"batch": wait})
+            handed += wait
+            tokens += more
+            self._depths += depth
+        if ended:
+            self._end_steps(ended)
+            self.last = last
+            self.steps += len(ended)
+            self.tokens_total += tokens - steps[0][2]
+        _add(self.wait_s, {"batch": handed})
+        if self._since is not None:
+            self._since.wait += handed
+            self._since.tokens += tokens - steps[0][2]
+            _add(self._since.charges, {"batch": handed})
+
+    def _end_steps(self, ended: list[Step]) -> None:
+        self.wall_s += sum(step.wall for step in ended)
+        self.paused.last_s = 0.0
+        for step in ended if self.finished is not None else ended[1:]:
+            self.window.add(step)
+        self.finished = ended[-1]
 
     def pause(self, name: str, seconds: float) -> None:
         """A pause has ended."""
@@ -158,7 +205,7 @@ class Consumer:
                 fields[f"fetch_p{p}_ms"] = round(1e3 * window.percentile(p / 100), 4)
         wall, wait, tokens = window.wall, window.wait, window.tokens
         if last is not None:
-            wall += max(last.wait, now - last.begin - self.paused.in_step)
+            wall += max(last.wait, now - last.begin - self.paused.in_step - self._paused_before)
             wait, tokens = wait + last.wait, tokens + last.tokens
         if wall > 0:
             fields["toks_per_s"] = round(tokens / wall, 3)

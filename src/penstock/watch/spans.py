@@ -158,10 +158,9 @@ class Report(NamedTuple):
 class Trail:
     """What happened to one piece of work. Small: it does not keep the result alive."""
 
-    __slots__ = ("asked", "before", "begun", "done", "ended", "track")
+    __slots__ = ("before", "begun", "done", "ended", "track")
 
     def __init__(self) -> None:
-        self.asked = perf_counter()
         self.begun: float | None = None
         self.ended: float | None = None
         self.track: Track | None = None
@@ -184,6 +183,26 @@ def _under_way(stage: str, since: float, what: Any) -> Segment:
     """What a thread is doing, as if it ended now. How much of a core it had is not known yet: all of it."""
     now = max(since, perf_counter())
     return Segment(since, now, stage, what, now - since)
+
+
+def role(track: Track) -> tuple[str, str]:
+    """The first and the last stage of a thread: those that its waits for input and for room belong to."""
+    name = track.name
+    if name.startswith("penstock-fetch"):
+        return "fetch", "fetch"
+    if name.startswith("penstock-worker"):
+        return "decode", "tokenize"
+    if name.startswith("penstock-producer"):
+        return "pack", "batch"
+    return "copy", "copy"
+
+
+def stage_of(note: str) -> tuple[str, str]:
+    """The stage of "fetch, decode, reading …", where it is the later one that failed, and the rest of it."""
+    stage, where = "", note
+    while (words := where.partition(", "))[0] in STAGES:
+        stage, where = words[0], words[2]
+    return stage, where
 
 
 class _Stage:

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from penstock.config import available_cores
 from penstock.errors import ConfigError, LoaderTimeout
 from penstock.watch.attribution import Known, Verdict, band, charge, judge
-from penstock.watch.consumer import Consumer
+from penstock.watch.consumer import Consumer, Ready
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.memory import resident_bytes
-from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track
+from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track, role, stage_of
 from penstock.watch.window import StageTimes, Window
 
 log = logging.getLogger("penstock")
@@ -95,17 +95,17 @@ class Telemetry:
         self.trainer = ""
         """The thread that last asked for a batch."""
         self._consumer = Consumer()
-        self._jotted: list[tuple[float, float, int, int]] = []
+        self._jotted: list[Ready] = []
         self._thread = 0
-        self.tally: Callable[[float, float, int | None], None] = _no_tally
-        """Told of each call of `next` that was jotted down."""
+        self.tally: Callable[[list[Ready]], None] = _no_tally
+        """Told of the calls of `next` that were jotted down."""
         self.prefix = "loader_"
         self.cores = 1
         self.reset()
 
     def reset(self) -> None:
         """Forget what was measured: another stream begins."""
-        self._jotted.clear()
+        self.settle()
         self._consumer.reset()
         self._band = ""
         self._looked = perf_counter()
@@ -148,11 +148,10 @@ class Telemetry:
     def settle(self) -> None:
         """Write down what was jotted down. On the trainer's thread."""
         steps, self._jotted = self._jotted, []
-        for begun, now, tokens, depth in steps:
-            self.tally(begun, now, tokens)
-            self._enter(begun)
-            self._consumer.waited(now - begun, {"batch": now - begun})  # the handing over
-            self._consumer.took(tokens, depth)
+        if steps:
+            self.tally(steps)
+            self._enter(steps[0][0])
+            self._consumer.took_ready(steps)
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
@@ -209,7 +208,7 @@ class Telemetry:
         if isinstance(error, LoaderTimeout) or not isinstance(error, Exception):
             return  # it will be asked again, or somebody pressed Ctrl-C
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
-        stage, _, where = notes[0].removeprefix("in stage ").partition(", ") if notes else ("", "", "")
+        stage, where = stage_of(notes[0].removeprefix("in stage ")) if notes else ("", "")
         text = f"{type(error).__name__}: {error}"
         self.event(f"{self.prefix}error", error=text[:1000], stage=stage, where=where[:500])
 
@@ -296,7 +295,7 @@ class Telemetry:
                 times[stage].busy_s += seconds.get(stage, 0.0)
                 times[stage].items += track.items.get(stage, 0)
                 times[stage].bytes += track.bytes.get(stage, 0)
-            first, last = _role(track)
+            first, last = role(track)
             times[first].blocked_in_s += seconds.get(WAIT, 0.0)
             times[last].blocked_out_s += seconds.get(OUT, 0.0) + seconds.get(IDLE, 0.0)
         return times
@@ -344,10 +343,11 @@ class Telemetry:
             "rss_bytes": self._memory(),
             **{name: value for name, value in gauges.items() if value is not None},
         }
-        queue = gauges.get("queues", {}).get("batches", {})
-        fields["queue_depth"] = queue.get("depth", 0)
-        if queue:
-            queue["occupancy"] = round(self.consumer.occupancy(queue["capacity"]), 4)
+        queues = gauges.get("queues", {})
+        fields["queue_depth"] = queues.get("batches", {}).get("depth", 0)
+        for name, queue in queues.items():
+            share = queue["depth"] / max(1, queue["capacity"])
+            queue["occupancy"] = round(self.consumer.occupancy(queue["capacity"]) if name == "batches" else share, 4)
         waiting = self.waiting()
         if waiting is not None:
             fields["waiting"] = waiting
@@ -377,20 +377,8 @@ def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[flo
     return telemetry
 
 
-def _no_tally(begun: float, now: float, tokens: int | None) -> None: ...
+def _no_tally(steps: list[Ready]) -> None: ...
 
 
 def _no_queue() -> tuple[int, int]:
     return 0, 0
-
-
-def _role(track: Track) -> tuple[str, str]:
-    """The first and the last stage of a thread: those that its waits for input and for room belong to."""
-    name = track.name
-    if name.startswith("penstock-fetch"):
-        return "fetch", "fetch"
-    if name.startswith("penstock-worker"):
-        return "decode", "tokenize"
-    if name.startswith("penstock-producer"):
-        return "pack", "batch"
-    return "copy", "copy"

@@ -1,0 +1,225 @@
+"""The queue of ready batches: who makes them, in which order, and what becomes of them when something happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
+from penstock.errors import LoaderClosed
+from penstock.feed import prefetch
+from penstock.feed.prefetch import Prefetcher
+
+
+class Maker:
+    """Makes numbers, in lists of three, and knows who made which."""
+
+    def __init__(self, end: int = 10_000) -> None:
+        self.by: list[str] = []
+        self.end = end
+        self.before: Callable[[int], None] = lambda first: None
+
+    def __call__(self) -> list[int]:
+        first = 3 * len(self.by)
+        self.before(first)
+        if first >= self.end:
+            return []
+        self.by.append(threading.current_thread().name)
+        return [first, first + 1, first + 2]
+
+    def here(self) -> int:
+        """Lists that were made on the thread that asks."""
+        return self.by.count(threading.current_thread().name)
+
+
+@pytest.fixture
+def maker() -> Maker:
+    return Maker()
+
+
+@pytest.fixture
+def queue(maker: Maker) -> Iterator[Prefetcher[int]]:
+    queue = Prefetcher(maker, 8)
+    queue.start()
+    yield queue
+    queue.stop()
+    assert queue.join(30)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes items does nothing else, however slow the machine is."""
+    monkeypatch.setattr(prefetch, "EAGER_S", 3600.0)
+    monkeypatch.setattr(prefetch, "LEASE_S", 60.0)
+
+
+def make_here(queue: Prefetcher[int], maker: Maker) -> int:
+    """Take items until they are made by whoever takes them. Gives the next one's number."""
+    taken = 0
+    while not maker.here():
+        assert queue.get() == taken
+        taken += 1
+    return taken
+
+
+def drain(queue: Prefetcher[int]) -> list[int]:
+    """Everything up to the end."""
+    return list(iter(queue.get, None))
+
+
+def test_who_only_takes_items_makes_them_and_they_stay_in_order(
+    eager: None, queue: Prefetcher[int], maker: Maker
+) -> None:
+    first = make_here(queue, maker)
+    assert [queue.get() for _ in range(600)] == list(range(first, first + 600))
+    assert set(maker.by[-100:]) == {threading.current_thread().name}
+
+
+def test_who_has_something_else_to_do_has_them_made(
+    monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int], maker: Maker
+) -> None:
+    monkeypatch.setattr(prefetch, "EAGER_S", 0.0)
+    assert [queue.get() for _ in range(600)] == list(range(600))
+    assert maker.here() == 0
+
+
+def test_who_waits_for_no_longer_than_a_time_does_not_begin_to_make_anything(
+    eager: None, queue: Prefetcher[int], maker: Maker
+) -> None:
+    assert [queue.get(timeout=60) for _ in range(600)] == list(range(600))
+    assert maker.here() == 0
+
+
+def test_the_queue_is_filled_again_when_nobody_takes_anything_any_more(
+    monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int], maker: Maker
+) -> None:
+    monkeypatch.setattr(prefetch, "EAGER_S", 3600.0)
+    taken = make_here(queue, maker)
+    deadline = time.monotonic() + 30
+    while queue.depth < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 8 <= queue.depth <= 10  # a list of three may have been begun to be taken
+    assert [queue.get() for _ in range(30)] == list(range(taken, taken + 30))
+
+
+def test_a_warmup_fills_the_queue_at_once(eager: None, queue: Prefetcher[int], maker: Maker) -> None:
+    make_here(queue, maker)
+    assert queue.fill(8, 30) >= 8
+
+
+@pytest.mark.parametrize("end", [0, 300])
+def test_the_end_is_the_end_whoever_gets_there(eager: None, maker: Maker, queue: Prefetcher[int], end: int) -> None:
+    first = make_here(queue, maker)
+    maker.end = 3 * len(maker.by) + end
+    assert drain(queue) == list(range(first, maker.end))
+    assert [queue.get() for _ in range(3)] == [None] * 3
+
+
+def test_a_failure_comes_after_what_was_made_before_it_and_again(
+    eager: None, maker: Maker, queue: Prefetcher[int]
+) -> None:
+    first = make_here(queue, maker)
+    last = 3 * len(maker.by) + 30
+
+    def fail(at: int) -> None:
+        if at >= last:
+            raise ValueError("broken")
+
+    maker.before = fail
+    assert [queue.get() for _ in range(last - first)] == list(range(first, last))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="broken"):
+            queue.get()
+
+
+def test_an_interrupt_while_making_ends_the_queue(eager: None, maker: Maker, queue: Prefetcher[int]) -> None:
+    make_here(queue, maker)
+
+    def interrupt(at: int) -> None:
+        raise KeyboardInterrupt
+
+    maker.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        drain(queue)
+    assert queue.join(30)
+    with pytest.raises(LoaderClosed):
+        queue.get()
+
+
+def test_closing_waits_for_whoever_makes_items(eager: None, maker: Maker) -> None:
+    queue = Prefetcher(maker, 8)
+    queue.start()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def linger(at: int) -> None:
+        if threading.current_thread() is taker:
+            inside.set()
+            assert go_on.wait(60)
+
+    def take() -> None:
+        while True:
+            try:
+                queue.get()
+            except LoaderClosed:
+                return
+
+    taker = threading.Thread(target=take)
+    maker.before = linger
+    taker.start()
+    try:
+        assert inside.wait(60)
+        queue.stop()
+        assert not queue.join(0.1)
+    finally:
+        go_on.set()
+    assert queue.join(30)
+    taker.join(30)
+    assert not taker.is_alive()
+
+
+# Through the loader
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_that_is_drained_gives_the_same_stream(eager: None, corpus: Path, workers: int) -> None:
+    text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16)
+    streams = []
+    for n_workers in (0, workers):
+        with AsyncDataLoader(text, 4, seed=3, epochs=1, output="numpy", n_workers=n_workers) as loader:
+            streams.append([batch.inputs.tolist() for batch in loader])
+    assert streams[0] == streams[1]
+
+
+@pytest.mark.parametrize("where", ["jot", "took"])
+def test_a_batch_that_an_interrupt_took_away_is_given_again(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
+    with AsyncDataLoader(data, 4, output="numpy") as loader:
+        next(loader)
+        loader.warmup(8, 30)
+        if where == "took":  # the long way
+            loader._quick = None
+        telemetry = loader.telemetry
+        usual = getattr(telemetry, where)
+
+        def interrupt(*args: Any, **kwargs: Any) -> None:
+            monkeypatch.setattr(telemetry, where, usual)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(telemetry, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(loader)
+        assert loader.state_dict()["batch"] == 1
+        assert [next(loader).index for _ in range(20)] == list(range(1, 21))
+
+
+def test_a_queue_of_one_does_not_warn_of_being_empty(caplog: pytest.LogCaptureFixture) -> None:
+    data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
+    with AsyncDataLoader(data, 4, output="numpy", prefetch_size=1) as loader:
+        for _ in range(300):
+            next(loader)
+    assert "less than half full" not in caplog.text
