@@ -30,20 +30,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    REPOSITORY,
-    SEQ_LEN,
-    Contender,
-    Corpus,
-    Goal,
-    Hub,
-    Report,
-    interleave,
-    load_corpus,
-    parser,
-    serve,
-)
+from common import BATCH_SIZE, REPOSITORY, SEQ_LEN, parser
+from corpora import Corpus, load_corpus
+from hosted import Hub
+from record import Goal, Report
+from rounds import Contender, interleave, serve
 
 LATENCY_MS, BANDWIDTH_MB = 100.0, 500.0
 FETCHES = (1, 4, 16, 32)

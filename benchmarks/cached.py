@@ -27,24 +27,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    HOSTED,
-    MB,
-    REPOSITORY,
-    SEQ_LEN,
-    Contender,
-    Goal,
-    Hub,
-    Report,
-    interleave,
-    link,
-    load_corpus,
-    parser,
-    ratios,
-    serve,
-)
+from common import BATCH_SIZE, COPIES, HOSTED, MB, REPOSITORY, SEQ_LEN, parser
+from corpora import link, load_corpus
+from hosted import Hub
+from record import Goal, Report
+from rounds import Contender, interleave, ratios, serve
 
 DOCUMENTS = 500
 """In a row group: 3 MB of text, 1.4 MB of ids."""

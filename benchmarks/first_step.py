@@ -32,7 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import REPOSITORY, Goal, Hub, Report, bench_folder, interleave, load_corpus, parser, ratios
+from common import REPOSITORY, bench_folder, parser
+from corpora import load_corpus
+from hosted import Hub
+from record import Goal, Report
+from rounds import interleave, ratios
 
 SEQ_LEN, BATCH = 256, 8
 """What `penstock train` takes by itself."""

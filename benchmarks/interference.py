@@ -21,21 +21,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    SEQ_LEN,
-    Goal,
-    Report,
-    calibrate,
-    count,
-    interleave,
-    load_corpus,
-    parser,
-    ratios,
-    timed,
-    wait_until_quiet,
-)
+from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
+from corpora import load_corpus
+from record import Goal, Report
+from rounds import calibrate, count, interleave, ratios, timed, wait_until_quiet
 
 WORKERS = (1, 2)
 STEP_S = 0.05

@@ -14,19 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    SEQ_LEN,
-    Contender,
-    Goal,
-    Report,
-    interleave,
-    load_corpus,
-    parser,
-    percentile,
-    serve,
-)
+from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
+from corpora import load_corpus
+from record import Goal, Report
+from rounds import Contender, interleave, percentile, serve
 
 STEP_S = 0.005
 WARMUP_STEPS = 50

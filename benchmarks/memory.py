@@ -18,20 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    MB,
-    SEQ_LEN,
-    Contender,
-    Goal,
-    Report,
-    bench_folder,
-    load_corpus,
-    parser,
-    process_memory,
-    serve,
-)
+from common import BATCH_SIZE, COPIES, MB, SEQ_LEN, bench_folder, parser
+from corpora import load_corpus
+from record import Goal, Report
+from rounds import Contender, process_memory, serve
 
 KINDS = ("corpus", "new words")
 DOC_BYTES = 6000

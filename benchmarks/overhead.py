@@ -19,22 +19,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    SEQ_LEN,
-    Corpus,
-    Goal,
-    Report,
-    bench_folder,
-    calibrate,
-    count,
-    interleave,
-    load_corpus,
-    parser,
-    ratios,
-    wait_until_quiet,
-)
+from common import BATCH_SIZE, COPIES, SEQ_LEN, bench_folder, parser
+from corpora import Corpus, load_corpus
+from record import Goal, Report
+from rounds import calibrate, count, interleave, ratios, wait_until_quiet
 
 STEP_S = 0.005
 SMALL = (4, 128)

@@ -15,19 +15,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    SEQ_LEN,
-    Goal,
-    Report,
-    interleave,
-    load_corpus,
-    parser,
-    percentile,
-    ratios,
-    wait_until_quiet,
-)
+from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
+from corpora import load_corpus
+from record import Goal, Report
+from rounds import interleave, percentile, ratios, wait_until_quiet
 
 FRACTIONS = (0.01, 0.5, 0.99)
 LANES = (1, 8)

@@ -19,7 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from common import BATCH_SIZE, COPIES, SEQ_LEN, Goal, Report, interleave, load_corpus, parser
+from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
+from corpora import load_corpus
+from record import Goal, Report
+from rounds import interleave
 
 FRAME = """
 import time

@@ -22,19 +22,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    MB,
-    SEQ_LEN,
-    Contender,
-    Goal,
-    Report,
-    bench_folder,
-    interleave,
-    parser,
-    ratios,
-    serve,
-)
+from common import BATCH_SIZE, MB, SEQ_LEN, bench_folder, parser
+from record import Goal, Report
+from rounds import Contender, interleave, ratios, serve
 
 BATCHES = 6104
 """In a pass: 200 MB of ids."""

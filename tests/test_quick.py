@@ -6,8 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
+from penstock.watch.consumer import Consumer
 from penstock.watch.telemetry import JOTTED
 
 
@@ -95,3 +98,64 @@ def test_a_pause_belongs_to_the_step_that_it_was_made_in(data: SyntheticDataset)
         consumer = loader.telemetry.consumer
         assert consumer.steps == 7
         assert consumer.paused.total["eval"] == pytest.approx(consumer.paused.within_s)
+
+
+def test_steps_that_were_not_written_down_yet_count_when_another_stream_begins(data: SyntheticDataset) -> None:
+    with AsyncDataLoader(data, 4, output="numpy") as loader:
+        state = ready(loader).state_dict()
+        tokens = sum(next(loader).tokens for _ in range(9))
+        loader.load_state_dict(state)
+        tokens += next(loader).tokens
+        assert loader.telemetry.consumer.tokens_total == tokens + 64
+
+
+@given(
+    gaps=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 50), st.integers(1, 9), st.integers(0, 8)), min_size=1),
+    known=st.booleans(),
+    tried=st.booleans(),
+)
+def test_steps_written_down_together_are_those_written_down_one_by_one(
+    gaps: list[tuple[int, int, int, int]], known: bool, tried: bool
+) -> None:
+    steps, now = [], 100.0
+    for wait, compute, tokens, depth in gaps:
+        steps.append((now, now + wait, tokens, depth))
+        now += wait + compute
+    one, all_of_them = Consumer(), Consumer()
+    for consumer in (one, all_of_them):
+        if known:
+            consumer.entering(50.0)
+            consumer.waited(5.0, {"fetch": 5.0})
+            consumer.took(3, 1)
+            consumer.pause("eval", 7.0)
+        if tried:
+            consumer.entering(80.0)
+            consumer.waited(4.0, {"fetch": 4.0})
+            consumer.pause("eval", 2.0)
+    for begun, ended, tokens, depth in steps:
+        one.entering(begun)
+        one.waited(ended - begun, {"batch": ended - begun})
+        one.took(tokens, depth)
+    all_of_them.entering(steps[0][0])
+    all_of_them.took_ready(steps)
+    for consumer in (one, all_of_them):
+        consumer.entering(now)
+    assert list(all_of_them.window.steps) == list(one.window.steps)
+    assert all_of_them.report(now) == one.report(now)
+    for name in ("tokens_total", "steps", "wall_s", "wait_s", "finished", "paused", "_depths"):
+        assert getattr(all_of_them, name) == getattr(one, name)
+
+
+def test_a_pause_before_the_call_that_got_the_batch_is_no_time_of_the_step() -> None:
+    consumer = Consumer()
+    for begin in (0.0, 100.0, 200.0):
+        consumer.entering(begin)
+        consumer.waited(1.0, {"fetch": 1.0})  # it gave up
+        consumer.pause("eval", 30.0)
+        consumer.entering(begin + 40)
+        consumer.waited(1.0, {"fetch": 1.0})
+        consumer.took(1, 0)
+    assert consumer.rolling(250.0)["data_wait_pct"] == pytest.approx(100 * 4 / (70 + 20), abs=1e-3)
+    consumer.entering(300.0)
+    assert [step.wall for step in consumer.window.steps] == [70.0, 70.0]
+    assert consumer.wall_s == 300 - consumer.paused.within_s

@@ -27,7 +27,7 @@ from penstock import (
     TextDataset,
 )
 from penstock.encode.tokenize import Tokenizer
-from penstock.watch.spans import STAGES, Clock, Track
+from penstock.watch.spans import STAGES, Clock, Track, stage_of
 from penstock.watch.window import Step, Window
 
 
@@ -438,3 +438,26 @@ def test_folding_keeps_sums() -> None:
     assert isinstance(worker, Track)
     assert worker.seconds == {"decode": 5.0}
     assert (worker.items["decode"], worker.bytes["decode"]) == (10, 150)
+
+
+@pytest.mark.parametrize(
+    ("note", "stage", "where"),
+    [
+        ("fetch, decode, reading a, b.parquet", "decode", "reading a, b.parquet"),
+        ("tokenize, reading a", "tokenize", "reading a"),
+        ("copy, in device_preprocess", "copy", "in device_preprocess"),
+        ("somewhere", "", "somewhere"),
+    ],
+)
+def test_an_error_belongs_to_the_last_stage_that_it_names(note: str, stage: str, where: str) -> None:
+    assert stage_of(note) == (stage, where)
+
+
+def test_a_heartbeat_says_how_full_every_queue_is(corpus: Path) -> None:
+    with loader_of(corpus) as loader:
+        for _ in range(20):
+            next(loader)
+        queues = loader.telemetry.beat_fields()["queues"]
+    assert set(queues) == {"batches", "chunks"}
+    for queue in queues.values():
+        assert 0 <= queue["occupancy"] <= 1

@@ -716,3 +716,17 @@ def test_no_stream_of_text_imports_pandas(corpus: Path, form: str) -> None:
     paths = [str(corpus / form), str(corpus / "tokenizer.json")]
     ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
     assert ran.stdout.split() == ["True", "False"], ran.stderr
+
+
+def test_a_first_batch_waits_for_no_import_that_it_can_do_without(corpus: Path) -> None:
+    """Of pyarrow.compute, whose import writes the documentation of 300 functions, no more than of awkward."""
+    code = (
+        "import sys; from penstock import *\n"
+        "data = TextDataset(sys.argv[1], tokenizer=sys.argv[2], seq_len=8)\n"
+        "with AsyncDataLoader(data, 2, shuffle=False, output='numpy', n_workers=0) as loader:\n"
+        "    next(loader)\n"
+        "print([name for name in ('awkward', 'pandas', 'pyarrow.compute') if name in sys.modules])"
+    )
+    paths = [str(corpus / "parquet"), str(corpus / "tokenizer.json")]
+    ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.split() == ["[]"], ran.stderr

@@ -28,7 +28,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import environments
 import page
 from bench import QUICK, Bench, Sizes
-from common import RESULTS, Report, load_corpus, machine, parser
+from common import RESULTS, parser
+from corpora import load_corpus
+from record import Report, machine
 from roster import ENTRANTS, Entrant
 
 PARTS = ("drain", "far", "resume", "workers", "pace", "stall")

@@ -21,8 +21,12 @@ from typing import Any
 
 import environments
 from case import BATCH_SIZE, SEQ_LEN, Case
-from common import REPOSITORY, Corpus, Hub, Report, bench_folder, percentile
+from common import REPOSITORY, bench_folder
+from corpora import Corpus
+from hosted import Hub
+from record import Report
 from roster import DOCUMENTED, LIMIT, PREPARED, Entrant
+from rounds import percentile
 from watched import Outcome, run
 
 TOKENS = BATCH_SIZE * SEQ_LEN

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import PAUSES_S, Seen
-from common import Goal, show
+from record import Goal, show
 from roster import (
     DOCUMENTED,
     HANDED,

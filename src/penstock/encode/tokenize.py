@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.config import cache_dir, write_atomically
 from penstock.encode.engines import (
@@ -37,7 +36,7 @@ from penstock.encode.engines import (
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
-from penstock.read.columns import binaries, flags, nothing, scalar
+from penstock.read.columns import binaries, call, flags, nothing, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -118,8 +117,8 @@ class Tokenizer:
             around = [scalar(b) for b in (before, after)]
         else:
             mask = flags(some)
-            around = [pc.if_else(mask, scalar(b), glue) for b in (before, after)]
-        return pc.binary_join_element_wise(around[0], docs, around[1], glue)
+            around = [call("if_else", mask, scalar(b), glue) for b in (before, after)]
+        return call("binary_join_element_wise", around[0], docs, around[1], glue)
 
     def _bytes(self, id: int | None) -> bytes:
         return b"" if id is None else np.array(id, self.dtype).tobytes()

@@ -19,6 +19,19 @@ from penstock.feed.prefetch import Prefetcher
 from penstock.watch.telemetry import Telemetry
 
 
+class _Forks:
+    """Forks between the first process and this one. A forked child has a loader's batches and none of its threads."""
+
+    count = 0
+
+    @classmethod
+    def add(cls) -> None:
+        cls.count += 1
+
+
+os.register_at_fork(after_in_child=_Forks.add)  # os.getpid() at each batch would be a system call
+
+
 class Quick:
     """Takes batches that stand ready."""
 
@@ -33,7 +46,7 @@ class Quick:
         self._low = low
         self._was_low = False
         self._tensors = tensors
-        self._pid = os.getpid()
+        self._forks = _Forks.count
 
     def take(self) -> Batch | None:
         """A batch, at once or not at all."""
@@ -42,7 +55,7 @@ class Quick:
         if len(at_hand) <= self._half + 1:
             self._queue.refill()
         left = len(at_hand) - 1
-        if left < 0 or os.getpid() != self._pid:
+        if left < 0 or _Forks.count != self._forks:
             return None
         try:
             batch = at_hand.popleft()

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
-from penstock.read.columns import nothing
+from penstock.read.columns import call, nothing, widened
 from penstock.read.footer import AsFile, RemoteFooters, column_range, damaged, parse_footer
 from penstock.read.records import Judge, clean
 from penstock.read.storage import BombError, Bytes, Storage, is_damage
@@ -118,14 +118,8 @@ class ParquetReader:
                 opened.close(force=True)
 
     def _clean(self, ref: ChunkRef, pieces: list[pa.Array], lo: int, judge: Judge) -> Documents:
-        column = pa.chunked_array(pieces) if pieces else pa.chunked_array([], pa.large_string())
-        # 32-bit offsets end at 2 GiB; widen before the pieces are put together.
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-            column = column.cast(pa.large_string())
-        else:
-            column = column.cast(pa.large_binary())
-        chunks = column.chunks or [nothing(pa.large_string())]
+        # 32-bit offsets end at 2 GiB: widened before the pieces are put together.
+        chunks = [widened(piece) for piece in pieces] or [nothing(pa.large_string())]
         array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         rows = np.arange(lo, lo + len(array), dtype=np.int64)
         return clean(array, rows, lambda i: Address(ref.file.name, ref.index, lo + i), judge)
@@ -189,10 +183,8 @@ def _decoded_bytes(column: pa.Array) -> int:
     """What a column takes once dictionaries are written out."""
     if not pa.types.is_dictionary(column.type):
         return int(column.nbytes)
-    import pyarrow.compute as pc
-
-    lengths = pc.binary_length(column.dictionary)
-    total = pc.sum(pc.take(lengths, column.indices)).as_py()
+    lengths = call("binary_length", column.dictionary)
+    total = call("sum", call("take", lengths, column.indices)).as_py()
     return int(total or 0)
 
 

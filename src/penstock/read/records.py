@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.errors import BadRecord, ConfigError, CorruptFile
-from penstock.read.columns import flags, scalar
+from penstock.read.columns import call, flags, scalar, widened
 from penstock.read.delimited import Records
 from penstock.types import Address, Bad, Documents, FileRef, OnBadRecord
 
@@ -69,9 +68,9 @@ def reject_cut(file: FileRef, records: Records, judge: Judge) -> None:
 
 def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge) -> Documents:
     """Texts that can be tokenized. `address` names the record of an index, where one is rejected."""
-    column = _as_large(column)
+    column = widened(column)
     if column.null_count:
-        column = pc.fill_null(column, scalar(b"", column.type))
+        column = call("coalesce", column, scalar(b"", column.type))
     lengths = np.diff(_offsets(column))
     drop = np.flatnonzero(lengths > judge.max_doc_bytes)
     for i in drop.tolist():
@@ -88,18 +87,6 @@ def count_empty(column: pa.Array) -> int:
     return int(np.count_nonzero(np.diff(_offsets(column)) == 0)) if len(column) else 0
 
 
-def _as_large(column: pa.Array) -> pa.Array:
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = column.dictionary_decode()
-        kind = column.type
-    if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
-        return column
-    if pa.types.is_string(kind) or pa.types.is_string_view(kind):
-        return column.cast(pa.large_string())
-    return column.cast(pa.large_binary())
-
-
 def _offsets(column: pa.Array) -> I64:
     raw = np.frombuffer(column.buffers()[1], np.int64)
     return raw[column.offset : column.offset + len(column) + 1]
@@ -110,7 +97,7 @@ def _blank(column: pa.Array, indices: I64) -> pa.Array:
         return column
     keep = np.ones(len(column), bool)
     keep[indices] = False
-    return pc.if_else(flags(keep), column, scalar(b"", column.type))
+    return call("if_else", flags(keep), column, scalar(b"", column.type))
 
 
 def _valid_utf8(column: pa.Array, address: Callable[[int], Address], judge: Judge) -> pa.Array:
