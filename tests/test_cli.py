@@ -171,7 +171,7 @@ MISTAKES = [
     ("smoke --timeout 0", 2, "--timeout 0"),
     ("verify-resume docs.txt --points 0", 2, "--points"),
     ("bootstrap docs.txt --out out.jsonl --bytes lots", 1, "--bytes = 'lots'"),
-    ("stage docs.txt --bytes lots", 1, "--bytes lots"),
+    ("stage docs.txt --bytes lots", 1, "--bytes = 'lots'"),
     ("stage docs.txt --config run.toml", 1, "use --settings FILE"),
     ("stage --settings run.toml --tokenizer byte", 1, "--tokenizer: the data is described in run.toml"),
     ("cache clear --yes --older-than soon", 1, "--older-than soon"),

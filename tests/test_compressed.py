@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -17,6 +18,9 @@ import pyarrow as pa
 import pytest
 
 from penstock import BadRecord, CorruptFile
+from penstock.read import storage
+from penstock.read.cache import entries
+from penstock.read.forwards import open_stream
 from penstock.read.manifest import list_files
 from penstock.read.storage import BLOCK, CompressedFile
 from tests.reading import (
@@ -333,3 +337,60 @@ def test_memory_is_bounded_by_chunks_and_not_by_the_file(tmp_path: Path, codec: 
     tokens, growth = map(int, ran.stdout.split())
     assert tokens > 0.98 * text
     assert growth < text // 2
+
+
+def test_a_first_chunk_that_has_left_the_cache_is_made_again_in_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    data = bytes_of(write(tmp_path, "gz"), chunk_bytes=4096, cache=True)
+    assert documents(data) == WANTED
+    with open_loader(data, epochs=2) as loader:
+        batches = [loader.next_batch()]
+        (first,) = (entry for entry in entries(tmp_path / "cache") if entry.chunk == 0)
+        first.path.unlink()  # as if another process had needed the room
+        batches += list(loader)
+        stats = loader.stats()
+    assert split_ids(ids_of(batches)) == 2 * WANTED
+    assert stats.cache_misses == 1
+
+
+class FailsOnce:
+    """A stream whose third read fails, as one of a disk or a network does."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._reads = 0
+
+    def read1(self, size: int) -> bytes:
+        self._reads += 1
+        if self._reads == 3:
+            raise OSError(errno.EIO, "the disk failed")
+        return bytes(self._stream.read1(size))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+@each_codec
+def test_a_disk_that_failed_within_a_block_costs_no_byte_for_whoever_reads_next(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"".join(b"%d\n" % i for i in range(200_000))
+    (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
+    streams: list[Any] = []
+
+    def opening(file: Any, remote: Any = None) -> Any:
+        streams.append(open_stream(file, remote))
+        return FailsOnce(streams[-1]) if len(streams) == 1 else streams[-1]
+
+    monkeypatch.setattr(storage, "open_stream", opening)
+    opened = CompressedFile(file, BLOCK, 1 << 30, threading.Event())
+    try:
+        with pytest.raises(OSError, match="the disk failed"):
+            opened.read(0, 100)
+        assert streams[0].closed
+        assert opened.read(0, len(data)) == data
+        assert opened.broken is None
+    finally:
+        opened.close()

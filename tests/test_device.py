@@ -789,6 +789,54 @@ def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(s
         assert 0 < waited <= gaps
 
 
+def test_waits_of_a_device_are_counted_however_rarely_somebody_asks() -> None:
+    from penstock.feed.torch_device import PENDING
+
+    told = []
+    for asks in (True, False):
+        with simulated_cuda(0) as (cuda, device):
+            source = Source(map(crate, range(3 * PENDING)))
+            feed = DeviceFeed(device, source.take, source.poll, prefetch=1)
+            while (batch := feed.next()) is not None:
+                del batch
+                cuda.drain()
+                if asks:
+                    feed.told()
+            told.append(feed.told())
+            feed.close()
+    assert told[0] == told[1]
+    assert told[0] is not None
+    assert told[0] > 0
+
+
+def test_two_threads_may_ask_how_long_a_device_waited() -> None:
+    import torch
+
+    from penstock.feed.torch_device import CudaWaits
+
+    waits = CudaWaits(torch.device("cpu"))
+    others: list[threading.Thread] = []
+    heard: list[float] = []
+
+    class Past:
+        """An event that is past, and is asked by one thread while another begins to ask."""
+
+        def query(self) -> bool:
+            if not others:
+                others.append(threading.Thread(target=lambda: heard.append(waits.seconds())))
+                others[0].start()
+                others[0].join(0.2)  # it either is done by then, or waits for this one
+            return True
+
+        def elapsed_time(self, end: Past) -> float:
+            return 2000.0
+
+    waits._pending.append((Past(), Past()))
+    assert waits.seconds() == 2.0
+    others[0].join(60)
+    assert heard == [2.0]
+
+
 def test_a_batch_on_the_device_takes_no_memory_after_it_was_dropped() -> None:
     with simulated_cuda(0) as (cuda, device):
         source = Source(map(crate, range(8)))

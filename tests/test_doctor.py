@@ -171,6 +171,17 @@ def test_rates_are_of_the_settings_that_are_given(corpus: Path, tmp_path: Path) 
     assert "--tokenizer" in found["error"]
 
 
+def test_a_file_without_a_batch_size_is_tried_with_the_default(corpus: Path, tmp_path: Path) -> None:
+    data = f"[data]\nkind = 'text'\nurls = '{corpus / 'parquet'}'\ntokenizer = 'byte'\nseq_len = 64\n"
+    (tmp_path / "run.toml").write_text(data)
+    code, found = look(tmp_path / "run.toml")
+    assert code == 0
+    assert found["tokens_per_s"] > 0
+    refused = run(tmp_path / "run.toml", "--seq-len", "8")
+    assert refused.exit_code == 2
+    assert f"--seq-len: the data is described in {tmp_path / 'run.toml'}; change it there" in refused.stderr
+
+
 def test_listing_is_told_whether_or_not_a_loader_has_told_it_before(corpus: Path) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
     begun, ended = data.listed

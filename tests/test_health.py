@@ -255,6 +255,21 @@ def test_synthetic_data_is_a_warning_and_an_error_of_the_loader_a_failure() -> N
     assert (failed.status, failed.reasons) == ("fail", ("the loader failed at fetch: 503",))
 
 
+def test_a_process_that_follows_one_on_synthetic_data_begins_with_data() -> None:
+    run = Run()
+    lines = [*run.warm_up(), run.line("fallback", to="synthetic", reason="timeout"), *run.steps(1)]
+    assert judge([*lines, run.line("boot", rotated=True)]).status == "warn"
+    assert judge([*lines, run.line("boot", resumed=True), *run.steps(1)]).status == "ok"
+
+
+@pytest.mark.parametrize("strange", [{"tokens": -1}, {"tokens": 1e300}, {"tokens": 10**17}, {"compiles": -5}], ids=str)
+def test_numbers_that_cannot_be_are_not_believed_and_end_nothing(strange: dict[str, Any]) -> None:
+    run, gate = Run(), HealthGate(LIMITS)
+    told = fed(gate, iter([run.line("boot"), *run.steps(120, **strange)]))
+    assert {verdict.status for verdict in told[:60]} == {"ok"}
+    assert not any("synthetic" in reason for reason in told[-1].reasons)
+
+
 def test_what_cannot_be_judged_is_said() -> None:
     run = Run()
     lines = [*run.warm_up(), *run.steps(100)]

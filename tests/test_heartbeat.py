@@ -735,6 +735,16 @@ def test_a_tail_waits_for_the_file_for_the_rest_of_a_line_and_begins_again_after
         assert tail.left_out.torn == 1
 
 
+def test_a_tail_that_was_closed_begins_again_without_what_it_had_begun(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.write_bytes(line(1) + line(2)[:30])
+    with Tail(path) as tail:
+        assert [found["step"] for found in tail.poll()] == [1]
+        tail.close()
+        assert [found["step"] for found in tail.poll()] == [1]
+        assert tail.skipped == 0
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(

@@ -481,6 +481,15 @@ def test_transformers_trainer_refuses_a_checkpoint_without_a_state(
         hf(endless(), max_steps=1).train(resume_from_checkpoint=str(tmp_path))
 
 
+def test_transformers_trainer_names_a_state_that_is_damaged(
+    endless: Make, hf: Callable[..., Any], tmp_path: Path
+) -> None:
+    for damaged in (b'{"version": 1, "la', b"\xff\xfe{"):
+        (tmp_path / "penstock.json").write_bytes(damaged)
+        with pytest.raises(StateFormat, match=r"penstock\.json is damaged .*resume from another checkpoint"):
+            hf(endless(), max_steps=1).train(resume_from_checkpoint=str(tmp_path))
+
+
 # Lightning
 
 

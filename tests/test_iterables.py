@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from penstock import AsyncDataLoader, BadRecord, ConfigError, NoData, Shard, SourceError, TextDataset
+from penstock.encode.window import Place
+from penstock.sources.text_stream import StreamReader
 from tests import contracts
 
 SEQ = 8
@@ -496,6 +498,16 @@ def test_a_lane_that_lags_behind_holds_no_chunk_twice() -> None:
 
     contracts.same_for_any(make, 40, [{"n_workers": 0}, {"n_workers": 1}, {"n_workers": 3}])
     contracts.resumes_everywhere(make, n=30, every=3)
+
+
+def test_what_lies_before_the_place_of_a_lane_is_not_kept_for_it() -> None:
+    stream = text(Documents(40), chunk_docs=2)
+    # After a resume: lane 0 is to begin with its first chunk, lane 1 with its fourth, the seventh of all.
+    reader = StreamReader(stream, 2, {0: Place(epoch=0), 1: Place(epoch=0, chunk=3)}, partial=True)
+    for number in (0, 2, 4, 6, 8):
+        reader.read(0, number)
+    assert list(reader._ready) == [(0, 7)]
+    assert len(reader.read(0, 7).documents.rows) == 2
 
 
 def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:

@@ -291,3 +291,10 @@ def test_what_a_dead_process_was_writing_is_removed_in_time(tmp_path: Path) -> N
     for i in range(500):
         kept.put("things", str(i), b"x")
     assert [path.name for path in folder.glob(".tmp-*")] == [".tmp-new"]
+
+
+def test_others_may_read_what_is_kept_as_the_umask_says(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    Kept(tmp_path).put("things", "key", b"thing")
+    (kept,) = files(tmp_path, "things")
+    assert kept.stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -484,6 +484,13 @@ def test_the_estimate_of_memory_is_prefetch_and_one_times_inputs_and_targets_of_
     loader.shutdown()
 
 
+def test_positions_count_in_the_estimate_of_memory(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus, seq_len=64, positions=True), 4, prefetch_size=8, output="numpy") as loader:
+        batch = next(loader)
+        whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
+        assert loader.stats().memory_estimate == (8 + 1) * whole
+
+
 class Slow:
     """Samples that come later than they are asked for."""
 

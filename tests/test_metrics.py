@@ -223,6 +223,11 @@ def test_a_new_process_takes_back_what_the_old_one_said_last_but_no_sum() -> Non
     assert of(*told[:2], line("boot", rotated=True))["loss", 0, ""] == 2.0
 
 
+def test_the_warmup_of_validation_is_not_the_one_of_the_run() -> None:
+    told = [line("loader_warmup", wait_ms=1500.0), line("loader_warmup", wait_ms=10.0, of="validation")]
+    assert of(*told)["warmup_wait_seconds", 0, ""] == 1.5
+
+
 def test_a_loss_that_is_not_finite_is_served_and_breaks_no_counter() -> None:
     readings = Readings()
     for fields in ({"loss": "nan", "dt_step_s": 0.5}, {"loss": "inf", "dt_step_s": "nan"}):

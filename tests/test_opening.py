@@ -76,3 +76,19 @@ def test_a_loader_that_is_closed_where_it_is_opened_leaves_no_thread_behind() ->
     ours = {thread.name for thread in threading.enumerate() if re.match("penstock-(?!testing)", thread.name)}
     assert ours <= {OPENER}
     opening.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_disposed_of_is_closed_all_the_same() -> None:
+    go = threading.Event()
+
+    def dispose(made: bool) -> None:
+        raise ZeroDivisionError("while closing")
+
+    opening = Opening(lambda: go.wait(WAIT_S), dispose)
+    opening.close(timeout_s=0.01)
+    go.set()
+    with pytest.raises(LoaderClosed):
+        opening.result(WAIT_S)
+    assert opening.done
+    opening.close(WAIT_S)

@@ -101,9 +101,9 @@ def test_the_queue_is_filled_again_when_nobody_takes_anything_any_more(
     monkeypatch.setattr(prefetch, "EAGER_S", 3600.0)
     taken = make_here(queue, maker)
     deadline = time.monotonic() + 30
-    while queue.depth < 8 and time.monotonic() < deadline:
+    while queue.depth < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert 8 <= queue.depth <= 10  # a list of three may have been begun to be taken
+    assert 5 <= queue.depth <= 8  # what was taken is made up for when it is half of them
     assert [queue.get() for _ in range(30)] == list(range(taken, taken + 30))
 
 
@@ -195,22 +195,25 @@ def test_a_loader_that_is_drained_gives_the_same_stream(eager: None, corpus: Pat
     assert streams[0] == streams[1]
 
 
-@pytest.mark.parametrize("where", ["jot", "took"])
-def test_a_batch_that_an_interrupt_took_away_is_given_again(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("short", [True, False])
+def test_a_batch_that_an_interrupt_took_away_is_given_again(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
     with AsyncDataLoader(data, 4, output="numpy") as loader:
         next(loader)
         loader.warmup(8, 30)
-        if where == "took":  # the long way
-            loader._quick = None
-        telemetry = loader.telemetry
-        usual = getattr(telemetry, where)
+        assert loader._quick is not None
+        if short:
+            where, name = loader._quick, "take"
+        else:
+            where, name, loader._quick = loader.telemetry, "took", None
+        usual = getattr(where, name)
 
         def interrupt(*args: Any, **kwargs: Any) -> None:
-            monkeypatch.setattr(telemetry, where, usual)
+            monkeypatch.setattr(where, name, usual)
+            usual(*args, **kwargs)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(telemetry, where, interrupt)
+        monkeypatch.setattr(where, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(loader)
         assert loader.state_dict()["batch"] == 1

@@ -505,6 +505,14 @@ def test_stop_reaches_a_process_that_was_halted_while_it_was_sent_something() ->
         task.result()
 
 
+def test_stop_after_the_last_worker_has_gone() -> None:
+    with processes(2) as pool:
+        assert pool.submit("square", 3).result() == 9
+        pool._jobs.stop()  # the first half of a stop: the threads end before the second
+        assert pool.join(10)
+        pool.stop()
+
+
 def test_stop_right_after_the_start() -> None:
     for pause in (0.0, 0.01, 0.05, 0.1, 0.3):
         pool = ProcessPool(3, Work())

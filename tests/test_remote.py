@@ -165,6 +165,19 @@ def test_offline_works_from_what_is_there_and_says_what_is_missing(
     assert hub.log == []
 
 
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_offline_a_compressed_file_that_is_missing_is_named(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, n_workers: int
+) -> None:
+    make = maker("hf://datasets/org/name/docs.jsonl.gz", cache=False)
+    make()  # the listing is kept
+    hub.clear_log()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(Offline, match=r"docs\.jsonl\.gz is not in the cache.*penstock stage"):
+        ledger(make, 1, n_workers=n_workers)
+    assert hub.log == []
+
+
 def test_another_tokenizer_field_split_or_policy_never_gets_the_tokens_of_another(hub: HubServer, corpus: Path) -> None:
     url, path = "hf://datasets/org/name/parquet", corpus / "parquet"
     for data in (

@@ -20,8 +20,10 @@ from penstock.cli.report import report as command
 from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
 from penstock.feed.beat import Heartbeat
 from penstock.watch.page.page import embedded, text
-from penstock.watch.page.run import read_run
+from penstock.watch.page.run import Event, read_run
 from penstock.watch.page.series import POINTS, drawn, stretches, thinned
+from penstock.watch.page.tables import describe
+from penstock.watch.page.units import seconds
 from penstock.watch.report import Report, compare, report
 from tests.recorded import Recording, lines, write_run
 
@@ -420,6 +422,40 @@ def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
     ]
     assert all(f"! {one}" in made.summary for one in made.numbers["warnings"])
     assert "not finite" in json.dumps(Seen(made.html).data["ranks"]["0"]["loss"]["layout"])
+
+
+def test_the_warmup_is_that_of_the_data_trained_on_and_strange_counts_end_nothing(tmp_path: Path) -> None:
+    told = list(lines(Recording(steps=80)))
+    warmup = next(line for line in told if line["msg"].endswith("warmup"))
+    told.append(warmup | {"of": "validation", "filled": 777})
+    for line in told[-30:]:
+        if line["msg"] == "progress":
+            line["tokens"] = 10**16
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    run = read_run([path])
+    assert run.ranks[0].sessions[-1].warmup["filled"] == warmup["filled"]
+    assert report(path).numbers["ranks"][0]["steps"] == 80
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "shown"),
+    [
+        ("error", {"error": "503", "stage": "fetch", "where": "a.parquet"}, "503 in fetch, a.parquet"),
+        ("error", {"error": "503", "stage": "", "where": ""}, "503"),
+        ("shutdown", {"reason": "finished", "steps": 3, "verdict": "fine"}, "finished after 3 steps; fine"),
+        ("shutdown", {"reason": "finished", "steps": 3}, "finished after 3 steps"),
+    ],
+)
+def test_an_event_says_only_what_is_known_of_it(kind: str, said: dict[str, Any], shown: str) -> None:
+    assert describe(Event(1.0, 0, 1, kind, said)) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(-5.0, f"-{seconds(5.0)}"), (-0.005, "-5 ms"), (0.0, "0 ms"), (None, "?")]
+)
+def test_a_duration_below_nothing_keeps_its_unit(value: float | None, shown: str) -> None:
+    assert seconds(value) == shown
 
 
 def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:

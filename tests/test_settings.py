@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.config import write_atomically
 from penstock.dialects import without_comments
 from penstock.errors import ConfigError
 from penstock.recipe import build_dataset
@@ -509,8 +510,18 @@ def test_prefetch_off_is_the_loader_without_threads() -> None:
 
 
 def test_shuffle_that_is_left_open_is_left_to_the_loader() -> None:
-    assert "shuffle" not in loader_arguments(Settings(batch_size=2))
+    assert loader_arguments(Settings(batch_size=2))["shuffle"] is None
     assert loader_arguments(Settings(batch_size=2, shuffle=False))["shuffle"] is False
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "kept.json", "half \ud800")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "kept.json", "half \ud800", best_effort=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    assert (tmp_path / "kept.json").read_text() == "before"
 
 
 def test_a_loader_needs_a_batch_size() -> None:

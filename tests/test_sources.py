@@ -509,3 +509,8 @@ def test_packed_rows_take_no_settings_of_samples(name: str, folder: Path) -> Non
 def test_an_iterable_of_samples_is_not_shuffled() -> None:
     with pytest.raises(ConfigError, match="shuffle"):
         AsyncDataLoader(samples, 2, shuffle=True).start()
+
+
+def test_a_listing_of_files_on_disk_is_shared_too_and_needs_ranks_to_share_it(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match=r"share_listing=True needs torch\.distributed"):
+        TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=8, share_listing=True)

@@ -342,3 +342,43 @@ def test_shards_skip_the_same_documents(tmp_path: Path) -> None:
     dataset = again(tmp_path, "parquet", skip=[spans[WANTED[i]] for i in CHOSEN])
     got = [documents(dataset, shard=Shard(2, rank), lanes=2) for rank in range(2)]
     assert sorted(text for part in got for text in part) == sorted(KEPT)
+
+
+def left_out(folder: Path, name: str, **settings: Any) -> set[str]:
+    """The files whose records a split reports as left out."""
+    report = folder.parent / f"{name}.jsonl"
+    how = {"on_bad_record": "quarantine", "quarantine": report, "val_fraction": 0.5, "split": name}
+    documents(bytes_of(folder, **(how | settings)))
+    return {json.loads(line)["file"] for line in report.read_text().splitlines()}
+
+
+def test_a_bad_file_of_a_bundle_is_told_in_its_own_split(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    make_bundle(folder)
+    val = {WANTED.index(text) for text in documents(bytes_of(folder, split="val", val_fraction=0.5))}
+    broken = set(range(0, len(TEXTS), 7))
+    for i in broken:
+        (folder / f"{i:03}.txt").write_bytes(b"\xff" + WANTED[i])
+    assert left_out(folder, "val") == {f"{i:03}.txt" for i in broken & val}
+    assert left_out(folder, "train") == {f"{i:03}.txt" for i in broken - val}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_record_too_long_to_be_read_is_told_in_one_of_the_splits(tmp_path: Path, kind: str) -> None:
+    texts = [*TEXTS[:20], "x" * 500_000, *TEXTS[20:]]
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", ["", *texts, "", ""])
+    else:
+        (tmp_path / "a.txt").write_bytes(b"\n\n".join(text.encode() for text in texts))
+    bad, empty = 0, 0
+    for name in ("train", "val"):
+        how = {"split": name, "val_fraction": 0.5, "on_bad_record": "skip", "max_doc_bytes": 2000}
+        with open_loader(again(tmp_path, kind, **how)) as loader:
+            for _ in loader:
+                pass
+            stats = loader.stats()
+        bad += stats.bad.get("too_long", 0)
+        empty += stats.empty
+    assert bad == 1
+    assert empty == (3 if kind == "jsonl" else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import AsyncDataLoader, ConfigError, Remote, Shard, SourceError, SyntheticDataset, TextDataset
+from penstock.read.cache_room import alone
+from penstock.sources import files
 from penstock.sources.files import FileLanes, TextSource
 from penstock.sources.foresight import Foresight
 from penstock.stage import Staged, stage
@@ -124,6 +127,17 @@ def test_staging_that_cannot_keep_anything_is_an_error(hub: HubServer) -> None:
         stage(make(), 0)
 
 
+def test_staging_that_cannot_open_its_lanes_leaves_no_thread(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise OSError("no room for a quarantine")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(TextSource, "open_lanes", fails)
+    with pytest.raises(OSError, match="no room for a quarantine"):
+        stage(make(n_workers=2), 10**9)
+    assert set(threading.enumerate()) <= before
+
+
 def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "stage"]
 
@@ -137,13 +151,13 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubSer
     settings = tmp_path / "run.toml"
     settings.write_text(
         '[data]\nkind = "text"\nurls = "hf://datasets/org/name/data"\ntokenizer = "byte"\nseq_len = 64\n'
-        "[loader]\nbatch_size = 2\nshuffle = true\n"
+        "[loader]\nshuffle = true\n"
     )
     done = run("--settings", str(settings))
     assert f"({FILES * GROUPS} were there)" in done.stdout
     for arguments, text in (
         ((), "what to stage"),
-        (("x", "--bytes", "much"), "such as 5GB"),
+        (("x", "--bytes", "much"), "--bytes = 'much': needs a number of bytes"),
         (("x", "--settings", str(settings)), "not both"),
     ):
         failed = run(*arguments)
@@ -205,3 +219,25 @@ def test_a_cache_too_small_for_an_epoch_keeps_what_the_next_one_needs_first(hub:
         stats = loader.stats()
     assert stats.cache_hits > FILES * GROUPS * 0.6, "two epochs, each with half of it at hand"
     assert batches == ledger(make, 10**6, shuffle=False, cache=False, epochs=3)
+
+
+def test_a_disk_that_hangs_ends_a_staging(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WRITE_S", 0.05)
+    lanes, _ = opened(make(n_workers=0))
+    with alone(tmp_path / "cache" / "tokens"):
+        next(lanes.stage())
+        with pytest.raises(SourceError, match=r"cache in .*cache did not take what was read within"):
+            lanes.flush()
+    lanes.flush()
+    lanes.close()
+    lanes._work.close()
+
+
+def test_a_run_that_is_stopped_and_never_closed_leaves_no_writer(hub: HubServer) -> None:
+    lanes, _ = opened(make(n_workers=0))
+    next(lanes.stage())
+    (writer,) = (thread for thread in threading.enumerate() if thread.name == "penstock-cache")
+    lanes.stop()
+    writer.join(30)
+    assert not writer.is_alive()
+    lanes._work.close()

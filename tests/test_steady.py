@@ -604,6 +604,8 @@ def test_lines_with_missing_and_strange_fields_are_read_as_far_as_they_go() -> N
     ]
     assert from_progress(strange) == ([], None, [])
     assert from_progress([progress(1, dt_step_s=1.0, tokens=4), progress(2, dt_step_s=1.0)])[:2] == ([1.0, 1.0], None)
+    absurd = [progress(1, dt_step_s=1e12, tokens=4), progress(2, dt_step_s=1.0, tokens=10**17)]
+    assert from_progress(absurd)[:2] == ([1.0], None)
     with pytest.raises(ConfigError, match="ranks"):
         from_progress([progress(1), progress(2) | {"rank": 1}])
 

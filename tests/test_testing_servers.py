@@ -710,6 +710,14 @@ def test_a_file_server_runs_as_a_process_of_its_own_with_faults(tmp_path: Path) 
         assert process.wait(20) == 0
 
 
+def test_a_folder_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "nowhere"
+    arguments = [sys.executable, "-m", "penstock.testing", "files", "--dir", str(folder)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"--dir {folder}: there is no such folder" in done.stderr
+
+
 def test_a_folder_without_files_is_refused_with_its_name(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "penstock.testing", "files", "--dir", str(tmp_path), "--copies", "3"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -440,6 +441,41 @@ def test_an_entry_made_by_two_at_once_counts_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tokens").glob("*/.tmp-*"))) == 0
 
 
+def test_an_entry_that_another_process_made_first_is_not_counted_as_written(tmp_path: Path) -> None:
+    cache, other = TokenCache(tmp_path / "ours", GiB), TokenCache(tmp_path / "other", GiB)
+    ours, theirs = (fill(one, [1])[0] for one in (cache, other))
+    made = fill(other, [0])[0]
+    place = tmp_path / "ours" / "tokens" / made.name
+    late = TokenCache(tmp_path / "ours", GiB)
+
+    def when(file: str, index: int) -> float:
+        # Asked for while the entry is about to be written: the other process is quicker.
+        place.write_bytes((tmp_path / "other" / "tokens" / made.name).read_bytes())
+        return 0.0
+
+    late.foresee(when)
+    assert late.put(late.key("a", 0, "r"), sized(STEP, 0))
+    assert ours.name == theirs.name
+    assert late.counts()["cache_written"] == late.counts()["cache_written_bytes"] == 0
+
+
+def test_only_a_lack_of_room_makes_it_full(tmp_path: Path) -> None:
+    cache = TokenCache(tmp_path, 10 * STEP)
+    fill(cache, [1])
+    later = TokenCache(tmp_path, 10 * STEP)
+
+    def when(file: str, index: int) -> float:
+        shutil.rmtree(tmp_path / "tokens")  # somebody clears the folder just now
+        return 0.0
+
+    later.foresee(when)
+    assert not later.put(later.key("b", 0, "r"), sized(STEP))
+    assert later.counts()["cache_refused"] == 1
+    assert not later.full
+    assert not cache.put(cache.key("a", 2, "r"), sized(11 * STEP))
+    assert cache.full
+
+
 def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
     live, old = (Room(tmp_path / "tokens", GiB).reserve(make_key("b", i, "r"), STEP)[0] for i in range(2))
     assert live is not None
@@ -558,13 +594,13 @@ def test_close_writes_what_was_taken_and_ends_the_thread(writer: CacheWriter, tm
     assert writer.offer(*keyed(tmp_path, 0))
     assert any(thread.name == "penstock-cache" for thread in threading.enumerate())
     for i in range(1, 10):
-        assert writer.put(*keyed(tmp_path, i))
+        assert writer.put(*keyed(tmp_path, i), 30)
     assert writer.close()
     assert writer.close()
     assert not any(thread.name == "penstock-cache" for thread in threading.enumerate())
     assert len(list(entries(tmp_path))) == 10
     assert not writer.offer(*keyed(tmp_path, 11))
-    assert not writer.put(*keyed(tmp_path, 11))
+    assert not writer.put(*keyed(tmp_path, 11), 30)
 
 
 def test_a_writer_that_was_never_used_closes(tmp_path: Path) -> None:
@@ -577,10 +613,10 @@ def test_an_offer_never_waits_for_the_disk(writer: CacheWriter, tmp_path: Path) 
     with alone(tmp_path / "tokens"):  # the disk hangs, for all the thread knows
         taken = [writer.offer(*keyed(tmp_path, i)) for i in range(6)]
         assert taken == [True, True, False, False, False, False]
-        assert writer.counts()["cache_skipped"] == 4
+        assert writer.skipped == 4
         assert not writer.flush(0.05)
     assert writer.flush(30)
-    assert writer.counts()["cache_written"] == 2
+    assert len(list(entries(tmp_path))) == 2
     assert writer.offer(*keyed(tmp_path, 7))
 
 
@@ -589,7 +625,7 @@ def test_put_waits_for_room_and_stop_ends_the_wait(writer: CacheWriter, tmp_path
     with alone(tmp_path / "tokens"):
         while writer.offer(*keyed(tmp_path, 0)):
             pass
-        waiting = threading.Thread(target=lambda: done.append(writer.put(*keyed(tmp_path, 1))))
+        waiting = threading.Thread(target=lambda: done.append(writer.put(*keyed(tmp_path, 1), 30)))
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()
@@ -598,11 +634,20 @@ def test_put_waits_for_room_and_stop_ends_the_wait(writer: CacheWriter, tmp_path
         assert done == [False]
 
 
+def test_put_waits_no_longer_than_it_is_told(writer: CacheWriter, tmp_path: Path) -> None:
+    with alone(tmp_path / "tokens"):
+        while writer.offer(*keyed(tmp_path, 0)):
+            pass
+        assert not writer.put(*keyed(tmp_path, 1), 0.01)
+    assert writer.flush(30)
+    assert [entry.chunk for entry in entries(tmp_path)] == [0]
+
+
 def test_a_chunk_larger_than_the_queue_goes_through_alone(writer: CacheWriter, tmp_path: Path) -> None:
     key, _ = keyed(tmp_path, 0)
-    assert writer.put(key, sized(10 * STEP))
+    assert writer.put(key, sized(10 * STEP), 30)
     assert writer.flush(30)
-    assert writer.counts()["cache_written"] == 1
+    assert len(list(entries(tmp_path))) == 1
 
 
 def test_a_disk_that_hangs_does_not_hold_up_close(writer: CacheWriter, tmp_path: Path) -> None:
@@ -625,7 +670,7 @@ def test_an_unforeseen_error_turns_the_cache_off_and_is_told(tmp_path: Path, cap
     cache.foresee(when)
     writer = CacheWriter(cache)
     for i in range(3):
-        writer.put(cache.key("a", i, "r"), sized(STEP))
+        writer.put(cache.key("a", i, "r"), sized(STEP), 30)
     assert writer.flush(30)
     assert not writer.offer(cache.key("a", 9, "r"), sized(STEP))
     assert writer.close()

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import AsyncDataLoader
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
@@ -557,3 +558,12 @@ def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_pa
     path.unlink()
     with pytest.raises(NoData, match=r"a\.bin is gone"):
         data[0]
+
+
+def test_positions_count_in_the_estimate_of_memory(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "d.bin", [[[i] * 10] for i in range(40)])
+    data = TokenFileDataset.from_binary_file(path, 8, positions=True)
+    with AsyncDataLoader(data, batch_size=4, prefetch_size=8, output="numpy") as loader:
+        batch = next(loader)
+        whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
+        assert loader.stats().memory_estimate == (8 + 1) * whole

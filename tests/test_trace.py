@@ -476,6 +476,15 @@ def test_the_command_traces_what_a_settings_file_describes(corpus: Path, tmp_pat
     assert "--seq-len" in str(refused.exception)
 
 
+@pytest.mark.parametrize("name", ["run.json", "run.jsonc"])
+def test_a_settings_file_in_json_is_no_data_and_needs_no_batch_size(corpus: Path, tmp_path: Path, name: str) -> None:
+    data = {"kind": "text", "urls": str(corpus / "parquet"), "tokenizer": "byte", "seq_len": 16}
+    (tmp_path / name).write_text(json.dumps({"data": data}))
+    done = run(tmp_path / name, "-o", tmp_path / "trace.json", "--steps", 2, "--step-ms", 0)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert [call["args"]["tokens"] for call in spans(read(tmp_path / "trace.json")["traceEvents"], "next")] == [256] * 2
+
+
 def test_the_command_merges_two_traces(profiled: tuple[Path, Path], tmp_path: Path) -> None:
     done = run(profiled[0], "--merge", profiled[1], "-o", tmp_path / "both.json")
     assert done.exit_code == 0, done.output

@@ -352,6 +352,8 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
         (("CORPUS/parquet", "--set", "shuffle"), "needs KEY=VALUE"),
         (("CORPUS/parquet", "--seq-len", "20000", "--set", "epochs=1"), "the data gives 1 batch of 8 rows"),
         (("CORPUS/parquet", "--text-field", "body"), "body"),
+        (("CORPUS/parquet", "--batch", "8", "--set", "batch_size=4"), "--batch 8 and --set batch_size=4: keep one of them"),
+        (("CORPUS/parquet", "--lanes", "2", "--set", "lanes=4"), "--lanes 2 and --set lanes=4: keep one of them"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_tried_is_one_line_and_exit_code_2(args: tuple[str, ...], why: str, corpus: Path) -> None:

@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from penstock.cli.watch import _count
+from penstock.cli.watch import _count, _follow, _once
 from penstock.errors import ConfigError
+from penstock.watch.heartbeat import Tail
 from penstock.watch.live import RunView
 from penstock.watch.view.follow import Follower
 from penstock.watch.view.plain import plain, rate, span
@@ -285,6 +286,40 @@ def test_a_stale_rank_an_ended_one_and_one_that_is_missing_are_shown_as_such() -
     assert "2 of 4 ranks have not been heard of" in said[2]
 
 
+def test_many_notes_leave_room_for_the_run() -> None:
+    view = busy(3)
+    notes = tuple(f"cannot read {n}" for n in range(200))
+    shown = drawn(view, last_ts(view), Look(width=80, height=24, notes=notes))
+    assert len(shown) <= 24
+    text = "\n".join(shown)
+    assert "cannot read 2\n" in "\n".join(each.rstrip() for each in shown)
+    assert "cannot read 3" not in text
+    assert "and 197 more" in text
+    assert any(re.match(r" *\d+ +70 ", each) for each in shown)
+    assert "more" not in "\n".join(drawn(view, last_ts(view), Look(width=80, height=24, notes=notes[:3])))
+
+
+def test_validation_is_told_apart_and_one_that_did_not_happen_is_told() -> None:
+    view = RunView()
+    view.add(line("loader_warmup", filled=4, requested=4, wait_ms=100.0))
+    view.add(line("loader_warmup", step=5, filled=2, requested=2, wait_ms=100.0, of="validation"))
+    view.add(line("eval_skipped", step=5, reason="timeout"))
+    told = [(event.text, event.bad) for event in view.events]
+    assert told == [
+        ("4 of 4 batches in 0.1 s", False),
+        ("2 of 2 batches of validation in 0.1 s", False),
+        ("no validation: timeout", True),
+    ]
+
+
+def test_a_step_that_is_said_to_take_ages_does_not_end_the_view() -> None:
+    view = RunView()
+    for step in range(1, 40):
+        view.add(line("progress", step=step, dt_step_s=1e12))
+    assert view.ranks[0].step == 39
+    assert drawn(view, NOW, Look())
+
+
 def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
     view = RunView()
     bad = "\x1b]0;owned\x07[bold]part\u202e\x9b31m.parquet\n"
@@ -452,6 +487,50 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: 
     assert "cannot read" in notes
     assert "heartbeat_rank1.jsonl" in notes
     assert "2 lines skipped" in notes
+
+
+def test_a_look_that_has_left_lines_for_the_next_one_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path, Recording(steps=30))[0]
+    with Tail(path) as tail:
+        some = tail.poll(max_bytes=1000)
+        assert tail.behind
+        rest = tail.poll()
+        assert not tail.behind
+        assert some
+        assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(range(1, 31))
+
+
+class Busy(Follower):
+    """Of so many ranks that every look finds a new line, and none finds more than it may bring."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__([path])
+        self._path, self.looks = path, 0
+
+    def poll(self) -> list[Any]:
+        self.looks += 1
+        assert self.looks < 50, "it waits for a moment without a line"
+        with self._path.open("a") as file:
+            file.write(json.dumps(line("beat", step=self.looks)) + "\n")
+        return super().poll()
+
+
+def test_lines_that_never_pause_keep_neither_once_nor_a_log_from_printing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = write_run(tmp_path, Recording(steps=3))
+    with Busy(path) as follower:
+        _once(follower, RunView(), None)
+    assert "rank 0  step" in capsys.readouterr().out
+    shown: list[int] = []
+
+    def show() -> None:
+        shown.append(1)
+        raise KeyboardInterrupt
+
+    with Busy(path) as follower, pytest.raises(KeyboardInterrupt):
+        _follow(follower, RunView(), show, 10.0, None, False, False)
+    assert shown == [1]
 
 
 # The command

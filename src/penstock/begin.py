@@ -68,8 +68,13 @@ def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dic
             )
     loaded = loaded.with_places(source.check_place)
     source.check_state(loaded)
-    if options.epochs is not None and any(p.epoch > loaded.first + options.epochs for p in loaded.places.values()):
-        raise StateMismatch(f"the state is past the end of a stream of epochs={options.epochs}")
+    if options.epochs is not None:
+        furthest = max((place.epoch for place in loaded.places.values()), default=loaded.first)
+        if furthest > loaded.first + options.epochs:
+            raise StateMismatch(
+                f"the state is past the end of a stream of epochs={options.epochs}: it stands in epoch {furthest}, and "
+                f"began with epoch {loaded.first}. Give as many epochs as the run that saved it, or start a new run."
+            )
     own = loaded.for_shard(_own_lanes(options, loaded.lanes) if source.by_lane else [])
     return replace(own, skip=source.skip | own.skip)
 

@@ -1,7 +1,7 @@
 """What the surroundings say: the only file that reads the environment.
 
-In:    environment variables, the cores and the memory this process may use.
-Out:   defaults for the loader.
+In:    environment variables, and the cores that this process may use.
+Out:   defaults for the loader; what else every part needs: checks of settings, and a file written whole.
 Where: the thread that creates a loader.
 State: none.
 """
@@ -77,7 +77,10 @@ def current_shard() -> Shard:
         )
     rank = _int("RANK", 0)
     if not 0 <= rank < world:
-        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit together")
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit together: a rank is at least 0 and "
+            "below the world size. Start with torchrun, or unset both."
+        )
     return Shard(world, rank)
 
 
@@ -176,10 +179,10 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except OSError:
+    except BaseException as error:  # also text that cannot be encoded, and Ctrl-C: no half file is left
         if name is not None and os.path.exists(name):
             os.unlink(name)
-        if not best_effort:
+        if not (best_effort and isinstance(error, OSError)):
             raise
 
 

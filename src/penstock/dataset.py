@@ -125,7 +125,7 @@ class TextDataset:
             tokenizer. "auto": for remote data.
         cache_bytes: disk that the token cache may use. When full, what will be needed last is dropped first.
         share_listing: have rank 0 list the files for all, through torch.distributed. All ranks must then
-            create the dataset, and in the same order as others.
+            create the dataset, and in the same order as others; files on disk must be there for each of them.
         """
         one_of("packing", packing, get_args(Packing))
         one_of("on_bad_record", on_bad_record, get_args(OnBadRecord))
@@ -158,7 +158,7 @@ class TextDataset:
         self.quarantine = None if quarantine is None else os.fspath(quarantine)
         if not isinstance(config, str | None):
             raise ConfigError(f"config={config!r}: needs the name of a configuration of the dataset's card")
-        if cache not in (True, False, "auto"):
+        if not isinstance(cache, bool) and cache != "auto":  # 1 is not True: it would keep nothing
             raise ConfigError(f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is.")
         if not isinstance(share_listing, bool):
             raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
@@ -176,7 +176,12 @@ class TextDataset:
         else:
             if config is not None:
                 raise ConfigError(f"config={config!r}: is for datasets on the Hub; these files are on disk")
-            self.files = list_files(urls, format=format, whole=separator is None)
+            here = partial(list_files, urls, format=format, whole=separator is None)
+            if share_listing:
+                from penstock.sources.far import shared
+
+                here = partial(shared, here)
+            self.files = here()
             self.tokenizer = load()
         self.listed = (begun, time.perf_counter())
         """When files were listed and the tokenizer loaded: for the ledger of a start."""

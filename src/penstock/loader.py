@@ -182,8 +182,8 @@ class AsyncDataLoader:
             batch = quick.take() if quick is not None else None
             if batch is None:
                 batch = self._take_slowly(timeout)
-            if batch is not None:
-                self._position = batch.locate()  # the last thing: a batch that is lost before is given again
+            if batch is not None and batch._origin is not None:
+                self._position = batch._origin.position  # the last thing: a batch lost before that is given again
             return batch
         except Exception:
             raise

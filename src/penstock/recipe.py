@@ -61,7 +61,7 @@ def _single(file: ConfigFile, name: str, table: Mapping[str, Any]) -> DataTable:
     known = _parameters(kind)
     written = {key: value for key, value in table.items() if key != "kind"}
     for key in written:
-        if key not in known and not _takes_anything(kind):
+        if key not in known:
             raise unknown(file.where(name, key), key, ["kind", *known])
     missing = [key for key, each in known.items() if each.default is each.empty and key not in written]
     if missing:
@@ -125,10 +125,6 @@ def _parameters(kind: str) -> dict[str, inspect.Parameter]:
         for name, each in parameters.items()
         if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL) and name != "doc_batch"
     }
-
-
-def _takes_anything(kind: str) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(_maker(kind)).parameters.values())
 
 
 def _value(file: ConfigFile, table: str, key: str, value: Any) -> Any:

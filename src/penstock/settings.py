@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -54,8 +54,8 @@ class Settings:
     """How a loader is run. Every value is checked, and may be given as text."""
 
     prefetch: bool = _setting(True, flag())
-    """Off: the plain synchronous path, with the same batches and no threads; each `next` takes as
-    long as a batch takes to make."""
+    """Off: the plain synchronous path, with the same batches and no threads that make them; each `next`
+    takes as long as a batch takes to make."""
     prefetch_size: int = _setting(8, whole(1))
     """Batches kept ready. More hide longer hiccups and take memory, 16 bytes a token."""
     n_workers: int | None = _setting(None, or_none(whole(0), "auto"))
@@ -216,26 +216,30 @@ def loader_arguments(settings: Settings) -> dict[str, Any]:
     arguments = {name: getattr(settings, name) for name in KINDS if name not in elsewhere}
     if not settings.prefetch:
         arguments["n_workers"] = 0
-    if settings.shuffle is None:
-        # The loader knows what kind of data it has, and which default suits it.
-        del arguments["shuffle"]
     return arguments
 
 
 def build(
-    path: str | os.PathLike[str] | None = None, dataset: Any = None, overrides: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str] | None = None,
+    dataset: Any = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    batch_size: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """A dataset and the keyword arguments of its loader, for `AsyncDataLoader.from_config`.
 
     dataset: the data; by default what the file names. overrides: settings, `preset`, and the
-        loader's arguments that are none.
+        loader's arguments that are none. batch_size: where none is set; without it, that is an error.
     """
     given = dict(overrides or {})
     passed_on = {name: given.pop(name) for name in PASSED_ON if name in given}
     if isinstance(given.get("telemetry"), Telemetry):  # on, and one of the caller's own
         passed_on["telemetry"] = given.pop("telemetry")
     resolved = load(path, overrides=given, origin="argument {}")
-    arguments = loader_arguments(resolved.settings) | passed_on
+    settings = resolved.settings
+    if settings.batch_size is None:
+        settings = replace(settings, batch_size=batch_size)
+    arguments = loader_arguments(settings) | passed_on
     if dataset is None:
         if resolved.data is None:
             named = "no file is named, and" if resolved.file is None else f"file {resolved.file} has no table data, and"

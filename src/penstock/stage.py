@@ -42,9 +42,17 @@ def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], 
         raise ConfigError("only text in files can be staged: give a TextDataset")
     work = source.work(run)
     if work.cache is None:
+        work.close()
         raise ConfigError("there is no cache to stage into: use cache=True, and cache_bytes above 0")
     pool = make_pool(run.n_workers, work)
-    lanes = source.open_lanes(replace(run, end_epoch=run.first_epoch + 1), pool, work)
+    try:
+        lanes = source.open_lanes(replace(run, end_epoch=run.first_epoch + 1), pool, work)
+    except BaseException:
+        pool.stop()
+        work.stop()
+        pool.join(10.0)
+        work.close()
+        raise
     began = time.monotonic()
     done = Staged(0, 0, 0, 0, 0.0, complete=True)
     try:

@@ -100,7 +100,8 @@ class State:
             ("settings", self.stream, stream),
         ):
             # A vocabulary's name is only for people: the same one may have another elsewhere.
-            names = sorted(key for key in {*saved, *now} - {"name"} if saved.get(key) != now.get(key))
+            told = {"name"} if what == "the tokenizer" else set()
+            names = sorted(key for key in {*saved, *now} - told if saved.get(key) != now.get(key))
             if names:
                 pairs = ", ".join(f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names)
                 raise StateMismatch(
@@ -133,7 +134,7 @@ def parse(value: Any) -> State:
     """A state from what `state_dict()` gave, or from a list of the states of all ranks."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if not value:
-            raise StateFormat("the list of states is empty")
+            raise StateFormat("the list of states is empty: give the state of each rank")
         return merge([_parse_one(v) for v in value])
     return _parse_one(value)
 
@@ -151,7 +152,9 @@ def merge(states: Sequence[State]) -> State:
                 )
         for lane, place in state.places.items():
             if places.setdefault(lane, place) != place:
-                raise StateMismatch(f"two states give different places for lane {lane}")
+                raise StateMismatch(
+                    f"two states give different places for lane {lane}: give each rank's state once, all of one save"
+                )
     return replace(first, places=places)
 
 

@@ -267,9 +267,13 @@ class TrainerMixin:
                     raise StateFormat(
                         f"{file} is missing: the checkpoint was made without TrainerMixin, or not finished"
                     )
+                try:
+                    saved = json.loads(file.read_bytes())
+                except ValueError as error:
+                    raise StateFormat(f"{file} is damaged ({error}): resume from another checkpoint") from error
                 # The state says where to go on; the Trainer would read and drop as many batches again.
                 self.args.ignore_data_skip = True
-                dataset.load_state_dict(json.loads(file.read_text()))
+                dataset.load_state_dict(saved)
                 dataset._resumed = False  # a Trainer goes to its next epoch by itself
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,12 +53,43 @@ os._exit(0)
 """
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes told each other, until one hangs and then dies."""
-    out = tmp_path_factory.mktemp("ranks")
+AGREEING = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from penstock import Shard
+from penstock.feed.agree import RankAgreement, from_rank_0
+
+out = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = len(_world.pg_map)
+told = {"shared": [from_rank_0(lambda: b"listing %d" % rank).decode() for _ in range(3)]}
+told["groups"] = len(_world.pg_map) - groups
+agreement = RankAgreement(Shard(2, rank))
+told["next"] = agreement.next(lambda: "batch")
+
+def failure(take):
+    try:
+        return agreement.next(take)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+(out / f"{rank}.json").write_text(json.dumps(told))
+if rank == 1:
+    os._exit(9)
+told["dies"] = failure(lambda: "batch")
+told["own"] = failure(lambda: 1 / 0)
+(out / "0.json").write_text(json.dumps(told))
+os._exit(0)
+"""
+
+
+def run(out: Path, code: str) -> list[dict[str, Any]]:
+    """What two processes write down. The second one ends with code 9."""
     script = out / "worker.py"
-    script.write_text(WORKER)
+    script.write_text(code)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
@@ -73,6 +105,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             process.kill()
     assert [process.returncode for process in processes] == [0, 9], errors
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes told each other, until one hangs and then dies."""
+    return run(tmp_path_factory.mktemp("ranks"), WORKER)
 
 
 def test_all_ranks_hear_all_integers_in_the_order_of_ranks(told: list[dict[str, Any]]) -> None:
@@ -99,3 +137,12 @@ def test_a_rank_that_died_is_noticed_before_the_deadline(told: list[dict[str, An
     message, seconds = told[0]["dies"]
     assert message.startswith("rank 0 of 2 could not reach the other ranks")
     assert seconds < 60
+
+
+def test_ranks_that_agree_on_batches_say_who_is_gone_and_never_in_the_place_of_their_own_error(tmp_path: Path) -> None:
+    told = run(tmp_path, AGREEING)
+    assert [each["shared"] for each in told] == [["listing 0"] * 3] * 2
+    assert [each["next"] for each in told] == ["batch", "batch"]
+    assert [each["groups"] for each in told] == [0, 0]
+    assert told[0]["dies"].startswith("PeerFailed: rank 0 of 2 could not reach the other ranks within 300 s")
+    assert told[0]["own"] == "ZeroDivisionError: division by zero"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.testing import Fault, HubServer
+from tests.reading import write_jsonl
 
 pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
 
@@ -29,8 +30,12 @@ if mode == "hosts":  # as on two hosts: nothing on disk is shared
 result = {}
 try:
     quick = Remote(metadata_budget=3, retry_budget=5, backoff=0.05)
-    data = TextDataset("hf://datasets/org/name", tokenizer="byte", seq_len=64, remote=quick,
-                       share_listing=mode in ("hosts", "fails"))
+    where = "hf://datasets/org/name"
+    if mode == "disk":  # as if a file had come while the ranks were listing
+        where = [out / "a.jsonl", out / "b.jsonl"][:rank + 1]
+    data = TextDataset(where, tokenizer="byte", seq_len=64, remote=quick,
+                       share_listing=mode in ("hosts", "fails", "disk"))
+    result["files"] = [file.name for file in data.files]
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=2, epochs=1, n_workers=1) as loader:
         result["batches"] = [digest(batch) for batch in loader]
         result["faults"] = loader.stats().faults
@@ -101,3 +106,12 @@ def test_a_fault_that_one_rank_meets_stays_its_own(hub: HubServer, tmp_path: Pat
     assert "error" not in results[0] | results[1]
     assert len(results[0]["batches"]) == len(results[1]["batches"]) > 5
     assert sum(sum(result["faults"].values()) for result in results) >= 2
+
+
+@pytest.mark.slow
+def test_rank_0_lists_a_shared_disk_for_all(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " * 40 for i in range(200)])
+    results = run(tmp_path, "disk")
+    assert "error" not in results[0] | results[1]
+    assert results[0]["files"] == results[1]["files"] == ["a.jsonl"]

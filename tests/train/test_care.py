@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.demo import _clear
+from penstock.cli.demo import _clear, _running
 from penstock.cli.main import cli
 from penstock.errors import ConfigError
 from tests.train.runs import SMALL, Child, Run, train
@@ -42,6 +42,13 @@ def test_the_demo_removes_what_a_demo_left_and_refuses_any_other_folder(tmp_path
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     with pytest.raises(ConfigError, match="is a file"):
         _clear(tmp_path / "thesis.txt")
+
+
+def test_a_demo_that_cannot_start_its_run_gives_the_signal_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(FileNotFoundError), _running([str(tmp_path / "no such program")]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_console_that_nobody_reads_any_more_does_not_end_the_run(docs: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from penstock.cli.main import cli
 from penstock.errors import ConfigError
 from penstock.settings import Resolved
 from penstock.train.options import OPTIONS, TrainOptions, device_name, on_stall, parallel, resolve, spell_out
+from penstock.train.trainer import _accumulate
 
 TOML = """
 [loader]
@@ -183,6 +184,7 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], word
         ('[train]\ndataset = "stdlib"\nstep = 3', "[train] step: unknown; the nearest known name is steps"),
         ('[train]\ndataset = "stdlib"\nbatch = 3', "[train] batch: in a file it is batch_size of training"),
         ('[train]\ndataset = "stdlib"\nlr = 3', "[train] lr: in a file it is learning_rate of training"),
+        ('[train]\ndataset = "stdlib"\nseed = 3', "[train] seed: in a file it is seed of training"),
         ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': needs a whole number"),
         ('[train]\ndataset = "stdlib"\n[loader]\nn_worker = 3', "[loader] n_worker"),
         ("train = 3", "train = 3: needs a table"),
@@ -195,6 +197,26 @@ def test_a_file_is_held_to_the_same(tmp_path: Path, table: str, words: str) -> N
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         resolve(file, {})
     assert str(file) in str(caught.value)
+
+
+DESCRIBED = '[data]\nkind = "text"\nurls = "docs.jsonl"\ntokenizer = "byte"\nseq_len = 64\n'
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("tokenizer", "gpt2"), ("seq_len", "32"), ("text_field", "body"), ("packing", "bos"), ("dataset_config", "small")],
+)
+def test_what_a_file_says_of_its_data_is_not_said_again(tmp_path: Path, option: str, value: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(DESCRIBED)
+    assert resolve(file, {})[0].dataset is None
+    spelled = option.replace("_", "-")
+    with pytest.raises(ConfigError, match=re.escape(f"--{spelled}: file {file} [data] describes the data; change it")):
+        resolve(file, {option: value})
+    assert getattr(resolve(file, {option: value, "dataset": "stdlib"})[0], option) in (value, 32)
+    file.write_text(DESCRIBED + f'[train]\n{option} = "{value}"\n')
+    with pytest.raises(ConfigError, match=re.escape(f"[train] {option}: file {file} [data] describes the data")):
+        resolve(file, {})
 
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.txt"])
@@ -296,6 +318,27 @@ def test_how_ranks_share_the_work(given: dict[str, str], world: int, how: str) -
 def test_processes_that_would_each_train_a_model_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="--ddp 0 with 2 processes: each would train a model of its own"):
         parallel(stdlib(ddp="0")[0], 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "words"),
+    [
+        ({"global_batch": "5", "batch": "1"}, 2, "--global-batch 5: is no multiple of the 2 ranks"),
+        ({"global_batch": "12", "batch": "4"}, 2, "is no multiple of 8, which is --batch 4 on 2 ranks. Use a --batch that divides 6."),
+        ({"global_batch": "10", "batch": "4"}, 1, "is no multiple of 4, which is --batch 4 on 1 rank. Use a --batch that divides 10."),
+    ],
+)  # fmt: skip
+def test_a_global_batch_that_cannot_be_shared_out_is_told_what_would_fit(
+    given: dict[str, str], world: int, words: str
+) -> None:
+    options, resolved = stdlib(**given)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        _accumulate(options, resolved.settings.batch_size or 0, world)
+
+
+def test_micro_steps_follow_from_the_global_batch() -> None:
+    options, _ = stdlib(global_batch="24")
+    assert _accumulate(options, 4, 2) == 3
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", None), ("cuda:3", "cuda:3"), ("cuda", "cuda:1")])

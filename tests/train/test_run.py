@@ -9,9 +9,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.errors import ConfigError
 from penstock.train.data import make_loader, recipe
 from penstock.train.model import GPT
 from penstock.train.options import resolve
@@ -253,6 +255,32 @@ def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
     assert f"[train] the data ends after step {batches}\n" in run.said
     assert list(run.losses()) == list(range(1, batches + 1))
     assert run.saved().step == batches
+
+
+def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(lines: Path, tmp_path: Path) -> None:
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    text = f'kind = "text"\nurls = "{lines}"\ntokenizer = "byte"\n'
+    kinds = {
+        "text": f"[data]\nseq_len = 32\n{text}",
+        "tokens": '[data]\nseq_len = 32\nkind = "tokens"\npath = "ids.bin"\n',
+        "mixture": f"[data]\nseq_len = 32\n[data.mixture.a]\nweight = 1\n{text}"
+        '[data.mixture.b]\nweight = 1\nkind = "tokens"\npath = "ids.bin"\n',
+    }
+    file = tmp_path / "run.toml"
+    for kind, data in kinds.items():
+        file.write_text(f"[loader]\nbatch_size = 4\n{data}")
+        for masked in (True, False):
+            options, resolved = resolve(file, {"doc_mask": str(masked)})
+            made = recipe(options, resolved)
+            with make_loader(made, options, resolved, split=None, telemetry=False, device=None) as loader:
+                assert (next(loader).positions is not None) is masked, kind
+    synthetic = 'kind = "synthetic"\nvocab_size = 9\nnum_samples = 9\n'
+    for data in (f"[data]\nseq_len = 32\n{synthetic}", f"{kinds['mixture']}[data.mixture.c]\nweight = 1\n{synthetic}"):
+        file.write_text(data)
+        with pytest.raises(
+            ConfigError, match=r"--doc-mask with file .* of kind 'synthetic': random ids have no documents"
+        ):
+            recipe(*resolve(file, {"doc_mask": "1"}))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)

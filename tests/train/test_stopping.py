@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.testing import Fault, HubServer
+from penstock.train.signals import Signals
 from tests.train.conftest import serve
 from tests.train.runs import SMALL, Child, Run, train
 
@@ -227,6 +228,16 @@ def test_told_to_stop_inside_a_finalizer_it_ends_all_the_same() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_handler_that_python_did_not_set_is_no_error_at_the_end() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Signals(0, alone=True) as signals:
+            signals._before[signal.SIGTERM] = None  # what signal.signal gives for a handler of another language
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_told_to_stop_before_it_has_begun_it_ends(silent: HubServer, tmp_path: Path) -> None:

@@ -32,8 +32,7 @@ def config(
     """
     from penstock.settings import load
 
-    overrides = dict(pair(one) for one in set_ or ())
-    resolved = load(file, overrides=overrides, preset=preset, origin="command line --set {}")
+    resolved = load(file, overrides=overrides(set_), preset=preset, origin="command line --set {}")
     if as_json:
         typer.echo(json.dumps(_as_json(resolved), indent=2, default=str))
     else:
@@ -46,6 +45,16 @@ def pair(written: str) -> tuple[str, str]:
     if not equals or not key.strip():
         raise ConfigError(f"command line --set {written}: needs KEY=VALUE")
     return key.strip(), value
+
+
+def overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
+    """The settings of `--set`, and those that have an option of their own."""
+    said = dict(pair(one) for one in set_ or ())
+    for name, value in options.items():
+        if value is not None and said.setdefault(name, str(value)) != str(value):
+            option = "batch" if name == "batch_size" else name
+            raise ConfigError(f"--{option} {value} and --set {name}={said[name]}: keep one of them")
+    return said
 
 
 def _as_json(resolved: Resolved) -> dict[str, Any]:

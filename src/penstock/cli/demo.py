@@ -71,18 +71,20 @@ def _clear(folder: Path) -> None:
 def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A run that ends with us, also if we are told to."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    run = subprocess.Popen(command)
     try:
-        yield run
-    except BaseException:
-        run.terminate()  # it saves, and says so
-        raise
-    finally:
+        run = subprocess.Popen(command)
         try:
-            run.wait(END_S)
-        except subprocess.TimeoutExpired:
-            run.kill()
-            run.wait()
+            yield run
+        except BaseException:
+            run.terminate()  # it saves, and says so
+            raise
+        finally:
+            try:
+                run.wait(END_S)
+            except subprocess.TimeoutExpired:
+                run.kill()
+                run.wait()
+    finally:
         signal.signal(signal.SIGTERM, before)
 
 

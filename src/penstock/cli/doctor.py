@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
+from penstock.cli.described import described, is_file
 from penstock.cli.failure import fail, one_line
 from penstock.cli.given import AS, AsJson, Batch, CardConfig, SeqLen, Shuffle, Split, TextField, Tokenizer, Workers
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.train.options import OPTIONS
 from penstock.watch.page.units import size
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.doctor.what_if import WhatIf
 
 UNREADABLE = 2
-FILES = (".toml", ".json", ".jsonc")
-"""What a settings file's name ends with."""
 PACKINGS = complete.words_of(OPTIONS["packing"].kind)
 
 
@@ -105,14 +104,8 @@ def doctor(
 def _data(target: str, said: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A dataset, and how to load it."""
     given = {name: value for name, value in said.items() if value is not None}
-    if target.lower().endswith(FILES) and "://" not in target:
-        if given:
-            named = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ConfigError(f"{named}: {target} says which data to read; change it there")
-        from penstock.settings import build
-        from penstock.types import Shard
-
-        dataset, arguments = build(target, None, options | {"shard": Shard(1, 0)})
+    if is_file(target):
+        dataset, arguments = described(target, given, options)
         if arguments["device"] is None:
             arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
         return dataset, arguments

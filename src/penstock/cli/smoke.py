@@ -57,12 +57,13 @@ def smoke(
             if not 0 < timeout <= LONGEST_S:
                 raise ConfigError(f"--timeout {timeout:g}: needs seconds, more than 0 and at most {LONGEST_S:,}")
             # Imported here: a library that is missing is a failure like any other.
+            from penstock.cli.config import overrides
             from penstock.verify.choice import choose
             from penstock.verify.smoke import smoke as check
 
             choice = choose(
-                dataset, default="fineweb_edu", local_path=local_path, config=config, overrides=_settings(set_, batch),
-                preset=preset, tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
+                dataset, default="fineweb_edu", local_path=local_path, config=config,
+                overrides=overrides(set_, batch_size=batch), preset=preset, tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             name = choice.name
             seen = check(choice, timeout, begun)
@@ -79,15 +80,6 @@ def main() -> None:
     from penstock.cli.main import app
 
     app(["smoke", *sys.argv[1:]])
-
-
-def _settings(set_: list[str] | None, batch: int | None) -> dict[str, str]:
-    from penstock.cli.config import pair
-
-    overrides = dict(pair(one) for one in set_ or ())
-    if batch is not None and overrides.setdefault("batch_size", str(batch)) != str(batch):
-        raise ConfigError(f"--batch {batch} and --set batch_size={overrides['batch_size']}: keep one of them")
-    return overrides
 
 
 class _LastWord(logging.Handler):

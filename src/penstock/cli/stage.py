@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
-from penstock.cli.doctor import FILES
+from penstock.cli.described import FILES, described
 from penstock.cli.given import AS, CardConfig, SettingsFile, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError
 
@@ -48,12 +48,9 @@ def stage(
     A run with these settings then starts without network, and goes on with the rest: the same stream. Exit code 1: an error.
     """
     from penstock.stage import stage as fill
-    from penstock.values import read_size
+    from penstock.values import Said, byte_size
 
-    try:
-        goal = read_size(size)
-    except (ValueError, TypeError, LookupError, ArithmeticError):
-        raise ConfigError(f"--bytes {size}: needs a number of bytes, or a size such as 5GB or 500MiB") from None
+    goal = byte_size().parse(Said("bytes", size, "command line --bytes"))
     loader = _loader(
         url,
         settings,
@@ -76,7 +73,6 @@ def _loader(url: str | None, settings: Path | None, data: dict[str, Any], runnin
     from penstock.loader import AsyncDataLoader
     from penstock.types import Shard
 
-    alone = Shard(1, 0)
     if str(data.get("config", "")).lower().endswith(FILES):
         raise ConfigError(
             f"--config {data['config']}: names a configuration of the dataset's card; use --settings FILE"
@@ -84,14 +80,12 @@ def _loader(url: str | None, settings: Path | None, data: dict[str, Any], runnin
     if settings is not None:
         if url is not None:
             raise ConfigError("give an address or --settings, not both: the file names the data")
-        if data:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in data)
-            raise ConfigError(f"{names}: the data is described in {settings}; change it there")
-        return AsyncDataLoader.from_config(settings, shard=alone, **running)
+        dataset, arguments = described(settings, data, running)
+        return AsyncDataLoader(dataset, **arguments)
     if url is None:
         raise ConfigError("what to stage? Give an address, or --settings FILE")
     about: dict[str, Any] = {"tokenizer": "byte", "seq_len": 1024, "cache": True} | data
-    how: dict[str, Any] = {"shuffle": False, "output": "numpy", "shard": alone, "lanes": 1} | running
+    how: dict[str, Any] = {"shuffle": False, "output": "numpy", "shard": Shard(1, 0), "lanes": 1} | running
     return AsyncDataLoader(TextDataset(url, **about), 1, **how)
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
+from penstock.cli.described import BATCH, described, is_file
 from penstock.cli.given import Batch, SeqLen, Shuffle, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError, NoData
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
 
-BATCH, SEQ_LEN = 16, 1024
+SEQ_LEN = 1024
 
 
 def trace(
@@ -66,7 +67,7 @@ def trace(
             raise ConfigError("--merge needs two traces: penstock trace trace.json --merge profile.json -o both.json")
         _tell(put_together(url, merge, out))
         return
-    if url is not None and settings is None and url.endswith(".toml") and "://" not in url:
+    if url is not None and settings is None and is_file(url):
         settings, url = Path(url), None
     if (url is None) == (settings is None):
         raise ConfigError("what to trace? Give an address, or a settings file, which names the data")
@@ -85,12 +86,9 @@ def trace(
 
 def _configured(settings: Path, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
     from penstock.loader import AsyncDataLoader
-    from penstock.types import Shard
 
-    if told:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in told)
-        raise ConfigError(f"{names}: the data is described in {settings}; change it there")
-    return AsyncDataLoader.from_config(settings, shard=Shard(1, 0), **chosen)
+    dataset, arguments = described(settings, told, chosen)
+    return AsyncDataLoader(dataset, **arguments)
 
 
 def _plain(url: str, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:

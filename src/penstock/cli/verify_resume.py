@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import complete
-from penstock.cli.config import pair
-from penstock.cli.doctor import FILES
+from penstock.cli.config import overrides
+from penstock.cli.described import is_file
 from penstock.cli.failure import fail, one_line
 from penstock.cli.given import Overrides, SeqLen, TextField, Tokenizer
 
@@ -53,12 +53,12 @@ def verify_resume(
     from penstock.verify.choice import choose
     from penstock.verify.resume import Verification
 
-    is_file = target.lower().endswith(FILES) and "://" not in target
+    from_file = is_file(target)
     try:
         with _quiet():
             choice = choose(
-                None if is_file else target, config=Path(target) if is_file else None,
-                overrides=_overrides(set_, batch_size=batch, lanes=lanes), batch_size=8,
+                None if from_file else target, config=Path(target) if from_file else None,
+                overrides=overrides(set_, batch_size=batch, lanes=lanes), batch_size=8,
                 tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             begun = perf_counter()
@@ -74,11 +74,6 @@ def verify_resume(
     typer.echo(f"sha256       {tried.reference.stream.digest()}")
     typer.echo(f"verdict      {_verdict(different)}, after {perf_counter() - begun:.1f} s")
     raise typer.Exit(DIFFERS if different[0] else 0)
-
-
-def _overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
-    said = {name: str(value) for name, value in options.items() if value is not None}
-    return dict(pair(one) for one in set_ or ()) | said
 
 
 @contextmanager

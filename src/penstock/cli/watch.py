@@ -106,26 +106,26 @@ def _follow(
     """Look and show, in turns, until the run is over. True if a rank was lost."""
     due = time.monotonic()
     while True:
-        lines = follower.poll()
-        for line in lines:
+        for line in follower.poll():
             view.add(line)
             if server is not None:
                 server.add(line)
         now = time.monotonic()
-        over = until_end and not lines and view.over(time.time())
+        over = until_end and not follower.behind and view.over(time.time())
         # A long history comes in pieces. A screen may show that, a log is to begin with how it stands.
-        if over or (now >= due and (on_terminal or not lines)):
+        if over or (now >= due and (on_terminal or not follower.behind)):
             show()
             due = now + pause_s
         if over:
             return not view.ended
-        if not lines:
+        if not follower.behind:
             time.sleep(max(0.0, min(POLL_S, due - time.monotonic())))
 
 
 def _once(follower: Follower, view: RunView, rank: int | None) -> None:
-    while lines := follower.poll():
-        view.extend(lines)
+    view.extend(follower.poll())
+    while follower.behind:
+        view.extend(follower.poll())
     if not view.ranks:
         files = ", ".join(map(str, follower.files))
         found = [f"no heartbeat line in {files}"] if files else []

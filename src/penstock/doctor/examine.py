@@ -130,7 +130,8 @@ def examine(
     """Try a dataset out, stage by stage and then as a whole.
 
     seconds: how long the whole pipeline is run, and each side of a what-if; each stage alone gets a quarter
-        of it. Everything together ends within a minute and twenty times this, with an error if it must.
+        of it. The whole, and what is compared with it, ends within a minute and twenty times this after the start,
+        with an error if it must; a request of a stage alone, or to fill a cache, ends by the deadlines of `Remote`.
     tokens_per_second: what the trainer could consume.
     what_if: measure, besides, what would be gained with all tokens in the cache ("cached") or with no real data
         ("synthetic"), beside what the attribution says of it.

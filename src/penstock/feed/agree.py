@@ -10,10 +10,12 @@ Cost:  one small collective a batch. Endless streams do without.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
+from penstock.feed.ranks import reaching
 from penstock.types import Shard
 from penstock.watch.spans import RANKS, Clock, Quiet
 
@@ -45,7 +47,9 @@ class RankAgreement:
         except LoaderTimeout:
             raise  # nobody has to know: the caller will ask again
         except Exception:
-            self._least(FAILED)
+            # If the others cannot be told, they are gone: this rank's own error says more than that.
+            with suppress(PeerFailed):
+                self._least(FAILED)
             raise
         least = self._least(ENDED if batch is None else READY)
         if least == FAILED:
@@ -56,7 +60,7 @@ class RankAgreement:
         import torch
 
         value = torch.tensor([status], dtype=torch.int32)
-        with self._clock.stage(RANKS):
+        with self._clock.stage(RANKS), reaching(self._distributed, DEADLINE_S):
             self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
         return int(value.item())
 
@@ -70,18 +74,24 @@ def from_rank_0(make: Callable[[], bytes]) -> bytes:
         )
     import torch
 
-    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
     first = distributed.get_rank() == 0
     made, error = b"", None
-    if first:
+    with reaching(distributed, DEADLINE_S):
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
         try:
-            made = b"+" + make()
-        except Exception as failed:
-            made, error = f"-{type(failed).__name__}: {failed}".encode(), failed
-    size = torch.tensor([len(made)], dtype=torch.int64)
-    distributed.broadcast(size, src=0, group=group)
-    data = torch.frombuffer(bytearray(made), dtype=torch.uint8) if first else torch.empty(int(size), dtype=torch.uint8)
-    distributed.broadcast(data, src=0, group=group)
+            if first:
+                try:
+                    made = b"+" + make()
+                except Exception as failed:
+                    made, error = f"-{type(failed).__name__}: {failed}".encode(), failed
+            size = torch.tensor([len(made)], dtype=torch.int64)
+            distributed.broadcast(size, src=0, group=group)
+            room = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(made), dtype=torch.uint8) if first else room
+            distributed.broadcast(data, src=0, group=group)
+            distributed.barrier(group=group)  # nobody lets go before all have it
+        finally:
+            distributed.destroy_process_group(group)
     if error is not None:
         raise error
     whole = bytes(data.numpy())

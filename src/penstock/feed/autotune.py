@@ -98,7 +98,6 @@ class Autotune:
 
     knobs: Sequence[Knob]
     watched: Watched
-    decisions: list[dict[str, Any]] = field(default_factory=list)
     _began: float | None = None
     _warm: bool = False
     _compute: deque[float] = field(default_factory=lambda: deque(maxlen=2 * PERIOD_STEPS))
@@ -198,6 +197,4 @@ class Autotune:
     def _tell(self, what: str, before: int, after: int, why: str, kept: bool | None) -> None:
         word = {None: "tried", True: "kept", False: "undone"}[kept]
         log.info("autotune: %s %d → %d %s: %s", what, before, after, word, why)
-        decision = {"what": what, "from": before, "to": after, "why": why, "kept": kept}
-        self.decisions.append(decision)
-        self.watched.event("tune", **decision)
+        self.watched.event("tune", **{"what": what, "from": before, "to": after, "why": why, "kept": kept})

@@ -15,25 +15,25 @@ from collections import deque
 from penstock.read.cache import Key, TokenCache
 from penstock.types import MiB, TokenChunk
 
+QUEUED_BYTES = 64 * MiB
+"""Chunks that may wait to be written. More of them ride out a slower disk, and take that much memory."""
+
 
 class CacheWriter:
-    """The one thread of a process that writes to its token cache."""
+    """The thread that writes to a token cache for those who read together."""
 
-    def __init__(self, cache: TokenCache, max_queued_bytes: int = 64 * MiB) -> None:
+    def __init__(self, cache: TokenCache, max_queued_bytes: int = QUEUED_BYTES) -> None:
         self._cache = cache
         self._max_queued_bytes = max_queued_bytes
         # Reentrant, because a garbage collection may close a writer on a thread that is in here.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[tuple[Key, TokenChunk]] = deque()
         self._queued_bytes = 0
-        self._skipped = 0
+        self.skipped = 0
+        """Chunks for which there was no room in the queue."""
         self._busy = False
         self._stopped = False
         self._thread: threading.Thread | None = None
-
-    def counts(self) -> dict[str, int]:
-        """Those of the cache, and the chunks for which there was no room in the queue."""
-        return self._cache.counts() | {"cache_skipped": self._skipped}
 
     def offer(self, key: Key, chunk: TokenChunk) -> bool:
         """Have a chunk written if the queue has room for it. Never waits."""
@@ -41,21 +41,21 @@ class CacheWriter:
             if self._stopped or self._cache.off is not None:
                 return False
             if not self._fits(chunk):
-                self._skipped += 1
+                self.skipped += 1
                 return False
             self._add(key, chunk)
         return True
 
-    def put(self, key: Key, chunk: TokenChunk) -> bool:
-        """Have a chunk written; waits for room in the queue. False once the writer is stopped."""
+    def put(self, key: Key, chunk: TokenChunk, timeout: float) -> bool:
+        """Have a chunk written; waits for room in the queue. False if there is none by then, or the writer is stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._fits(chunk))
-            if self._stopped:
+            room = self._changed.wait_for(lambda: self._stopped or self._fits(chunk), timeout)
+            if self._stopped or not room:
                 return False
             self._add(key, chunk)
         return True
 
-    def flush(self, timeout: float | None = None) -> bool:
+    def flush(self, timeout: float) -> bool:
         """Wait until all that was taken is written. False if that takes longer."""
         with self._changed:
             return self._changed.wait_for(self._done, timeout)

@@ -37,17 +37,22 @@ class Opening(Generic[T]):
 
     def _run(self) -> None:
         try:
+            self._open()
+        finally:
+            self._done.set()  # also where what came too late cannot be closed
+
+    def _open(self) -> None:
+        try:
             made = self._make()
         except BaseException as error:
             self._error = error
-        else:
-            with self._lock:
-                late = self._closed
-                if not late:
-                    self._made = made
-            if late and self._dispose is not None:
-                self._dispose(made)
-        self._done.set()
+            return
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._made = made
+        if late and self._dispose is not None:
+            self._dispose(made)
 
     @property
     def done(self) -> bool:

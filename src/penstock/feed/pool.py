@@ -54,7 +54,7 @@ class Pool(Protocol):
 
 
 class ThreadPool:
-    """A fixed number of threads."""
+    """Threads of one process. `resize` makes them more or fewer."""
 
     restarts = 0
 

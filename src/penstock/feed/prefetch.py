@@ -165,7 +165,7 @@ class Prefetcher(Generic[T]):
             return self._ready.get(timeout=timeout)
 
     def _make_here(self) -> list[T] | _End:
-        """What the producer would make next, by whoever wants it. It takes no slots."""
+        """What the producer would make next, by whoever wants it."""
         try:
             return self._ready.get_nowait()  # it came just now
         except Empty:
@@ -180,7 +180,12 @@ class Prefetcher(Generic[T]):
         if not items:
             return self._finish(None)
         self._made += len(items)
-        self._surplus += len(items)
+        self._return_slots()
+        for _ in items:  # the queue is empty, so there are as many, but for those that a warmup gets back
+            try:
+                self._slots.get_nowait()
+            except Empty:
+                self._surplus += 1
         self._lease = perf_counter() + LEASE_S
         return items
 
@@ -289,19 +294,24 @@ class Prefetcher(Generic[T]):
 
     def _await_turn(self) -> bool:
         """Wait until there is room for an item at least, and nobody else makes them. False if it is time to stop."""
-        if self._weigh is None and not self._slot():
-            return False
-        if self._lease:
-            with self._turn:
-                while (left := self._lease - perf_counter()) > 0 and not self._stopped:
-                    self._turn.wait(left)
-                self._lease = 0.0
-        return not self._stopped
+        while True:
+            if self._lease:
+                with self._turn:
+                    while (left := self._lease - perf_counter()) > 0 and not self._stopped:
+                        self._turn.wait(left)
+                    self._lease = 0.0
+            if self._weigh is not None or not self._slot():
+                return self._weigh is not None and not self._stopped
+            if not self._lease:
+                return True
+            self._slots.put(True)  # somebody has begun to make items meanwhile, and needs it
 
     def _hand_out(self, items: list[T]) -> bool:
         """Hand items over as there is room for them. False if it is time to stop."""
         first = 0
         for i in range(len(items)):
+            if self._stopped:
+                return False
             if i > first and self._slots.qsize() < self._weight(items[i]):
                 # No room for the next one: those that have theirs do not wait for it.
                 self._hand_over(items[first:i])

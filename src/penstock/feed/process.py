@@ -79,7 +79,8 @@ class ProcessPool(ThreadPool):
         self._jobs.stop()
         with self._counting:
             if not self._stop.closed:
-                self._stop.send_bytes(b"stop")  # nobody reads it, so every thread that waits for a process sees it
+                if not self._stopping.closed:  # the last thread may be gone already
+                    self._stop.send_bytes(b"stop")  # nobody reads it, so every thread that waits for a process sees it
                 self._stop.close()
 
     def _begin(self, worker: int) -> None:

@@ -14,9 +14,11 @@ import os
 from collections.abc import Callable
 from time import perf_counter
 
+import numpy as np
+
 from penstock.encode.batch import Batch
 from penstock.feed.prefetch import Prefetcher
-from penstock.watch.telemetry import Telemetry
+from penstock.watch.telemetry import JOTTED, JOTTED_S, Telemetry
 
 
 class _Forks:
@@ -43,30 +45,35 @@ class Quick:
         self._at_hand = queue.at_hand
         self._half = max(1, queue.capacity // 2)
         self._telemetry = telemetry
+        self._jotted = telemetry.jotted
         self._low = low
         self._was_low = False
         self._tensors = tensors
         self._forks = _Forks.count
 
     def take(self) -> Batch | None:
-        """A batch, at once or not at all."""
+        """A batch, at once or not at all. Whatever can be done without a call of Python's is."""
         begun = perf_counter()
         at_hand = self._at_hand
-        if len(at_hand) <= self._half + 1:
-            self._queue.refill()
         left = len(at_hand) - 1
+        if left <= self._half:
+            self._queue.refill()
+            left = len(at_hand) - 1
         if left < 0 or _Forks.count != self._forks:
             return None
         try:
             batch = at_hand.popleft()
         except IndexError:
             return None  # the queue was closed, by another thread
-        if self._tensors:
+        if self._tensors and isinstance(batch.inputs, np.ndarray):
             batch.to_torch()
         low = left < self._half
         if low or self._was_low:
             self._was_low = low
             self._low(left)
+        jotted = self._jotted
         now = self._queue.left_at = perf_counter()
-        self._telemetry.jot(begun, now, batch.tokens, left)
+        jotted.append((begun, now, batch._tokens, left))
+        if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
+            self._telemetry.settle()
         return batch

@@ -9,7 +9,8 @@ Cost:  one small collective over gloo; nothing with a single rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -87,11 +88,18 @@ class Ranks:
         import torch
 
         every = [torch.empty_like(mine) for _ in range(self.world)]
-        try:
+        with reaching(self._distributed, self._deadline_s):
             self._distributed.all_gather(every, mine, group=self.group)
-        except RuntimeError as error:
-            raise PeerFailed(
-                f"rank {self.rank} of {self.world} could not reach the other ranks within {self._deadline_s:g} s: one of "
-                f"them has ended or hangs; see its own output ({str(error).splitlines()[0][:300]})"
-            ) from error
         return every
+
+
+@contextmanager
+def reaching(distributed: Any, deadline_s: float) -> Iterator[None]:
+    """A collective of a group on the CPU. If another rank cannot be reached, gloo's error becomes ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerFailed(
+            f"rank {distributed.get_rank()} of {distributed.get_world_size()} could not reach the other ranks within "
+            f"{deadline_s:g} s: one of them has ended or hangs; see its own output ({str(error).splitlines()[0][:300]})"
+        ) from error

@@ -2,8 +2,8 @@
 
 In:    staging buffers and their layouts.
 Out:   tensors on the device.
-Where: the trainer's thread.
-State: the side stream.
+Where: the trainer's thread; how long a device waited is also asked for by the heartbeat's.
+State: the side stream; events of steps that are not past yet.
 Cost:  on CUDA one asynchronous copy of the narrow bytes, and a kernel or two for each field that is
        widened, all on the side stream. Elsewhere a plain copy, over before `send` returns.
 
@@ -13,6 +13,7 @@ they can take the place of torch.cuda here once somebody can run them.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,7 +32,7 @@ UNSIGNED = {"uint16": (torch.int16, 0xFFFF), "uint32": (torch.int32, 0xFFFF_FFFF
 WIDENED = frozenset({"uint8", "uint16", "uint32", "int8", "int16", "int32", "int64"})
 
 PENDING = 64
-"""Steps whose events are not past yet. A host is rarely more than a few steps ahead of its device."""
+"""Steps whose events are kept before those that are past are read. A host is rarely more than a few steps ahead."""
 
 
 def open_device(name: str) -> Device[Any, Any]:
@@ -114,8 +115,10 @@ class CudaWaits:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begun: Any = None
-        self._pending: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
+        self._pending: deque[tuple[Any, Any]] = deque()
         self._seconds = 0.0
+        # The trainer's thread and the heartbeat's both ask, and an event may be read once.
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         self._begun = cuda.Event(enable_timing=True)
@@ -125,12 +128,15 @@ class CudaWaits:
         ended = cuda.Event(enable_timing=True)
         ended.record(cuda.current_stream(self._device))
         self._pending.append((self._begun, ended))
+        if len(self._pending) > PENDING:  # nobody has asked for a while
+            self.seconds()
 
     def seconds(self) -> float:
-        while self._pending and self._pending[0][1].query():
-            begun, ended = self._pending.popleft()
-            self._seconds += begun.elapsed_time(ended) / 1e3
-        return self._seconds
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                begun, ended = self._pending.popleft()
+                self._seconds += begun.elapsed_time(ended) / 1e3
+            return self._seconds
 
 
 class CudaDevice:

@@ -69,6 +69,8 @@ class TokenCache:
         self._counts: Counter[str] = Counter()
         self._off: str | None = None
         self._told: set[str] = set()
+        self.full = False
+        """Whether there was no room for some chunk."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache, (self._folder, self._max_bytes)
@@ -167,6 +169,7 @@ class TokenCache:
         file, evicted = self._room.reserve(key, image.size)
         self._count(evicted=evicted)
         if file is None:
+            self.full = True
             return False
         try:
             with file:
@@ -175,13 +178,14 @@ class TokenCache:
                 file.flush()
                 # The folder is not synced: a rename that a crash undoes costs one entry, and none is torn.
                 os.fsync(file.fileno())
-                self._room.settle(file.name, path, image.size)
+                ours = self._room.settle(file.name, path, image.size)
         except BaseException:
             with contextlib.suppress(OSError):  # a disk that fails here too: the next scan removes it
                 os.unlink(file.name)
             raise
-        self._room.add(Entry(str(path), key.file, key.index, key.digest, image.size, time.time()))
-        self._count(written=1, written_bytes=image.size)
+        if ours:
+            self._room.add(Entry(str(path), key.file, key.index, key.digest, image.size, time.time()))
+            self._count(written=1, written_bytes=image.size)
         return True
 
     def _count(self, **more: int) -> None:

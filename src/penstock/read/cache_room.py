@@ -82,16 +82,20 @@ class Room:
             _write_used(lock, used + size if fits else used)
             return (_temporary(self._tokens / key.file[:2], size) if fits else None), evicted
 
-    def settle(self, temporary: str, path: Path, size: int) -> None:
-        """Give a file that is written its name. A scan is kept out, which might see neither of the two."""
+    def settle(self, temporary: str, path: Path, size: int) -> bool:
+        """Give a file that is written its name; False if another process was first.
+
+        A scan is kept out, which might see neither of the two.
+        """
         with alone(self._tokens) as lock:
             if path.exists():  # another process made the same entry meanwhile, and one is enough
                 os.unlink(temporary)
                 used = _read_used(lock)
                 if used is not None:
                     _write_used(lock, max(0, used - size))
-            else:
-                os.replace(temporary, path)
+                return False
+            os.replace(temporary, path)
+            return True
 
     def add(self, entry: Entry) -> None:
         """Remember an entry just made, as one that may have to go."""

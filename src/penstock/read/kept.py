@@ -18,7 +18,7 @@ import fcntl
 import hashlib
 import logging
 import os
-import tempfile
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,8 +81,10 @@ class Kept:
         name = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=TEMPORARY, delete=False) as file:
-                name = file.name
+            aside = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+            # Not a temporary file of the library's, which nobody but its owner may read, whatever the umask says.
+            with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
+                name = aside
                 file.write(b" ".join((MARK, _digest(kind, key, at, data), at)) + b"\n")
                 file.write(data)
                 file.flush()

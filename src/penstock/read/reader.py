@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.errors import CorruptFile
 from penstock.order.shuffle import mix, mix_array
 from penstock.read import jsonl, text
-from penstock.read.columns import flags, nothing, scalar
+from penstock.read.columns import call, flags, nothing, scalar
 from penstock.read.delimited import read_records
 from penstock.read.parquet import ParquetReader
 from penstock.read.records import Judge, count_empty
@@ -58,8 +57,8 @@ class Reader:
         # What is read at once from one compressed file, by all workers or, where lanes share
         # them, by some; never less than lets two of them work side by side.
         keep = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
-        self.cache_bytes = lanes * keep
-        """What the decompressed parts of files may take, where files are compressed."""
+        self.lane_bytes = keep
+        """What the decompressed parts of files may take for each lane, where files are compressed."""
         self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote, clock=clock)
         self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES, kept)
         self._shared = Shared()
@@ -173,24 +172,35 @@ class Reader:
                 keep = ~keep
             documents.texts = documents.texts.filter(flags(keep))
             documents.rows = documents.rows[keep]
-            kept = set(documents.rows.tolist())
-            documents.bad = [bad for bad in documents.bad if bad.address.row < 0 or bad.address.row in kept]
-            documents.empty = max(0, count_empty(documents.texts) - len(documents.bad))
+            documents.bad = [bad for bad in documents.bad if self._chosen(ref, bad.address)]
+            # Of those left out, some are blank texts here, and some are no texts at all: a record cut short, a file.
+            texts = {0} if ref.file.members else set(documents.rows.tolist())
+            blank = sum(bad.address.row in texts for bad in documents.bad)
+            documents.empty = count_empty(documents.texts) - blank
         if self._skip:
             wanted = np.fromiter(self._wanted(ref, documents.rows), bool, len(documents.rows))
             if not wanted.all():
-                documents.texts = pc.if_else(flags(wanted), documents.texts, scalar(b"", pa.large_string()))
+                documents.texts = call("if_else", flags(wanted), documents.texts, scalar(b"", pa.large_string()))
         return documents
 
     def _in_val(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each document is in the validation split: by its own address, whatever else there is."""
-        file, settings = ref.file, self._settings
+        file, seed = ref.file, self._settings.split_seed
         if file.members:
-            hashed = np.array([_key(settings.split_seed, file.members[i].name, None) for i in rows.tolist()], np.uint64)
+            hashed = np.array([_key(seed, file.members[i].name, None) for i in rows.tolist()], np.uint64)
         else:
             group = ref.index if file.format == "parquet" else None
-            hashed = mix_array(_key(settings.split_seed, file.name, group), rows)
-        return hashed < np.uint64(int(settings.val_fraction * 2**64))
+            hashed = mix_array(_key(seed, file.name, group), rows)
+        return hashed < np.uint64(int(self._settings.val_fraction * 2**64))
+
+    def _chosen(self, ref: ChunkRef, address: Address) -> bool:
+        """Whether a record that is left out is of the chosen split. Damage of a chunk or a file is told in both."""
+        if address.row < 0:
+            return True
+        members = ref.file.members
+        # A file of a bundle goes by its number in it, its address by its name.
+        row = next(i for i, m in enumerate(members) if m.name == address.file) if members else address.row
+        return bool(self._in_val(ref, np.array([row]))[0]) == (self._settings.split == "val")
 
     def _wanted(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Iterable[bool]:
         file = ref.file

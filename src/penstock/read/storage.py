@@ -154,13 +154,18 @@ class CompressedFile:
                 self._rewind()
             while self._next <= number:
                 _go_on(self._closing)
-                block = self._decompress()
-                if self.broken is not None and self._remote is not None and not self._doubted:
-                    # What came over the network is fetched a second time before it is believed.
-                    self._doubted, self.broken = True, None
-                    self._rewind()
-                    continue
-                self._compare(block)
+                try:
+                    block = self._decompress()
+                    if self.broken is not None and self._remote is not None and not self._doubted:
+                        # What came over the network is fetched a second time before it is believed.
+                        self._doubted, self.broken = True, None
+                        self._rewind()
+                        continue
+                    self._compare(block)
+                except BaseException:
+                    # The stream stands somewhere in a block whose beginning is lost: whoever comes next starts over.
+                    self._let_go()
+                    raise
                 self._blocks[self._next] = block
                 if len(self._blocks) > self._keep:
                     self._blocks.popitem(last=False)
@@ -181,11 +186,16 @@ class CompressedFile:
 
     def _rewind(self) -> None:
         if self._stream is not None:
-            self._stream.close()
+            self._let_go()
             self.restarts += 1
         self._stream = open_stream(self._file, self._remote)
         self._blocks.clear()
         self._next = 0
+
+    def _let_go(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def _decompress(self) -> bytes:
         assert self._stream is not None
@@ -217,9 +227,7 @@ class CompressedFile:
 
     def close(self) -> None:
         with self._lock:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = None
+            self._let_go()
             self._blocks.clear()
 
 

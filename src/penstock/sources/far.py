@@ -21,7 +21,7 @@ from penstock.feed.agree import from_rank_0
 from penstock.read.attempt import Remote
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import list_files
-from penstock.sources.network import Opened, Outside
+from penstock.sources.network import Outside
 from penstock.types import FileRef, Format, Member
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def far_away(
         if listing.share:
             # A collective belongs on the thread that trains; only rank 0 asks.
             tokenizer = load()
-            files = unpack(from_rank_0(lambda: pack(_list(listing, remote))))
+            files = shared(lambda: _list(listing, remote))
             remote.know(files, listing.urls)
         else:
             under_way = opened.meanwhile(lambda: _list(listing, remote))
@@ -63,6 +63,11 @@ def far_away(
 
 def _list(listing: Listing, remote: RemoteListing) -> tuple[FileRef, ...]:
     return list_files(listing.urls, format=listing.format, whole=listing.whole, remote=remote)
+
+
+def shared(make: Callable[[], tuple[FileRef, ...]]) -> tuple[FileRef, ...]:
+    """What rank 0 lists, on every rank."""
+    return unpack(from_rank_0(lambda: pack(make())))
 
 
 def pack(files: Sequence[FileRef]) -> bytes:
@@ -77,4 +82,4 @@ def unpack(data: bytes) -> tuple[FileRef, ...]:
     return tuple(file(values) for values in json.loads(data))
 
 
-__all__ = ["Listing", "Opened", "far_away"]
+__all__ = ["Listing", "far_away", "shared"]

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.encode.window import Place
-from penstock.errors import SourceChanged
-from penstock.feed.keep import CacheWriter
+from penstock.errors import SourceChanged, SourceError
+from penstock.feed.keep import QUEUED_BYTES, CacheWriter
 from penstock.feed.pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.read.records import Quarantine
@@ -34,32 +34,39 @@ from penstock.types import Address, Bad, ChunkRef, TokenChunk
 if TYPE_CHECKING:
     from penstock.dataset import TextDataset
 
+FOUND = ("cache_hits", "cache_misses")
+WRITE_S = 120.0
+"""How long a staging waits for a disk: for room in the writer's queue, and for the rest of it in the end."""
+
 
 class FileLanes(TextLanes):
     """Lanes that read files."""
 
     def __init__(self, dataset: TextDataset, run: Run, pool: Pool, work: TextWork) -> None:
-        self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
-        self._reported: set[int] = set()
         self._work = work
         self._patient = False
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
         compressed = self.forward = any(file.open_ended for file in dataset.files)
+        # A mixture may open each lane by itself; what there is for all of them is then divided.
+        own = len(run.own_lanes)
         super().__init__(
             plan=Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
             pack=dataset.pack(),
             run=run,
             pool=pool,
-            read_ahead_bytes=run.read_ahead_bytes - (work.cache_bytes if compressed else 0),
+            read_ahead_bytes=run.read_ahead_bytes - (work.lane_bytes * own if compressed else 0),
         )
-        # What is remote is fetched by threads of its own, in this process, whatever the workers are.
-        self._fetches = dataset.fetches() if pool.n_workers > 0 else 0
-        self._fetchers = ThreadPool(self._fetches, work, name="fetch", clock=run.clock) if self._fetches else None
-        self._writer = CacheWriter(work.cache) if work.cache is not None else None
+        self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
+        self._writer: CacheWriter | None = None
         if work.cache is not None:
-            work.cache.foresee(Foresight(self._plan, self._lanes, work.file_hash))
+            self._writer = CacheWriter(work.cache, QUEUED_BYTES * own // work.lanes)
+            work.foresee(run.own_lanes, Foresight(self._plan, self._lanes, work.file_hash))
+        # What is remote is fetched by threads of its own, in this process, whatever the workers are. They come
+        # last: nobody would end them if something else failed here.
+        self._fetches = -(-dataset.fetches() * own // work.lanes) if pool.n_workers > 0 else 0
+        self._fetchers = ThreadPool(self._fetches, work, name="fetch", clock=run.clock) if self._fetches else None
 
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         """The chunks of some files: their footers are read side by side, and kept for a while."""
@@ -67,8 +74,8 @@ class FileLanes(TextLanes):
         chunks = []
         for index in group:
             refs, bad = self._inspected[index].result()
-            if bad and index not in self._reported:
-                self._reported.add(index)
+            if bad and index not in self._work.reported:
+                self._work.reported.add(index)
                 self.report(bad)
             chunks.append(refs)
         while len(self._inspected) > max(64, len(group)) and self._plan.whole_files:
@@ -121,10 +128,16 @@ class FileLanes(TextLanes):
         return super().beyond(workers) + (2 * self._fetches if self._counts.chunks else 0)
 
     def _use(self, chunk: TokenChunk) -> None:
+        if chunk.last and chunk.ref.file.open_ended:
+            # The file is over. When its turn comes again, nothing comes before its first chunk.
+            self._before.pop(chunk.ref.reader, None)
         super()._use(chunk)
-        if self._writer is not None and not chunk.cached:
-            keep = self._writer.put if self._patient else self._writer.offer
-            keep(self._work.key(chunk.ref), chunk)
+        if self._writer is None or chunk.cached:
+            return
+        if not self._patient:
+            self._writer.offer(self._work.key(chunk.ref), chunk)
+        elif not self._writer.put(self._work.key(chunk.ref), chunk, WRITE_S):
+            raise self._stuck()
 
     def stage(self) -> Iterator[TokenChunk]:
         """Every chunk in the order in which the lanes need them, each in the cache or on its way there."""
@@ -141,22 +154,43 @@ class FileLanes(TextLanes):
 
     def flush(self) -> None:
         """Wait until everything is in the cache."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self._writer is not None and not self._writer.flush(WRITE_S):
+            raise self._stuck()
+
+    def _stuck(self) -> SourceError:
+        assert self._work.cache is not None
+        return SourceError(
+            f"the cache in {self._work.cache.folder} did not take what was read within {WRITE_S:.0f} s. Look at the "
+            "disk, or name another folder with PENSTOCK_CACHE."
+        )
 
     def cache_trouble(self) -> str | None:
         """Why chunks are not being kept, if they are not."""
         cache = self._work.cache
         if cache is None or cache.off is not None:
             return "there is no cache" if cache is None else f"the cache cannot be written: {cache.off}"
-        if cache.counts()["cache_refused"]:
+        if cache.full:
             return f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: cache_bytes=…"
+        if cache.counts()["cache_refused"]:
+            return (
+                f"{cache.folder} was cleared while it was written to. Do it again; what is there is not fetched again."
+            )
         return None
 
     def totals(self) -> dict[str, int]:
-        kept = self._writer.counts() if self._writer is not None else {}
+        return self.of_work() | self.of_lanes()
+
+    def of_work(self) -> dict[str, int]:
+        """What belongs to the work, however many times lanes were opened on it: the network's counts, and the cache's."""
+        cache = self._work.cache
+        kept = {} if cache is None else cache.counts()
         # What a worker found in the cache counts once it is used, whichever process it was found by.
-        return self._work.counts() | kept | super().totals()
+        return self._work.counts() | {name: n for name, n in kept.items() if name not in FOUND}
+
+    def of_lanes(self) -> dict[str, int]:
+        """What belongs to these lanes alone."""
+        skipped = {"cache_skipped": self._writer.skipped} if self._writer is not None else {}
+        return skipped | super().totals()
 
     @property
     def cached(self) -> bool:
@@ -182,6 +216,8 @@ class FileLanes(TextLanes):
     def stop(self) -> None:
         if self._fetchers is not None:
             self._fetchers.stop()
+        if self._writer is not None:
+            self._writer.stop()  # what it has taken is still written, and its thread ends then
 
     def report(self, bad: Sequence[Bad]) -> None:
         super().report(bad)

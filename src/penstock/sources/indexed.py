@@ -25,7 +25,7 @@ from penstock.feed.pool import InlinePool, Pool, Task, ThreadPool
 from penstock.order.permute import LONGEST, permute
 from penstock.order.shuffle import mix
 from penstock.sources.samples import Made, SampleWork, is_rows, reached
-from penstock.sources.source import Producer, Run, Source
+from penstock.sources.source import Producer, Run, Source, row_bytes
 from penstock.state import State
 from penstock.types import Address, MiB, Shard, Span
 
@@ -145,7 +145,7 @@ class IndexedProducer:
         self._ahead: tuple[I64, I64] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._size = PLAN_ROWS // 16  # the first batch does not wait long for its order
         self._tasks: deque[tuple[Group, Task[Made]]] = deque()
-        self._most = max(1, run.prefetch_size // 2) if pool.n_workers else 1
+        self._most = run.prefetch_size if pool.n_workers else 1
         self._group = 1
         self._batch_bytes = 0
         self._samples = 0
@@ -323,7 +323,7 @@ class IndexedSource(Source):
             raise StateFormat(f"the state stands at row {state.row} of epoch {state.first}: no stream is that long")
 
     def row_bytes(self) -> int:
-        return 2 * 8 * int(self.dataset.seq_len) if self.rows else 0
+        return row_bytes(int(self.dataset.seq_len), self.positions) if self.rows else 0
 
     def length(self) -> int | None:
         return self._length

@@ -173,19 +173,25 @@ class MixtureSource(RowSource):
         return self._of_parts("data_id")
 
     def tokenizer_id(self) -> dict[str, Any]:
-        return self._of_parts("tokenizer_id")
+        return self._of_parts("tokenizer_id", but="name")  # which is only for people: see `State.require`
 
     def settings_id(self) -> dict[str, Any]:
         weights = {name: float(weight) for name, (_, weight) in self.mixture.parts.items()}
         return self._of_parts("settings_id") | {"on_end": self.mixture.on_end, "weights": weights}
 
-    def _of_parts(self, method: str) -> dict[str, Any]:
+    def _of_parts(self, method: str, but: str = "") -> dict[str, Any]:
         return {
             f"{name}.{key}": value
             for name, part in zip(self.names, self.parts, strict=True)
             for key, value in getattr(part, method)().items()
-            if key != "name"
+            if key != but
         }
+
+    def check_data(self, state: State) -> None:
+        for name, source in zip(self.names, self._sources, strict=True):
+            own = f"{name}."
+            data = {key.removeprefix(own): value for key, value in state.data.items() if key.startswith(own)}
+            source.check_data(replace(state, data=data))
 
     def first_place(self, epoch: int) -> MixPlace:
         none = (0,) * len(self.parts)
@@ -242,7 +248,9 @@ class _Child:
     work: Any
 
     def open(self, lanes: Sequence[int], places: Mapping[int, Any], end_epoch: int | None) -> Lanes:
-        run = replace(self.run, places=places, end_epoch=end_epoch)
+        # Lanes that are opened one by one share the memory of the part.
+        share = max(1, self.run.read_ahead_bytes * len(lanes) // len(self.run.own_lanes))
+        run = replace(self.run, places=places, end_epoch=end_epoch, read_ahead_bytes=share)
         if len(lanes) == 1:
             run = replace(run, shard=type(run.shard)(run.lanes, lanes[0]))
         opened: Lanes = self.source.open_lanes(run, self.pool, self.work)
@@ -253,9 +261,19 @@ class MixLanes:
     """The lanes of one run."""
 
     def __init__(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
-        own = list(run.own_lanes)
         self._opened: dict[tuple[int, int], Lanes] = {}
         self._over: list[dict[str, int]] = [{}, {}]
+        self._names = source.names
+        self.packers: list[MixPacker] = []
+        try:
+            self._open(source, run, runs, pool, work)
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+
+    def _open(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
+        own = list(run.own_lanes)
         children = [
             _Child(part, runs[name], Scoped(pool, name), work.named(name))
             for name, part in zip(source.names, source.parts, strict=True)
@@ -297,7 +315,6 @@ class MixLanes:
             )
             for lane in own
         ]
-        self._names = source.names
 
     def _keep(self, part: int, lane: int, lanes: Lanes) -> Lanes:
         """Know the lanes of a part, in place of those of the pass before."""
@@ -305,15 +322,20 @@ class MixLanes:
         if over is not None:
             over.stop()
             over.close()
-            for into, counts in zip(self._over, (over.totals(), over.bad()), strict=True):
+            for into, counts in zip(self._over, (_of_lanes(over), over.bad()), strict=True):
                 _add(into, counts)
         self._opened[part, lane] = lanes
         return lanes
 
     def totals(self) -> dict[str, int]:
         totals = dict(self._over[0])
-        for lanes in list(self._opened.values()):
-            _add(totals, lanes.totals())
+        opened = list(self._opened.items())
+        for _, lanes in opened:
+            _add(totals, _of_lanes(lanes))
+        # All lanes of a part share its work, so what that counts is counted once.
+        for lanes in {part: lanes for (part, _), lanes in opened}.values():
+            if hasattr(lanes, "of_work"):
+                _add(totals, lanes.of_work())
         for i, name in enumerate(self._names):
             totals[f"rows of {name}"] = sum(packer.given[i] for packer in self.packers)
         return totals
@@ -328,10 +350,24 @@ class MixLanes:
         """Whether a part is held back by its share of the memory."""
         return any(getattr(lanes, "tight", False) for lanes in list(self._opened.values()))
 
+    @property
+    def fetches(self) -> int:
+        """Requests that a part may have under way at once: of the one with most."""
+        fetches = [0] * len(self._names)
+        for (part, _), lanes in list(self._opened.items()):
+            fetches[part] += getattr(lanes, "fetches", 0)
+        return max(fetches)
+
+    @property
+    def cached(self) -> bool:
+        """Whether every part that can keep token chunks on disk does."""
+        kept = [getattr(lanes, "cached", None) for lanes in list(self._opened.values())]
+        return True in kept and False not in kept
+
     def fetch_times(self) -> dict[str, Any] | None:
         """Of the part that fetches most."""
-        known = [times for lanes in list(self._opened.values()) if (times := _times(lanes)) is not None]
-        return max(known, key=lambda times: times["requests"], default=None)
+        known = [lanes.fetch_times() for lanes in list(self._opened.values()) if hasattr(lanes, "fetch_times")]
+        return max(filter(None, known), key=lambda times: int(times["requests"]), default=None)
 
     def bad(self) -> dict[str, int]:
         bad = dict(self._over[1])
@@ -348,9 +384,10 @@ class MixLanes:
             lanes.close()
 
 
-def _times(lanes: Lanes) -> dict[str, Any] | None:
-    times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
-    return times
+def _of_lanes(lanes: Lanes) -> dict[str, int]:
+    """What was counted for these lanes alone."""
+    counts: dict[str, int] = lanes.of_lanes() if hasattr(lanes, "of_lanes") else lanes.totals()
+    return counts
 
 
 def _add(into: dict[str, int], more: Mapping[str, int]) -> None:

@@ -116,8 +116,9 @@ class _NoFiles(RemoteFiles):
     """Remote files while the network is not to be used."""
 
     def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
-        path = ranges[0][0].path if ranges else "what was asked for"
+        if not ranges:
+            return []  # a file that is read forwards: the first of its blocks will be asked for by name
         raise Offline(
-            f"{path} is not in the cache of this machine, and HF_HUB_OFFLINE is set. Allow the network, or fetch what a "
+            f"{ranges[0][0].path} is not in the cache of this machine, and HF_HUB_OFFLINE is set. Allow the network, or fetch what a "
             f"run needs beforehand: `penstock stage`, with the settings of the run and the same cache."
         )

@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from penstock.read.records import where
 from penstock.sources.source import Run
 from penstock.state import is_count, show
 from penstock.types import Bad, ChunkRef, Packing, TokenChunk
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("penstock")
 

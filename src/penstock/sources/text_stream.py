@@ -94,14 +94,11 @@ class Pulled:
 class StreamReader:
     """Reads the iterable, chunk by chunk, for the lanes of one shard."""
 
-    def __init__(
-        self, stream: TextStream, file: FileRef, lanes: int, places: Mapping[int, Place], partial: bool
-    ) -> None:
+    def __init__(self, stream: TextStream, lanes: int, places: Mapping[int, Place], partial: bool) -> None:
         """`partial`: whether documents before a failure may come without those after it."""
         self._stream = stream
-        self._file = file
         self._lanes = lanes
-        self._own = frozenset(places)
+        self._places = dict(places)
         self._tape = Tape(stream.source, stream.name, stream.known)
         self._partial = partial
         self._late: Exception | None = None
@@ -158,10 +155,16 @@ class StreamReader:
                 self._late = error  # what came before it comes first
                 break
             size += len(items[-1] or "")
-        if self._number % self._lanes in self._own:
+        if self._wanted():
             place = {"taken": first} if said is None else {"taken": first, "state": said}
             self._ready[self._epoch, self._number] = Pulled(self._documents(items, first), place)
         self._number += 1
+
+    def _wanted(self) -> bool:
+        """Whether a lane of ours will ask for the chunk just read: not for one before the place it begins at."""
+        index, lane = divmod(self._number, self._lanes)
+        place = self._places.get(lane)
+        return place is not None and (self._epoch, index) >= (place.epoch, place.chunk)
 
     def _open(self) -> None:
         self._opened = True
@@ -240,7 +243,7 @@ class StreamLanes(TextLanes):
     def __init__(self, stream: TextStream, run: Run, pool: Pool) -> None:
         file = FileRef(stream.name, stream.name, 0, "text", "iterable")
         places = {n: run.places[n] for n in run.own_lanes}
-        self._reader = StreamReader(stream, file, run.lanes, places, partial=not run.shuffle)
+        self._reader = StreamReader(stream, run.lanes, places, partial=not run.shuffle)
         tokenizer = stream.tokenizer
         super().__init__(
             plan=Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     # Local files need no network, and its libraries take a while to import.
     from penstock.read.cache import TokenCache
     from penstock.read.cache_file import Key
+    from penstock.read.cache_room import When
     from penstock.sources.network import Opened, Outside
 
 FORMAT = 1
@@ -61,8 +62,14 @@ class TextWork:
         self._opened: Opened | None = outside.open(threads=threads) if outside is not None else None
         files, kept = (None, None) if self._opened is None else (self._opened.files, self._opened.kept)
         self._reader = Reader(read, workers, lanes, files, kept, self.clock)
-        self.cache_bytes = self._reader.cache_bytes
+        self.lanes = lanes
+        """Those that share it."""
+        self.lane_bytes = self._reader.lane_bytes
+        """What the decompressed parts of files may take for each of them, where files are compressed."""
+        self.reported: set[int] = set()
+        """Files that cannot be read at all, by number: told of once, however often lanes are opened."""
         self.cache: TokenCache | None = outside.cache() if outside is not None else None
+        self._foreseen: dict[range, When] = {}
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         self._settings = _settings(read, tokenizer)
@@ -161,6 +168,16 @@ class TextWork:
     def at_hand(self, ref: ChunkRef) -> bool:
         """Whether the cache seems to have a chunk."""
         return self.cache is not None and self.cache.has(self.key(ref))
+
+    def foresee(self, lanes: range, when: When) -> None:
+        """Take `when` for when some lanes need a chunk next. What other lanes said still holds."""
+        assert self.cache is not None
+        self._foreseen[lanes] = when
+        self.cache.foresee(self._needed)
+
+    def _needed(self, file: str, index: int) -> float | None:
+        asked = [when(file, index) for when in list(self._foreseen.values())]
+        return min((at for at in asked if at is not None), default=None)
 
     def file_hash(self, file: FileRef) -> str:
         """How the cache names a file."""

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
 import signal
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from penstock.config import write_atomically
 from penstock.errors import ConfigError
 from penstock.testing.faults import KINDS, SURVIVABLE, Chaos
 from penstock.testing.files import FileServer
@@ -53,6 +53,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def find(folder: Path, copies: int) -> dict[str, Path]:
     """The files of a folder by the names under which they are served."""
+    if not folder.is_dir():
+        raise ConfigError(f"--dir {folder}: there is no such folder")
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if not copies:
         return found
@@ -78,13 +80,6 @@ def serve(options: argparse.Namespace) -> HubServer | FileServer:
     )  # fmt: skip
     hub.add(options.repo, files)
     return hub
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A reader finds the whole file or none."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def line(request: Request) -> str:
@@ -115,14 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             address = server.endpoint if isinstance(server, HubServer) else server.url
             print(address, flush=True)
             if options.port_file:
-                write_whole(options.port_file, address + "\n")
+                write_atomically(options.port_file, address + "\n")
             ended.wait()
             log = server.log
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if options.log:
-        write_whole(options.log, "".join(map(line, log)))
+        write_atomically(options.log, "".join(map(line, log)))
     return 0
 
 

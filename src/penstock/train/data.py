@@ -1,7 +1,7 @@
 """The data of a run: which text, what is kept for evaluation, and the loaders of both.
 
 In:    options and settings.
-Out:   what a loader is made of, and the loaders. Nothing here imports torch.
+Out:   what a loader is made of, and the loaders. No torch before a step needs ids that are made up.
 Where: making a loader lists files and loads a vocabulary, so it happens on a thread of its own; see `feed.fallback`.
 State: none.
 """
@@ -22,6 +22,7 @@ from penstock.verify.choice import text_of
 if TYPE_CHECKING:
     from penstock.encode.batch import Batch
     from penstock.loader import AsyncDataLoader
+    from penstock.recipe import DataTable
     from penstock.watch.telemetry import Telemetry
 
 SYNTHETIC_VOCABULARY = 8192
@@ -123,7 +124,8 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
             f"--eval-every with {table.where} of kind {table.kind!r}{' and its own split' * split_seen}: there is nothing "
             "to tell training and validation apart by. Give text without a split, or --eval-every 0."
         )
-    more: dict[str, Any] = {"positions": True} if options.doc_mask and table.kind == "text" else {}
+    if options.doc_mask:
+        table = _with_positions(table)
     # Text's ids are counted without the text: a server that cannot be reached now may be there again later.
     shared = _Once(lambda: _tokenizer_of(table.parameters)) if table.kind == "text" else None
 
@@ -131,7 +133,7 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
         chosen: dict[str, Any] = {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
         if shared is not None:
             chosen["tokenizer"] = shared()
-        described = replace(table, parameters={**table.parameters, **more, **chosen})
+        described = replace(table, parameters={**table.parameters, **chosen})
         return build_dataset(described, doc_batch=resolved.settings.doc_batch)
 
     made = _Once(lambda: dataset("train" if options.eval_every else None))
@@ -142,6 +144,17 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
         lambda: int(shared().size) if shared is not None else _ids(made(), options, table.where),
         lambda split: made() if split != "val" else dataset(split),
     )
+
+
+def _with_positions(table: DataTable) -> DataTable:
+    """The same data, whose batches say where their documents begin: of a mixture, all parts."""
+    if table.kind == "synthetic":
+        raise ConfigError(
+            f"--doc-mask with {table.where} of kind 'synthetic': random ids have no documents. Leave one of them out."
+        )
+    if table.kind == "mixture":
+        return replace(table, parts={name: (_with_positions(one), w) for name, (one, w) in table.parts.items()})
+    return replace(table, parameters={**table.parameters, "positions": True})
 
 
 def _ids(dataset: Any, options: TrainOptions, where: str) -> int:

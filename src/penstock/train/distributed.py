@@ -62,8 +62,9 @@ def meet(options: TrainOptions, device_name: str | None) -> Place:
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise PeerFailed(
-                f"rank {shard.rem} of {shard.mod} did not meet the others within {options.collective_timeout:g} s: "
-                f"{str(error).partition(chr(10))[0][:300]}"
+                f"rank {shard.rem} of {shard.mod} did not meet the others within {options.collective_timeout:g} s "
+                f"({str(error).partition(chr(10))[0][:300]}). See that all ranks are started and can reach "
+                "MASTER_ADDR, or allow more with --collective-timeout."
             ) from error
     else:  # nobody else is there to be met
         dist.init_process_group(backend, store=_store(), rank=0, world_size=1, timeout=timeout)

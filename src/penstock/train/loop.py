@@ -122,7 +122,7 @@ class Loop:
         begun, console = self._begun, self._console
         trainer = self._trainer
         console.say(
-            f"{self._options.size} model, {trainer.parameters:,} parameters, {self._vocab_size} ids; "
+            f"{self._options.size} model, {trainer.parameter_count:,} parameters, {self._vocab_size} ids; "
             f"{self._place.peers.world} rank{'s' * (self._place.peers.world > 1)} ({self._place.parallel}) on {self._place.device}"
         )
         if begun.saved is None:
@@ -132,7 +132,10 @@ class Loop:
         for name in SHAPE:
             now, then = self._shape()[name], begun.saved.settings.get(name)
             if now != then:
-                raise StateMismatch(f"{begun.saved.folder}: its model has {name} {then}, and this run asks for {now}")
+                raise StateMismatch(
+                    f"{begun.saved.folder}: its model has {name} {then}, and this run asks for {now}. Ask for the "
+                    "same, or leave --resume out to begin anew."
+                )
         self._checkpoints.load(begun.saved, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler})
         if begun.saved.world_size == self._place.peers.world:
             set_rng_state(begun.saved.ranks[self._place.peers.rank]["rng"])

@@ -229,13 +229,5 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def flops_per_token(model: GPT) -> int:
-    """Forward and backward, as it is usually counted: 6 for each parameter, and attention without regard to its mask.
-
-    The embedding counts as the matrix that makes the logits; looking a row up costs nothing.
-    """
-    return 6 * count_parameters(model) + 12 * model.shape.layers * model.shape.width * model.seq_len
-
-
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -241,6 +241,8 @@ OPTIONS: dict[str, Option] = {
 
 ELSEWHERE = {"batch": "batch_size", "lr": "learning_rate", "seed": "seed"}
 """Options that are settings of the loader too, and how those are called."""
+DESCRIBED = ("tokenizer", "dataset_config", "text_field", "seq_len", "packing")
+"""Options that say what the data is. Where a file's table data describes it, they would say it twice."""
 
 
 def resolve(
@@ -258,28 +260,28 @@ def resolve(
     if twice := more.keys() & (overrides or {}).keys():
         raise ConfigError(f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them")
     resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset, origin="command line --set {}")
-    values = (_from_file(resolved.file) if resolved.file is not None else {}) | {
-        name: said.value for name, said in options.items()
-    }
-    made = TrainOptions(**values)
+    written = (_from_file(resolved.file) if resolved.file is not None else {}) | options
+    made = TrainOptions(**{name: one.value for name, one in written.items()})
     _check(made, resolved)
+    described = [written[name].where for name in DESCRIBED if name in written]
+    if described and made.dataset is None and resolved.data is not None:
+        raise ConfigError(f"{', '.join(described)}: {resolved.data.where} describes the data; change it there")
     return made, resolved
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _from_file(file: Path) -> dict[str, Said]:
     found = read_file(file)
-    values: dict[str, Any] = {}
+    values: dict[str, Said] = {}
     for key, value in (found.table("train") or {}).items():
         where = found.where("train", key)
-        if key in ("batch", "lr"):
-            raise ConfigError(
-                f"{where}: in a file it is {'batch_size' if key == 'batch' else 'learning_rate'} of training"
-            )
+        if key in ELSEWHERE:
+            raise ConfigError(f"{where}: in a file it is {ELSEWHERE[key]} of training")
         if key not in OPTIONS:
             raise unknown(where, key, OPTIONS)
-        values[key] = OPTIONS[key].kind.parse(Said(key, value, where))
-        if key in ("local_path", "tensorboard") and not values[key].is_absolute():
-            values[key] = file.parent / values[key]
+        read = OPTIONS[key].kind.parse(Said(key, value, where))
+        if key in ("local_path", "tensorboard") and not read.is_absolute():
+            read = file.parent / read
+        values[key] = Said(key, read, where)
     return values
 
 

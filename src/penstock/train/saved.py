@@ -4,7 +4,7 @@ In:    a folder of checkpoints; for a new one, the files that the ranks wrote in
 Out:   a checkpoint that is whole or not there at all; `Saved`: what one is of, and each rank's own values.
 Where: any process. Nothing here needs torch.
 State: the files. A killed save leaves a hidden folder, which the next save removes.
-Cost:  finding the newest reads that one once, for its checksums.
+Cost:  finding the newest reads that one once in each process that looks, for its checksums.
 
     step-00000100/   .metadata, __0_0.distcp, __1_0.distcp …   tensors and optimizer, by torch.distributed.checkpoint
                      rank-0.json, rank-1.json …                each rank's own values
@@ -34,8 +34,6 @@ from penstock.errors import ConfigError, StateFormat
 
 log = logging.getLogger("penstock")
 
-FOLDER = Path("artifacts/train_showcase/checkpoints")
-"""Where the showcase keeps them unless told otherwise."""
 VERSION = 1
 META = "meta.json"
 

@@ -57,7 +57,8 @@ class Signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in self._before.items():
             # Whoever says it again while the process is ending should not spoil its exit code.
-            signal.signal(each, signal.SIG_IGN if stopped else handler)
+            # And what another language has set, Python cannot set again: it is None here.
+            signal.signal(each, signal.SIG_IGN if stopped else signal.SIG_DFL if handler is None else handler)
         self._before = {}
         if stopped:
             faulthandler.cancel_dump_traceback_later()

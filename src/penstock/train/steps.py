@@ -20,7 +20,7 @@ from torch import nn
 from penstock.encode.batch import Batch
 from penstock.train import distributed
 from penstock.train.distributed import Place
-from penstock.train.model import GPT, loss, parameter_groups
+from penstock.train.model import GPT, count_parameters, loss, parameter_groups
 from penstock.train.options import LEARNING_RATE, TrainOptions
 
 SEEDS = 1 << 63
@@ -75,7 +75,7 @@ class Trainer:
         if options.compile:
             for block in model.blocks:
                 block.compile()
-        self.parameters = sum(p.numel() for p in model.parameters())
+        self.parameter_count = count_parameters(model)
         self.model = distributed.spread(model, place, self.dtype)
         # One kernel for all parameters. FSDP2's are DTensors, for which it is not everywhere to be had on CPUs.
         fused = place.device.type == "cuda" or place.parallel != "fsdp"
@@ -96,7 +96,7 @@ class Trainer:
         told = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         for n, batch in enumerate(batches):
             with distributed.synchronising(self.model, n == len(batches) - 1):
-                summed, counted = self._loss(batch)
+                summed, counted = self._loss(self.model, batch)
                 (summed / ids).backward()
             told += torch.stack((summed.detach().double(), counted.double()))
         distributed.add_up(told, self.place)
@@ -109,10 +109,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return Done(told[0] / told[1], distributed.whole(norm), sum(batch.tokens for batch in batches), rate)
 
-    def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self.computing():
-            logits = self.model(batch.inputs, batch.positions, batch.cu_seqlens)
-            return loss(logits, batch.targets)
+            return loss(model(batch.inputs, batch.positions, batch.cu_seqlens), batch.targets)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Mixed precision, where there is any."""
@@ -120,9 +119,8 @@ class Trainer:
 
     def mean_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of one batch, as a number to go backwards from: for `prewarm`."""
-        with self.computing():
-            summed, counted = loss(model(batch.inputs, batch.positions, batch.cu_seqlens), batch.targets)
-            return summed / counted
+        summed, counted = self._loss(model, batch)
+        return summed / counted
 
     def _scale(self, factor: torch.Tensor) -> None:
         gradients = [distributed.local(p.grad) for p in self.model.parameters() if p.grad is not None]
@@ -136,8 +134,7 @@ class Trainer:
         model.eval()
         try:
             for batch in batches:
-                with self.computing():
-                    summed, counted = loss(model(batch.inputs, batch.positions, batch.cu_seqlens), batch.targets)
+                summed, counted = self._loss(model, batch)
                 told += torch.stack((summed.double(), counted.double()))
         finally:
             model.train()

@@ -135,10 +135,15 @@ def _accumulate(options: TrainOptions, batch_size: int, world: int) -> int:
     if options.global_batch is None:
         return options.accumulate
     micro = batch_size * world
+    if options.global_batch % world:
+        raise ConfigError(
+            f"--global-batch {options.global_batch}: is no multiple of the {world} ranks, which have equal shares of it. "
+            "Use one that is, or a number of ranks that divides it."
+        )
     if options.global_batch % micro:
         raise ConfigError(
             f"--global-batch {options.global_batch}: is no multiple of {micro}, which is --batch {batch_size} on {world} "
-            f"rank{'s' * (world > 1)}. Use a --batch that divides {options.global_batch / world:g}."
+            f"rank{'s' * (world > 1)}. Use a --batch that divides {options.global_batch // world}."
         )
     return options.global_batch // micro
 
@@ -148,6 +153,8 @@ def _find(options: TrainOptions) -> saved.Saved | None:
     if options.resume is None:
         return None
     folder = checkpoints_of(options)
+    # Every rank reads it through. The ranks have not met yet, and one that took a damaged checkpoint for good would
+    # not go on from where the others do.
     found = saved.newest(folder) if options.resume == "newest" else saved.load(Path(options.resume).expanduser())
     if found is None and saved.there_are(folder):
         raise StateFormat(

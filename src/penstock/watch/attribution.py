@@ -60,7 +60,7 @@ def charge(
     `tracks` are those of all threads, which share so many `cores`: a thread that waits for one of these is
     waiting for whoever has them.
     """
-    scene = _Scene(begin, end, tracks, cores)
+    scene = _Scene(begin, tracks, cores)
     _charge(track.since(begin), track, begin, end, default, scene, 0)
     return scene.charges
 
@@ -68,7 +68,7 @@ def charge(
 class _Scene:
     """What is looked at while one wait is charged."""
 
-    def __init__(self, begin: float, end: float, tracks: Sequence[Track], cores: int) -> None:
+    def __init__(self, begin: float, tracks: Sequence[Track], cores: int) -> None:
         self.charges = Charges()
         self._cores = cores
         self._tracks = tracks if cores < len(tracks) else ()

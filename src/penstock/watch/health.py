@@ -6,8 +6,9 @@ Where: the heartbeat's thread while the run goes on, or any reader's.
 State: the steps of the last `for_s` seconds; in the grace period those that the search for the steady state keeps.
 
 A limit is judged on the average of the last `for_s` seconds and at least `for_steps` steps, without their worst step, so
-one checkpoint that nobody named is no alarm, and a slow-down is one within that time. Nothing but the loss and the age
-is judged in a grace period: from the start, a resume or a recompilation until the steady state, or a cap.
+one checkpoint that nobody named is no alarm, and a slow-down is one within that time. Averages are not judged in a
+grace period, from the start, a resume or a recompilation until the steady state, or a cap: the loss, the age, a step
+that does not end and an error of the loader always are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.errors import ConfigError
 from penstock.watch.health_window import Window
+from penstock.watch.view.fields import MOST_TOKENS
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch
@@ -135,6 +137,7 @@ class HealthGate:
         self._rank = line.get("rank", self._rank)
         self._ts, self._mono = _number(line, "ts") or self._ts, _number(line, "mono") or self._mono
         if msg == "boot" and not line.get("rotated"):
+            self._synthetic = None  # another process, which begins with data
             self._begin(line)
         elif msg == "progress":
             self._progress(line)
@@ -203,11 +206,11 @@ class HealthGate:
         self._line, self._waiting_s = {}, 0.0
         self._open("resume" if again else "start")
 
-    def _grace_step(self, dt: float, tokens: float | None, wait: float | None, line: Mapping[str, Any]) -> None:
+    def _grace_step(self, step: int, dt: float, tokens: float | None, wait: float | None) -> None:
         from penstock.watch.steady import SteadyWatch
 
         if self._steady is None:
-            self._steady = SteadyWatch(first_step=int(line["step"]))
+            self._steady = SteadyWatch(first_step=step)
             self._since = self._mono
         self._steps += 1
         evidence = {"compiles": self._compiles, "data_wait_s": wait}
@@ -230,6 +233,7 @@ class HealthGate:
             before = None
         self._pid = pid
         compiles = _number(line, "compiles")
+        compiles = None if compiles is None or compiles < 0 else compiles
         grew = compiles is not None and self._compiles is not None and compiles > self._compiles
         self._compiles = self._compiles if compiles is None else compiles
         # In a grace period its cap goes on counting, and one that ended by its cap is not opened again by this: a run
@@ -243,7 +247,7 @@ class HealthGate:
             return
         tokens, wait = _tokens(line, dt), _wait(line, dt)
         if self._opened_grace:
-            self._grace_step(dt, tokens, wait, line)
+            self._grace_step(step, dt, tokens, wait)
             return
         self._window.add(dt, tokens, wait)
         if self._mono - self._looked >= self.limits.for_s / LOOKS:
@@ -350,7 +354,8 @@ def _number(line: Any, name: str) -> float | None:
 
 def _tokens(line: Mapping[str, Any], dt: float) -> float | None:
     tokens, rate = _number(line, "tokens"), _number(line, "toks_per_s")
-    return tokens if tokens is not None else None if rate is None else rate * dt
+    found = tokens if tokens is not None else None if rate is None else rate * dt
+    return None if found is None or not 0 <= found < MOST_TOKENS else found
 
 
 def _wait(line: Mapping[str, Any], dt: float) -> float | None:

@@ -274,6 +274,8 @@ class Tail:
         self.left_out = Skipped()
         self.truncated = 0
         """How often the file was cut short by somebody, and was begun again."""
+        self.behind = False
+        """Whether the last `poll` gave as much as it may at once: there may be more."""
         self._fd: int | None = None
         self._offset = 0
         self._lines = _Splitter(self.left_out)
@@ -285,11 +287,13 @@ class Tail:
     def poll(self, max_bytes: int = 16 * MiB) -> list[Line]:
         """The lines that have come, and none while there is no file. At most about so many bytes of them at once."""
         found: list[Line] = []
+        self.behind = False
         while max_bytes > 0 and (self._fd is not None or self._open_next()):
             n = self._read_into(found, max_bytes)
             max_bytes -= n
             if not n and not self._open_next(found):
                 break
+        self.behind = max_bytes <= 0
         return found
 
     def close(self) -> None:
@@ -297,6 +301,7 @@ class Tail:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._offset = None, 0
+        self._lines = _Splitter(self.left_out)  # what was begun would be read again
 
     def __enter__(self) -> Tail:
         return self

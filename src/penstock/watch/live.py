@@ -2,7 +2,7 @@
 
 In:    lines, each rank's in order, the ranks' mixed as they come.
 Out:   a view of every rank, totals, progress with an arrival time, and the latest events.
-Where: the watcher's thread. `live_screen` draws it for a terminal, `live_plain` for a log.
+Where: the watcher's thread. `view.screen` draws it for a terminal, `view.plain` for a log.
 State: the view. It depends on the lines alone; the time is given by whoever asks.
 """
 
@@ -199,7 +199,8 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
     if what == "loader_warmup":
         wait = finite(line.get("wait_ms"))
         took = "" if wait is None else f" in {_seconds(wait / 1e3)}"
-        return f"{get('filled', '?')} of {get('requested', '?')} batches{took}", False
+        of = f" of {said['of']}" if get("of") else ""
+        return f"{get('filled', '?')} of {get('requested', '?')} batches{of}{took}", False
     if what == "loader_error":
         return f"{get('stage') or 'loader'}: {get('error') or 'unknown'}{where}", True
     if what == "stall":
@@ -221,6 +222,8 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
     if what == "eval":
         loss = finite(line.get("loss"))
         return f"validation loss {'?' if loss is None else f'{loss:.4f}'}", False
+    if what == "eval_skipped":
+        return f"no validation: {get('reason') or 'no reason given'}", True
     if what == "saved":
         return f"{get('folder', '?')} in {_seconds(line.get('seconds'))}", False
     if what == "save_failed":

@@ -1,4 +1,10 @@
-"""How much memory this process holds."""
+"""How much memory this process holds.
+
+In:    what the system says of it.
+Out:   bytes that are resident; 0 where nobody counts them.
+Where: any thread.
+State: none.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Metrics for the tools that people already watch: Prometheus, TensorBoard, W&B, torchtitan's names.
 
 In:    progress, by the heartbeat's `on_metrics` hooks, or heartbeat lines.
-Out:   the names in this file; the table of metrics is in `metrics_table`.
+Out:   the names in this file; the table of metrics is in `exports.table`.
 Where: see there.
 State: see there.
 """

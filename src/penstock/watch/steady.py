@@ -17,9 +17,10 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.watch.steps.analysis import BURST_GAP, LEAST_STEPS, analyze_steps
-from penstock.watch.steps.input import BEFORE, COUNTERS, LONGEST_STEP_S, StepEvent, evidence_of_step, from_progress
+from penstock.watch.steps.input import BEFORE, COUNTERS, StepEvent, evidence_of_step, from_progress
 from penstock.watch.steps.result import Cause, Change, StepAnalysis
 from penstock.watch.steps.spikes import SpikeGroup
+from penstock.watch.view.fields import LONGEST_STEP_S
 
 __all__ = [
     "Cause",

@@ -95,7 +95,8 @@ class Telemetry:
         self.trainer = ""
         """The thread that last asked for a batch."""
         self._consumer = Consumer()
-        self._jotted: list[Ready] = []
+        self.jotted: list[Ready] = []
+        """Calls of `next` that found their batch ready, to be written down together."""
         self._thread = 0
         self.tally: Callable[[list[Ready]], None] = _no_tally
         """Told of the calls of `next` that were jotted down."""
@@ -113,7 +114,7 @@ class Telemetry:
     @property
     def consumer(self) -> Consumer:
         """What the trainer did. On its own thread up to this moment, on any other up to a second old."""
-        if self._jotted and threading.get_ident() == self._thread:
+        if self.jotted and threading.get_ident() == self._thread:
             self.settle()
         return self._consumer
 
@@ -138,17 +139,11 @@ class Telemetry:
             self._looked = now
             self._look()
 
-    def jot(self, begun: float, now: float, tokens: int, depth: int) -> None:
-        """A call of `next` found its batch ready. Written down with others, later."""
-        jotted = self._jotted
-        jotted.append((begun, now, tokens, depth))
-        if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
-            self.settle()
-
     def settle(self) -> None:
         """Write down what was jotted down. On the trainer's thread."""
-        steps, self._jotted = self._jotted, []
-        if steps:
+        if self.jotted:
+            steps = self.jotted[:]
+            self.jotted.clear()
             self.tally(steps)
             self._enter(steps[0][0])
             self._consumer.took_ready(steps)

@@ -103,7 +103,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("queue_batches", "batches", "", "queue_depth", "Batches that stand ready."),
     _gauge("queue_capacity_batches", "batches", "", "queue_capacity", "Batches that may stand ready."),
     _gauge("queue_occupancy_ratio", "ratio", "beat", "queues/batches/occupancy", "How full the queue of batches is on average."),
-    _gauge("read_ahead_occupancy_ratio", "ratio", "beat", "queues/chunks/occupancy", "How full the read-ahead of chunks is on average."),
+    _gauge("read_ahead_occupancy_ratio", "ratio", "beat", "queues/chunks/occupancy", "Of the chunks that are read ahead, the share that stands ready."),
     _gauge("resident_memory_bytes", "bytes", "", "rss_bytes", "Resident memory of the process."),
     _gauge("device_memory_bytes", "bytes", "", "device_bytes", "Memory of this process in use on its device (CUDA)."),
     # stages
@@ -166,7 +166,7 @@ class Readings:
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a heartbeat line. One without a rank is nobody's, and left out."""
         rank, msg = whole(line.get("rank")), kind(line)
-        if rank is None or not msg:
+        if rank is None or not msg or (msg == "loader_warmup" and line.get("of")):  # not of the data trained on
             return
         values = flatten(line) | _states(line, msg)
         with self._lock:

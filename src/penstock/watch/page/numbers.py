@@ -1,6 +1,6 @@
 """What a report says, in numbers.
 
-In:    a run's columns (see `report_run`).
+In:    a run's columns (see `run`).
 Out:   for each rank and for the run: data wait and whose it is, steady state, rates, percentiles.
 Where: the thread that makes a report.
 State: none.
@@ -22,6 +22,7 @@ from penstock.watch.attribution import band
 from penstock.watch.page.run import Column, RankRun, Run, Session, nan_to, number
 from penstock.watch.page.units import when
 from penstock.watch.steady import StepAnalysis, StepEvent, analyze_steps
+from penstock.watch.view.fields import MOST_TOKENS
 
 VERSION = 1
 """Of the JSON."""
@@ -205,7 +206,7 @@ def step_shape(rank: RankRun, session: Session) -> tuple[Shape, int]:
         return Shape(kind="not enough steps"), 0
     steps = rank.step[part][at]
     tokens = rank.columns["tokens"][part][at]
-    counted = None if np.isnan(tokens).any() or (tokens < 0).any() else tokens.astype(np.int64)
+    counted = tokens.astype(np.int64) if ((tokens >= 0) & (tokens < MOST_TOKENS)).all() else None
     found = analyze_steps(times[at], counted, _evidence(rank, session, at))
     return _shape(found, steps), int(at[found.onset]) if found.onset is not None else 0
 

@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, NoData
+from penstock.watch import spans
 from penstock.watch.heartbeat import expand, read_heartbeat
-from penstock.watch.steps.input import LONGEST_STEP_S
+from penstock.watch.view.fields import LONGEST_STEP_S
 
 Column = npt.NDArray[np.float64]
 
-STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy", "ranks")
+STAGES = (*spans.STAGES, spans.RANKS)
+"""Whose fault a wait may be."""
 NUMBERS = (
     "dt_step_s", "dt_fetch_s", "tokens", "tokens_total", "toks_per_s", "loss", "fetch_p50_ms", "fetch_p95_ms",
     "fetch_p99_ms", "data_wait_pct", "queue_depth", "queue_capacity", "rss_bytes", "device_bytes", "compiles",
@@ -282,7 +284,7 @@ class _Taken:
         session = self._session()
         if msg == "ready":
             session.ready = dict(line)
-        elif msg == "warmup":
+        elif msg == "warmup" and not line.get("of"):  # of the data that is trained on, not of validation
             session.warmup = dict(line)
         elif msg == "shutdown":
             session.ended = str(line.get("reason") or "no reason given")

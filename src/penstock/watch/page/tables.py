@@ -220,7 +220,8 @@ def describe(event: Event) -> str:
         case "fallback":
             return f"to {said.get('to')} data: {said.get('reason')}"
         case "error":
-            return f"{said.get('error')} in {said.get('stage')}, {said.get('where')}"
+            places = ", ".join(str(said[name]) for name in ("stage", "where") if said.get(name))
+            return f"{said.get('error', '?')}{f' in {places}' if places else ''}"
         case "health":
             reasons = said.get("reasons")
             why = "; ".join(map(str, reasons)) if isinstance(reasons, list) else str(reasons or "")
@@ -251,7 +252,8 @@ def describe(event: Event) -> str:
             ranks = f", {said['world_size']} ranks" if said.get("world_size") else ""
             return f"on {said.get('host') or 'a host that is not named'}{ranks}{', resumed' if said.get('resumed') is True else ''}"
         case "shutdown":
-            return f"{said.get('reason', '?')} after {said.get('steps', '?')} steps; {said.get('verdict', '')}"
+            why = f"; {said['verdict']}" if said.get("verdict") else ""
+            return f"{said.get('reason', '?')} after {said.get('steps', '?')} steps{why}"
     return ", ".join(f"{name} {value}" for name, value in said.items())
 
 

@@ -47,6 +47,8 @@ def seconds(value: float | None) -> str:
     """A duration in the unit that suits it."""
     if value is None or math.isnan(value):
         return "?"
+    if value < 0:
+        return f"-{seconds(-value)}"
     if value < 0.0995:
         return f"{1000 * value:.3g} ms"
     if value < 120:

@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
+from penstock.watch.view.fields import LONGEST_STEP_S, MOST_TOKENS
 
 Floats = NDArray[np.float64]
 
 COUNTERS = ("optimizer_state", "compiles", "alloc_retries")
 """Kinds whose value is a level: what matters is that it grew."""
 KINDS = (*COUNTERS, "data_wait_s", "pause", "resume")
-LONGEST_STEP_S = 1e9
-"""Thirty years. A larger number is no duration, and sums of such would overflow."""
 BEFORE = -1
 """The step of an event that says what a counter was before the first step."""
 
@@ -92,7 +91,7 @@ def step_tokens(tokens: Any, n: int) -> Floats | None:
         array = np.full(n, float(array))
     if array.shape != (n,):
         raise ConfigError(f"tokens: needs one number for all steps or one for each of {n}, got shape {array.shape}")
-    bad = ~((array >= 0) & (array < 1e15))
+    bad = ~((array >= 0) & (array < MOST_TOKENS))
     if bad.any():
         index = int(np.argmax(bad))
         raise ConfigError(f"tokens[{index}] = {array[index]}: needs a count, at least 0")
@@ -180,7 +179,7 @@ def from_progress(
         if seconds is None and mono is not None and last_mono is not None:
             seconds = max(0.0, mono - last_mono - sum(paused.values()))
         last_mono = mono
-        if seconds is None:
+        if seconds is None or seconds > LONGEST_STEP_S:
             continue
         index = len(times)
         if not times and not booted and (_number(line.get("step")) or 0) > 1:
@@ -188,7 +187,7 @@ def from_progress(
             events += [StepEvent(BEFORE, kind, v) for kind in COUNTERS if (v := _number(line.get(kind))) is not None]
         times.append(seconds)
         count = _number(line.get("tokens"))
-        tokens.append(None if count is None else int(count))
+        tokens.append(None if count is None or count >= MOST_TOKENS else int(count))
         events += late
         late.clear()
         events += [StepEvent(index, kind, v) for kind in COUNTERS if (v := _number(line.get(kind))) is not None]

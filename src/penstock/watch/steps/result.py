@@ -1,6 +1,6 @@
 """What an analysis of step times says, for people and for programs.
 
-In:    the numbers, from `penstock.watch.steady`.
+In:    the numbers, from `analysis`.
 Out:   a few plain lines, or JSON.
 Where: the caller's thread.
 State: frozen.

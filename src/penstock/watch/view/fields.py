@@ -14,6 +14,10 @@ from typing import Any
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """How a number that JSON does not have is written."""
+LONGEST_STEP_S = 1e9
+"""Thirty years. A larger number is no duration, and sums of such would overflow."""
+MOST_TOKENS = 1e15
+"""Of one step. More is no count."""
 LONGEST = 400
 """Characters of a text that are kept. A verdict has a hundred, an error's message may be a page."""
 

@@ -36,8 +36,13 @@ class Follower:
         """The files that were found so far."""
         return list(self._tails)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the last look has left lines for the next one: a long history comes in pieces."""
+        return any(tail.behind for tail in self._tails.values())
+
     def poll(self) -> list[Line]:
-        """What has come. A long history comes in pieces: as long as there are lines, there may be more."""
+        """What has come."""
         now = time.monotonic()
         if not self._tails or self._looked is None or now - self._looked >= LOOK_S:
             self._looked = now

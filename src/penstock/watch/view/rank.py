@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.watch.spans import RANKS, STAGES
-from penstock.watch.view.fields import finite, kind, mapping, number, text, whole
+from penstock.watch.view.fields import LONGEST_STEP_S, finite, kind, mapping, number, text, whole
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch
@@ -243,7 +243,7 @@ class RankView:
             if self._compiles is not None and compiles > self._compiles:
                 self.steady_at = self._steady = None
             self._compiles = compiles
-        if self.steady_at is not None or dt is None or dt < 0:
+        if self.steady_at is not None or dt is None or not 0 <= dt <= LONGEST_STEP_S:
             return
         if self._steady is None:
             from penstock.watch.steady import SteadyWatch

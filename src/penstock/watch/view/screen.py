@@ -33,6 +33,8 @@ PROGRESS = 66
 """Columns that progress takes in words; a bar gets what is left."""
 WIDE, MIDDLE, NARROW = 100, 76, 56
 """Columns from which on there is room for more."""
+MOST_NOTES = 3
+"""Lines for what the watcher itself has to say: of a thousand files that cannot be read, a few are enough."""
 FEW_EVENTS = 5
 """Lines for events that ranks leave free, where there are more ranks than lines."""
 
@@ -90,7 +92,9 @@ def _head(view: RunView, now: float, look: Look) -> list[RenderableType]:
     if look.width >= MIDDLE:
         title.append(f" · {clock(now)}", style="dim")
     lines: list[RenderableType] = [title]
-    lines += [_line((note, "yellow")) for note in look.notes]
+    more = len(look.notes) - MOST_NOTES
+    notes = [*look.notes[:MOST_NOTES], *([f"and {more} more"] if more > 0 else [])]
+    lines += [_line((note, "yellow")) for note in notes]
     progress = view.progress(now)
     if progress is not None:
         width = min(30, look.width - PROGRESS)
