@@ -81,7 +81,7 @@ class Block:
         return spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DealtFrom:
     """The rows [first, last) of a block, which end its batch number `number`."""
 
@@ -259,7 +259,7 @@ class Batcher:
         if self._extras:
             starts = np.unique(np.concatenate([np.arange(count) * self._seq_len, *begins]))
         batches = []
-        epoch = block.one_epoch()
+        epoch, wrap = block.one_epoch(), self._tensors and torch_is_here()
         for number, first in enumerate(range(0, count, size)):
             last = min(first + size, count)
             batch = Batch(
@@ -274,7 +274,7 @@ class Batcher:
                     batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": lengths}
                 else:
                     batch.positions, batch.cu_seqlens = positions, lengths
-            if self._tensors and torch_is_here():
+            if wrap:
                 batch.to_torch()
             batches.append(batch)
         return batches
