@@ -24,12 +24,12 @@ def status(name):
 about, how, batches = json.loads(sys.argv[1])
 data = TextDataset(tokenizer="byte", **about)
 with AsyncDataLoader(data, output="numpy", **how) as loader:
-    next(loader)
-    first = status("RssAnon")
-    for _ in range(batches):
+    for number in range(batches):
         if loader.next_batch() is None:
             break
-    print(json.dumps({"peak": status("VmHWM"), "first": first, "last": status("RssAnon"), "read": loader.stats().text_bytes}))
+        if number == batches // 4:
+            first = status("RssAnon")
+    print(json.dumps({"peak": status("VmHWM"), "first": first if number >= batches // 4 else 0, "last": status("RssAnon"), "read": loader.stats().text_bytes}))
 """
 
 
@@ -75,7 +75,8 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
     how = {"batch_size": 16, "n_workers": 2, "shuffle": True, "memory_limit": 64 * MiB}
     used = measure(about, how, batches=12_000)
     assert used["read"] >= 10 * 16 * MiB
-    assert used["last"] - used["first"] < 160 * MiB
+    # From where the memory's limit has been reached, some three epochs, to four times as many.
+    assert used["last"] - used["first"] < 96 * MiB
 
 
 def test_a_small_limit_still_runs(tmp_path: Path) -> None:
