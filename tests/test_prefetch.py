@@ -220,6 +220,17 @@ def test_a_batch_that_an_interrupt_took_away_is_given_again(monkeypatch: pytest.
         assert [next(loader).index for _ in range(20)] == list(range(1, 21))
 
 
+def test_batches_made_in_inference_mode_can_be_trained_on_outside_of_it(eager: None) -> None:
+    torch = pytest.importorskip("torch")
+    data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=100_000, seed=1)
+    with AsyncDataLoader(data, 4, output="torch") as loader:
+        with torch.inference_mode():
+            for _ in range(201):
+                next(loader)
+        for _ in range(20):
+            assert not next(loader).inputs.is_inference()
+
+
 def test_a_queue_of_one_does_not_warn_of_being_empty(caplog: pytest.LogCaptureFixture) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
     with AsyncDataLoader(data, 4, output="numpy", prefetch_size=1) as loader:

@@ -42,10 +42,15 @@ class Origin(Protocol):
 
 
 def torch_is_here() -> bool:
-    """Whether torch has been imported, wholly. It is not for the producer to import it: the trainer
-    may be building its model, and the import would hold the GIL for seconds."""
+    """Whether tensors can be made beforehand: torch has been imported, wholly. It is not for the producer to import it:
+    the trainer may be building its model, and the import would hold the GIL for seconds.
+
+    A trainer that makes batches itself may be in inference mode, and tensors made there are of no use to train on.
+    """
     torch = sys.modules.get("torch")
-    return torch is not None and not getattr(torch.__spec__, "_initializing", False)
+    if torch is None or getattr(torch.__spec__, "_initializing", False):
+        return False
+    return not torch.is_inference_mode_enabled()
 
 
 @dataclass(slots=True)

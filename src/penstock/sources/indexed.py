@@ -145,7 +145,7 @@ class IndexedProducer:
         self._ahead: tuple[I64, I64] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._size = PLAN_ROWS // 16  # the first batch does not wait long for its order
         self._tasks: deque[tuple[Group, Task[Made]]] = deque()
-        self._most = run.prefetch_size if pool.n_workers else 1
+        self._most = max(1, run.prefetch_size // 2) if pool.n_workers else 1
         self._group = 1
         self._batch_bytes = 0
         self._samples = 0
