@@ -51,6 +51,7 @@ def test_a_demo_that_cannot_start_its_run_gives_the_signal_back(tmp_path: Path) 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_a_console_that_nobody_reads_any_more_does_not_end_the_run(docs: Path, tmp_path: Path) -> None:
     child = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 30).until("step 3/")
     assert child._process.stdout is not None

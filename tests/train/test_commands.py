@@ -137,6 +137,7 @@ def test_every_step_tells_its_numbers(single: Run) -> None:
         assert line["rss_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_model_and_each_has_a_heartbeat(sharded: Run) -> None:
     assert list(sharded.losses(0)) == [1, 2, 3, 4, 5, 6]
     assert sharded.losses(1) == sharded.losses(0)
@@ -160,6 +161,7 @@ def test_text_is_staged_on_local_disk(bootstrapped: Run, root: Path) -> None:
     assert bootstrapped.good().said.splitlines()[-1] == f"wrote bytes: {path.stat().st_size}"
 
 
+@pytest.mark.slow
 def test_a_run_begins_on_the_local_text_without_a_server(bootstrapped: Run, root: Path, fineweb: HubServer) -> None:
     bootstrapped.good()
     fineweb.clear_log()
