@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -27,6 +27,7 @@ from penstock.read.http import Refused, Response, Target
 from penstock.read.hub import refused as hub_refused
 from penstock.read.hub import resolve_url
 from penstock.read.listing import Secret, basic_authorization
+from penstock.read.once import Once
 from penstock.read.retry import AGAIN, Client, check_encoding, check_page, raise_for
 from penstock.types import FileRef, KiB, MiB
 
@@ -54,7 +55,9 @@ class RemoteFiles:
         self._secrets = secrets
         self._lock = threading.Lock()
         self._found: OrderedDict[str, Target] = OrderedDict()
+        self._direct: OrderedDict[str, Target] = OrderedDict()
         self._etags: OrderedDict[str, str] = OrderedDict()
+        self._once = Once()
         self._usual = Usual()
         self._buckets: Buckets | None = None
         self._slots = Turnstile(client.limits.fetches)
@@ -164,8 +167,15 @@ class RemoteFiles:
 
     def _over_http(self, file: FileRef, start: int, length: int, patience: Patience) -> Answer:
         headers = {"Range": f"bytes={start}-{start + length - 1}"}
-        with self._lock:
-            found = self._found.get(file.path)
+        found = self._where(file)
+        if found is None and file.path.startswith("hf://") and file.path not in self._direct:
+            # Many begin with the same file at once, and the Hub counts how often it is asked where one is.
+            found = self._once.wait(file.path, partial(self._where, file))
+            if found is None:
+                try:
+                    return self._from_origin(file, headers, start, length, patience)
+                finally:
+                    self._once.done(file.path)
         if found is not None:
             self._client.tally.add(requests=1)
             with self._client.http.open("GET", found, headers, patience) as response:
@@ -191,6 +201,13 @@ class RemoteFiles:
         origin = Target(url)
         target, response = self._client.follow("GET", origin, headers, token, patience, check=partial(_linked, file))
         elsewhere = target.origin != origin.origin
+
+        def believed() -> None:
+            # Only now: a portal, too, sends everybody elsewhere. What needs a login is always asked for at its origin.
+            with self._lock:
+                self._remember(self._found if elsewhere else self._direct, file.path, target)
+            self._once.done(file.path)
+
         with response:
             status = response.status
             if 400 <= status < 500 and status != 416 and status not in AGAIN:
@@ -201,15 +218,12 @@ class RemoteFiles:
                 # An address that was signed a moment ago should be good: a new one is asked for.
                 detail = f"the server answered {status}"
                 raise Fault(f"status_{status}", detail, final=_no_access(file, status), doubtful=elsewhere)
-            answer = self._answer(file, response, start, length)
-        if elsewhere:
-            # Only now: a portal, too, sends everybody elsewhere. What needs a login is always asked for at its origin.
-            with self._lock:
-                self._remember(self._found, file.path, target)
-        return answer
+            return self._answer(file, response, start, length, believed)
 
-    def _answer(self, file: FileRef, response: Response, start: int, length: int) -> Answer:
-        """The body, if the head promises what was asked for."""
+    def _answer(
+        self, file: FileRef, response: Response, start: int, length: int, believed: Callable[[], None] | None = None
+    ) -> Answer:
+        """The body, if the head promises what was asked for; `believed` is called in between."""
         status, headers = response.status, response.headers
         whole = status == 200 and start == 0 and length == file.size and response.length == file.size
         check_encoding(response)
@@ -228,6 +242,8 @@ class RemoteFiles:
             total = _check_range(headers.get("content-range", ""), start, length)
         if response.length is not None and response.length != length:
             raise Fault("short", f"{response.length} bytes instead of {length}")
+        if believed is not None:
+            believed()
         data = bytearray(length)
         response.read_into(memoryview(data))
         self._client.tally.add(bytes=length)
@@ -254,6 +270,11 @@ class RemoteFiles:
                 self._remember(self._etags, file.path, etag)
         if etag != before:
             raise _other_etag(file, before, etag)
+
+    def _where(self, file: FileRef) -> Target | None:
+        """Where a file's bytes were found last."""
+        with self._lock:
+            return self._found.get(file.path)
 
     def _forget(self, file: FileRef) -> None:
         with self._lock:
