@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800

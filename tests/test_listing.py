@@ -146,6 +146,18 @@ def test_the_card_decides_what_a_repository_means(hub: HubServer, lister: Lister
     assert lister.names("hf://datasets/org/name", "sample-10BT") == sample
 
 
+@pytest.mark.parametrize("keep", [1, 3, 20, len(CARD) // 2])
+def test_a_card_that_was_cut_on_its_way_is_fetched_again(hub: HubServer, lister: Lister, keep: int) -> None:
+    hub.add("org/name", FILES, card=CARD)
+    hub.fault(Fault("short", keep=keep, path="*/README.md", times=2))
+    assert lister.names("hf://datasets/org/name") == [name for name in FILES if name.startswith("data/")]
+
+
+def test_a_card_whose_front_matter_has_no_end_says_nothing(hub: HubServer, lister: Lister) -> None:
+    hub.add("org/name", {"a.parquet": b"", "b.parquet": b""}, card="---\nconfigs:\n- config_name: default\n")
+    assert lister.names("hf://datasets/org/name") == ["a.parquet", "b.parquet"]
+
+
 def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
     hub: HubServer, lister: Lister, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from penstock.types import MiB
 
@@ -55,6 +56,7 @@ def write(path: Path, groups: int, group_bytes: int, doc_bytes: int) -> None:
             writer.write_table(pa.table({"text": texts}), row_group_size=per_group)
 
 
+@pytest.mark.slow
 def test_large_row_groups_and_documents_stay_within_the_stated_bound(tmp_path: Path) -> None:
     group = 24 * MiB
     write(tmp_path / "large.parquet", groups=16, group_bytes=group, doc_bytes=8 * MiB)

@@ -87,6 +87,7 @@ def test_what_a_contender_does_not_offer_is_said_and_not_an_error(work: dict[str
     assert contend("drain", case | {"shuffle": True})["last"]["what"] == "not offered"
 
 
+@pytest.mark.slow
 def test_yardsticks_do_the_same_amount_of_work(work: dict[str, str], expected: list[str], tmp_path: Path) -> None:
     text = contend("drain", work | {"contender": "limits", "variant": "text"})["done"]
     assert 0.9 * len(expected) <= text["batches"] <= len(expected)  # it counts no separators

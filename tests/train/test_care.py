@@ -106,6 +106,7 @@ def test_a_checkpoint_of_another_program_is_refused_by_name(
     assert "rank-0.json does not say where the data stood" in run.errors
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(docs: Path, tmp_path: Path) -> None:
     first = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 100000).until("step 2/")
     second = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2)

@@ -49,6 +49,7 @@ def copy(run: Run, to: Path) -> Path:
 # Killed
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_a_run_goes_on_as_if_nothing_had_happened(
     whole: Run, docs: Path, tmp_path: Path
 ) -> None:
@@ -274,6 +275,7 @@ def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path)
     assert all("Connection refused; attempt" in line or line.startswith("health: fail") for line in before), before
 
 
+@pytest.mark.slow
 def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: int, tmp_path: Path) -> None:
     hubs: list[HubServer] = []
 

@@ -196,16 +196,24 @@ class Hub:
     def card(self, repo: str, sha: str) -> str:
         """The dataset's card, or nothing."""
         address = f"{SCHEME}{repo}@{sha}/README.md"
-        try:
-            # Let somewhat more come, so that one that is too long is told from one that is cut.
-            reply = self._client.call(resolve_url(address), what=address, token=hub_token(), max_bytes=16 * MAX_CARD)
-        except Refused as refusal:
-            if _missing(refusal):
-                return ""
-            raise refused(address, refusal) from None
-        if len(reply.body) > MAX_CARD:
-            raise SourceError(f"{address} is longer than {MAX_CARD} bytes: that is no card. Name the files: {FORM}")
-        return reply.body.decode("utf-8", "replace")
+        for left in reversed(range(TRIES)):
+            try:
+                # Let somewhat more come, so that one that is too long is told from one that is cut.
+                reply = self._client.call(
+                    resolve_url(address), what=address, token=hub_token(), max_bytes=16 * MAX_CARD
+                )
+            except Refused as refusal:
+                if _missing(refusal):
+                    return ""
+                raise refused(address, refusal) from None
+            if len(reply.body) > MAX_CARD:
+                raise SourceError(f"{address} is longer than {MAX_CARD} bytes: that is no card. Name the files: {FORM}")
+            card: str = reply.body.decode("utf-8", "replace")
+            if not _is_cut(card):
+                break
+            if left:  # a proxy may have cut it; if it always ends there, it is written so
+                self._client.pause(self._client.limits.backoff)
+        return card
 
     def _json(self, url: str, address: str, kind: type) -> tuple[Reply, Any]:
         """An answer of the API, which must be of a kind."""
@@ -237,6 +245,12 @@ class Hub:
                     )
                 return url
         return ""
+
+
+def _is_cut(card: str) -> bool:
+    """Whether a card ends before its front matter does: without it, other files would be taken for the data."""
+    first, *lines = card.removeprefix("\ufeff").splitlines() or [""]
+    return first.rstrip() in ("-", "--", "---") and all(line.rstrip() != "---" for line in lines)
 
 
 class Known(Protocol):
