@@ -72,8 +72,8 @@ class Pipeline:
         except BaseException:
             self._pool.stop()
             self._pool.join(10.0)
-            for let_go in ("stop", "close"):
-                getattr(work, let_go, _nothing)()
+            self._tell_work("stop")
+            self._tell_work("close")
             raise
         if run.n_workers > 0:
             # Batches whose size is not known beforehand take slots by their bytes.
@@ -216,8 +216,7 @@ class Pipeline:
             self._queue.stop()
         self._pool.stop()
         self._producer.stop()
-        if hasattr(self._work, "stop"):
-            self._work.stop()
+        self._tell_work("stop")
         if (name := threading.current_thread().name).startswith("penstock-") and name != OPENER:
             # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
             # whatever the others wait for. They all end on their own now.
@@ -231,12 +230,13 @@ class Pipeline:
             return False
         with self._closing:
             self._producer.close()
-            if hasattr(self._work, "close"):
-                self._work.close()
+            self._tell_work("close")
         return True
 
-
-def _nothing() -> None: ...
+    def _tell_work(self, what: str) -> None:
+        """Have the work stop or close, where it has anything to."""
+        if hasattr(self._work, what):
+            getattr(self._work, what)()
 
 
 class _Weigh:

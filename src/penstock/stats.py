@@ -131,12 +131,8 @@ class Tally:
 
     def took_ready(self, steps: list[Ready]) -> None:
         """Calls of `next` that found their batch ready, one after the other."""
-        self.first = steps[0][0] if self.first is None else self.first
-        self.last = steps[-1][1]
-        self.batches += len(steps)
         for begun, now, tokens, _ in steps:
-            self.wait_s += now - begun
-            self.tokens += tokens
+            self.took(begun, now, tokens)
 
     def keep(self, pipeline: Pipeline) -> None:
         """Carry over what a pipeline that ends has counted."""

@@ -2,7 +2,7 @@
 
 In:    arrays, made by `deal` from packed rows or by `samples` from a user's own.
 Out:   what the trainer gets.
-Where: made on the producer thread; wrapped as tensors there or on the trainer's.
+Where: made on the producer thread, or in its place on the trainer's; wrapped as tensors on either.
 State: where the stream continues after it. It holds on to no ids but its own.
 """
 

@@ -2,7 +2,7 @@
 
 In:    the packers of this shard's lanes.
 Out:   batches of int64 arrays, each of which knows where the stream continues after it.
-Where: the producer thread; the consumer only wraps the arrays as tensors.
+Where: the producer thread, or whoever makes batches in its place (see `feed.prefetch`).
 State: the number of rows dealt. Global row g is row g div lanes of lane g mod lanes.
 Cost:  each token is widened twice, into inputs and targets: these share no memory, so a user may
        change one of them, and both are contiguous. Small batches are made a few at a time,

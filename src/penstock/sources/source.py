@@ -65,7 +65,7 @@ class Run:
 
 
 class Producer(Protocol):
-    """Makes the batches of one run, on the producer thread."""
+    """Makes the batches of one run, on one thread at a time: the producer's, or whoever stands in for it."""
 
     def next(self) -> list[Batch]:
         """The next batches; none at the end of a finite stream."""

@@ -51,7 +51,7 @@ class PackSettings:
 
 @dataclass(slots=True)
 class Counts:
-    """What has entered the stream so far. Written by the producer thread only."""
+    """What has entered the stream so far. Written by one thread at a time: whoever makes batches."""
 
     documents: int = 0
     empty: int = 0
