@@ -75,7 +75,8 @@ def feeds() -> Iterator[Callable[..., SharedFeed]]:
         yield make
 
 
-SYNTHETIC = Limits(on_stall="synthetic", first_timeout_s=WAIT_S, stall_timeout_s=0.05)
+SYNTHETIC = Limits(on_stall="synthetic", first_timeout_s=WAIT_S, stall_timeout_s=1.0)
+"""A batch that stands ready comes much sooner, however busy the machine is."""
 
 
 def until_real(feed: SharedFeed, step: int) -> tuple[int, Turn]:
@@ -144,7 +145,7 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(feeds: Callabl
         for feed in ranks.feeds:
             (substituted,) = feed.state_dict()["substituted"]
             assert (substituted["first"], substituted["last"]) == (2, step - 1)
-            assert substituted["reason"].startswith("rank 1 of 2 had no data: no batch within 0.05 s")
+            assert substituted["reason"].startswith("rank 1 of 2 had no data: no batch within 1 s")
             assert not feed.substituting
 
 
@@ -205,7 +206,7 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
 
 def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(feeds: Callable[..., SharedFeed]) -> None:
     data = [Numbers(wall=0), Numbers(wall=0, fault=OSError("gone"))]
-    with Ranks(feeds, data, Limits(first_timeout_s=0.2)) as ranks:
+    with Ranks(feeds, data, Limits(first_timeout_s=1.5)) as ranks:
         errors = [each.exception(WAIT_S) for each in ranks.asked(1)]
         data[0].opened.set()
     (told,) = {str(error) for error in errors}

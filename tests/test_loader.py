@@ -498,7 +498,7 @@ class Slow:
         return 1000
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.001)
+        time.sleep(0.004)
         return np.arange(index, index + 9)
 
 

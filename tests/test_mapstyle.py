@@ -554,7 +554,7 @@ class Uneven:
 def test_a_large_batch_after_small_ones_is_waited_for_and_comes(sizes: list[int], prefetch: int) -> None:
     with loader_of(Uneven(sizes * 8), 1, shuffle=False, epochs=1, prefetch_size=prefetch, memory_limit=1600) as loader:
         taken = 0
-        while loader.next_batch(timeout=5) is not None:
+        while loader.next_batch(timeout=20) is not None:
             taken += 1
     assert taken == 8 * len(sizes)
 

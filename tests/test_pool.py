@@ -31,7 +31,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = made(*request.param, Work())
     yield pool
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 class Gate:
@@ -42,7 +42,7 @@ class Gate:
 
     def wait(self) -> bool:
         self.entered.set()
-        return self.open.wait(10)
+        return self.open.wait(60)
 
 
 def test_each_task_gets_its_own_result(pool: Pool) -> None:
@@ -87,8 +87,8 @@ def test_stopping_twice_is_stopping(pool: Pool) -> None:
     pool.submit("square", 1).result()
     pool.stop()
     pool.stop()
-    assert pool.join(10)
-    assert pool.join(10)
+    assert pool.join(60)
+    assert pool.join(60)
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
@@ -100,8 +100,8 @@ def test_first_goes_before_all_that_wait(kind: str) -> None:
 
     pool = made(kind, 1, Work())
     entered, gate = threading.Event(), threading.Event()
-    held = pool.submit("echo", before=lambda: (entered.set(), (gate.wait(10),))[1])
-    assert entered.wait(10)
+    held = pool.submit("echo", before=lambda: (entered.set(), (gate.wait(60),))[1])
+    assert entered.wait(60)
     tasks = [pool.submit("echo", before=noted(i), to=0 if i % 2 else None) for i in range(4)]
     tasks.append(pool.submit("echo", before=noted(10), first=True))
     tasks.append(pool.submit("echo", before=noted(11), first=True, to=0))
@@ -109,31 +109,34 @@ def test_first_goes_before_all_that_wait(kind: str) -> None:
     assert [task.result() for task in [held, *tasks]] == [True, 0, 1, 2, 3, 10, 11]
     assert seen == [11, 10, 0, 1, 2, 3]
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_stop_fails_what_waits_and_takes_no_more(kind: str) -> None:
     pool = made(kind, 1, Work())
-    running = pool.submit("nap", 5, 0.05)
+    entered, gate = threading.Event(), threading.Event()
+    running = pool.submit("echo", before=lambda: (entered.set(), (gate.wait(60),))[1])
+    assert entered.wait(60)
     waiting = [pool.submit("square", i) for i in range(5)]
     pool.stop()
-    assert pool.join(10)
+    gate.set()
+    assert pool.join(60)
     for task in waiting:
         with pytest.raises(LoaderClosed):
             task.result()
     with pytest.raises(LoaderClosed):
         pool.submit("square", 1)
-    with suppress(LoaderClosed):  # it may not have begun
-        assert running.result() == 5
+    with suppress(LoaderClosed):  # a process may be ended before it answers
+        assert running.result() is True
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_cancelled_task_is_not_run(kind: str) -> None:
     pool = made(kind, 1, Work())
     entered, gate = threading.Event(), threading.Event()
-    held = pool.submit("echo", before=lambda: (entered.set(), (gate.wait(10),))[1])
-    assert entered.wait(10)
+    held = pool.submit("echo", before=lambda: (entered.set(), (gate.wait(60),))[1])
+    assert entered.wait(60)
     dropped = pool.submit("count")
     assert dropped.cancel()
     gate.set()
@@ -143,25 +146,25 @@ def test_a_cancelled_task_is_not_run(kind: str) -> None:
     assert task.ready()
     assert not dropped.ready()
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 def test_tasks_of_threads_run_on_threads_of_ours() -> None:
     pool = make_pool(2, Work())
     assert pool.submit("thread").result().startswith("penstock-worker-")
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 def test_join_says_that_a_thread_is_still_busy() -> None:
     gate = Gate()
     pool = make_pool(1, gate)
     task = pool.submit("wait")
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(60)
     pool.stop()
     assert not pool.join(0.05)
     gate.open.set()
-    assert pool.join(10)
+    assert pool.join(60)
     assert task.result() is True
 
 
@@ -179,7 +182,7 @@ def test_an_idle_worker_keeps_nothing_of_its_last_task(kind: str) -> None:
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 def test_a_task_for_one_worker_does_not_keep_others_from_theirs() -> None:
@@ -192,7 +195,7 @@ def test_a_task_for_one_worker_does_not_keep_others_from_theirs() -> None:
     ]
     assert [task.result() for task in tasks] == [i * i for i in range(600)]
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 # Several works in one pool
@@ -208,7 +211,7 @@ def test_several_works_share_a_pool(kind: str, n: int) -> None:
     assert code.submit("echo", 2).result() == 6
     assert code.submit("echo", before=lambda: (5,), to=3, first=True).result() == 15
     code.stop()
-    assert code.join(10)
+    assert code.join(60)
 
 
 class Tripled:
@@ -242,12 +245,12 @@ def test_workers_keep_to_their_cores(kind: str) -> None:
     pool = made(kind, 2, Work(), cpus=pin.resolve([one], None))
     assert {pool.submit("cores").result() for _ in range(8)} == {frozenset([one])}
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
     assert os.sched_getaffinity(0) == before
     pool = made(kind, 1, Work())
     assert pool.submit("cores").result() == before
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 def test_a_thread_that_cannot_be_pinned_fails_its_tasks() -> None:
@@ -255,7 +258,7 @@ def test_a_thread_that_cannot_be_pinned_fails_its_tasks() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         pool.submit("square", 1).result()
     pool.stop()
-    assert pool.join(10)
+    assert pool.join(60)
 
 
 def test_cores_that_are_not_there_are_named() -> None:

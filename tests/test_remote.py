@@ -246,7 +246,7 @@ def test_a_new_commit_is_refused_on_resume_unless_the_old_one_is_named(hub: HubS
 
 
 def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_before_it(hub: HubServer) -> None:
-    make = maker("hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=0.5, backoff=0.02))
+    make = maker("hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=2, backoff=0.02))
     whole = ledger(make, 10**6, shuffle=False)
     hub.fault(Fault("status", path="*b.parquet", times=None, code=503))
     got: list[str] = []

@@ -60,6 +60,7 @@ def test_every_stage_says_what_it_did(corpus: Path, how: dict[str, Any]) -> None
 
 
 def test_a_pause_is_kept_apart_from_the_run(corpus: Path) -> None:
+    begun = time.perf_counter()
     with loader_of(corpus) as loader:
         next(loader)
         for _ in range(3):
@@ -71,11 +72,13 @@ def test_a_pause_is_kept_apart_from_the_run(corpus: Path) -> None:
         next(loader)
         next(loader)
         stats = loader.stats()
+        took = time.perf_counter() - begun
         events = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "pause"]
     assert set(stats.paused_s) == {"eval"}
     assert stats.paused_s["eval"] >= 0.45
-    assert sum(step.wall for step in loader.telemetry.window.steps) < stats.paused_s["eval"]
-    assert stats.wall_s < 0.45
+    besides = took - stats.paused_s["eval"]
+    assert sum(step.wall for step in loader.telemetry.window.steps) <= besides
+    assert stats.wall_s <= besides
     assert [event["name"] for event in events] == ["eval"] * 3
 
 
@@ -114,13 +117,14 @@ def test_a_step_of_several_batches_is_reported_as_a_whole(corpus: Path) -> None:
             with loader.pause("save"):
                 wait(0.02)
             told.append(loader.telemetry.step_fields())
-            wait(0.01)  # after the report: it belongs to the step that follows
-        took = time.perf_counter() - begun
+            took = time.perf_counter() - begun
+            wait(0.05)  # after the report: it belongs to the step that follows
         stats = loader.stats()
     assert [fields["tokens"] for fields in told] == [4 * batch.tokens] * 5
     assert sum(fields["dt_fetch_s"] for fields in told) == pytest.approx(stats.wait_s, abs=1e-3)
     paused = sum(fields["paused"]["save"] for fields in told)
-    assert sum(fields["dt_step_s"] for fields in told) == pytest.approx(took - paused - 0.01, abs=0.03)
+    # All that is no pause, up to the last report. What the machine takes between two lines here is nobody's.
+    assert took - paused - 0.1 <= sum(fields["dt_step_s"] for fields in told) <= took - paused + 0.01
 
 
 def test_pauses_before_the_first_batch_and_between_epochs_are_nobodys_step(corpus: Path) -> None:
@@ -140,15 +144,17 @@ def test_pauses_before_the_first_batch_and_between_epochs_are_nobodys_step(corpu
 
 
 def test_time_in_calls_that_gave_up_is_waited_too(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
     original = Tokenizer.encode
 
     def encode(self: Tokenizer, *args: Any, **more: Any) -> Any:
+        begun.set()
         gate.wait(30)
         return original(self, *args, **more)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     with loader_of(corpus, n_workers=1) as loader:
+        assert begun.wait(30)
         for _ in range(3):
             with pytest.raises(LoaderTimeout):
                 loader.next_batch(timeout=0.1)
@@ -226,7 +232,7 @@ def test_a_stall_is_told_with_its_stage_and_its_file(
         return original(self, *args, **more)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    telemetry = Telemetry(stall_s=0.2)
+    telemetry = Telemetry(stall_s=1.0)
     asked = threading.Event()
     seen: list[Any] = []
 
@@ -234,7 +240,7 @@ def test_a_stall_is_told_with_its_stage_and_its_file(
         """As a heartbeat does, while the trainer is stuck."""
         asked.wait(30)
         deadline = time.monotonic() + 30
-        while not any(waiting and waiting["for_s"] > 0.3 for waiting in seen) and time.monotonic() < deadline:
+        while not any(waiting and waiting["for_s"] > 1.2 for waiting in seen) and time.monotonic() < deadline:
             seen.append(telemetry.waiting())
             wait(0.02)
         gate.set()

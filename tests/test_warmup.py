@@ -91,7 +91,7 @@ def timed_out_in_an_item(prefetch: int | None = None, end: int = 6, hold: int = 
     for timeout in (0.1, 2.0, 30.0):
         source = Counting(end, hold=hold)
         warmed = warmup_loader(source, 5, timeout, prefetch=prefetch)
-        if source.held.is_set():
+        if source.held.is_set() and warmed.result.filled == hold:
             return source, warmed
         source.let_go.set()
         warmed.close()

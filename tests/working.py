@@ -110,18 +110,28 @@ class Work:
                     os.write(int(name), b"nonsense" * 10)
         time.sleep(60)
 
-    def hold_on(self, marker: str) -> None:
-        """Leave a process behind that holds whatever this one has open, and die."""
+    def sleep_once(self, marker: str, x: Any) -> Any:
+        """Sleeps for long, unless somebody has done so before."""
+        with contextlib.suppress(FileExistsError), open(marker, "x"):
+            time.sleep(60)
+        return x
+
+    def hold_on(self, marker: str, over: str) -> None:
+        """Leave a process behind that holds whatever this one has open until it is over, and die."""
         if os.path.exists(marker):
             return
-        Path(marker).touch()
-        if os.fork() == 0:
-            time.sleep(5)
+        other = os.fork()
+        if other == 0:
+            deadline = time.monotonic() + 60
+            while not os.path.exists(over) and time.monotonic() < deadline:
+                time.sleep(0.05)
             os._exit(0)
+        Path(marker).write_text(str(other))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def stubborn(self, seconds: float) -> None:
+    def stubborn(self, marker: str, seconds: float) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(marker).touch()
         time.sleep(seconds)
 
     def close_all(self) -> None:

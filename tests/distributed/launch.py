@@ -150,7 +150,7 @@ def bounded(command: Sequence[str], timeout_s: float = 100.0, **environment: str
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def session(place: Path, runs: Sequence[Run], ranks: int = 2, timeout_s: float = 110.0) -> dict[str, Ran]:
+def session(place: Path, runs: Sequence[Run], ranks: int = 2, timeout_s: float = 200.0) -> dict[str, Ran]:
     """Make runs one after another in the same processes: under torchrun, or with `ranks` 0 in one without it."""
     script = prepare(place, runs)
     command = torchrun(*script, ranks=ranks) if ranks else [sys.executable, *map(str, script)]
@@ -172,7 +172,7 @@ def prepare(place: Path, runs: Sequence[Run]) -> list[Path]:
             "lift": [run.lift[0], str(run.lift[1])] if run.lift else None,
             "port": port,
         }
-        for run, port in zip(runs, _free_ports(len(runs)), strict=True)
+        for run, port in zip(runs, free_ports(len(runs)), strict=True)
     ]
     (place / "runs.json").write_text(json.dumps(described))
     return [script, place]
@@ -196,7 +196,7 @@ def last_run(heartbeat: Path) -> list[dict[str, Any]]:
     return lines[boots[-1] :] if boots else lines
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to connections: one of these would be in use by the time it is needed."""
     found: list[int] = []
     for port in random.sample(range(15_000, 32_000), 1000):

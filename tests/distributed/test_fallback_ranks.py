@@ -19,7 +19,7 @@ from penstock.types import Shard
 from tests.distributed.launch import SHOWCASE, Ran, Run, bounded, places, session, torchrun
 
 # Many runs are made for the first test that needs one of them.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 FAULTS: dict[str, dict[str, Any]] = {
     "dead": {"kind": "reset", "after": -1},
@@ -35,6 +35,8 @@ MOMENTS: dict[str, dict[str, Any]] = {
 RANKS = {"dead": 1, "hanging": 0, "raising": 1}
 """Whose server it is."""
 STEPS = 70
+FIRST_S, STALL_S = 6, 3
+"""How long ranks wait for a server that hangs, and for one that does not, however busy the machine is."""
 LIFTED_AFTER = 6
 """Synthetic steps, after which the fault is over."""
 
@@ -44,7 +46,7 @@ kind = "text"
 urls = "hf://datasets/org/name"
 tokenizer = "byte"
 seq_len = 64
-remote = { stall_timeout = 0.4, retry_budget = BUDGET, metadata_budget = BUDGET, backoff = 0.05, hedge = false }
+remote = { stall_timeout = STALL, retry_budget = BUDGET, metadata_budget = BUDGET, backoff = 0.05, hedge = false }
 
 [loader]
 batch_size = 2
@@ -80,8 +82,9 @@ def files(folder: Path) -> dict[str, Path]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fallback")
     # A server that gives errors is given up by the reader before the ranks' patience ends; one that hangs is not.
-    (folder / "quick.toml").write_text(CONFIG.replace("BUDGET", "0.7"))
-    (folder / "patient.toml").write_text(CONFIG.replace("BUDGET", "100.0"))
+    # The other rank's server is sound: a busy machine's pauses must not use up its budget.
+    (folder / "quick.toml").write_text(CONFIG.replace("BUDGET", "3.0").replace("STALL", "1.5"))
+    (folder / "patient.toml").write_text(CONFIG.replace("BUDGET", "100.0").replace("STALL", "0.4"))
     return folder
 
 
@@ -125,7 +128,7 @@ def runs(place: Path, text: dict[str, Path], request: pytest.FixtureRequest) -> 
             ]
             hangs = fault == "hanging"
             config = place / ("patient.toml" if hangs else "quick.toml")
-            limits = ["--loader-timeout", "2", "--stall-timeout", "1"] if hangs else []
+            limits = ["--loader-timeout", str(FIRST_S), "--stall-timeout", str(STALL_S)] if hangs else []
             return Run(
                 name,
                 ["--config", config, "--steps", str(STEPS), "--log-every", "1", "--on-stall", on_stall, *limits],
@@ -135,14 +138,14 @@ def runs(place: Path, text: dict[str, Path], request: pytest.FixtureRequest) -> 
 
         good = hub()
         made = [described(*case, on_stall) for on_stall in ("stop", "synthetic") for case in CASES if case in looked_at]
-        yield session(place / "runs", made, timeout_s=280)
+        yield session(place / "runs", made, timeout_s=500)
 
 
 def reason(fault: str, moment: str) -> str:
     """What the message has to say of a fault."""
     if fault != "hanging":
         return "RemoteError: hf://datasets/org/name"
-    return "no batch within 2 s (" if moment == "at the start" else "no batch within 1 s ("
+    return f"no batch within {FIRST_S if moment == 'at the start' else STALL_S} s ("
 
 
 @pytest.mark.parametrize(("fault", "moment"), PARAMETERS)

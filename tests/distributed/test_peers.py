@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.distributed.launch import free_ports
 
 WORKER = """
 import json, os, sys, time
@@ -90,8 +91,7 @@ def run(out: Path, code: str) -> list[dict[str, Any]]:
     """What two processes write down. The second one ends with code 9."""
     script = out / "worker.py"
     script.write_text(code)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     processes = []
     for rank in range(2):
         variables = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".split()

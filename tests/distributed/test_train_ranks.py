@@ -17,7 +17,7 @@ from penstock.train.options import resolve
 from tests.distributed.launch import SHOWCASE, SMALL, Ran, Run, bounded, places, positions, session, torchrun
 
 # Many runs are made for the first test that needs one of them.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 """Sums in another order: floating-point numbers that are otherwise the same."""
@@ -88,7 +88,7 @@ def two(corpus: Path, place: Path, uneven: Path) -> dict[str, Ran]:
         Run("changing 2", steps(8, "--resume", "--fsdp"), out="changing"),
         Run("changing 3", steps(12, "--resume"), out="changing"),
     ]
-    return session(place / "two", runs, timeout_s=170)
+    return session(place / "two", runs, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -550,7 +550,7 @@ def test_the_time_that_hostile_answers_take_is_bounded(outside: Path) -> None:
         began = time.monotonic()
         with pytest.raises(RemoteError):
             RemoteFiles(client, {}).read(file, 0, 10)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
         client.close()
         while not done.done():
             socket.create_connection(listener.getsockname()[:2], timeout=5).close()

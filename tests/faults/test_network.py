@@ -22,6 +22,7 @@ from penstock import AccessDenied, PenstockError, RemoteError, Shard, SourceChan
 from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import (
+    CALM,
     CHOSEN,
     DEADLINE_S,
     FORMS,
@@ -152,32 +153,36 @@ def test_connections_that_always_break_are_an_error(
 def test_a_server_that_goes_away_and_comes_back_is_waited_for(outside: Path, expected: Expected) -> None:
     files = {"a.parquet": content()[CHOSEN]}
     first = FileServer(files)
+    port = int(first.url.rpartition(":")[2])
     back: list[FileServer] = []
+    with closing(socket.socket()) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-    def fall() -> None:
-        first.close()
-        port = int(first.url.rpartition(":")[2])
-        timer = threading.Timer(0.5, lambda: back.append(FileServer(files, port=port)))
-        timer.start()
+        def fall() -> None:
+            first.close()
+            held.bind(("127.0.0.1", port))  # so that nobody else gets the port meanwhile; it does not listen
+            timer = threading.Timer(1.5, lambda: back.append(FileServer(files, port=port)))
+            timer.start()
 
-    try:
-        outcome = run(first.url_of("a.parquet"), at={1: fall}, how={"prefetch_size": 1})
-    finally:
-        for server in back:
-            server.close()
+        try:
+            outcome = run(
+                first.url_of("a.parquet"),
+                at={1: fall},
+                how={"prefetch_size": 1},
+                remote=replace(QUICK, retry_budget=30),
+            )
+        finally:
+            for server in back:
+                server.close()
     survived(outcome, expected(CHOSEN))
     assert outcome.faults["refused"] > 0
 
 
 def test_a_closed_port_is_an_error_that_says_so(outside: Path) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-    failed(
-        run(f"http://127.0.0.1:{port}/a.parquet", remote=IMPATIENT),
-        RemoteError,
-        f"127.0.0.1:{port}/a.parquet",
-        "refused",
-    )
+    with closing(socket.socket()) as held:  # it has the port, and does not listen
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}/a.parquet"
+        failed(run(f"http://{address}", remote=IMPATIENT), RemoteError, address, "refused")
 
 
 # Answers that are not what was asked for
@@ -191,7 +196,7 @@ def test_a_wrong_answer_is_noticed_and_asked_for_again(
     with FileServer({"a.parquet": content()[CHOSEN]}) as files:
         server: HubServer | FileServer = hub if where == "hub" else files
         server.fault(Fault(kind, port="cdn" if where == "hub" else "files", skip=2))
-        outcome = run(hf(CHOSEN) if where == "hub" else files.url_of("a.parquet"))
+        outcome = run(hf(CHOSEN) if where == "hub" else files.url_of("a.parquet"), remote=CALM)
         assert [r.fault for r in server.log if r.fault] == [kind]
     survived(outcome, expected(CHOSEN))
     assert outcome.faults == {{"gzip": "encoded", "short": "wrong_range"}.get(kind, kind): 1}
@@ -308,9 +313,8 @@ def tries_of_a_read(server: HubServer | FileServer) -> int:
 
 
 def test_an_address_that_expires_in_mid_run_is_asked_for_again(hub: HubServer, expected: Expected) -> None:
-    outcome = run(
-        hf("parquet"), at=dict.fromkeys((1, 20, 60), hub.expire_signatures), how={"prefetch_size": 1, "n_workers": 1}
-    )
+    how = {"prefetch_size": 1, "n_workers": 1}
+    outcome = run(hf("parquet"), at=dict.fromkeys((1, 20, 60), hub.expire_signatures), how=how, remote=CALM)
     survived(outcome, expected("parquet"))
     # An address may also expire on its way from the Hub to whoever asked for it.
     assert outcome.faults["expired"] > 0
@@ -329,7 +333,7 @@ def test_an_address_that_is_refused_once_though_it_is_new_is_asked_for_again(
 @pytest.mark.parametrize(("code", "error"), [(400, AccessDenied), (403, AccessDenied), (404, SourceChanged)])
 def test_an_address_that_is_always_refused_is_an_error(hub: HubServer, code: int, error: type[PenstockError]) -> None:
     hub.fault(Fault("status", code=code, port="cdn", times=None, skip=3))
-    failed(run(hf(CHOSEN)), error, "parquet/a.parquet", str(code))
+    failed(run(hf(CHOSEN), remote=CALM), error, "parquet/a.parquet", str(code))
     assert tries_of_a_read(hub) <= 4, "the known address and three new ones"
 
 
@@ -349,7 +353,7 @@ def test_a_refusal_of_a_plain_server_is_typed_and_comes_at_once(
 ) -> None:
     with FileServer({"a.parquet": content()[CHOSEN]}) as files:
         files.fault(Fault("status", code=code, times=None, skip=2))
-        outcome = run(files.url_of("a.parquet"))
+        outcome = run(files.url_of("a.parquet"), remote=CALM)
         assert tries_of_a_read(files) == 1
     failed(outcome, error, "/a.parquet", str(code))
 
@@ -431,18 +435,19 @@ def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(hub: Hu
 def test_a_few_slow_answers_are_not_waited_for(outside: Path, expected: Expected, tmp_path: Path) -> None:
     data = parquet(documents() * 6, rows=2)
     (tmp_path / "b.parquet").write_bytes(data)
-    patient = replace(QUICK, stall_timeout=20, request_timeout=60, retry_budget=60)
+    patient = replace(QUICK, stall_timeout=80, request_timeout=100, retry_budget=100)
     # Slow for longer than the whole test may take: whoever waits for one of them is too late.
     with FileServer({"b.parquet": data}) as files:
-        slow = [Fault("slow", delay_s=50.0, skip=120 + 40 * n) for n in range(3)]
+        slow = [Fault("slow", delay_s=90.0, skip=120 + 40 * n) for n in range(3)]
         for fault in slow:
             files.fault(fault)
         outcome = run(files.url_of("b.parquet"), remote=patient)
-        sent = sum(request.sent for request in files.log)
+        sent, asked = sum(request.sent for request in files.log), len(files.log)
     survived(outcome, run(tmp_path / "b.parquet").ledger)
     assert sum(fault.struck for fault in slow) == 3
     assert outcome.stats is not None
-    assert 3 <= outcome.stats.hedges <= 10
+    # Of a busy machine's own slowness some, up to what is allowed: a tenth, and those that were under way.
+    assert 3 <= outcome.stats.hedges <= 8 + asked // 10 + patient.fetches
     assert sent < 1.3 * len(data)
 
 
@@ -489,7 +494,8 @@ PATIENT = replace(
     metadata_budget=60,
     retry_after_cap=60,
 )
-"""With these, whoever waits for the network waits longer than the tests below allow."""
+AT_ONCE_S = 20.0
+"""With these, whoever waits for the network waits longer than that."""
 
 
 @pytest.mark.parametrize("how", [{}, {"workers": "process", "n_workers": 1}], ids=["thread", "process"])
@@ -504,7 +510,7 @@ def test_shutdown_does_not_wait_for_the_network(hub: HubServer, form: str, kind:
     wait_until(lambda: any(request.fault for request in hub.log))
     began = time.monotonic()
     loader.shutdown()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
@@ -517,7 +523,7 @@ def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
             time.sleep(0.1)
             began = time.monotonic()
             loader.shutdown()
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer(hub: HubServer, outside: Path) -> None:
@@ -533,7 +539,7 @@ def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer
         time.sleep(0.3)
         began = time.monotonic()
         loader.shutdown()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < AT_ONCE_S
     finally:
         for fd in held:
             os.close(fd)

@@ -19,6 +19,9 @@ from penstock.testing import HubServer
 from tests.faults.serving import documents
 from tests.train.runs import ROOT, SMALL, Run, environment, here, train
 
+# The first test that needs a run waits for it: processes that import torch, side by side with other tests.
+pytestmark = pytest.mark.timeout(300)
+
 SINGLE = (
     "NSA_FWE_WARMUP_BATCHES=16 NSA_FWE_WARMUP_TIMEOUT=30 PYTHONPATH=. "
     "python scripts/train_showcase.py --dataset fineweb_edu --ddp 0 --steps 50"
@@ -60,7 +63,7 @@ def shell(command: str, root: Path, hub: HubServer, cache: str = "cache") -> Run
     variables = environment(root / cache, HF_ENDPOINT=hub.endpoint, HF_HOME=str(root / "home"))
     done = subprocess.run(
         ["/bin/sh", "-c", command.replace("/data/", f"{root}/data/")],
-        cwd=root, env=variables, capture_output=True, text=True, timeout=110,
+        cwd=root, env=variables, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     return Run(root / "artifacts" / "train_showcase", done.returncode, done.stdout, done.stderr)
 

@@ -194,7 +194,7 @@ def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path
     scraped: list[str] = []
 
     def scrape(_: str) -> None:
-        for _ in range(100):  # the heartbeat's thread may be a moment behind the console
+        for _ in range(1000):  # the heartbeat's thread may be a moment behind the console
             with urllib.request.urlopen(address[0], timeout=20) as answer:
                 scraped.append(answer.read().decode())
             if "penstock_loss" in scraped[-1]:
