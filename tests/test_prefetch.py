@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,28 +197,41 @@ def test_a_loader_that_is_drained_gives_the_same_stream(eager: None, corpus: Pat
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_a_batch_that_an_interrupt_took_away_is_given_again(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_batch_that_an_interrupt_took_away_is_given_again(
+    monkeypatch: pytest.MonkeyPatch, before: int, short: bool
+) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
     with AsyncDataLoader(data, 4, output="numpy") as loader:
-        next(loader)
-        loader.warmup(8, 30)
-        assert loader._quick is not None
+        for _ in range(before):
+            next(loader)
+            loader.warmup(8, 30)
+        quick = loader._quick
+        assert quick is not None
+        assert (quick.origin is not None) == (before > 1), "the first batch has to be waited for, the others have not"
         if short:
-            where, name = loader._quick, "take"
+            monkeypatch.setattr(quick, "_jotted", Interrupting())
         else:
-            where, name, loader._quick = loader.telemetry, "took", None
-        usual = getattr(where, name)
+            quick._at_hand = deque()  # so that it has none, and the long way is taken
+            usual = loader.telemetry.took
 
-        def interrupt(*args: Any, **kwargs: Any) -> None:
-            monkeypatch.setattr(where, name, usual)
-            usual(*args, **kwargs)
-            raise KeyboardInterrupt
+            def interrupt(*args: Any, **kwargs: Any) -> None:
+                monkeypatch.setattr(loader.telemetry, "took", usual)
+                usual(*args, **kwargs)
+                raise KeyboardInterrupt
 
-        monkeypatch.setattr(where, name, interrupt)
+            monkeypatch.setattr(loader.telemetry, "took", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(loader)
-        assert loader.state_dict()["batch"] == 1
-        assert [next(loader).index for _ in range(20)] == list(range(1, 21))
+        assert loader.state_dict()["batch"] == before
+        assert [next(loader).index for _ in range(20)] == list(range(before, before + 20))
+
+
+class Interrupting(list[Any]):
+    """Somebody presses Ctrl-C while something is written down."""
+
+    def append(self, thing: Any) -> None:
+        raise KeyboardInterrupt
 
 
 def test_batches_made_in_inference_mode_can_be_trained_on_outside_of_it(eager: None) -> None:

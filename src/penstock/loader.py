@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock.begin import after, anew, choose_lanes
 from penstock.config import whole_number
-from penstock.encode.batch import Batch, Position
+from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.autotune import Autotune
@@ -132,7 +131,8 @@ class AsyncDataLoader:
         self._tunes = check_autotune(autotune, self.telemetry.on)
         self._tuner: Autotune | None = None
         self._tuned: dict[str, int] = {}
-        self._position: Callable[[], Position] | None = None
+        self._origin: Origin | None = None
+        """Of the last batch that was not taken by the shortest way."""
         self._skip = self._source.skip
         self._state = self._fresh_state(choose_lanes(self._source, self._options), first=0, batch=0)
 
@@ -161,7 +161,9 @@ class AsyncDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.next_batch()
+        if self._quick is not None and (ready := self._quick.take()) is not None:
+            return ready  # as usual, and before anything else is looked at
+        batch = self._take_slowly(None)
         if batch is None:
             raise StopIteration
         return batch
@@ -175,25 +177,30 @@ class AsyncDataLoader:
 
         Without threads (`n_workers=0`) the batch is made here and now, however long that takes.
         """
+        batch = self._quick.take() if self._quick is not None else None
+        return batch if batch is not None else self._take_slowly(timeout)
+
+    def _take_slowly(self, timeout: float | None) -> Batch | None:
+        """A batch that may have to be waited for."""
         if self._exhausted:
             return None
         try:
-            quick = self._quick
-            batch = quick.take() if quick is not None else None
-            if batch is None:
-                batch = self._take_slowly(timeout)
+            batch = self._wait_for_one(timeout)
             if batch is not None and batch._origin is not None:
-                self._position = batch._origin.position  # the last thing: a batch lost before that is given again
+                self._origin = batch._origin
+                if self._quick is not None:
+                    self._quick.origin = None  # the last thing: a batch lost before that is given again
             return batch
         except Exception:
             raise
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
+            self._origin, self._quick = self._latest(), None
             if self._pipeline is not None:
-                self._pipeline.interrupted, self._quick = True, None
+                self._pipeline.interrupted = True
             raise
 
-    def _take_slowly(self, timeout: float | None) -> Batch | None:
-        """A batch that may have to be waited for, and everything that is to be written down of it."""
+    def _wait_for_one(self, timeout: float | None) -> Batch | None:
+        """The same, with everything that is to be written down of it."""
         begun = time.perf_counter()
         self.telemetry.entering(begun)
         try:
@@ -227,22 +234,19 @@ class AsyncDataLoader:
 
     def _take(self, timeout: float | None) -> Batch | None:
         assert self._pipeline is not None
-        options = self._options
-        if options.device is None:
+        if (options := self._options).device is None:
             return self._pipeline.next(timeout)
         if self._feed is None:
             from penstock.feed.cargo import open_feed
 
-            self._feed = open_feed(
-                options.device, self._pipeline.next, self._pipeline.poll, options.device_prefetch,
-                options.device_preprocess, self.telemetry.clock,
-            )  # fmt: skip
+            take, poll, hook = self._pipeline.next, self._pipeline.poll, options.device_preprocess
+            self._feed = open_feed(options.device, take, poll, options.device_prefetch, hook, self.telemetry.clock)
             self.telemetry.device = self._feed.told
         cargo = self._feed.next(timeout)
         return None if cargo is None else cargo.batch
 
     def _interrupted(self) -> bool:
-        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed))
+        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed, self._quick))
 
     # Starting and stopping
 
@@ -256,9 +260,9 @@ class AsyncDataLoader:
         """Start the workers, if they do not run yet."""
         if self._pipeline is not None:
             return self
-        if self._needs_agreement() and self._agreement is None:
-            self._agreement = RankAgreement(self._options.shard, self.telemetry.clock)
         options, begun = self._options, time.perf_counter()
+        if self._agreement is None and options.must_agree(self._source.even):
+            self._agreement = RankAgreement(options.shard, self.telemetry.clock)
         run = options.run(self._state, self._skip, self.telemetry.clock)
         pipeline = Pipeline(
             self._source, run, workers=options.workers, cpus=options.cpus, restart=options.restart_workers
@@ -314,15 +318,13 @@ class AsyncDataLoader:
                 self.telemetry.left()
                 self._tuned |= self._tuner.values() if self._tuner is not None else {}
                 self._pipeline = self._tuner = self._quick = None
-            self._position = None
+            self._origin = None
 
     def __enter__(self) -> Self:
         self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     # State
@@ -368,14 +370,19 @@ class AsyncDataLoader:
         return TorchDataset(self, shift=shift)
 
     def _current(self) -> State:
-        return self._state if self._position is None else self._state.after(self._position())
+        origin = self._latest()
+        return self._state if origin is None else self._state.after(origin.position())
+
+    def _latest(self) -> Origin | None:
+        """Of the last batch that was handed out."""
+        quick = self._quick.origin if self._quick is not None else None
+        return self._origin if quick is None else quick
 
     def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
         if self._mixture is not None and not weights:
             weights = ((0, self._mixture.mixture.weights),)
-        return anew(
-            self._source, self._options, lanes=lanes, first=first, batch=batch, skip=self._skip, weights=weights
-        )
+        options, skip = self._options, self._skip
+        return anew(self._source, options, lanes=lanes, first=first, batch=batch, skip=skip, weights=weights)
 
     # Watching
 
@@ -391,9 +398,3 @@ class AsyncDataLoader:
     def pause(self, name: str) -> AbstractContextManager[None]:
         """`with loader.pause("eval"):` keeps evaluation, a checkpoint and the like apart from the run's own time."""
         return self.telemetry.pause(name)
-
-    # Checks
-
-    def _needs_agreement(self) -> bool:
-        options = self._options
-        return options.epochs is not None and options.shard.mod > 1 and not options.alone and not self._source.even

@@ -58,6 +58,10 @@ class Options:
     warmup_timeout: float
     report_docs: int
 
+    def must_agree(self, even: bool) -> bool:
+        """Whether ranks have to agree on the end of the stream: it ends, and not for all of them at once by itself."""
+        return self.epochs is not None and self.shard.mod > 1 and not self.alone and not even
+
     def batches(self, length: int | None) -> int:
         """Batches of one pass over so many rows or samples."""
         if length is None or self.epochs is None:

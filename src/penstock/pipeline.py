@@ -138,10 +138,11 @@ class Pipeline:
         if self._queue is not None:
             self._watch(self._queue.depth)
 
-    def _watch(self, depth: int) -> None:
+    def _watch(self, depth: int, batches: int = 1) -> None:
+        """With what is left in the queue, after so many batches were taken since the last look at it."""
         if self._low < 0 or self._capacity < 2:
             return  # said already, or a queue that every batch leaves empty
-        self._low = self._low + 1 if depth * 2 < self._capacity else 0
+        self._low = self._low + batches if depth * 2 < self._capacity else 0
         if self._low >= LOW_BATCHES:
             self._low = -1
             log.warning(

@@ -131,8 +131,11 @@ class Tally:
 
     def took_ready(self, steps: list[Ready]) -> None:
         """Calls of `next` that found their batch ready, one after the other."""
-        for begun, now, tokens, _ in steps:
-            self.took(begun, now, tokens)
+        self.wait_s += sum([now - begun for begun, now, _, _ in steps])
+        self.first = steps[0][0] if self.first is None else self.first
+        self.last = steps[-1][1]
+        self.batches += len(steps)
+        self.tokens += sum([tokens for _, _, tokens, _ in steps])
 
     def keep(self, pipeline: Pipeline) -> None:
         """Carry over what a pipeline that ends has counted."""

@@ -67,7 +67,13 @@ class Prefetcher(Generic[T]):
         self._weigh = weigh
         self._weights: deque[int] = deque()
         self._blocked = False
-        self._made = self._moved = self._counted = self._owed = self._surplus = 0
+        self.made = 0
+        """Items so far."""
+        self.moved = 0
+        """Of these, those that have left the queue for this side of it, or been taken."""
+        self.look_at = 0
+        """With no more items at hand than this, there is something for `refill` to do."""
+        self._counted = self._owed = self._surplus = 0
         self.first_made: float | None = None
         """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
@@ -93,7 +99,7 @@ class Prefetcher(Generic[T]):
 
     @property
     def depth(self) -> int:
-        return self._made - self._moved + len(self.at_hand)
+        return self.made - self.moved + len(self.at_hand)
 
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
@@ -124,7 +130,7 @@ class Prefetcher(Generic[T]):
 
     def refill(self) -> None:
         """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
-        if self._owed + self._moved - len(self.at_hand) - self._counted >= self._capacity // 2:
+        if self._owed + self.moved - len(self.at_hand) - self._counted >= self._capacity // 2:
             self._return_slots()
         while self._ready.qsize() > 0:
             items = self._ready.get_nowait()
@@ -135,16 +141,22 @@ class Prefetcher(Generic[T]):
 
     def _move(self, items: list[T]) -> None:
         self.at_hand.extend(items)
-        self._moved += len(items)
+        self.moved += len(items)
+        self._look_later()
 
     def _count(self) -> None:
         """The slots of items that were taken since the last time are owed, but for those lent for a warmup."""
-        taken = self._moved - len(self.at_hand) - self._counted
+        taken = self.moved - len(self.at_hand) - self._counted
         self._counted += taken
         weight = taken if self._weigh is None else sum(self._weights.popleft() for _ in range(taken))
         lent = min(weight, self._surplus)
         self._surplus -= lent
         self._owed += weight - lent
+        self._look_later()
+
+    def _look_later(self) -> None:
+        """When enough of what is at hand has been taken for its slots to be worth giving back, or all of it."""
+        self.look_at = max(0, self.moved - self._counted + self._owed - self._capacity // 2)
 
     def _get(self, timeout: float | None) -> list[T] | _End:
         try:
@@ -179,7 +191,7 @@ class Prefetcher(Generic[T]):
             raise
         if not items:
             return self._finish(None)
-        self._made += len(items)
+        self.made += len(items)
         self._return_slots()
         for _ in items:  # the queue is empty, so there are as many, but for those that a warmup gets back
             try:
@@ -205,6 +217,7 @@ class Prefetcher(Generic[T]):
         for _ in range(self._owed):
             self._slots.put(True)
         self._owed = 0
+        self._look_later()
 
     def fill(self, items: int, timeout: float) -> int:
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
@@ -241,6 +254,7 @@ class Prefetcher(Generic[T]):
         else:
             self._surplus -= change
             self._take_back()
+        self._look_later()
 
     def _take_back(self) -> None:
         """Slots lent for a warmup that were not used are taken back; the others as their items go."""
@@ -356,7 +370,7 @@ class Prefetcher(Generic[T]):
     def _hand_over(self, items: list[T]) -> None:
         if self.first_made is None:
             self.first_made = time.monotonic()
-        self._made += len(items)
+        self.made += len(items)
         self._ready.put(items)
         self._wake()
 

@@ -11,12 +11,13 @@ State: none but the queue's. What is to be written down of a step is jotted down
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 
-from penstock.encode.batch import Batch
+from penstock.encode.batch import Batch, Origin
 from penstock.feed.prefetch import Prefetcher
 from penstock.watch.telemetry import JOTTED, JOTTED_S, Telemetry
 
@@ -38,42 +39,53 @@ class Quick:
     """Takes batches that stand ready."""
 
     def __init__(
-        self, queue: Prefetcher[Batch], telemetry: Telemetry, low: Callable[[int], None], *, tensors: bool
+        self, queue: Prefetcher[Batch], telemetry: Telemetry, watch: Callable[[int, int], None], *, tensors: bool
     ) -> None:
-        """`low` is told what is left in the queue while it is less than half full, and once when it no longer is."""
+        """`watch` is told now and then what stands ready, and how many batches were taken since."""
+        self.origin: Origin | None = None
+        """Of the last batch that was taken here, if it is the last one of all."""
+        self.interrupted = False
+        """Whether something like Ctrl-C came while a batch was taken: it may be lost."""
         self._queue = queue
         self._at_hand = queue.at_hand
-        self._half = max(1, queue.capacity // 2)
         self._telemetry = telemetry
         self._jotted = telemetry.jotted
-        self._low = low
-        self._was_low = False
+        self._watch = watch
+        self._watched = queue.moved - len(queue.at_hand)
         self._tensors = tensors
         self._forks = _Forks.count
 
     def take(self) -> Batch | None:
         """A batch, at once or not at all. Whatever can be done without a call of Python's is."""
         begun = perf_counter()
-        at_hand = self._at_hand
-        left = len(at_hand) - 1
-        if left <= self._half:
-            self._queue.refill()
-            left = len(at_hand) - 1
-        if left < 0 or _Forks.count != self._forks:
-            return None
+        queue, at_hand = self._queue, self._at_hand
         try:
-            batch = at_hand.popleft()
-        except IndexError:
-            return None  # the queue was closed, by another thread
-        if self._tensors and isinstance(batch.inputs, np.ndarray):
-            batch.to_torch()
-        low = left < self._half
-        if low or self._was_low:
-            self._was_low = low
-            self._low(left)
-        jotted = self._jotted
-        now = self._queue.left_at = perf_counter()
-        jotted.append((begun, now, batch._tokens, left))
-        if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
-            self._telemetry.settle()
-        return batch
+            if len(at_hand) <= queue.look_at:
+                self._refill()
+            if _Forks.count != self._forks:
+                return None
+            try:
+                batch = at_hand.popleft()
+            except IndexError:
+                return None  # none stands ready, or another thread has closed the queue
+            if self._tensors and isinstance(batch.inputs, np.ndarray):
+                batch.to_torch()
+            now = queue.left_at = perf_counter()
+            jotted = self._jotted
+            jotted.append((begun, now, batch._tokens, queue.made - queue.moved + len(at_hand)))
+            if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
+                self._telemetry.settle()
+            self.origin = batch._origin  # the last thing: a batch lost before that is given again
+            return batch
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
+            self.interrupted, self._at_hand = True, deque()
+            raise
+
+    def _refill(self) -> None:
+        queue = self._queue
+        queue.refill()
+        taken = queue.moved - len(queue.at_hand)
+        self._watch(queue.depth, taken - self._watched)
+        self._watched = taken

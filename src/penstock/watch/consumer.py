@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from penstock.watch.window import Step, Window
@@ -142,32 +143,32 @@ class Consumer:
         self._tried_s += wait
         self._tried_by = {"batch": wait} if self._tried_by is None else _add(dict(self._tried_by), {"batch": wait})
         self.took(tokens, depth)
-        assert self.last is not None
-        last, ended = self.last, []
-        for begun, now, more, depth in steps[1:]:
-            wait = now - begun
-            ended.append(_lasted(last, max(last.wait, begun - last.begin - self._paused_before)))
-            self._paused_before = 0.0
-            last = Step(begun, wait, 0.0, more, {"batch": wait})
-            handed += wait
-            tokens += more
-            self._depths += depth
-        if ended:
+        rest = steps[1:]
+        if rest:
+            assert self.last is not None
+            first = self.last
+            wall = max(first.wait, rest[0][0] - first.begin - self._paused_before)
+            ended = [_lasted(first, wall)]
+            ended += [Step(a, b - a, c - a, n, {"batch": b - a}) for (a, b, n, _), (c, *_) in pairwise(rest)]
+            begun, now, tokens, _ = rest[-1]
+            self.last, self._paused_before = Step(begun, now - begun, 0.0, tokens, {"batch": now - begun}), 0.0
             self._end_steps(ended)
-            self.last = last
-            self.steps += len(ended)
-            self.tokens_total += tokens - steps[0][2]
+            more = sum([n for _, _, n, _ in rest])
+            handed += sum([b - a for a, b, _, _ in rest])
+            self.steps += len(rest)
+            self.tokens_total += more
+            self._depths += sum([depth for *_, depth in rest])
+            if self._since is not None:
+                self._since.tokens += more
         _add(self.wait_s, {"batch": handed})
         if self._since is not None:
             self._since.wait += handed
-            self._since.tokens += tokens - steps[0][2]
             _add(self._since.charges, {"batch": handed})
 
     def _end_steps(self, ended: list[Step]) -> None:
-        self.wall_s += sum(step.wall for step in ended)
+        self.wall_s += sum([step.wall for step in ended])
         self.paused.last_s = 0.0
-        for step in ended if self.finished is not None else ended[1:]:
-            self.window.add(step)
+        self.window.add(*(ended if self.finished is not None else ended[1:]))
         self.finished = ended[-1]
 
     def pause(self, name: str, seconds: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 WINDOW = 512
@@ -62,17 +63,19 @@ class Window:
         self._sorted: tuple[int, list[float]] = (-STALE, [])
         self._by_stage: tuple[int, dict[str, float]] = (-1, {})
 
-    def add(self, step: Step) -> None:
-        if len(self.steps) == self._size:
-            old = self.steps[0]
+    def add(self, *steps: Step) -> None:
+        """The steps that followed."""
+        steps = steps[-self._size :]
+        for old in list(islice(self.steps, max(0, len(self.steps) + len(steps) - self._size))):
             self.wait -= old.wait
             self.wall -= old.wall
             self.tokens -= old.tokens
-        self.steps.append(step)
-        self.wait += step.wait
-        self.wall += step.wall
-        self.tokens += step.tokens
-        self._added += 1
+        self.steps.extend(steps)
+        for step in steps:
+            self.wait += step.wait
+            self.wall += step.wall
+            self.tokens += step.tokens
+        self._added += len(steps)
 
     @property
     def by_stage(self) -> dict[str, float]:
