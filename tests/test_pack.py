@@ -142,6 +142,38 @@ def test_a_packer_continues_at_any_row_from_its_place(
     assert drain(packer(packing, documents, seq_len, place, shuffle), 4) == whole[at:]
 
 
+@pytest.mark.parametrize("packing", ["concat", "bos", "best_fit"])
+@given(documents=windows_of, seq_len=st.integers(1, 10), n=st.integers(1, 9))
+def test_rows_that_a_packer_says_it_holds_need_no_further_window(
+    packing: Packing, documents: list[list[list[int]]], seq_len: int, n: int
+) -> None:
+    source, asked = iter(windows(documents)), 0
+
+    def next_window() -> Window | None:
+        nonlocal asked
+        asked += 1
+        return next(source, None)
+
+    rows = make_packer(packing, next_window, Place(), seq_len, 7, DTYPE, keep_tail=True, track=False)
+    given = -1
+    while given:
+        held, before = rows.holds(n), asked
+        given = sum(len(part.ids) for part in rows.rows(n))
+        assert not held or (given == n and asked == before)
+
+
+def test_a_packer_holds_what_is_left_of_its_window() -> None:
+    window = [[list(range(1, 101)), list(range(1, 101))]]
+    stream, fitted = packer("concat", window, 10), packer("best_fit", window, 9)
+    for rows in (stream, fitted):
+        assert not rows.holds(1), "nothing has been asked for yet"
+        rows.rows(1)
+        assert rows.holds(5)
+        assert not rows.holds(100)
+    assert stream.holds(18)
+    assert not stream.holds(19), "that takes 191 ids, and 190 are left"
+
+
 @given(lengths=st.lists(st.integers(1, 50), max_size=200))
 def test_best_fit_never_overfills_and_leaves_no_two_rows_that_fit_together(lengths: list[int]) -> None:
     rows, columns = best_fit(np.array(lengths, np.int64), 50)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset
 from penstock.errors import LoaderClosed
 from penstock.feed import prefetch
 from penstock.feed.prefetch import Prefetcher
@@ -183,17 +183,103 @@ def test_closing_waits_for_whoever_makes_items(eager: None, maker: Maker) -> Non
     assert not taker.is_alive()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_needs_no_waiting_is_made_at_once(eager: None, maker: Maker, waits: bool) -> None:
+    queue = Prefetcher(maker, 8, at_once=lambda: not waits)
+    queue.start()
+    try:
+        taken = make_here(queue, maker)
+        while queue.at_hand:
+            assert queue.get() == taken
+            taken += 1
+        made = maker.here()
+        queue.make_at_once(time.perf_counter())
+        assert maker.here() - made == (not waits)
+        assert list(queue.at_hand) == ([] if waits else [taken, taken + 1, taken + 2])
+    finally:
+        queue.stop()
+        assert queue.join(30)
+
+
+def test_nobody_makes_at_once_what_somebody_else_has_made_or_is_making(eager: None, maker: Maker) -> None:
+    queue = Prefetcher(maker, 8, at_once=lambda: True)
+    queue.start()
+    try:
+        assert queue.fill(6, 30) >= 6
+        queue.make_at_once(time.perf_counter())
+        assert not queue.at_hand, "what stands ready comes first"
+        taken = make_here(queue, maker)
+        while queue.at_hand:
+            assert queue.get() == taken
+            taken += 1
+        with queue._making:
+            made = maker.here()
+            queue.make_at_once(time.perf_counter())
+            assert maker.here() == made
+        assert queue.get() == taken
+    finally:
+        queue.stop()
+        assert queue.join(30)
+
+
+def test_the_end_and_a_failure_come_where_they_would_have_come(eager: None) -> None:
+    for fault in (None, OSError("gone")):
+        maker = Maker(end=600)
+
+        def fail(first: int, fault: OSError | None = fault, end: int = maker.end) -> None:
+            if fault is not None and first >= end:
+                raise fault
+
+        maker.before = fail
+        queue = Prefetcher(maker, 8, at_once=lambda: True)
+        queue.start()
+        try:
+            given: list[int] = []
+            while len(given) < 600:
+                queue.make_at_once(time.perf_counter())
+                taken = queue.get()
+                assert taken is not None
+                given.append(taken)
+            assert given == list(range(600))
+            queue.make_at_once(time.perf_counter())
+            assert not queue.at_hand
+            if fault is None:
+                assert queue.get() is None
+            else:
+                with pytest.raises(OSError, match="gone"):
+                    queue.get()
+        finally:
+            queue.stop()
+            assert queue.join(30)
+
+
 # Through the loader
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_loader_that_is_drained_gives_the_same_stream(eager: None, corpus: Path, workers: int) -> None:
-    text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16)
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "concat": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16),
+    "bos": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16, packing="bos"),
+    "best_fit": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16, packing="best_fit"),
+    "rows": lambda corpus: SyntheticDataset(vocab_size=100, seq_len=16, num_samples=2_000, seed=1),
+    "mixture": lambda corpus: Mixture({"a": (KINDS["concat"](corpus), 0.7), "b": (KINDS["rows"](corpus), 0.3)}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("workers", "lanes"), [(1, 1), (2, 1), (2, 3)])
+def test_a_loader_that_is_drained_gives_the_same_stream(
+    eager: None, corpus: Path, kind: str, workers: int, lanes: int
+) -> None:
     streams = []
     for n_workers in (0, workers):
-        with AsyncDataLoader(text, 4, seed=3, epochs=1, output="numpy", n_workers=n_workers) as loader:
-            streams.append([batch.inputs.tolist() for batch in loader])
+        how: dict[str, Any] = {"lanes": lanes} if kind != "rows" else {}
+        with AsyncDataLoader(
+            KINDS[kind](corpus), 4, seed=3, shuffle=True, output="numpy", n_workers=n_workers, **how
+        ) as loader:
+            streams.append([next(loader).inputs.tolist() for _ in range(500)])
+            state = loader.state_dict()
     assert streams[0] == streams[1]
+    assert state["batch"] == 500
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -229,7 +229,7 @@ class AsyncDataLoader:
         if batch is not None:
             if self._options.tensors:
                 batch.to_torch()
-            self._pipeline.watch()
+            self._pipeline.watch([self._pipeline.depth])
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:

@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from penstock.config import default_workers
@@ -79,7 +80,8 @@ class Pipeline:
             # Batches whose size is not known beforehand take slots by their bytes.
             weigh = None if source.row_bytes() else _Weigh(run.queue_bytes // run.prefetch_size)
             self._weighs = weigh is not None
-            self._queue = Prefetcher(self._producer.next, run.prefetch_size, cpus, weigh, run.clock)
+            produce, at_once = self._producer.next, self._producer.at_once
+            self._queue = Prefetcher(produce, run.prefetch_size, cpus, weigh, run.clock, at_once)
             self._queue.start()
 
     # For the loader
@@ -111,7 +113,7 @@ class Pipeline:
         """A shorter way than `next`, for batches that stand ready; None where it cannot be gone."""
         if self._queue is None or self._weighs:
             return None
-        return Quick(self._queue, telemetry, self._watch, tensors=self._run.tensors)
+        return Quick(self._queue, telemetry, tensors=self._run.tensors)
 
     def poll(self) -> Batch | None:
         """A batch that stands ready, if there is one."""
@@ -133,22 +135,22 @@ class Pipeline:
     def depth(self) -> int:
         return self._queue.depth if self._queue is not None else 0
 
-    def watch(self) -> None:
-        """Notice, at each batch that is taken, that the workers do not keep up, and say so once."""
-        if self._queue is not None:
-            self._watch(self._queue.depth)
-
-    def _watch(self, depth: int, batches: int = 1) -> None:
-        """With what is left in the queue, after so many batches were taken since the last look at it."""
-        if self._low < 0 or self._capacity < 2:
+    def watch(self, depths: Iterable[int]) -> None:
+        """Notice, by what each batch left in the queue, that the workers do not keep up, and say so once."""
+        if self._low < 0 or self._capacity < 2 or self._queue is None:
             return  # said already, or a queue that every batch leaves empty
-        self._low = self._low + batches if depth * 2 < self._capacity else 0
-        if self._low >= LOW_BATCHES:
-            self._low = -1
-            log.warning(
-                "the queue has been less than half full for %d batches: %d workers do not keep up. "
-                "Give them more cores (n_workers=…), or less to do.", LOW_BATCHES, self._pool.n_workers,
-            )  # fmt: skip
+        for depth in depths:
+            self._low = self._low + 1 if depth * 2 < self._capacity else 0
+            if self._low >= LOW_BATCHES:
+                self._warn()
+                return
+
+    def _warn(self) -> None:
+        self._low = -1
+        log.warning(
+            "the queue has been less than half full for %d batches: %d workers do not keep up. "
+            "Give them more cores (n_workers=…), or less to do.", LOW_BATCHES, self._pool.n_workers,
+        )  # fmt: skip
 
     def totals(self) -> dict[str, int]:
         """What was read into the stream, what packing left out or added, and workers that were replaced."""

@@ -50,6 +50,9 @@ class BestFitPacker:
             out.append(taken)
         return out
 
+    def holds(self, n: int) -> bool:
+        return self._group is not None and len(self._group.ids) - self._row >= n
+
     def mark(self) -> Mark | Place:
         if self._window is None:
             return self._start

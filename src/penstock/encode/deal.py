@@ -165,6 +165,11 @@ class Batcher:
             self._raise_failure()
         return batches
 
+    def at_once(self) -> bool:
+        """Whether the next batches can be made without waiting for anybody."""
+        rows = -(-self._size * self._batch_size // len(self._packers))
+        return not self._ended and self._failed is None and all(packer.holds(rows) for packer in self._packers)
+
     def _raise_failure(self) -> None:
         if self._failed is not None:
             raise self._failed

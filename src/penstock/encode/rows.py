@@ -84,6 +84,9 @@ class Packer(Protocol):
     def rows(self, n: int) -> list[Rows]:
         """The next `n` rows; fewer only at the end of a finite stream, or before a failure."""
 
+    def holds(self, n: int) -> bool:
+        """Whether the next `n` rows can be given without waiting for anybody."""
+
     def mark(self) -> Marked:
         """Where the next row begins."""
 

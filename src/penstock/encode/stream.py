@@ -114,6 +114,11 @@ class StreamPacker:
             out += self._tail()
         return out
 
+    def holds(self, n: int) -> bool:
+        if self._aligned or self._window is None:
+            return False  # how many tokens it takes until documents have begun so many rows is not known
+        return self._windows[-1][0] + self._window.map.tokens - self._at > n * self._seq_len
+
     def mark(self) -> Mark | Place:
         return mark_at(self._windows, self._at) if self._windows else self._start
 

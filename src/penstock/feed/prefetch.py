@@ -49,8 +49,10 @@ class Prefetcher(Generic[T]):
         cpus: frozenset[int] | None = None,
         weigh: Callable[[T], int] | None = None,
         clock: Clock | None = None,
+        at_once: Callable[[], bool] | None = None,
     ) -> None:
-        """`weigh` says how many slots an item takes, where they differ in size; by default one."""
+        """`weigh` says how many slots an item takes, where they differ in size; by default one. `at_once` says whether
+        the next items can be made without waiting for anybody."""
         self._clock = clock or Quiet()
         self._track = self._clock.new_track("penstock-producer")
         self._produce = produce
@@ -63,7 +65,8 @@ class Prefetcher(Generic[T]):
         self._slots: SimpleQueue[bool] = SimpleQueue()
         for _ in range(capacity):
             self._slots.put(True)
-        self._capacity = capacity
+        self.capacity = capacity
+        """How many items may stand ready: `resize` changes it."""
         self._weigh = weigh
         self._weights: deque[int] = deque()
         self._blocked = False
@@ -81,6 +84,7 @@ class Prefetcher(Generic[T]):
         self._making = threading.Lock()
         """Held from the making of items until they are handed over, so that they stay in order."""
         self._helps = weigh is None and cpus is None
+        self._at_once = at_once
         self._turn = threading.Condition()
         self._lease = 0.0
         """Until then the producer leaves the making of items to whoever takes them."""
@@ -92,10 +96,6 @@ class Prefetcher(Generic[T]):
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     @property
     def depth(self) -> int:
@@ -124,13 +124,14 @@ class Prefetcher(Generic[T]):
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self._count()
-        self._return_many()
+        if self._owed >= self.capacity // 2:
+            self._return_slots()
         self.left_at = perf_counter()
         return item
 
     def refill(self) -> None:
         """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
-        if self._owed + self.moved - len(self.at_hand) - self._counted >= self._capacity // 2:
+        if self._owed + self.moved - len(self.at_hand) - self._counted >= self.capacity // 2:
             self._return_slots()
         while self._ready.qsize() > 0:
             items = self._ready.get_nowait()
@@ -156,7 +157,7 @@ class Prefetcher(Generic[T]):
 
     def _look_later(self) -> None:
         """When enough of what is at hand has been taken for its slots to be worth giving back, or all of it."""
-        self.look_at = max(0, self.moved - self._counted + self._owed - self._capacity // 2)
+        self.look_at = max(0, self.moved - self._counted + self._owed - self.capacity // 2)
 
     def _get(self, timeout: float | None) -> list[T] | _End:
         try:
@@ -175,6 +176,19 @@ class Prefetcher(Generic[T]):
             self._end_lease()
         with self._clock.stage(WAIT, self._track):
             return self._ready.get(timeout=timeout)
+
+    def make_at_once(self, now: float) -> None:
+        """Make items for somebody who only takes them and has none at hand, if that needs no waiting."""
+        if not self._helps or self._at_once is None or now - self.left_at >= EAGER_S or not self._ready.empty():
+            return
+        if self._making.acquire(blocking=False):
+            try:
+                if self._end is None and self._at_once():
+                    items = self._make_here()
+                    if not isinstance(items, _End):
+                        self._move(items)
+            finally:
+                self._making.release()
 
     def _make_here(self) -> list[T] | _End:
         """What the producer would make next, by whoever wants it."""
@@ -206,13 +220,9 @@ class Prefetcher(Generic[T]):
             self._lease = 0.0
             self._turn.notify()
 
-    def _return_many(self) -> None:
+    def _return_slots(self) -> None:
         # To wake the producer costs more than to take an item, and half of the queue is left to take while it makes
         # more: it is woken for several at once.
-        if self._owed >= self._capacity // 2:
-            self._return_slots()
-
-    def _return_slots(self) -> None:
         self._count()
         for _ in range(self._owed):
             self._slots.put(True)
@@ -224,7 +234,7 @@ class Prefetcher(Generic[T]):
         deadline = time.monotonic() + timeout
         self._end_lease()
         self._return_slots()
-        for _ in range(items - self._capacity - self._surplus):
+        for _ in range(items - self.capacity - self._surplus):
             self._surplus += 1
             self._slots.put(True)
         with self._filled:
@@ -244,8 +254,8 @@ class Prefetcher(Generic[T]):
     def resize(self, capacity: int) -> None:
         """Keep more or fewer items ready from now on. On the thread that takes them."""
         self._return_slots()  # of a small queue, these may be all there are
-        change = capacity - self._capacity
-        self._capacity = capacity
+        change = capacity - self.capacity
+        self.capacity = capacity
         if change > 0:
             back = min(change, self._surplus)
             self._surplus -= back
@@ -296,6 +306,9 @@ class Prefetcher(Generic[T]):
                 with self._making:
                     if self._end is not None or self._stopped:
                         return
+                    if self._lease:
+                        self._slots.put(True)  # somebody has made items meanwhile, and goes on
+                        continue
                     items = self._make()
                     if not items:
                         self._finish(None)
@@ -342,7 +355,7 @@ class Prefetcher(Generic[T]):
         return items
 
     def _weight(self, item: T) -> int:
-        return 1 if self._weigh is None else max(1, min(self._weigh(item), self._capacity))
+        return 1 if self._weigh is None else max(1, min(self._weigh(item), self.capacity))
 
     def _acquire(self, item: T) -> bool:
         """Wait for the slots that an item takes. False if it is time to stop."""

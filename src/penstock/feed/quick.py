@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -38,10 +37,7 @@ os.register_at_fork(after_in_child=_Forks.add)  # os.getpid() at each batch woul
 class Quick:
     """Takes batches that stand ready."""
 
-    def __init__(
-        self, queue: Prefetcher[Batch], telemetry: Telemetry, watch: Callable[[int, int], None], *, tensors: bool
-    ) -> None:
-        """`watch` is told now and then what stands ready, and how many batches were taken since."""
+    def __init__(self, queue: Prefetcher[Batch], telemetry: Telemetry, *, tensors: bool) -> None:
         self.origin: Origin | None = None
         """Of the last batch that was taken here, if it is the last one of all."""
         self.interrupted = False
@@ -50,8 +46,6 @@ class Quick:
         self._at_hand = queue.at_hand
         self._telemetry = telemetry
         self._jotted = telemetry.jotted
-        self._watch = watch
-        self._watched = queue.moved - len(queue.at_hand)
         self._tensors = tensors
         self._forks = _Forks.count
 
@@ -61,7 +55,9 @@ class Quick:
         queue, at_hand = self._queue, self._at_hand
         try:
             if len(at_hand) <= queue.look_at:
-                self._refill()
+                queue.refill()
+                if not at_hand:
+                    queue.make_at_once(begun)
             if _Forks.count != self._forks:
                 return None
             try:
@@ -82,10 +78,3 @@ class Quick:
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
             self.interrupted, self._at_hand = True, deque()
             raise
-
-    def _refill(self) -> None:
-        queue = self._queue
-        queue.refill()
-        taken = queue.moved - len(queue.at_hand)
-        self._watch(queue.depth, taken - self._watched)
-        self._watched = taken

@@ -180,6 +180,10 @@ class IndexedProducer:
         self._samples += min(len(group.samples), len(made.batches) * group.size)
         return made.batches
 
+    def at_once(self) -> bool:
+        """Whether the next batches can be made without waiting for anybody."""
+        return self._cheap and self._own is not self._pool and self._failed is None
+
     def totals(self) -> dict[str, int]:
         return {} if self.rows_known else {"documents": self._samples}
 

@@ -109,6 +109,9 @@ class IndexedPacker:
             n -= len(rows.ids)
         return out
 
+    def holds(self, n: int) -> bool:
+        return self._rest is not None and len(self._rest.ids) >= n
+
     def mark(self) -> IndexedPlace:
         return IndexedPlace(self._base, self._next)
 

@@ -177,6 +177,10 @@ class IterableProducer:
             batch.to_torch()
         return [batch]
 
+    def at_once(self) -> bool:
+        """Never: somebody else's iterable may take as long as it likes."""
+        return False
+
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}
 

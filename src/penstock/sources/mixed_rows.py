@@ -221,6 +221,9 @@ class MixPacker:
                 n -= len(rows.ids)
         return out
 
+    def holds(self, n: int) -> bool:
+        return bool(self._parts) and all(part.packer.holds(n) for part in self._parts)
+
     def mark(self) -> Marked:
         if not self._parts:
             at_start: Marked = self._start._replace(epoch=self._epoch, row=self._row)

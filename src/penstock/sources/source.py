@@ -70,6 +70,9 @@ class Producer(Protocol):
     def next(self) -> list[Batch]:
         """The next batches; none at the end of a finite stream."""
 
+    def at_once(self) -> bool:
+        """Whether the next batches can be made without waiting for anybody."""
+
     def totals(self) -> dict[str, int]:
         """What was read into the stream, by name as in `Stats`."""
 
@@ -197,7 +200,7 @@ class RowsProducer:
             state=run.state,
             clock=run.clock,
         )
-        self.next = self._batcher.next
+        self.next, self.at_once = self._batcher.next, self._batcher.at_once
         self.bad = lanes.bad
         self.stop = lanes.stop
         self.close = lanes.close

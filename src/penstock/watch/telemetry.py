@@ -61,6 +61,7 @@ class Observed(Protocol):
     def known(self) -> Known: ...
     def gauges(self) -> dict[str, Any]: ...
     def queue(self) -> tuple[int, int]: ...
+    def watch(self, depths: Iterable[int]) -> None: ...
 
 
 class Telemetry:
@@ -76,6 +77,8 @@ class Telemetry:
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
+        self.watch: Callable[[list[int]], None] = _no_watch
+        """Told what each batch that stood ready left in the queue."""
         self.queue: Callable[[], tuple[int, int]] = _no_queue
         """Batches that stand ready, and how many may."""
         self.device: Callable[[], float | None] | None = None
@@ -145,6 +148,7 @@ class Telemetry:
             steps = self.jotted[:]
             self.jotted.clear()
             self.tally(steps)
+            self.watch([depth for *_, depth in steps])
             self._enter(steps[0][0])
             self._consumer.took_ready(steps)
 
@@ -181,6 +185,7 @@ class Telemetry:
         """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
         self.ledger.spent("open", begun, perf_counter())
         self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
+        self.watch = pipeline.watch
         self.cores = available_cores()
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
@@ -195,6 +200,7 @@ class Telemetry:
         """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
         known = self.known()
         self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
+        self.watch = _no_watch
         self.clock.fold()
 
     def failed(self, begun: float, now: float, error: BaseException) -> None:
@@ -373,6 +379,9 @@ def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[flo
 
 
 def _no_tally(steps: list[Ready]) -> None: ...
+
+
+def _no_watch(depths: list[int]) -> None: ...
 
 
 def _no_queue() -> tuple[int, int]:
