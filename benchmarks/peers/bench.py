@@ -46,6 +46,9 @@ class Sizes:
     token_copies: int = 4
     passes: int = 8
     slow_batches: int = 300
+    settled: int = 1000
+    """Batches that come before the rate is measured: a second tokenizer is loaded meanwhile, or further processes started."""
+    slow_settled: int = 30
     paced: Mapping[float, int] = field(default_factory=lambda: {0.005: 200, 0.02: 80, 0.1: 30})
     followed: int = 120
     deadline_s: float = 180.0
@@ -56,7 +59,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    copies=1, token_copies=1, passes=1, slow_batches=20, paced=dict.fromkeys(PAUSES_S, 12),
+    copies=1, token_copies=1, passes=1, slow_batches=20, settled=5, slow_settled=2, paced=dict.fromkeys(PAUSES_S, 12),
     followed=20, deadline_s=120.0, stall_s=10.0, files=10, latency_ms=5.0,
 )  # fmt: skip
 
@@ -164,7 +167,8 @@ class Bench:
             tokens = entrant.group == PREPARED or "copy" in entrant.variant
             copies = 1 if entrant.slow else self._sizes.token_copies if tokens else self._sizes.copies
             case = self._case(entrant, copies, passes=self._sizes.passes if tokens else 1)
-            options = ["--batches", str(self._sizes.slow_batches)] if entrant.slow else []
+            options = ["--after", str(self._sizes.slow_settled if entrant.slow else self._sizes.settled)]
+            options += ["--batches", str(self._sizes.slow_batches)] if entrant.slow else []
             cold = "first batch, local" not in {key.partition("|")[0] for key in self.seen[entrant.name].numbers}
             outcome = self._run(entrant, "drain", case, *options)
             if outcome.what != "done" or outcome.first_s is None or not outcome.told["tokens"]:

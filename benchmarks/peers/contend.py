@@ -5,7 +5,8 @@ Out:   JSON lines on stdout: `first` with the monotonic time of the first batch;
        Whatever else the contender prints goes to stderr.
 Where: started by the driver, which reads memory and CPU time of the process and its children from outside.
 
-drain:  all batches, as fast as they come, or as many as were asked for.
+drain:  all batches, as fast as they come, or as many as were asked for; `steady` tells that batch `--after` has come, from
+        which on the rate is measured.
 pace:   a consumer that waits a while after each batch, as one does whose accelerator computes.
 follow: a digest of each batch; the state after batch `--save-at` goes to a file.
 """
@@ -60,14 +61,16 @@ class Run:
         self._given += 1
         return inputs, targets
 
-    def drain(self, batches: int) -> None:
-        """As fast as they come."""
+    def drain(self, batches: int, after: int) -> None:
+        """As fast as they come. Up to batch `after` a contender may still be loading what it needs."""
         begun = ended = time.perf_counter()
         while self._given < batches and self.next() is not None:
             ended = time.perf_counter()
-            if self._given == 1:
-                begun = ended
-        self.tell("done", seconds=ended - begun, tokens=(self._given - 1) * TOKENS, batches=self._given)
+            if self._given == after:
+                self.tell("steady")
+                begun = time.perf_counter()
+        counted = max(0, self._given - after)
+        self.tell("done", seconds=ended - begun, tokens=counted * TOKENS, batches=self._given)
 
     def pace(self, batches: int, pause_s: float) -> None:
         """With a pause after each. The first ones are not counted: the loader is filling up."""
@@ -121,6 +124,7 @@ def main() -> None:
     options.add_argument("what", choices=("drain", "pace", "follow", "prepare"))
     options.add_argument("case", type=Case.read)
     options.add_argument("--batches", type=int, default=sys.maxsize)
+    options.add_argument("--after", type=int, default=1)
     options.add_argument("--pause-s", type=float, default=0.0)
     options.add_argument("--save-at", type=int, default=0)
     options.add_argument("--save-to", default="")
@@ -135,7 +139,7 @@ def main() -> None:
                 return
             run = Run(args.case, out)
             if args.what == "drain":
-                run.drain(args.batches)
+                run.drain(args.batches, args.after)
             elif args.what == "pace":
                 run.pace(args.batches, args.pause_s)
             else:

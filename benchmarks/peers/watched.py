@@ -46,7 +46,7 @@ class Outcome:
     """From the start of the process to its first batch."""
     told: dict[str, Any] = field(default_factory=dict)
     cpu_s: float = 0.0
-    """Of process and children, from the first batch to the end of the work."""
+    """Of process and children, from the first batch, or the one from which on it is steady, to the end of the work."""
     cpu_all_s: float = 0.0
     """From the start."""
     peak_bytes: int = 0
@@ -108,6 +108,7 @@ def _watch(process: subprocess.Popen[str], begun: float, deadline_s: float) -> O
         told = json.loads(line)
         if told["what"] == "first":
             outcome.first_s = told["at"] - begun
+        if told["what"] in ("first", "steady"):
             cpu_first = cpu_s(process.pid)
             continue
         outcome.what, outcome.told = told["what"], told
