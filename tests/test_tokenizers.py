@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.metadata
 import json
 import logging
 import os
@@ -603,6 +604,20 @@ def test_the_verdict_is_remembered_on_disk(
     monkeypatch.setattr(tokenize, "compare", compare)
     assert load_tokenizer(vocabulary).engine.name == first == ("tokenizers" if differs else "gigatoken")
     assert len(warnings_in(caplog)) == (2 if differs else 0)
+
+
+def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for package in ("gigatoken", "tokenizers", "tiktoken"):
+        assert tokenize._version(package) == importlib.metadata.version(package)
+    assert tokenize._version("nothing_of_that_name") is None
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert tokenize._version("alone") is None, "nobody has installed it"
+    for version in ("1.0", "2.0"):  # what an upgrade that was cut off leaves behind
+        (tmp_path / f"alone-{version}.dist-info").mkdir()
+        (tmp_path / f"alone-{version}.dist-info" / "METADATA").write_text(f"Name: alone\nVersion: {version}\n")
+    assert tokenize._version("alone") == importlib.metadata.version("alone")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"])

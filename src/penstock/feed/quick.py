@@ -1,11 +1,12 @@
 """The shortest way from the queue to the trainer, for the usual case: batches stand ready.
 
 In:    the queue of ready batches.
-Out:   the next batch, or None where the long way has to be taken: none stands ready, or the stream is at its end.
+Out:   the next batch, or None where the long way has to be taken: none stands ready or can be made without waiting, or
+       the stream is at its end.
 Where: the trainer's thread.
-State: none but the queue's. What is to be written down of a step is jotted down here and written when some have
-       come together: after a step everything is out of the processor's caches, and it is code that has to
-       be fetched back, not work, that `next()` would otherwise take most of its time for.
+State: where the last batch came from; the rest is the queue's. What is to be written down of a step is jotted down here
+       and written when some have come together: after a step everything is out of the processor's caches, and it is
+       code that has to be fetched back, not work, that `next()` would otherwise take most of its time for.
 """
 
 from __future__ import annotations
