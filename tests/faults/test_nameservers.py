@@ -68,7 +68,7 @@ def alone() -> list[str]:
         ("refused", "http://[::1]:9/a.parquet", "refused"),
         ("no such name", "http://nowhere.example/a.parquet", "dns"),
         ("no answer", "http://nowhere.example/a.parquet", "dns"),
-        ("gone for good", "/a.parquet", "attempts in"),
+        ("gone for good", "/a.parquet", "attempt"),
     ],
 )
 def test_what_cannot_be_reached_is_an_error_in_time(

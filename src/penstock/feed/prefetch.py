@@ -306,9 +306,6 @@ class Prefetcher(Generic[T]):
                 with self._making:
                     if self._end is not None or self._stopped:
                         return
-                    if self._lease:
-                        self._slots.put(True)  # somebody has made items meanwhile, and goes on
-                        continue
                     items = self._make()
                     if not items:
                         self._finish(None)
