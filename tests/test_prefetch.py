@@ -253,6 +253,18 @@ def test_the_end_and_a_failure_come_where_they_would_have_come(eager: None) -> N
             assert queue.join(30)
 
 
+def test_an_end_that_comes_while_somebody_is_about_to_make_items_is_not_lost(eager: None, maker: Maker) -> None:
+    def ended() -> bool:
+        queue._finish(None)
+        return True
+
+    queue = Prefetcher(maker, 8, at_once=ended)  # not started: there is nobody else
+    now = queue.left_at = time.perf_counter()
+    queue.make_at_once(now)
+    assert queue.get(timeout=20) is None
+    assert queue.join(30)
+
+
 # Through the loader
 
 

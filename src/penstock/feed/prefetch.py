@@ -70,10 +70,8 @@ class Prefetcher(Generic[T]):
         self._weigh = weigh
         self._weights: deque[int] = deque()
         self._blocked = False
-        self.made = 0
-        """Items so far."""
-        self.moved = 0
-        """Of these, those that have left the queue for this side of it, or been taken."""
+        self.made = self.moved = 0
+        """Items so far; of these, those that have left the queue for this side of it, or been taken."""
         self.look_at = 0
         """With no more items at hand than this, there is something for `refill` to do."""
         self._counted = self._owed = self._surplus = 0
@@ -123,16 +121,13 @@ class Prefetcher(Generic[T]):
             item = self.at_hand.popleft()
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
-        self._count()
-        if self._owed >= self.capacity // 2:
-            self._return_slots()
+        self._give_back()
         self.left_at = perf_counter()
         return item
 
     def refill(self) -> None:
         """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
-        if self._owed + self.moved - len(self.at_hand) - self._counted >= self.capacity // 2:
-            self._return_slots()
+        self._give_back()
         while self._ready.qsize() > 0:
             items = self._ready.get_nowait()
             if isinstance(items, _End):
@@ -187,6 +182,8 @@ class Prefetcher(Generic[T]):
                     items = self._make_here()
                     if not isinstance(items, _End):
                         self._move(items)
+                    elif self._ready.empty():
+                        self._ready.put(items)  # for `get`
             finally:
                 self._making.release()
 
@@ -220,9 +217,14 @@ class Prefetcher(Generic[T]):
             self._lease = 0.0
             self._turn.notify()
 
-    def _return_slots(self) -> None:
+    def _give_back(self) -> None:
         # To wake the producer costs more than to take an item, and half of the queue is left to take while it makes
         # more: it is woken for several at once.
+        self._count()
+        if self._owed >= self.capacity // 2:
+            self._return_slots()
+
+    def _return_slots(self) -> None:
         self._count()
         for _ in range(self._owed):
             self._slots.put(True)
