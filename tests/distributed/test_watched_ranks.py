@@ -45,7 +45,7 @@ data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
 loader = AsyncDataLoader(data, 16, shuffle=True, seed=1, lanes=2, epochs=1, n_workers=1, prefetch_size=2)
 steps = 0
 with loader, Heartbeat(out, observed=loader.telemetry, every_s=0.1) as heartbeat:
-    for epoch in range(2):
+    for epoch in range(4):  # waits of its start alone would not be those of its steady state
         for batch in loader:
             steps += 1
             heartbeat.progress(steps, loss=1.0 / steps)
