@@ -55,12 +55,12 @@ class Quick:
         begun = perf_counter()
         queue, at_hand = self._queue, self._at_hand
         try:
+            if _Forks.count != self._forks:
+                return None  # before anything is touched: a thread that is not here any more may have held its lock
             if len(at_hand) <= queue.look_at:
                 queue.refill()
                 if not at_hand:
                     queue.make_at_once(begun)
-            if _Forks.count != self._forks:
-                return None
             try:
                 batch = at_hand.popleft()
             except IndexError:
