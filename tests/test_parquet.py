@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import CorruptFile, NoData, SourceError
-from penstock.read import parquet, reader
+from penstock.read import footer, parquet, reader
 from penstock.read.manifest import list_files
 from penstock.read.parquet import ParquetReader
 from penstock.read.records import Judge
@@ -221,3 +223,37 @@ def test_a_truncated_compressed_file_is_corrupt_and_named(tmp_path: Path) -> Non
     (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(plain)[:-20])
     with pytest.raises(CorruptFile, match=r"b\.parquet\.gz cannot be decompressed"):
         documents(bytes_of(tmp_path / "b.parquet.gz"))
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_footer_is_looked_at_until_arrow_has_let_go_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_good: bool
+) -> None:
+    let_go: list[bool] = []
+    kept: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    def hold(file: Any) -> None:
+        time.sleep(0.3)
+        let_go.append(True)
+
+    def read(self: Any, n: int = -1) -> bytes:
+        """As a thread of Arrow's that is not done yet when the answer of another is known."""
+        threads.append(threading.Thread(target=hold, args=(self,)))
+        threads[-1].start()
+        if for_good:
+            kept.append(self)
+        del self
+        raise footer._Wanted
+
+    monkeypatch.setattr(footer._NoBytes, "read", read)
+    if for_good:
+        monkeypatch.setattr(footer, "LET_GO_S", 0.01)
+    path = write(tmp_path / "a.parquet", row_group_size=10)
+    (file,) = list_files([str(path)])
+    assert footer.parse_footer(file, str(path)).num_rows == 100
+    if not for_good:
+        assert let_go
+    assert threads
+    for thread in threads:
+        thread.join(30)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ SMALL = 256 * KiB
 """A file up to this size is fetched whole with its footer: one round trip instead of two."""
 SMALL_BYTES = 32 * MiB
 """What small files may take in memory."""
+LET_GO_S = 1.0
+"""Within which Arrow's threads let go of a file that they were given."""
 MAX_FOOTER = 256 * MiB
 """A longer one is none: its length is damaged, or it was made to fill the memory."""
 
@@ -65,7 +68,10 @@ def _look_at_columns(footer: pq.FileMetaData, size: int) -> None:
     To ask for one that does not fit the schema would end the process: there, an exception of its own that
     nobody catches. Reading catches it, and first works out where everything lies; no byte has to come.
     """
-    opened = pq.ParquetFile(pa.PythonFile(_NoBytes(size), mode="r"), metadata=footer, pre_buffer=True)
+    file, let_go = _NoBytes(size), threading.Event()
+    watched = weakref.ref(file, lambda _: let_go.set())
+    opened = pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer, pre_buffer=True)
+    del file
     try:
         opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
     except _Wanted as wanted:
@@ -73,6 +79,10 @@ def _look_at_columns(footer: pq.FileMetaData, size: int) -> None:
         wanted.__traceback__ = None
     finally:
         opened.close(force=True)
+        del opened
+    # It asks on threads of its own. One that still does so when the interpreter ends takes the process down with it.
+    let_go.wait(LET_GO_S)
+    del watched
 
 
 def damaged(file: FileRef, why: str) -> CorruptFile:
@@ -200,4 +210,5 @@ class _NoBytes(AsFile):
         self._at = 0
 
     def read(self, n: int = -1) -> bytes:
+        del self  # which the exception would hold on to
         raise _Wanted
