@@ -174,6 +174,25 @@ def test_a_packer_holds_what_is_left_of_its_window() -> None:
     assert not stream.holds(19), "that takes 191 ids, and 190 are left"
 
 
+@pytest.mark.parametrize("packing", ["concat", "bos", "best_fit"])
+@given(documents=windows_of, seq_len=st.integers(1, 10), n=st.integers(1, 9), shuffle=st.booleans())
+def test_rows_that_are_at_hand_come_as_they_are(
+    packing: Packing, documents: list[list[list[int]]], seq_len: int, n: int, shuffle: bool
+) -> None:
+    rows = packer(packing, documents, seq_len, shuffle=shuffle)
+    given: list[list[int]] = []
+    while True:
+        at_hand = min(n, rows.at_hand())
+        parts = rows.rows(at_hand or 1)
+        given += [ids for part in parts for ids in part.ids.tolist()]
+        if at_hand:
+            assert packing == "concat"
+            assert [(len(part.ids), part.valid) for part in parts] == [(at_hand, None)]
+        elif not parts:
+            break
+    assert given == [ids for ids, _ in drain(packer(packing, documents, seq_len, shuffle=shuffle))]
+
+
 @given(lengths=st.lists(st.integers(1, 50), max_size=200))
 def test_best_fit_never_overfills_and_leaves_no_two_rows_that_fit_together(lengths: list[int]) -> None:
     rows, columns = best_fit(np.array(lengths, np.int64), 50)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset
+from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed import prefetch
 from penstock.feed.prefetch import Prefetcher
@@ -185,7 +187,7 @@ def test_closing_waits_for_whoever_makes_items(eager: None, maker: Maker) -> Non
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_needs_no_waiting_is_made_at_once(eager: None, maker: Maker, waits: bool) -> None:
-    queue = Prefetcher(maker, 8, at_once=lambda: not waits)
+    queue = Prefetcher(maker, 8, at_once=lambda: [] if waits else maker())
     queue.start()
     try:
         taken = make_here(queue, maker)
@@ -202,7 +204,7 @@ def test_what_needs_no_waiting_is_made_at_once(eager: None, maker: Maker, waits:
 
 
 def test_nobody_makes_at_once_what_somebody_else_has_made_or_is_making(eager: None, maker: Maker) -> None:
-    queue = Prefetcher(maker, 8, at_once=lambda: True)
+    queue = Prefetcher(maker, 8, at_once=maker)
     queue.start()
     try:
         assert queue.fill(6, 30) >= 6
@@ -231,7 +233,7 @@ def test_the_end_and_a_failure_come_where_they_would_have_come(eager: None) -> N
                 raise fault
 
         maker.before = fail
-        queue = Prefetcher(maker, 8, at_once=lambda: True)
+        queue = Prefetcher(maker, 8, at_once=maker)
         queue.start()
         try:
             given: list[int] = []
@@ -254,9 +256,9 @@ def test_the_end_and_a_failure_come_where_they_would_have_come(eager: None) -> N
 
 
 def test_an_end_that_comes_while_somebody_is_about_to_make_items_is_not_lost(eager: None, maker: Maker) -> None:
-    def ended() -> bool:
+    def ended() -> list[int]:
         queue._finish(None)
-        return True
+        return []
 
     queue = Prefetcher(maker, 8, at_once=ended)  # not started: there is nobody else
     now = queue.left_at = time.perf_counter()
@@ -278,20 +280,117 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("workers", "lanes"), [(1, 1), (2, 1), (2, 3)])
 def test_a_loader_that_is_drained_gives_the_same_stream(
-    eager: None, corpus: Path, kind: str, workers: int, lanes: int
+    eager: None, corpus: Path, kind: str, shuffle: bool, workers: int, lanes: int
 ) -> None:
     streams = []
     for n_workers in (0, workers):
         how: dict[str, Any] = {"lanes": lanes} if kind != "rows" else {}
         with AsyncDataLoader(
-            KINDS[kind](corpus), 4, seed=3, shuffle=True, output="numpy", n_workers=n_workers, **how
+            KINDS[kind](corpus), 4, seed=3, shuffle=shuffle, output="numpy", n_workers=n_workers, **how
         ) as loader:
-            streams.append([next(loader).inputs.tolist() for _ in range(500)])
-            state = loader.state_dict()
+            batches = [next(loader) for _ in range(500)]
+            streams.append([(b.inputs.tolist(), b.targets.tolist(), b.epoch, b.index) for b in batches])
+            assert loader.state_dict()["batch"] == 500
     assert streams[0] == streams[1]
-    assert state["batch"] == 500
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the batches whose ids were left as they are until they were taken."""
+    numbers: list[int] = []
+    usual = Batch.finish
+
+    def finish(batch: Batch) -> None:
+        if batch._left is not None:
+            numbers.append(batch.index)
+        usual(batch)
+
+    monkeypatch.setattr(Batch, "finish", finish)
+    return numbers
+
+
+@pytest.mark.parametrize("kind", ["concat", "rows"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_who_only_takes_batches_has_them_finished_one_by_one(
+    eager: None, finished: list[int], corpus: Path, kind: str, shuffle: bool
+) -> None:
+    with AsyncDataLoader(KINDS[kind](corpus), 4, shuffle=shuffle, output="numpy", n_workers=1) as loader:
+        batches = [next(loader) for _ in range(500)]
+        assert len(finished) > 250
+        assert finished == sorted(finished)
+        for batch in batches:
+            assert batch.inputs.dtype == batch.targets.dtype == np.int64
+            assert batch.inputs.flags.c_contiguous
+            assert batch.targets.flags.c_contiguous
+            assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+        before = [batch.targets.copy() for batch in batches]
+        for batch in batches:
+            batch.inputs[:] = -1
+        assert all(np.array_equal(batch.targets, kept) for batch, kept in zip(batches, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["concat", "rows"])
+def test_the_state_of_a_batch_that_was_finished_when_it_was_taken_is_its_own(
+    eager: None, finished: list[int], corpus: Path, kind: str
+) -> None:
+    data = KINDS[kind](corpus)
+    with AsyncDataLoader(data, 4, seed=3, shuffle=True, output="numpy", n_workers=1) as loader:
+        given = [(next(loader), loader.state_dict()) for _ in range(60)]
+    assert set(finished) & set(range(40, 59))
+    for batch, state in given[40:59:3]:
+        with AsyncDataLoader(data, 4, seed=3, shuffle=True, output="numpy", n_workers=0) as again:
+            again.load_state_dict(state)
+            following = next(again)
+        after = given[batch.index + 1][0]
+        assert following.index == after.index
+        assert np.array_equal(following.inputs, after.inputs)
+        assert following.provenance() == after.provenance()
+
+
+def test_memory_that_cannot_be_had_takes_no_batch_away(
+    eager: None, monkeypatch: pytest.MonkeyPatch, corpus: Path
+) -> None:
+    usual, failing = Batch.finish, True
+
+    def finish(batch: Batch) -> None:
+        if failing and batch._left is not None:
+            raise MemoryError
+        usual(batch)
+
+    monkeypatch.setattr(Batch, "finish", finish)
+    with AsyncDataLoader(KINDS["concat"](corpus), 4, output="numpy", n_workers=1) as loader:
+        taken = []
+        with pytest.raises(MemoryError):
+            taken += [next(loader).index for _ in range(500)]
+        with pytest.raises(MemoryError):
+            next(loader)
+        at = loader.state_dict()["batch"]
+        failing = False
+        assert [next(loader).index for _ in range(100)] == list(range(at, at + 100))
+
+
+def test_rows_that_cannot_be_had_are_an_error_after_those_before_them(eager: None) -> None:
+    with AsyncDataLoader(Failing(at=1_201), 4, shuffle=False, output="numpy", n_workers=1) as loader:
+        assert [next(loader).index for _ in range(300)] == list(range(300))
+        for _ in range(2):
+            with pytest.raises(OSError, match="row 1201"):
+                next(loader)
+
+
+class Failing(SyntheticDataset):
+    """Has a row that cannot be read."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
+        self._at = at
+
+    def __getitems__(self, indices: Any) -> Any:
+        if self._at in np.asarray(indices).tolist():
+            raise OSError(f"row {self._at}")
+        return super().__getitems__(indices)
 
 
 @pytest.mark.parametrize("short", [True, False])

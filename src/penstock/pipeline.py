@@ -94,7 +94,10 @@ class Pipeline:
                 "none of its threads. Create the loader in the process that uses it."
             )
         if self._queue is not None:
-            return self._queue.get(timeout)
+            batch = self._queue.get(timeout)
+            if batch is not None:
+                batch.finish()
+            return batch
         if self._failed is not None:
             raise self._failed  # what follows a failure would not be the stream
         try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from penstock.types import Span
 
@@ -83,6 +84,8 @@ class Batch:
     _ids: bool = field(default=True, repr=False)
     """Whether inputs and targets are ids, as opposed to whatever a user's samples are."""
     _state: Callable[[Position], dict[str, Any]] | None = field(default=None, repr=False)
+    _left: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+    """Ids that inputs and targets are yet to be made of, as `shifted` gives them: see `finish`."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +108,14 @@ class Batch:
         if self.data is not None:
             return self.data[key]
         return {"input_ids": self.inputs, "labels": self.targets}[key]
+
+    def finish(self) -> None:
+        """Make inputs and targets of ids that were left as they are. Whoever takes one batch after the other has that
+        done as late as this, while the memory of the batch before is in the processor's caches."""
+        if (ids := self._left) is not None:
+            both = np.empty(ids.shape, np.int64)
+            np.copyto(both, ids)
+            self.inputs, self.targets, self._left = both[0], both[1], None
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
@@ -143,6 +154,12 @@ class Batch:
         """Finds where the stream continues after this batch, when called; keeps none of its ids alive."""
         assert self._origin is not None
         return self._origin.position
+
+
+def shifted(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows of `seq_len + 1` ids as (2, rows, seq_len): inputs and, shifted by one, targets. Without a copy."""
+    (rows, width), (row, id) = ids.shape, ids.strides
+    return as_strided(ids, (2, rows, width - 1), (id, row, id), writeable=False)
 
 
 def tensors(value: Any, seen: dict[int, Any]) -> Any:

@@ -53,6 +53,9 @@ class BestFitPacker:
     def holds(self, n: int) -> bool:
         return self._group is not None and len(self._group.ids) - self._row >= n
 
+    def at_hand(self) -> int:
+        return 0  # they come in pieces
+
     def mark(self) -> Mark | Place:
         if self._window is None:
             return self._start

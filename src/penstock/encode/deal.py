@@ -6,7 +6,8 @@ Where: the producer thread, or whoever makes batches in its place (see `feed.pre
 State: the number of rows dealt. Global row g is row g div lanes of lane g mod lanes.
 Cost:  each token is widened twice, into inputs and targets: these share no memory, so a user may
        change one of them, and both are contiguous. Small batches are made a few at a time,
-       which spreads the cost of Python over them. On the way to a device ids stay narrow.
+       which spreads the cost of Python over them. On the way to a device ids stay narrow; who takes batches as
+       fast as they come has them widened one at a time, as each is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, Position, torch_is_here
+from penstock.encode.batch import Batch, Position, shifted, torch_is_here
 from penstock.encode.rows import Marked, Packer, Rows
 from penstock.types import IGNORE, Shard, Span
 from penstock.watch.spans import Clock, Quiet
@@ -26,6 +27,8 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 BLOCK_TOKENS = 1 << 17
 """Batches of fewer tokens are made together, up to this many tokens: a batch that is kept keeps them all."""
+LEFT_TOKENS = 1 << 20
+"""The same for batches whose ids are left as they are until they are taken."""
 
 
 @dataclass(slots=True)
@@ -134,6 +137,8 @@ class Batcher:
         self._narrow = narrow
         self._most = max(1, min(most, BLOCK_TOKENS // (batch_size * seq_len)))
         self._size = 1
+        leaves = narrow is None and not extras and len(packers) == 1
+        self._leaves = LEFT_TOKENS // (batch_size * seq_len) if leaves else 0
         self._row = row
         self._batch = batch
         self._state = state
@@ -151,24 +156,32 @@ class Batcher:
         self._raise_failure()
         if self._ended:
             return []
-        block, count = self._deal(self._size * self._batch_size)
-        self._size = min(2 * self._size, self._most)  # the first batch does not wait for a second
+        size, self._size = self._size, min(2 * self._size, self._most)  # the first batch does not wait for a second
+        return self._next(size, leave=False)
+
+    def at_once(self) -> list[Batch]:
+        """The next batches, if they can be made without waiting for anybody; else none. Their ids may be left as they
+        are: whoever takes such a batch finishes it."""
+        if self._ended or self._failed is not None:
+            return []
+        if self._leaves and (size := min(self._leaves, self._packers[0].at_hand() // self._batch_size)) > self._size:
+            return self._next(size, leave=True)
+        rows = -(-self._size * self._batch_size // len(self._packers))
+        return self._next(self._size, leave=False) if all(packer.holds(rows) for packer in self._packers) else []
+
+    def _next(self, size: int, *, leave: bool) -> list[Batch]:
+        block, count = self._deal(size * self._batch_size)
         if self._drop_last or self._failed is not None:
             count -= count % self._batch_size
         batches: list[Batch] = []
         if count:
             with self._clock.stage("batch") as track:
-                batches = self._make(block, count)
+                batches = self._make(block, count, leave=leave)
             track.count("pack", count)
         self._batch += len(batches)
         if not batches:
             self._raise_failure()
         return batches
-
-    def at_once(self) -> bool:
-        """Whether the next batches can be made without waiting for anybody."""
-        rows = -(-self._size * self._batch_size // len(self._packers))
-        return not self._ended and self._failed is None and all(packer.holds(rows) for packer in self._packers)
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
@@ -235,8 +248,14 @@ class Batcher:
         mine = self._row + (shard.rem - self._row) % shard.mod + slot * shard.mod
         return (mine % self._lanes - shard.rem) // shard.mod
 
-    def _make(self, block: Block, count: int) -> list[Batch]:
-        made = _Narrow(count, self._seq_len, self._narrow) if self._narrow is not None else _Wide(count, self._seq_len)
+    def _make(self, block: Block, count: int, *, leave: bool) -> list[Batch]:
+        made: _Wide | _Narrow | _Left
+        if leave:
+            made = _Left()
+        elif self._narrow is not None:
+            made = _Narrow(count, self._seq_len, self._narrow)
+        else:
+            made = _Wide(count, self._seq_len)
         begins: list[I64] = []
         for rows_of_lane in block.lanes:
             for slots, rows in rows_of_lane:
@@ -258,13 +277,13 @@ class Batcher:
             begins.append(at[padded] * self._seq_len + rows.valid[padded])
         return begins
 
-    def _slice(self, block: Block, made: _Wide | _Narrow, count: int, begins: list[I64]) -> list[Batch]:
+    def _slice(self, block: Block, made: _Wide | _Narrow | _Left, count: int, begins: list[I64]) -> list[Batch]:
         size = self._batch_size
         starts: I64 | None = None
         if self._extras:
             starts = np.unique(np.concatenate([np.arange(count) * self._seq_len, *begins]))
         batches = []
-        epoch, wrap = block.one_epoch(), self._tensors and torch_is_here()
+        epoch, wrap = block.one_epoch(), self._tensors and not isinstance(made, _Left) and torch_is_here()
         for number, first in enumerate(range(0, count, size)):
             last = min(first + size, count)
             batch = Batch(
@@ -335,6 +354,19 @@ class _Narrow:
 
     def fill(self, batch: Batch, first: int, last: int) -> None:
         batch.narrow = {"ids": self._ids[first:last], "valid": self._valid[first:last]}
+
+
+class _Left:
+    """Ids as they are, of one stretch of rows."""
+
+    def __init__(self) -> None:
+        self._ids = np.empty((2, 0, 0), np.uint16)
+
+    def copy(self, rows: Rows, at: I64) -> None:
+        self._ids = shifted(rows.ids[: len(at)])
+
+    def fill(self, batch: Batch, first: int, last: int) -> None:
+        batch._left = self._ids[:, first:last]
 
 
 def _stretch(at: I64) -> Any:

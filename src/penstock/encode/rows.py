@@ -87,6 +87,9 @@ class Packer(Protocol):
     def holds(self, n: int) -> bool:
         """Whether the next `n` rows can be given without waiting for anybody."""
 
+    def at_hand(self) -> int:
+        """How many rows would come as one stretch of ids that is there already, none of them padded."""
+
     def mark(self) -> Marked:
         """Where the next row begins."""
 

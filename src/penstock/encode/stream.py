@@ -119,6 +119,11 @@ class StreamPacker:
             return False  # how many tokens it takes until documents have begun so many rows is not known
         return self._windows[-1][0] + self._window.map.tokens - self._at > n * self._seq_len
 
+    def at_hand(self) -> int:
+        in_piece = self._piece is not None and self._at >= self._gathered - len(self._piece)
+        end = self._gathered if in_piece else self._end
+        return 0 if self._aligned else max(0, (end - self._at - 1) // self._seq_len)
+
     def mark(self) -> Mark | Place:
         return mark_at(self._windows, self._at) if self._windows else self._start
 
@@ -217,9 +222,10 @@ class StreamPacker:
     def _gather(self, window: Window, until: int, parts: list[Ids]) -> I64:
         """Take documents of the window up to `until` or some further. Gives where they begin."""
         ends, origin = window.map.ends, self._windows[-1][0]
-        first = window.map.begin(self._doc)
-        wanted = first + max(until - self._gathered, GATHER_TOKENS)
-        last = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
+        first, last = window.map.begin(self._doc), len(ends)
+        if window.map.order is not None:  # else it is no work: they lie there in order
+            wanted = first + max(until - self._gathered, GATHER_TOKENS)
+            last = min(int(np.searchsorted(ends, wanted)) + 1, last)
         parts.append(window.gather(self._doc, last))
         begins = self._doc_starts[:0]
         if self._track:

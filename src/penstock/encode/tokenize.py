@@ -96,7 +96,7 @@ class Tokenizer:
         texts = documents.texts
         step = doc_batch or max(1, len(texts))
         parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
-        docs = pa.concat_arrays(parts) if parts else nothing(pa.large_binary())
+        docs = parts[0] if len(parts) == 1 else pa.concat_arrays(parts) if parts else nothing(pa.large_binary())
         return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, _text_bytes(texts))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:

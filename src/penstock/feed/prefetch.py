@@ -49,10 +49,10 @@ class Prefetcher(Generic[T]):
         cpus: frozenset[int] | None = None,
         weigh: Callable[[T], int] | None = None,
         clock: Clock | None = None,
-        at_once: Callable[[], bool] | None = None,
+        at_once: Callable[[], list[T]] | None = None,
     ) -> None:
-        """`weigh` says how many slots an item takes, where they differ in size; by default one. `at_once` says whether
-        the next items can be made without waiting for anybody."""
+        """`weigh` says how many slots an item takes, where they differ in size; by default one. `at_once` gives the next
+        items if they can be made without waiting for anybody, else none."""
         self._clock = clock or Quiet()
         self._track = self._clock.new_track("penstock-producer")
         self._produce = produce
@@ -65,8 +65,8 @@ class Prefetcher(Generic[T]):
         self._slots: SimpleQueue[bool] = SimpleQueue()
         for _ in range(capacity):
             self._slots.put(True)
-        self.capacity = capacity
-        """How many items may stand ready: `resize` changes it."""
+        self.capacity = self.room = capacity
+        """How many items may stand ready: `resize` changes it. And how many at most, with those of a warmup."""
         self._weigh = weigh
         self._weights: deque[int] = deque()
         self._blocked = False
@@ -97,7 +97,8 @@ class Prefetcher(Generic[T]):
 
     @property
     def depth(self) -> int:
-        return self.made - self.moved + len(self.at_hand)
+        """Items that stand ready. Of those that were made at once there may be more: they are yet to be finished."""
+        return min(self.room, self.made - self.moved + len(self.at_hand))
 
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
@@ -152,7 +153,7 @@ class Prefetcher(Generic[T]):
 
     def _look_later(self) -> None:
         """When enough of what is at hand has been taken for its slots to be worth giving back, or all of it."""
-        self.look_at = max(0, self.moved - self._counted + self._owed - self.capacity // 2)
+        self.look_at = max(0, self.moved - self._counted + self._owed - self._surplus - self.capacity // 2)
 
     def _get(self, timeout: float | None) -> list[T] | _End:
         try:
@@ -178,12 +179,8 @@ class Prefetcher(Generic[T]):
             return
         if self._making.acquire(blocking=False):
             try:
-                if self._end is None and self._at_once():
-                    items = self._make_here()
-                    if not isinstance(items, _End):
-                        self._move(items)
-                    elif self._ready.empty():
-                        self._ready.put(items)  # for `get`
+                if self._end is None and self._ready.empty():
+                    self._move(self._make_instead(self._at_once))
             finally:
                 self._making.release()
 
@@ -192,24 +189,25 @@ class Prefetcher(Generic[T]):
         try:
             return self._ready.get_nowait()  # it came just now
         except Empty:
-            pass
+            return self._make_instead(self._produce) or self._end or self._finish(None)
+
+    def _make_instead(self, produce: Callable[[], list[T]]) -> list[T]:
+        """Make items in the producer's place. None are made where that fails: the end says why."""
         try:
-            items = self._make()
+            items = self._make(produce)
         except Exception as error:
-            return self._finish(error)
+            self._finish(error)
+            return []
         except BaseException:  # Ctrl-C, anywhere: what is half done cannot be gone on with
             self.stop()
             raise
-        if not items:
-            return self._finish(None)
-        self.made += len(items)
-        self._return_slots()
-        for _ in items:  # the queue is empty, so there are as many, but for those that a warmup gets back
-            try:
-                self._slots.get_nowait()
-            except Empty:
-                self._surplus += 1
-        self._lease = perf_counter() + LEASE_S
+        if items:
+            self.made += len(items)
+            self._return_slots()
+            # There are as many slots, but for those that a warmup gets back, and for items that take no room yet.
+            self._surplus += len(items)
+            self._take_back(len(items))
+            self._lease = perf_counter() + LEASE_S
         return items
 
     def _end_lease(self) -> None:
@@ -234,6 +232,7 @@ class Prefetcher(Generic[T]):
     def fill(self, items: int, timeout: float) -> int:
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
         deadline = time.monotonic() + timeout
+        self.room = max(self.capacity, items)
         self._end_lease()
         self._return_slots()
         for _ in range(items - self.capacity - self._surplus):
@@ -250,14 +249,14 @@ class Prefetcher(Generic[T]):
                     self._filled.wait(left)
             finally:
                 self._waiting = False
-        self._take_back()
+        self._take_back(self._surplus)
         return self.depth
 
     def resize(self, capacity: int) -> None:
         """Keep more or fewer items ready from now on. On the thread that takes them."""
         self._return_slots()  # of a small queue, these may be all there are
         change = capacity - self.capacity
-        self.capacity = capacity
+        self.capacity = self.room = capacity
         if change > 0:
             back = min(change, self._surplus)
             self._surplus -= back
@@ -265,12 +264,12 @@ class Prefetcher(Generic[T]):
                 self._slots.put(True)
         else:
             self._surplus -= change
-            self._take_back()
+            self._take_back(self._surplus)
         self._look_later()
 
-    def _take_back(self) -> None:
-        """Slots lent for a warmup that were not used are taken back; the others as their items go."""
-        while self._surplus > 0:
+    def _take_back(self, most: int) -> None:
+        """Slots that were lent and not used are taken back, so many at most; the others as their items go."""
+        while self._surplus > 0 and most > 0:
             try:
                 if not self._slots.get_nowait():
                     self._slots.put(False)  # it was the sign to stop
@@ -278,6 +277,7 @@ class Prefetcher(Generic[T]):
             except Empty:
                 return
             self._surplus -= 1
+            most -= 1
 
     def stop(self) -> None:
         """Wake everybody who waits."""
@@ -308,7 +308,7 @@ class Prefetcher(Generic[T]):
                 with self._making:
                     if self._end is not None or self._stopped:
                         return
-                    items = self._make()
+                    items = self._make(self._produce)
                     if not items:
                         self._finish(None)
                         return
@@ -347,9 +347,9 @@ class Prefetcher(Generic[T]):
         self._hand_over(items[first:])
         return True
 
-    def _make(self) -> list[T]:
+    def _make(self, produce: Callable[[], list[T]]) -> list[T]:
         with self._clock.stage("pack") as track:
-            items = self._produce()
+            items = produce()
         track.count("batch", len(items))
         return items
 

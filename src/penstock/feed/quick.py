@@ -62,14 +62,17 @@ class Quick:
                 if not at_hand:
                     queue.make_at_once(begun)
             try:
-                batch = at_hand.popleft()
+                batch = at_hand[0]
+                if batch._left is not None:
+                    batch.finish()
+                at_hand.popleft()
             except IndexError:
                 return None  # none stands ready, or another thread has closed the queue
             if self._tensors and isinstance(batch.inputs, np.ndarray):
                 batch.to_torch()
             now = queue.left_at = perf_counter()
             jotted = self._jotted
-            jotted.append((begun, now, batch._tokens, queue.made - queue.moved + len(at_hand)))
+            jotted.append((begun, now, batch._tokens, min(queue.room, queue.made - queue.moved + len(at_hand))))
             if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
                 self._telemetry.settle()
             self.origin = batch._origin  # the last thing: a batch lost before that is given again

@@ -39,6 +39,9 @@ TASK_S = 2e-3
 a twentieth of a millisecond."""
 CHEAP_S = 2e-4
 """Batches that take less are made by the producer itself: to tell a worker takes longer."""
+LEFT_ROWS = 256
+"""Rows gathered at once for whoever takes batches as fast as they come: enough to make Python cheap, few enough for the
+processor's caches, where they are found again when they are widened."""
 CAREFUL_BYTES = 256 * MiB
 """Where memory is tighter than this, one batch tells how large they are before others are asked for."""
 PLAN_ROWS = 4096
@@ -146,6 +149,7 @@ class IndexedProducer:
         self._size = PLAN_ROWS // 16  # the first batch does not wait long for its order
         self._tasks: deque[tuple[Group, Task[Made]]] = deque()
         self._most = max(1, run.prefetch_size // 2) if pool.n_workers else 1
+        self._leaves = rows and not run.narrow and not getattr(dataset, "positions", False)
         self._group = 1
         self._batch_bytes = 0
         self._samples = 0
@@ -153,12 +157,12 @@ class IndexedProducer:
         self.rows_known = rows
         self.stop = self.close = _nothing
 
-    def next(self) -> list[Batch]:
-        """The next batches; none at the end of a finite stream."""
+    def next(self, leave: bool = False) -> list[Batch]:
+        """The next batches; none at the end of a finite stream. `leave` their ids as they are, where that can be."""
         if self._failed is not None:
             raise self._failed
         if not self._tasks:
-            self._ask_ahead()
+            self._ask_ahead(leave)
             if not self._tasks:
                 return []
         group, task = self._tasks.popleft()
@@ -170,7 +174,7 @@ class IndexedProducer:
         if not self._cheap:
             self._ask_ahead()  # the workers go on while these are finished
         run = self._run
-        wrap = run.tensors and not run.narrow and torch_is_here()
+        wrap = run.tensors and not run.narrow and not leave and torch_is_here()
         state, number = run.state, group.batch
         for i, batch in enumerate(made.batches):
             batch.index = number + i
@@ -180,9 +184,11 @@ class IndexedProducer:
         self._samples += min(len(group.samples), len(made.batches) * group.size)
         return made.batches
 
-    def at_once(self) -> bool:
-        """Whether the next batches can be made without waiting for anybody."""
-        return self._cheap and self._own is not self._pool and self._failed is None
+    def at_once(self) -> list[Batch]:
+        """The next batches, if they can be made without waiting for anybody; else none."""
+        if not self._cheap or self._own is self._pool or self._failed is not None:
+            return []
+        return self.next(leave=self._leaves and not self._tasks)
 
     def totals(self) -> dict[str, int]:
         return {} if self.rows_known else {"documents": self._samples}
@@ -199,20 +205,20 @@ class IndexedProducer:
         fitting = max(1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1))
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
 
-    def _ask_ahead(self) -> None:
+    def _ask_ahead(self, leave: bool = False) -> None:
         """Keep every worker busy, and one piece of work waiting."""
         under_way = sum([len(group) for group, _ in self._tasks])
         pool = self._own if self._cheap else self._pool
         while len(self._tasks) <= pool.n_workers and not self._full(under_way):
-            group = self._plan()
+            group = self._plan(max(self._group, LEFT_ROWS // self._run.batch_size) if leave else self._group)
             if group is None:
                 return
-            self._tasks.append((group, self._submit(pool, group)))
+            self._tasks.append((group, self._submit(pool, group, leave)))
             under_way += len(group)
 
-    def _submit(self, pool: Pool, group: Group) -> Task[Made]:
+    def _submit(self, pool: Pool, group: Group, leave: bool) -> Task[Made]:
         if self.rows_known:
-            return pool.submit("row_batches", group.samples, group.size, group.reached())
+            return pool.submit("row_batches", group.samples, group.size, group.reached(), leave)
         return pool.submit("batches", group.parts(group.samples), group.parts(group.epochs))
 
     def _full(self, under_way: int) -> bool:
@@ -223,11 +229,11 @@ class IndexedProducer:
         # One group more than those under way: the one that was made last waits for room in the queue.
         return (under_way + 2 * self._group) * self._batch_bytes > self._run.read_ahead_bytes
 
-    def _plan(self) -> Group | None:
-        """The samples of the next batches of this shard, or None at the end."""
+    def _plan(self, most: int) -> Group | None:
+        """The samples of the next batches of this shard, so many at most, or None at the end."""
         run, total = self._run, self._total
         size, whole = run.batch_size, run.batch_size * run.shard.mod
-        fitting = self._group if total is None else min(self._group, (total - self._row) // whole)
+        fitting = most if total is None else min(most, (total - self._row) // whole)
         if fitting > 0:
             samples, epochs = self._planned(fitting * size)
         else:

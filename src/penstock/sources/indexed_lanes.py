@@ -112,6 +112,9 @@ class IndexedPacker:
     def holds(self, n: int) -> bool:
         return self._rest is not None and len(self._rest.ids) >= n
 
+    def at_hand(self) -> int:
+        return 0  # they come in pieces
+
     def mark(self) -> IndexedPlace:
         return IndexedPlace(self._base, self._next)
 

@@ -177,9 +177,9 @@ class IterableProducer:
             batch.to_torch()
         return [batch]
 
-    def at_once(self) -> bool:
-        """Never: somebody else's iterable may take as long as it likes."""
-        return False
+    def at_once(self) -> list[Batch]:
+        """None: somebody else's iterable may take as long as it likes."""
+        return []
 
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}

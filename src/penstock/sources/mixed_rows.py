@@ -224,6 +224,9 @@ class MixPacker:
     def holds(self, n: int) -> bool:
         return bool(self._parts) and all(part.packer.holds(n) for part in self._parts)
 
+    def at_hand(self) -> int:
+        return 0  # they come in pieces
+
     def mark(self) -> Marked:
         if not self._parts:
             at_start: Marked = self._start._replace(epoch=self._epoch, row=self._row)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch
+from penstock.encode.batch import Batch, shifted
 from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_together
 from penstock.encode.deal import document_fields
 from penstock.errors import BadRecord, ConfigError
@@ -123,8 +123,9 @@ class SampleWork:
             failed = error
         return Made(made, time.perf_counter() - begun, sum(batch.nbytes for batch in made), failed)
 
-    def row_batches(self, samples: I64, size: int, epochs: list[int]) -> Made:
-        """Some batches of rows of ids, all gathered by one call; the epoch that each has reached is known."""
+    def row_batches(self, samples: I64, size: int, epochs: list[int], leave: bool = False) -> Made:
+        """Some batches of rows of ids, all gathered by one call; the epoch that each has reached is known. `leave` the
+        ids as they are: `Batch.finish` widens them."""
         begun = time.perf_counter()
         failed = None
         with self.clock.stage("fetch") as track:
@@ -134,14 +135,16 @@ class SampleWork:
                 ids, failed = self._up_to_failure(samples, size, error)
         track.count("fetch", len(ids), ids.nbytes)
         with self.clock.stage("batch"):
-            return self._of_rows(samples, ids, size, epochs, begun, failed)
+            return self._of_rows(samples, ids, size, epochs, begun, failed, leave)
 
     def _of_rows(
-        self, samples: I64, ids: Any, size: int, epochs: list[int], begun: float, failed: Exception | None
+        self, samples: I64, ids: Any, size: int, epochs: list[int], begun: float, failed: Exception | None, leave: bool
     ) -> Made:
         seq_len = ids.shape[1] - 1
-        inputs = targets = None
-        if not self._narrow:
+        inputs = targets = left = None
+        if leave:
+            left = shifted(ids)
+        elif not self._narrow:
             inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
         made = []
         for number, epoch in enumerate(epochs):
@@ -152,6 +155,8 @@ class SampleWork:
             batch = Batch(None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len)
             if inputs is not None and targets is not None:
                 batch.inputs, batch.targets = inputs[first:last], targets[first:last]
+            elif left is not None:
+                batch._left = left[:, first:last]
             else:
                 batch.narrow = {"ids": ids[first:last], "valid": np.full(last - first, seq_len + 1, np.int32)}
             if self._positions:

@@ -70,8 +70,9 @@ class Producer(Protocol):
     def next(self) -> list[Batch]:
         """The next batches; none at the end of a finite stream."""
 
-    def at_once(self) -> bool:
-        """Whether the next batches can be made without waiting for anybody."""
+    def at_once(self) -> list[Batch]:
+        """The next batches, if they can be made without waiting for anybody; else none. Whoever takes one of them
+        calls its `finish`."""
 
     def totals(self) -> dict[str, int]:
         """What was read into the stream, by name as in `Stats`."""
