@@ -710,7 +710,7 @@ def test_the_first_text_is_encoded_by_another_way_to_the_same_ids(vocabulary: Pa
         "engine = load_tokenizer(sys.argv[1], engine='gigatoken').engine\n"
         "texts = ['', 'two words', '', '\\n', 'é 🙂 <|endoftext|>', ' ' * 50, 'x' * 5000, '']\n"
         "column = binaries([text.encode() for text in texts], pa.large_string())\n"
-        "first = engine.encode(column)\n"
+        "first = [engine.encode(column) for _ in range(engine.FIRST)][0]\n"
         "print([name for name in ('awkward', 'pandas') if name in sys.modules])\n"
         "again = engine.encode(column)\n"
         "print('awkward' in sys.modules, all(np.array_equal(a, b) for a, b in zip(first, again)), len(first[1]))\n"

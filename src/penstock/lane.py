@@ -38,6 +38,8 @@ class Ahead(NamedTuple):
     place: Place
     ref: ChunkRef
     task: Task[TokenChunk]
+    skipped: int = 0
+    """Documents of the chunk that were given out before these."""
 
 
 class Standing(NamedTuple):
@@ -78,6 +80,7 @@ class Lane:
         foresee: Callable[[tuple[int, ...]], None],
         known: Callable[[tuple[int, ...]], bool],
         submit: Callable[[ChunkRef, Place], Task[TokenChunk]],
+        go_on: Callable[[TokenChunk], Task[TokenChunk]],
         used: Callable[[TokenChunk], None],
     ) -> None:
         self.number = number
@@ -87,8 +90,11 @@ class Lane:
         self._foresee = foresee
         self._known = known
         self._submit = submit
+        self._go_on = go_on
         self._used = used
         self._ahead: deque[Ahead] = deque()
+        self._begun: tuple[Place, TokenChunk] | None = None
+        """A chunk of which only the first documents were given out, and the rest is yet to be asked for."""
         self._epoch, self._group, self._index = start.epoch, start.group, start.chunk
         self._window = start.window
         self._window_epoch = start.epoch
@@ -193,19 +199,25 @@ class Lane:
 
     def next_window(self) -> Window | None:
         """The next window that has any document, or None at the end of a finite stream."""
+        if self._begun is not None:  # only now: the first batch, for which somebody waits, went before
+            place, begun = self._begun
+            self._begun = None
+            self._ahead.appendleft(Ahead(place, begun.ref, self._go_on(begun), len(begun.docs)))
         while True:
             if not self._ahead and not self.ask():
                 self._finished = True
                 return None
-            start = self._ahead[0].place
+            start, skipped = self._ahead[0].place, self._ahead[0].skipped
             if start.epoch != self._window_epoch:
                 self._close_epoch()
                 self._window_epoch, self._window = start.epoch, 0
             chunks = self._take_window(start)
-            number, self._window = self._window, self._window + 1
+            if not skipped:  # else it is the same window's rest
+                self._window += 1
             if not chunks:
                 continue
-            window = self._build(start._replace(window=number, source=chunks[0].source), chunks)
+            start = start._replace(window=self._window - 1, source=chunks[0].source)
+            window = self._build(start, chunks, skipped)
             self._tokens += window.map.tokens
             self._any = self._any or self._tokens > 0
             return window
@@ -214,8 +226,10 @@ class Lane:
         """The next chunk by itself, or None at the end of a finite stream."""
         if not self._ahead and not self.ask():
             return None
-        place, ref, task = self._ahead.popleft()
+        place, ref, task, _ = self._ahead.popleft()
         chunk = task.result()
+        if chunk.rest is not None:
+            self._begun = place, chunk
         if chunk.last and ref.file.open_ended:
             self._file_ended(place)
         self._used(chunk)
@@ -239,13 +253,13 @@ class Lane:
                 size += nbytes
         return chunks
 
-    def _build(self, start: Place, chunks: list[TokenChunk]) -> Window:
+    def _build(self, start: Place, chunks: list[TokenChunk], skipped: int) -> Window:
         order = None
         if self._plan.shuffle:
             documents = sum(len(chunk.docs) for chunk in chunks)
             key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
             order = permutation(documents, *key)
-        return Window(start, chunks, order, self._settings.dtype)
+        return Window(start, chunks, order, self._settings.dtype, skipped)
 
     def _close_epoch(self) -> None:
         """Epochs that give nothing would be followed by others such for ever."""

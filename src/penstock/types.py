@@ -179,6 +179,10 @@ class TokenChunk:
     """For iterables that have a `state_dict`: what it gave before this chunk."""
     cached: bool = False
     """Whether it comes from the token cache."""
+    rest: Documents | None = None
+    """Documents of the chunk that were left for later: they follow as a chunk of their own."""
+    whole: TokenChunk | None = None
+    """Of such a rest: the chunk as it is kept."""
 
     @property
     def nbytes(self) -> int:

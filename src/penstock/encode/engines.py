@@ -113,7 +113,7 @@ class GigatokenEngine(Engine):
     PLAIN = 8 * MiB
     """A first text no longer than this is encoded without awkward, whose import takes longer than that."""
     FIRST = 2
-    """Chunks that are encoded by one instance before another is loaded."""
+    """Calls that are served by one instance before another is loaded: the first documents, and the rest of their chunk."""
     MAX_TEXT = GiB
     """Where the system does not tell a process its own size, replace after this much text."""
 
@@ -158,9 +158,9 @@ class GigatokenEngine(Engine):
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         instance = self._take()
         try:
-            # The first batch, for which somebody is waiting, does without a quarter of a second of import,
+            # The first batches, for which somebody is waiting, do without a quarter of a second of import,
             # during which no other thread gets on either.
-            if self._done == 0 and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
+            if self._done < self.FIRST and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
                 return self._encode_plainly(instance, texts)
             return self._encode(instance, texts)
         finally:

@@ -62,6 +62,8 @@ class WindowMap:
     """Which document comes when; None where they keep their order."""
     ends: I64
     """Where each document ends, in tokens of the window, after shuffling."""
+    skipped: int = 0
+    """Documents of the chunk that came before, in a window of their own."""
 
     @property
     def tokens(self) -> int:
@@ -79,7 +81,7 @@ class WindowMap:
         """The place of a token, by document, so that it holds even where a document before it is skipped."""
         doc = self.doc_at(token)
         epoch, group, chunk, window, _, _, _, source = self.start
-        return Place(epoch, group, chunk, window, doc, token - self.begin(doc), row, source)
+        return Place(epoch, group, chunk, window, self.skipped + doc, token - self.begin(doc), row, source)
 
     def token_of(self, place: Place) -> int:
         """The token that a place names."""
@@ -106,7 +108,7 @@ class WindowMap:
         row = int(self.rows[original])
         if file.format == "parquet":
             return Span(file.name, index, None, row, tokens, at)
-        number = original - int(self.firsts[chunk])
+        number = self.skipped + original - int(self.firsts[chunk])
         if file.members:
             return Span(file.members[row].name, None, 0, number, tokens, at)
         return Span(file.name, None, row, number, tokens, at)
@@ -115,7 +117,9 @@ class WindowMap:
 class Window:
     """The ids of a window's documents, to be taken in shuffled order."""
 
-    def __init__(self, start: Place, chunks: Sequence[TokenChunk], order: I64 | None, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, start: Place, chunks: Sequence[TokenChunk], order: I64 | None, dtype: np.dtype[Any], skipped: int = 0
+    ) -> None:
         self._dtype = dtype
         arrays = [chunk.docs for chunk in chunks]
         self._docs = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
@@ -129,6 +133,7 @@ class Window:
             rows=np.concatenate([chunk.rows for chunk in chunks]),
             order=order,
             ends=np.cumsum(lengths if order is None else lengths[order]),
+            skipped=skipped,
         )
 
     def gather(self, first: int, last: int) -> Ids:

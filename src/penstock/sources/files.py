@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from penstock.dataset import TextDataset
 
 FOUND = ("cache_hits", "cache_misses")
+FIRST_BYTES = 8
+"""For the first batch, text of so many bytes a token is tokenized before the rest of its chunk: enough for most texts, and
+else the batch waits for the rest."""
 WRITE_S = 120.0
 """How long a staging waits for a disk: for room in the writer's queue, and for the rest of it in the end."""
 
@@ -48,6 +51,10 @@ class FileLanes(TextLanes):
         self._patient = False
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
+        self._starts = {run.places[n] for n in run.own_lanes}
+        # A shuffled window, and one from which documents are chosen to fit, is needed as a whole.
+        split = not run.shuffle and dataset.packing != "best_fit" and type(pool) is ThreadPool
+        self._first = FIRST_BYTES * run.batch_size * dataset.seq_len // len(run.own_lanes) if split else 0
         compressed = self.forward = any(file.open_ended for file in dataset.files)
         # A mixture may open each lane by itself; what there is for all of them is then divided.
         own = len(run.own_lanes)
@@ -101,10 +108,14 @@ class FileLanes(TextLanes):
         if not self._prepared:
             self._prepared = True
             self._pool.submit("prepare")
+        enough = self._first if not self._counts.chunks and not self._patient and place in self._starts else 0
         if self._fetchers is None or not ref.file.remote or ref.file.codec:
-            return self._pool.submit("encode", ref)
+            return self._pool.submit("encode", ref, None, False, enough)
         fetched = self._fetchers.submit("fetch", ref)
-        return self._pool.submit("encode", before=lambda: (ref, fetched.result()))
+        return self._pool.submit("encode", before=lambda: (ref, fetched.result(), False, enough))
+
+    def go_on(self, begun: TokenChunk) -> Task[TokenChunk]:
+        return self._pool.submit("encode_rest", begun, first=True)
 
     def _submit_next(self, ref: ChunkRef) -> Task[TokenChunk]:
         """The next chunk of a file that is read forwards, by whoever has begun with it."""
@@ -132,10 +143,10 @@ class FileLanes(TextLanes):
             # The file is over. When its turn comes again, nothing comes before its first chunk.
             self._before.pop(chunk.ref.reader, None)
         super()._use(chunk)
-        if self._writer is None or chunk.cached:
+        if self._writer is None or chunk.cached or chunk.rest is not None:
             return
         if not self._patient:
-            self._writer.offer(self._work.key(chunk.ref), chunk)
+            self._writer.offer(self._work.key(chunk.ref), chunk.whole or chunk)
         elif not self._writer.put(self._work.key(chunk.ref), chunk, WRITE_S):
             raise self._stuck()
 

@@ -86,7 +86,18 @@ class TextLanes(ABC):
             dtype=pack.dtype,
         )
         self._lanes = [
-            Lane(n, plan, settings, run.places[n], self.chunks_of, self.foresee, self.known, self.submit, self._use)
+            Lane(
+                n,
+                plan,
+                settings,
+                run.places[n],
+                self.chunks_of,
+                self.foresee,
+                self.known,
+                self.submit,
+                self.go_on,
+                self._use,
+            )
             for n in run.own_lanes
         ]
         self.packers = [
@@ -120,6 +131,10 @@ class TextLanes(ABC):
     @abstractmethod
     def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
         """Have a chunk made."""
+
+    def go_on(self, begun: TokenChunk) -> Task[TokenChunk]:
+        """Have the rest of a chunk made, of which only the first documents were asked for."""
+        raise NotImplementedError
 
     def beyond(self, workers: int) -> int:
         """Chunks to have under way beyond the next window: work for every thread.
@@ -216,7 +231,8 @@ class TextLanes(ABC):
         if self._run.report_docs and counts.documents - self._reported_docs >= self._run.report_docs:
             self._reported_docs = counts.documents
             log.info("%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6)
-        self._read_ahead()
+        if chunk.rest is None:  # else the first batch is made first
+            self._read_ahead()
 
     def report(self, bad: Sequence[Bad]) -> None:
         """Count records that are left out, and log the first of each kind."""

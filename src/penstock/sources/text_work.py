@@ -13,12 +13,14 @@ import hashlib
 import json
 import os
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.config import access_variables, adopt
+from penstock.encode.engines import text_buffers
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile
 from penstock.read.columns import nothing
@@ -102,8 +104,11 @@ class TextWork:
             error.add_note(f"in stage fetch, reading {ref}")
             raise
 
-    def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None, beyond: bool = False) -> TokenChunk:
-        """A chunk's tokens. `beyond` says that its file has ended before it."""
+    def encode(
+        self, ref: ChunkRef, fetched: list[Bytes] | None = None, beyond: bool = False, enough: int = 0
+    ) -> TokenChunk:
+        """A chunk's tokens. `beyond` says that its file has ended before it; `enough`, that somebody waits for the first
+        so many bytes of text: the rest of a long chunk is left for `encode_rest`."""
         stage = "fetch, decode"
         try:
             if beyond:
@@ -120,13 +125,33 @@ class TextWork:
                 documents = self._documents(ref, fetched)
             track.count("decode", len(documents.rows), documents.texts.nbytes)
             stage = "tokenize"
-            with self.clock.stage("tokenize", ref):
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
-            track.count("tokenize", len(documents.rows), chunk.text_bytes)
+            documents, rest = _divided(documents, enough) if enough else (documents, None)
+            chunk = self._tokenized(ref, documents)
+            chunk.rest = rest
             return chunk
         except BaseException as error:
             error.add_note(f"in stage {stage}, reading {ref}")
             raise
+
+    def encode_rest(self, begun: TokenChunk) -> TokenChunk:
+        """The tokens of the documents that were left for later."""
+        assert begun.rest is not None
+        try:
+            chunk = self._tokenized(begun.ref, begun.rest)
+        except BaseException as error:
+            error.add_note(f"in stage tokenize, reading {begun.ref}")
+            raise
+        if self.cache is not None:
+            docs = pa.concat_arrays([begun.docs, chunk.docs])
+            rows, text_bytes = np.concatenate([begun.rows, chunk.rows]), begun.text_bytes + chunk.text_bytes
+            chunk.whole = TokenChunk(begun.ref, docs, rows, chunk.last, begun.bad, begun.empty, text_bytes)
+        return chunk
+
+    def _tokenized(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
+        with self.clock.stage("tokenize", ref) as track:
+            chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+        track.count("tokenize", len(documents.rows), chunk.text_bytes)
+        return chunk
 
     def _documents(self, ref: ChunkRef, fetched: list[Bytes] | None) -> Documents:
         if not ref.file.remote or ref.file.codec:
@@ -237,6 +262,20 @@ def _elsewhere(access: dict[str, str] | None, *made_of: Any) -> TextWork:
     if access is not None:
         adopt(access)
     return TextWork(*made_of)
+
+
+def _divided(documents: Documents, enough: int) -> tuple[Documents, Documents | None]:
+    """Documents that together have `enough` bytes of text, and the others, if these are worth being left for later."""
+    if len(documents.rows) == 0:
+        return documents, None
+    _, offsets = text_buffers(documents.texts)
+    first = int(np.searchsorted(offsets, enough))
+    if offsets[min(first, len(offsets) - 1)] * 2 >= offsets[-1]:
+        return documents, None
+    texts, rows = documents.texts, documents.rows
+    return replace(documents, texts=texts[:first], rows=rows[:first], last=False), Documents(
+        texts[first:], rows[first:], documents.last
+    )
 
 
 def _names(file: FileRef) -> list[str]:
