@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,85 @@ def test_closing_waits_for_whoever_makes_items(eager: None, maker: Maker) -> Non
     assert not taker.is_alive()
 
 
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def test_the_producer_notices_by_itself_what_was_taken(
+    monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int], maker: Maker
+) -> None:
+    monkeypatch.setattr(Prefetcher, "attend", lambda queue: None)
+    assert queue.fill(8, 30) == 8
+    made = len(maker.by)
+    for taken in range(3):
+        assert queue.at_hand.popleft() == taken
+    time.sleep(0.05)
+    assert (queue.depth, len(maker.by)) == (5, made), "it is not worth the while yet"
+    assert queue.at_hand.popleft() == 3
+    eventually(lambda: queue.depth == 8)
+    assert drain_some(queue, 4) == list(range(4, 8))
+
+
+def drain_some(queue: Prefetcher[int], n: int) -> list[int]:
+    return [queue.at_hand.popleft() for _ in range(n)]
+
+
+def test_a_queue_that_runs_low_wakes_the_producer_however_deep_it_sleeps(
+    monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int]
+) -> None:
+    monkeypatch.setattr(prefetch, "NAP_S", (3600.0, 3600.0))
+    assert queue.fill(8, 30) == 8
+    eventually(lambda: queue._asleep)
+    assert [queue.get(timeout=30) for _ in range(6)] == list(range(6))
+    assert queue._asleep
+    assert queue.depth == 2
+    assert queue.get(timeout=30) == 6
+    eventually(lambda: queue.depth == 8)
+    assert [queue.get(timeout=30) for _ in range(100)] == list(range(7, 107))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 8])
+@pytest.mark.parametrize("weigh", [None, lambda item: 1 + item % 7], ids=["alike", "weighed"])
+def test_no_sleep_is_slept_through(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, weigh: Callable[[int], int] | None
+) -> None:
+    """With sleeps that never end by themselves, a call that wakes nobody would wait for ever."""
+    monkeypatch.setattr(prefetch, "NAP_S", (3600.0, 3600.0))
+    queue = Prefetcher(Maker(), capacity, weigh=weigh)
+    queue.start()
+    rng = random.Random(capacity)
+    try:
+        for taken in range(900):
+            assert queue.get(timeout=30) == taken
+            assert len(queue.at_hand) <= capacity
+            if rng.random() < 0.2:
+                time.sleep(rng.choice([0.0, 1e-4, 1e-3]))
+    finally:
+        queue.stop()
+        assert queue.join(30)
+
+
+def test_who_takes_nothing_is_looked_after_less_and_less_often(queue: Prefetcher[int]) -> None:
+    assert queue.fill(8, 30) == 8
+    eventually(lambda: queue._pace_s == prefetch.NAP_S[1])
+
+
+def test_a_size_that_changes_while_the_producer_sleeps_is_kept_to_at_once(
+    monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int]
+) -> None:
+    monkeypatch.setattr(prefetch, "NAP_S", (3600.0, 3600.0))
+    assert queue.fill(8, 30) == 8
+    eventually(lambda: queue._asleep)
+    queue.resize(20)
+    eventually(lambda: queue.depth == 20)
+    queue.resize(2)
+    assert [queue.get(timeout=30) for _ in range(19)] == list(range(19))
+    eventually(lambda: len(queue.at_hand) == 2)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_needs_no_waiting_is_made_at_once(eager: None, maker: Maker, waits: bool) -> None:
     queue = Prefetcher(maker, 8, at_once=lambda: [] if waits else maker())
@@ -209,7 +288,7 @@ def test_nobody_makes_at_once_what_somebody_else_has_made_or_is_making(eager: No
     try:
         assert queue.fill(6, 30) >= 6
         queue.make_at_once(time.perf_counter())
-        assert not queue.at_hand, "what stands ready comes first"
+        assert maker.here() == 0, "what stands ready comes first"
         taken = make_here(queue, maker)
         while queue.at_hand:
             assert queue.get() == taken
@@ -403,13 +482,14 @@ def test_a_batch_that_an_interrupt_took_away_is_given_again(
         for _ in range(before):
             next(loader)
             loader.warmup(8, 30)
-        quick = loader._quick
-        assert quick is not None
-        assert (quick.origin is not None) == (before > 1), "the first batch has to be waited for, the others have not"
+        assert loader._pipeline is not None
+        assert (loader._last.origin is not None) == (before > 1), "the first batch is waited for, the others are not"
         if short:
-            monkeypatch.setattr(quick, "_jotted", Interrupting())
+            monkeypatch.setattr(loader.telemetry, "jotted", Interrupting())
+            loader._quick = loader._pipeline.shortcut(loader.telemetry, loader._last)
+            monkeypatch.undo()
         else:
-            quick._at_hand = deque()  # so that it has none, and the long way is taken
+            loader._quick = lambda: None  # so that the long way is taken
             usual = loader.telemetry.took
 
             def interrupt(*args: Any, **kwargs: Any) -> None:

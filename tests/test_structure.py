@@ -285,7 +285,6 @@ UNBOUNDED = {
     "feed/autotune.py: self.get()": "reads a value",
     "feed/device.py: slot.ticket.wait()": "the device's own work, which nothing else can end",
     "feed/jobs.py: self._wanted[worker].wait()": "an idle worker; stop() wakes it",
-    "feed/prefetch.py: self._slots.get()": "the producer; a close puts a word into it",
     "feed/warmup.py: self._thread.join()": "a thread that has handed over its last",
     "testing/__main__.py: ended.wait()": "a server, until it is told to end",
     "testing/loopback.py: listener.accept()": "a server's thread, until its socket is closed",

@@ -21,7 +21,7 @@ from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.autotune import Autotune
-from penstock.feed.quick import Quick
+from penstock.feed.quick import Last
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
@@ -122,7 +122,9 @@ class AsyncDataLoader:
             self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._feed: DeviceFeed[BatchCargo] | None = None
-        self._quick: Quick | None = None
+        self._quick: Callable[[], Batch | None] | None = None
+        """Takes a batch that stands ready, the shortest way."""
+        self._last = Last()
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
@@ -161,7 +163,7 @@ class AsyncDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        if self._quick is not None and (ready := self._quick.take()) is not None:
+        if self._quick is not None and (ready := self._quick()) is not None:
             return ready  # as usual, and before anything else is looked at
         batch = self._take_slowly(None)
         if batch is None:
@@ -177,7 +179,7 @@ class AsyncDataLoader:
 
         Without threads (`n_workers=0`) the batch is made here and now, however long that takes.
         """
-        batch = self._quick.take() if self._quick is not None else None
+        batch = self._quick() if self._quick is not None else None
         return batch if batch is not None else self._take_slowly(timeout)
 
     def _take_slowly(self, timeout: float | None) -> Batch | None:
@@ -188,8 +190,7 @@ class AsyncDataLoader:
             batch = self._wait_for_one(timeout)
             if batch is not None and batch._origin is not None:
                 self._origin = batch._origin
-                if self._quick is not None:
-                    self._quick.origin = None  # the last thing: a batch lost before that is given again
+                self._last.origin = None  # the last thing: a batch lost before that is given again
             return batch
         except Exception:
             raise
@@ -217,7 +218,7 @@ class AsyncDataLoader:
         elif self._tuner is not None:
             self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
         elif self._quick is None and self._agreement is None and self._feed is None and self._pipeline is not None:
-            self._quick = self._pipeline.quick(self.telemetry)
+            self._quick = self._pipeline.shortcut(self.telemetry, self._last)
         return batch
 
     def _next(self, timeout: float | None) -> Batch | None:
@@ -246,7 +247,7 @@ class AsyncDataLoader:
         return None if cargo is None else cargo.batch
 
     def _interrupted(self) -> bool:
-        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed, self._quick))
+        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed, self._last))
 
     # Starting and stopping
 
@@ -318,7 +319,7 @@ class AsyncDataLoader:
                 self.telemetry.left()
                 self._tuned |= self._tuner.values() if self._tuner is not None else {}
                 self._pipeline = self._tuner = self._quick = None
-            self._origin = None
+            self._origin, self._last = None, Last()
 
     def __enter__(self) -> Self:
         self._begin()
@@ -375,8 +376,7 @@ class AsyncDataLoader:
 
     def _latest(self) -> Origin | None:
         """Of the last batch that was handed out."""
-        quick = self._quick.origin if self._quick is not None else None
-        return self._origin if quick is None else quick
+        return self._last.origin or self._origin
 
     def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
         if self._mixture is not None and not weights:

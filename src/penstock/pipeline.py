@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from penstock.config import default_workers
@@ -27,7 +27,7 @@ from penstock.feed.autotune import Knob
 from penstock.feed.opening import OPENER
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
-from penstock.feed.quick import Quick
+from penstock.feed.quick import Last, shortcut
 from penstock.sources.source import Producer, Run, Source
 from penstock.tuning import knobs
 from penstock.watch.attribution import Known
@@ -112,11 +112,11 @@ class Pipeline:
             raise
         return made[0] if made else None
 
-    def quick(self, telemetry: Telemetry) -> Quick | None:
+    def shortcut(self, telemetry: Telemetry, last: Last) -> Callable[[], Batch | None] | None:
         """A shorter way than `next`, for batches that stand ready; None where it cannot be gone."""
         if self._queue is None or self._weighs:
             return None
-        return Quick(self._queue, telemetry, tensors=self._run.tensors)
+        return shortcut(self._queue, telemetry, last, tensors=self._run.tensors)
 
     def poll(self) -> Batch | None:
         """A batch that stands ready, if there is one."""

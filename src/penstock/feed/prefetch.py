@@ -4,9 +4,10 @@ In:    a function that makes the next items, none at the end.
 Out:   the items, in order; an exception where the function raised one.
 Where: the function runs on the producer thread, `get` on the trainer's. A trainer that does nothing but take items and
        finds none makes them itself: to be woken for each list takes longer than to make it.
-State: the items that wait, and one slot for each that may still be made. One buffer: a warmup adds
-       slots for a while, and fills nothing else.
-Cost:  two C-level queues; with a batch ready, `get` takes a few microseconds.
+State: the items that stand ready. How many more may be made follows from their number: a warmup asks for more of them
+       for a while, and fills nothing else.
+Cost:  with a batch ready, `get` takes a few microseconds and wakes nobody: the producer looks by itself, about when
+       half of the queue has been taken, and is woken only where it runs low sooner.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ EAGER_S = 200e-6
 """Whoever comes back sooner has nothing to do meanwhile that the producer could work beside."""
 LEASE_S = 0.01
 """The producer goes on by itself when nobody has made items in its place for so long."""
+NAP_S = (0.5e-3, 0.25)
+"""The producer sleeps no shorter and no longer than this before it looks again."""
 
 
 class _End:
@@ -51,197 +54,157 @@ class Prefetcher(Generic[T]):
         clock: Clock | None = None,
         at_once: Callable[[], list[T]] | None = None,
     ) -> None:
-        """`weigh` says how many slots an item takes, where they differ in size; by default one. `at_once` gives the next
+        """`weigh` says how much room an item takes, where they differ in size; by default 1. `at_once` gives the next
         items if they can be made without waiting for anybody, else none."""
         self._clock = clock or Quiet()
         self._track = self._clock.new_track("penstock-producer")
         self._produce = produce
         self._cpus = cpus
-        # Items travel in the lists in which they were made: to wake a thread costs more than to
-        # hand something over, so it is done once for all of them.
-        self._ready: SimpleQueue[list[T] | _End] = SimpleQueue()
         self.at_hand: deque[T] = deque()
-        """Items that have left the queue and wait on this side of it: `get` takes them from there, or whoever may."""
-        self._slots: SimpleQueue[bool] = SimpleQueue()
-        for _ in range(capacity):
-            self._slots.put(True)
-        self.capacity = self.room = capacity
-        """How many items may stand ready: `resize` changes it. And how many at most, with those of a warmup."""
+        """Items that stand ready: `get` takes them from there, or whoever may."""
+        self._bell: SimpleQueue[bool] = SimpleQueue()
+        """Rung for whoever waits for an item."""
+        self._wanted = False
         self._weigh = weigh
         self._weights: deque[int] = deque()
+        """Of the items at hand, where they differ; for the producer."""
         self._blocked = False
-        self.made = self.moved = 0
-        """Items so far; of these, those that have left the queue for this side of it, or been taken."""
-        self.look_at = 0
-        """With no more items at hand than this, there is something for `refill` to do."""
-        self._counted = self._owed = self._surplus = 0
+        self._handed = self._seen = 0
+        """Items that were put at hand so far; those that were taken, as far as the producer has noticed."""
         self.first_made: float | None = None
         """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
         self._stopped = False
         self._making = threading.Lock()
-        """Held from the making of items until they are handed over, so that they stay in order."""
+        """Held from the making of items until they are at hand, so that they stay in order."""
         self._helps = weigh is None and cpus is None
         self._at_once = at_once
         self._turn = threading.Condition()
+        self._asleep = False
+        self._pace_s = 1e-3
+        """About how long somebody takes for an item, as the producer has seen it."""
         self._lease = 0.0
         """Until then the producer leaves the making of items to whoever takes them."""
         self.left_at = 0.0
         """When the last item was taken."""
         self._filled = threading.Condition()
         self._waiting = False
+        self.capacity = self.room = self._limit = self.low = 0
+        self._resize(capacity)
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = self._limit = capacity
+        """How many items may stand ready, and how many at the moment: more while a warmup asks for them."""
+        self.room = capacity
+        """What `depth` goes up to: of items made at once there may be more, which are yet to be finished."""
+        self.low = max(1, capacity // 4)
+        """With fewer items than this, the producer is woken."""
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def depth(self) -> int:
-        """Items that stand ready. Of those that were made at once there may be more: they are yet to be finished."""
-        return min(self.room, self.made - self.moved + len(self.at_hand))
+        """Items that stand ready."""
+        return min(self.room, len(self.at_hand))
+
+    # Whoever takes items
 
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
         if not self.at_hand:
-            if self._weigh is not None:
-                self._return_slots()  # a large item may need every one of them
-            try:
-                items = self._get(None if timeout is None else max(0.0, timeout))
-            except Empty:
-                raise LoaderTimeout(
-                    f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
-                ) from None
-            if isinstance(items, _End):
-                if self._ready.empty():
-                    self._ready.put(items)  # for whoever asks again
-                if items.error is not None:
-                    raise items.error
+            self._await_item(None if timeout is None else max(0.0, timeout))
+            if not self.at_hand and self._end is not None:
+                if self._end.error is not None:
+                    raise self._end.error
                 return None
-            self._move(items)
         try:
             item = self.at_hand.popleft()
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
-        self._give_back()
+        self.attend()
         self.left_at = perf_counter()
         return item
 
-    def refill(self) -> None:
-        """Bring over what stands ready, and give back the slots of what was taken, if they are worth waking anybody."""
-        self._give_back()
-        while self._ready.qsize() > 0:
-            items = self._ready.get_nowait()
-            if isinstance(items, _End):
-                self._ready.put(items)  # for `get`
-                return
-            self._move(items)
+    def attend(self) -> None:
+        """Wake the producer, if it sleeps and few items are left, or a large one may wait for room."""
+        if self._asleep and (self._weigh is not None or len(self.at_hand) < self.low):
+            self._wake()
 
-    def _move(self, items: list[T]) -> None:
-        self.at_hand.extend(items)
-        self.moved += len(items)
-        self._look_later()
-
-    def _count(self) -> None:
-        """The slots of items that were taken since the last time are owed, but for those lent for a warmup."""
-        taken = self.moved - len(self.at_hand) - self._counted
-        self._counted += taken
-        weight = taken if self._weigh is None else sum(self._weights.popleft() for _ in range(taken))
-        lent = min(weight, self._surplus)
-        self._surplus -= lent
-        self._owed += weight - lent
-        self._look_later()
-
-    def _look_later(self) -> None:
-        """When enough of what is at hand has been taken for its slots to be worth giving back, or all of it."""
-        self.look_at = max(0, self.moved - self._counted + self._owed - self._surplus - self.capacity // 2)
-
-    def _get(self, timeout: float | None) -> list[T] | _End:
-        try:
-            return self._ready.get_nowait()
-        except Empty:
-            pass
+    def _await_item(self, timeout: float | None) -> None:
         now = perf_counter()
         if self._helps and timeout is None and now - self.left_at < EAGER_S:
             self._lease = now + LEASE_S
             if self._making.acquire(blocking=False):
                 try:
-                    return self._make_here()
+                    if not self.at_hand and self._end is None and not self._make_instead(self._produce):
+                        self._finish(None)
                 finally:
                     self._making.release()
         elif self._lease:
             self._end_lease()
+        if self.at_hand or self._end is not None:
+            return
+        deadline = None if timeout is None else now + timeout
         with self._clock.stage(WAIT, self._track):
-            return self._ready.get(timeout=timeout)
+            while True:
+                self._wanted = True
+                if self.at_hand or self._end is not None:
+                    break  # it came just now
+                self.attend()
+                try:
+                    self._bell.get(timeout=None if deadline is None else max(0.0, deadline - perf_counter()))
+                except Empty:
+                    self._wanted = False
+                    raise LoaderTimeout(
+                        f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
+                    ) from None
+        self._wanted = False
 
     def make_at_once(self, now: float) -> None:
         """Make items for somebody who only takes them and has none at hand, if that needs no waiting."""
-        if not self._helps or self._at_once is None or now - self.left_at >= EAGER_S or not self._ready.empty():
+        if not self._helps or self._at_once is None or now - self.left_at >= EAGER_S:
             return
         if self._making.acquire(blocking=False):
             try:
-                if self._end is None and self._ready.empty():
-                    self._move(self._make_instead(self._at_once))
+                if not self.at_hand and self._end is None:
+                    self._make_instead(self._at_once)
             finally:
                 self._making.release()
 
-    def _make_here(self) -> list[T] | _End:
-        """What the producer would make next, by whoever wants it."""
-        try:
-            return self._ready.get_nowait()  # it came just now
-        except Empty:
-            return self._make_instead(self._produce) or self._end or self._finish(None)
-
-    def _make_instead(self, produce: Callable[[], list[T]]) -> list[T]:
-        """Make items in the producer's place. None are made where that fails: the end says why."""
+    def _make_instead(self, produce: Callable[[], list[T]]) -> bool:
+        """Make items in the producer's place. False if there are none; where that fails, the end says why."""
         try:
             items = self._make(produce)
         except Exception as error:
             self._finish(error)
-            return []
+            return True
         except BaseException:  # Ctrl-C, anywhere: what is half done cannot be gone on with
             self.stop()
             raise
         if items:
-            self.made += len(items)
-            self._return_slots()
-            # There are as many slots, but for those that a warmup gets back, and for items that take no room yet.
-            self._surplus += len(items)
-            self._take_back(len(items))
+            self._put(items)
             self._lease = perf_counter() + LEASE_S
-        return items
+        return bool(items)
 
     def _end_lease(self) -> None:
+        self._lease = 0.0
+        self._wake()
+
+    def _wake(self) -> None:
         with self._turn:
-            self._lease = 0.0
-            self._turn.notify()
-
-    def _give_back(self) -> None:
-        # To wake the producer costs more than to take an item, and half of the queue is left to take while it makes
-        # more: it is woken for several at once.
-        self._count()
-        if self._owed >= self.capacity // 2:
-            self._return_slots()
-
-    def _return_slots(self) -> None:
-        self._count()
-        for _ in range(self._owed):
-            self._slots.put(True)
-        self._owed = 0
-        self._look_later()
+            self._turn.notify_all()
 
     def fill(self, items: int, timeout: float) -> int:
         """Wait until `items` are ready, or the end, a fault or the timeout comes first. Gives how many are."""
         deadline = time.monotonic() + timeout
-        self.room = max(self.capacity, items)
-        self._end_lease()
-        self._return_slots()
-        for _ in range(items - self.capacity - self._surplus):
-            self._surplus += 1
-            self._slots.put(True)
+        self.room = self._limit = max(self.capacity, items)
         with self._filled:
             self._waiting = True
             try:
-                # Large items may fill all slots before they are as many as was asked for.
+                self._end_lease()
+                # Large items may fill all room before they are as many as was asked for.
                 while self.depth < items and self._end is None and not (self._blocked and self._weigh is not None):
                     left = deadline - time.monotonic()
                     if left <= 0:
@@ -249,40 +212,17 @@ class Prefetcher(Generic[T]):
                     self._filled.wait(left)
             finally:
                 self._waiting = False
-        self._take_back(self._surplus)
+                self._limit = self.capacity
         return self.depth
 
     def resize(self, capacity: int) -> None:
         """Keep more or fewer items ready from now on. On the thread that takes them."""
-        self._return_slots()  # of a small queue, these may be all there are
-        change = capacity - self.capacity
-        self.capacity = self.room = capacity
-        if change > 0:
-            back = min(change, self._surplus)
-            self._surplus -= back
-            for _ in range(change - back):
-                self._slots.put(True)
-        else:
-            self._surplus -= change
-            self._take_back(self._surplus)
-        self._look_later()
-
-    def _take_back(self, most: int) -> None:
-        """Slots that were lent and not used are taken back, so many at most; the others as their items go."""
-        while self._surplus > 0 and most > 0:
-            try:
-                if not self._slots.get_nowait():
-                    self._slots.put(False)  # it was the sign to stop
-                    return
-            except Empty:
-                return
-            self._surplus -= 1
-            most -= 1
+        self._resize(capacity)
+        self._wake()
 
     def stop(self) -> None:
         """Wake everybody who waits."""
         self._stopped = True
-        self._slots.put(False)
         self._end_lease()
 
     def join(self, timeout: float) -> bool:
@@ -293,11 +233,12 @@ class Prefetcher(Generic[T]):
             self._making.release()
         else:
             joined = False
-        while joined and self._ready.qsize() > 0:
-            self._ready.get_nowait()
         self.at_hand.clear()
-        self._finish(LoaderClosed("the loader was shut down"))
+        self._end = _End(LoaderClosed("the loader was shut down"))
+        self._ring()
         return joined
+
+    # The producer
 
     def _run(self) -> None:
         try:
@@ -320,32 +261,70 @@ class Prefetcher(Generic[T]):
 
     def _await_turn(self) -> bool:
         """Wait until there is room for an item at least, and nobody else makes them. False if it is time to stop."""
-        while True:
+        while not self._stopped:
             if self._lease:
                 with self._turn:
                     while (left := self._lease - perf_counter()) > 0 and not self._stopped:
                         self._turn.wait(left)
                     self._lease = 0.0
-            if self._weigh is not None or not self._slot():
-                return self._weigh is not None and not self._stopped
-            if not self._lease:
+            elif self._weigh is not None or self._room() > 0:  # how large an item is shows when it is made
                 return True
-            self._slots.put(True)  # somebody has begun to make items meanwhile, and needs it
+            else:
+                self._nap(1)
+        return False
 
     def _hand_out(self, items: list[T]) -> bool:
-        """Hand items over as there is room for them. False if it is time to stop."""
+        """Put items at hand as there is room for them. False if it is time to stop."""
         first = 0
-        for i in range(len(items)):
+        for i, item in enumerate(items):
             if self._stopped:
                 return False
-            if i > first and self._slots.qsize() < self._weight(items[i]):
-                # No room for the next one: those that have theirs do not wait for it.
-                self._hand_over(items[first:i])
+            weight = 1 if self._weigh is None else max(1, min(self._weigh(item), self.capacity))
+            if self._room() - (i - first) < weight:
+                # No room for this one: those that have theirs do not wait for it.
+                self._put(items[first:i])
                 first = i
-            if (i or self._weigh is not None) and not self._acquire(items[i]):
-                return False
-        self._hand_over(items[first:])
+                if not self._await_room(weight):
+                    return False
+            if self._weigh is not None:
+                self._put([item], weight)
+                first = i + 1
+        self._put(items[first:])
         return True
+
+    def _room(self) -> int:
+        """How much may still be put at hand."""
+        if self._weigh is not None:
+            while len(self._weights) > len(self.at_hand):
+                self._weights.popleft()
+            return self._limit - sum(self._weights)
+        taken = self._handed - len(self.at_hand)
+        # What was taken is noticed when it is half of the queue: to make an item or two is not worth the while.
+        if taken - self._seen >= self._limit // 2 or self._waiting or len(self.at_hand) < self.low:
+            self._seen = taken
+        return self._limit - self._handed + self._seen
+
+    def _await_room(self, weight: int) -> bool:
+        """Wait until there is so much room. False if it is time to stop."""
+        while self._room() < weight and not self._stopped:
+            self._blocked = True
+            self._tell_filler()
+            self._nap(weight)
+        self._blocked = False
+        return not self._stopped
+
+    def _nap(self, weight: int) -> None:
+        """Sleep until about half of the queue has been taken, or somebody wakes it."""
+        with self._clock.stage(OUT), self._turn:
+            self._asleep = True  # before it looks once more: whoever takes an item looks at this after it
+            before, begun = len(self.at_hand), perf_counter()
+            if not self._stopped and self._room() < weight:
+                wanted = self._limit // 2 - (self._handed - before - self._seen)
+                self._turn.wait(min(max(wanted * self._pace_s, NAP_S[0]), NAP_S[1]))
+                taken, took = before - len(self.at_hand), perf_counter() - begun
+                # Where nobody takes anything, it looks less and less often.
+                self._pace_s = took / taken if taken > 0 else min(2 * self._pace_s, NAP_S[1])
+            self._asleep = False
 
     def _make(self, produce: Callable[[], list[T]]) -> list[T]:
         with self._clock.stage("pack") as track:
@@ -353,47 +332,29 @@ class Prefetcher(Generic[T]):
         track.count("batch", len(items))
         return items
 
-    def _weight(self, item: T) -> int:
-        return 1 if self._weigh is None else max(1, min(self._weigh(item), self.capacity))
-
-    def _acquire(self, item: T) -> bool:
-        """Wait for the slots that an item takes. False if it is time to stop."""
-        weight = self._weight(item)
-        if self._weigh is not None:
-            self._weights.append(weight)
-        for _ in range(weight):
-            if self._weigh is not None and self._slots.empty():
-                self._blocked = True
-                self._wake()
-            if not self._slot():
-                return False
-        self._blocked = False
-        return True
-
-    def _slot(self) -> bool:
-        """Wait for a slot. False if it is time to stop."""
-        try:
-            return self._slots.get_nowait() and not self._stopped
-        except Empty:
-            pass
-        with self._clock.stage(OUT):
-            return self._slots.get() and not self._stopped
-
-    def _hand_over(self, items: list[T]) -> None:
+    def _put(self, items: list[T], weight: int = 1) -> None:
+        if not items:
+            return
         if self.first_made is None:
             self.first_made = time.monotonic()
-        self.made += len(items)
-        self._ready.put(items)
-        self._wake()
+        if self._weigh is not None:
+            self._weights.append(weight)
+        self.at_hand.extend(items)
+        self._handed += len(items)
+        self._ring()
 
-    def _wake(self) -> None:
+    def _ring(self) -> None:
+        if self._wanted:
+            self._wanted = False
+            self._bell.put(True)
+        self._tell_filler()
+
+    def _tell_filler(self) -> None:
         if self._waiting:
             with self._filled:
                 self._filled.notify_all()
 
-    def _finish(self, error: BaseException | None) -> _End:
-        end = self._end = _End(error)
-        self._ready.put(end)
-        with self._filled:
-            self._filled.notify_all()
-        return end
+    def _finish(self, error: BaseException | None) -> None:
+        if self._end is None:
+            self._end = _End(error)
+        self._ring()

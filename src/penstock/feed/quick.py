@@ -12,7 +12,7 @@ State: where the last batch came from; the rest is the queue's. What is to be wr
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -35,50 +35,61 @@ class _Forks:
 os.register_at_fork(after_in_child=_Forks.add)  # os.getpid() at each batch would be a system call
 
 
-class Quick:
-    """Takes batches that stand ready."""
+class Last:
+    """What the short way leaves behind."""
 
-    def __init__(self, queue: Prefetcher[Batch], telemetry: Telemetry, *, tensors: bool) -> None:
+    __slots__ = ("interrupted", "origin")
+
+    def __init__(self) -> None:
         self.origin: Origin | None = None
-        """Of the last batch that was taken here, if it is the last one of all."""
+        """Of the last batch that was taken this way, if it is the last one of all."""
         self.interrupted = False
         """Whether something like Ctrl-C came while a batch was taken: it may be lost."""
-        self._queue = queue
-        self._at_hand = queue.at_hand
-        self._telemetry = telemetry
-        self._jotted = telemetry.jotted
-        self._tensors = tensors
-        self._forks = _Forks.count
 
-    def take(self) -> Batch | None:
-        """A batch, at once or not at all. Whatever can be done without a call of Python's is."""
+
+def shortcut(
+    queue: Prefetcher[Batch], telemetry: Telemetry, last: Last, *, tensors: bool
+) -> Callable[[], Batch | None]:
+    """A function that takes a batch that stands ready, at once or not at all.
+
+    A closure: what it needs lies together, and is not looked up by name in one object after the other.
+    """
+    at_hand, popleft, low, capacity = queue.at_hand, queue.at_hand.popleft, queue.low, queue.capacity
+    jotted, jot, settle = telemetry.jotted, telemetry.jotted.append, telemetry.settle
+    forks, now, due = _Forks.count, 0.0, 0.0
+
+    def take() -> Batch | None:
+        nonlocal forks, now, due
         begun = perf_counter()
-        queue, at_hand = self._queue, self._at_hand
         try:
-            if _Forks.count != self._forks:
+            if _Forks.count != forks:
                 return None  # before anything is touched: a thread that is not here any more may have held its lock
-            if len(at_hand) <= queue.look_at:
-                queue.refill()
-                if not at_hand:
-                    queue.make_at_once(begun)
+            if not at_hand:
+                queue.left_at = max(queue.left_at, now)
+                queue.make_at_once(begun)
             try:
                 batch = at_hand[0]
                 if batch._left is not None:
                     batch.finish()
-                at_hand.popleft()
+                popleft()
             except IndexError:
                 return None  # none stands ready, or another thread has closed the queue
-            if self._tensors and isinstance(batch.inputs, np.ndarray):
+            left = len(at_hand)
+            if left < low:
+                queue.attend()
+            if tensors and isinstance(batch.inputs, np.ndarray):
                 batch.to_torch()
-            now = queue.left_at = perf_counter()
-            jotted = self._jotted
-            jotted.append((begun, now, batch._tokens, min(queue.room, queue.made - queue.moved + len(at_hand))))
-            if len(jotted) >= JOTTED or now - jotted[0][0] > JOTTED_S:
-                self._telemetry.settle()
-            self.origin = batch._origin  # the last thing: a batch lost before that is given again
+            now = perf_counter()
+            jot((begun, now, batch._tokens, left if left < capacity else capacity))
+            if now > due or len(jotted) >= JOTTED:
+                due = now + JOTTED_S
+                settle()
+            last.origin = batch._origin  # the last thing: a batch lost before that is given again
             return batch
         except Exception:
             raise
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            self.interrupted, self._at_hand = True, deque()
+            last.interrupted, forks = True, -1
             raise
+
+    return take
