@@ -246,6 +246,22 @@ def test_no_sleep_is_slept_through(
         assert queue.join(30)
 
 
+def test_a_warmup_counts_for_as_long_as_its_items_are_there(eager: None, maker: Maker) -> None:
+    queue = Prefetcher(maker, 2, at_once=lambda: maker() + maker())
+    queue.start()
+    try:
+        assert queue.fill(9, 30) == queue.depth == 9
+        eventually(lambda: queue._asleep)
+        queue._lease = time.perf_counter() + 60  # the producer stands back
+        assert [queue.get() for _ in range(9)] == list(range(9))
+        queue.make_at_once(queue.left_at)
+        assert len(queue.at_hand) == 6
+        assert queue.depth == 2, "the others take no room yet"
+    finally:
+        queue.stop()
+        assert queue.join(30)
+
+
 def test_who_takes_nothing_is_looked_after_less_and_less_often(queue: Prefetcher[int]) -> None:
     assert queue.fill(8, 30) == 8
     eventually(lambda: queue._pace_s == prefetch.NAP_S[1])

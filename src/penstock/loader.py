@@ -20,7 +20,6 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
-from penstock.feed.autotune import Autotune
 from penstock.feed.quick import Last
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
@@ -32,6 +31,7 @@ from penstock.types import Shard
 from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
+    from penstock.feed.autotune import Autotune
     from penstock.feed.cargo import BatchCargo
     from penstock.feed.device import DeviceFeed
     from penstock.sources.mixture import MixtureSource
@@ -274,7 +274,7 @@ class AsyncDataLoader:
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
         if self._tunes:
-            self._tuner = Autotune(pipeline.knobs(options.row_bytes * options.batch_size), self.telemetry)
+            self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         return self
 

@@ -18,20 +18,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
-from penstock.feed.autotune import Knob
 from penstock.feed.opening import OPENER
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.feed.quick import Last, shortcut
 from penstock.sources.source import Producer, Run, Source
-from penstock.tuning import knobs
 from penstock.watch.attribution import Known
 from penstock.watch.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from penstock.feed.autotune import Autotune
 
 log = logging.getLogger("penstock")
 
@@ -184,12 +185,16 @@ class Pipeline:
         times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
         return times
 
-    def knobs(self, batch_bytes: int) -> list[Knob]:
-        """What may be changed while this runs."""
-        if self._queue is None:
-            return []
+    def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
+        """Changes what may be changed while this runs."""
+        from penstock.feed.autotune import Autotune
+        from penstock.tuning import knobs
+
         lanes = getattr(self._producer, "lanes", None)
-        return knobs(self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes)
+        if self._queue is None:
+            return Autotune([], telemetry)
+        found = knobs(self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes)
+        return Autotune(found, telemetry)
 
     def known(self) -> Known:
         """What a verdict takes into account."""

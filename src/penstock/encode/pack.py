@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.best_fit import BestFitPacker
 from penstock.encode.rows import NextWindow, Packer
 from penstock.encode.stream import StreamPacker
 from penstock.encode.window import Place
@@ -30,6 +29,8 @@ def make_packer(
     documents begin, for `boundaries`.
     """
     if packing == "best_fit":
+        from penstock.encode.best_fit import BestFitPacker
+
         return BestFitPacker(next_window, start, seq_len, pad_id, dtype)
     aligned = packing == "bos"
     return StreamPacker(next_window, start, seq_len, pad_id, dtype, aligned=aligned, keep_tail=keep_tail, track=track)

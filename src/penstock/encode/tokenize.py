@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +231,8 @@ class _LoadGigatoken:
         if vocabulary.tokenizer_json is not None:
             return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
         assert vocabulary.ranks is not None
+        import tempfile
+
         # The library reads ranks from a path only. Without special tokens: text stays text.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.write(vocabulary.ranks)

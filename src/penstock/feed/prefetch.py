@@ -184,6 +184,7 @@ class Prefetcher(Generic[T]):
             self.stop()
             raise
         if items:
+            self.room = self.capacity  # what a warmup has filled up has been taken
             self._put(items)
             self._lease = perf_counter() + LEASE_S
         return bool(items)

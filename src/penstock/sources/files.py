@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.encode.window import Place
 from penstock.errors import SourceChanged, SourceError
-from penstock.feed.keep import QUEUED_BYTES, CacheWriter
 from penstock.feed.pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.read.records import Quarantine
-from penstock.sources.foresight import Foresight
 from penstock.sources.source import RowSource, Run
 from penstock.sources.text import TextLanes, check_place
 from penstock.sources.text_work import TextWork
@@ -33,6 +31,7 @@ from penstock.types import Address, Bad, ChunkRef, TokenChunk
 
 if TYPE_CHECKING:
     from penstock.dataset import TextDataset
+    from penstock.feed.keep import CacheWriter
 
 FOUND = ("cache_hits", "cache_misses")
 FIRST_BYTES = 8
@@ -68,6 +67,9 @@ class FileLanes(TextLanes):
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._writer: CacheWriter | None = None
         if work.cache is not None:
+            from penstock.feed.keep import QUEUED_BYTES, CacheWriter
+            from penstock.sources.foresight import Foresight
+
             self._writer = CacheWriter(work.cache, QUEUED_BYTES * own // work.lanes)
             work.foresee(run.own_lanes, Foresight(self._plan, self._lanes, work.file_hash))
         # What is remote is fetched by threads of its own, in this process, whatever the workers are. They come

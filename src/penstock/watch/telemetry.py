@@ -47,9 +47,9 @@ FIRST_STALL_S = 30.0
 EVENTS = 256
 STEP_S = 1e-3
 """A step that trains anything takes longer than this beside its wait."""
-JOTTED = 64
+JOTTED = 128
 """Steps that are written down together, at most."""
-JOTTED_S = 1.0
+JOTTED_S = 2.0
 """Steps are written down after so long, however few they are."""
 
 Event = tuple[float, float, str, dict[str, Any]]
@@ -116,7 +116,7 @@ class Telemetry:
 
     @property
     def consumer(self) -> Consumer:
-        """What the trainer did. On its own thread up to this moment, on any other up to a second old."""
+        """What the trainer did. On its own thread up to this moment, on any other up to two seconds old."""
         if self.jotted and threading.get_ident() == self._thread:
             self.settle()
         return self._consumer
