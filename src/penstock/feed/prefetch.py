@@ -320,7 +320,7 @@ class Prefetcher(Generic[T]):
             self._asleep = True  # before it looks once more: whoever takes an item looks at this after it
             before, begun = len(self.at_hand), perf_counter()
             if not self._stopped and self._room() < weight:
-                wanted = self._limit // 2 - (self._handed - before - self._seen)
+                wanted = max(1, self._limit // 2 - (self._handed - before - self._seen))
                 self._turn.wait(min(max(wanted * self._pace_s, NAP_S[0]), NAP_S[1]))
                 taken, took = before - len(self.at_hand), perf_counter() - begun
                 # Where nobody takes anything, it looks less and less often.
