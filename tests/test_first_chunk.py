@@ -101,6 +101,26 @@ def test_however_much_is_divided_off_every_state_goes_on_exactly(
             assert next(again).inputs.tolist() == given[at + 1][0]
 
 
+def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(tmp_path: Path) -> None:
+    for number in range(8):
+        lines = [json.dumps({"text": f"<{number}:{i}>"}) for i in range(400)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=64)
+
+    def loader() -> AsyncDataLoader:
+        return AsyncDataLoader(dataset, 1, lanes=8, n_workers=2, output="numpy", epochs=1)
+
+    for taken in (1, 3, 7, 8):
+        with loader() as whole:
+            for _ in range(taken):
+                next(whole)
+            state = whole.state_dict()
+            expected = [next(whole).inputs.tolist() for _ in range(20)]
+        with loader() as again:
+            again.load_state_dict(state)
+            assert [next(again).inputs.tolist() for _ in range(20)] == expected
+
+
 @pytest.mark.parametrize(
     "how", [{"shuffle": True}, {"packing": "best_fit"}, {"workers": "process"}], ids=["shuffled", "best_fit", "process"]
 )
@@ -168,9 +188,12 @@ def test_what_is_kept_of_a_divided_chunk_is_the_whole_of_it(
     monkeypatch: pytest.MonkeyPatch, divided: list[Any], folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    kept = data(folder, "parquet", cache=True)
-    first = stream(kept)
+    with AsyncDataLoader(data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1) as loader:
+        assert sum(1 for _ in loader)
+        stats = loader.stats()
+    assert (stats.cache_hits, stats.cache_misses) == (0, 2), "a chunk is one chunk, however it was made"
     assert len(divided) == 1
+    first = stream(data(folder, "parquet", cache=True))
     again = stream(data(folder, "parquet", cache=True))
     assert again == first == stream(data(folder, "parquet"), n_workers=0)
     with AsyncDataLoader(data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1) as loader:

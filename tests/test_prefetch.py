@@ -262,6 +262,56 @@ def test_a_warmup_counts_for_as_long_as_its_items_are_there(eager: None, maker: 
         assert queue.join(30)
 
 
+def test_a_producer_that_waits_for_room_fills_up_what_a_warmup_asks_for() -> None:
+    queue = Prefetcher(Maker(), 4, weigh=lambda item: 1)
+    queue.start()
+    try:
+        eventually(lambda: queue._blocked)
+        assert queue.fill(12, 30) == 12
+    finally:
+        queue.stop()
+        assert queue.join(30)
+
+
+def test_nobody_waits_for_a_producer_that_was_stopped(queue: Prefetcher[int]) -> None:
+    assert queue.fill(8, 30) == 8
+    queue.stop()  # and whoever did was interrupted before it joined anything
+    assert [queue.get() for _ in range(8)] == list(range(8))
+    with pytest.raises(LoaderClosed):
+        queue.get(timeout=30)
+
+
+def test_nobody_makes_what_comes_after_a_failure(eager: None) -> None:
+    maker, failing, told = Maker(), threading.Event(), threading.Event()
+
+    def fail(first: int) -> None:
+        if threading.current_thread().name == "penstock-producer" and first == 6:
+            failing.set()
+            raise OSError("gone")
+
+    maker.before = fail
+    queue = Prefetcher(maker, 8, at_once=maker)
+    usual = queue._finish
+
+    def finish(error: BaseException | None) -> None:
+        assert queue._making.locked(), "whoever gets it next has to know"
+        usual(error)
+        told.set()
+
+    queue._finish = finish  # type: ignore[method-assign]
+    queue.start()
+    try:
+        assert failing.wait(30)
+        assert told.wait(30)
+        assert [queue.get(timeout=30) for _ in range(6)] == list(range(6))
+        with pytest.raises(OSError, match="gone"):
+            queue.get(timeout=30)
+    finally:
+        del queue._finish  # type: ignore[method-assign]
+        queue.stop()
+        assert queue.join(30)
+
+
 def test_who_takes_nothing_is_looked_after_less_and_less_often(queue: Prefetcher[int]) -> None:
     assert queue.fill(8, 30) == 8
     eventually(lambda: queue._pace_s == prefetch.NAP_S[1])
@@ -473,6 +523,29 @@ def test_rows_that_cannot_be_had_are_an_error_after_those_before_them(eager: Non
         for _ in range(2):
             with pytest.raises(OSError, match="row 1201"):
                 next(loader)
+
+
+def test_batches_of_all_sizes_that_are_cut_from_chunks_leave_nothing_behind(eager: None, corpus: Path) -> None:
+    with AsyncDataLoader(KINDS["concat"](corpus), 1, shuffle=False, output="numpy", n_workers=1) as loader:
+        for _ in range(5_000):
+            next(loader)
+        assert loader._pipeline is not None
+        batcher = loader._pipeline._producer._batcher  # type: ignore[attr-defined]
+        assert not batcher._slots
+        assert len(batcher._numbers) < 5_000
+
+
+def test_rows_left_as_they_are_keep_to_the_memory_limit(eager: None) -> None:
+    data = SyntheticDataset(vocab_size=100, seq_len=16_384, num_samples=2_000, seed=1)
+    most = 0
+    with AsyncDataLoader(data, 1, output="numpy", n_workers=1, memory_limit=8 << 20) as loader:
+        for _ in range(300):
+            next(loader)
+            assert loader._pipeline is not None
+            assert loader._pipeline._queue is not None
+            at_hand = list(loader._pipeline._queue.at_hand)
+            most = max(most, sum(batch._left.nbytes for batch in at_hand if batch._left is not None))
+    assert most < 8 << 20
 
 
 class Failing(SyntheticDataset):

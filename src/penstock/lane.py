@@ -79,7 +79,7 @@ class Lane:
         chunks_of: Callable[[tuple[int, ...]], list[list[ChunkRef]]],
         foresee: Callable[[tuple[int, ...]], None],
         known: Callable[[tuple[int, ...]], bool],
-        submit: Callable[[ChunkRef, Place], Task[TokenChunk]],
+        submit: Callable[[ChunkRef, Place, bool], Task[TokenChunk]],
         go_on: Callable[[TokenChunk], Task[TokenChunk]],
         used: Callable[[TokenChunk], None],
     ) -> None:
@@ -101,6 +101,8 @@ class Lane:
         self._groups: list[tuple[int, ...]] | None = None
         self._refs: list[ChunkRef] | None = None
         self._whole_pass = start == Place(epoch=start.epoch)
+        self._fresh = start.doc == start.token == start.row == 0
+        """Whether the next chunk asked for is the lane's first, and read from its first document on."""
         self._asked = self._barren_asks = self._empty_epochs = 0
         self._tokens = 0 if self._whole_pass else 1
         ended = settings.end_epoch is not None and start.epoch >= settings.end_epoch
@@ -173,7 +175,8 @@ class Lane:
             place = Place(self._epoch, self._group, self._index)
             self._index += 1
             self._asked += 1
-            self._ahead.append(Ahead(place, ref, self._submit(ref, place)))
+            fresh, self._fresh = self._fresh, False
+            self._ahead.append(Ahead(place, ref, self._submit(ref, place, fresh)))
             return True
 
     def _ref(self) -> ChunkRef | None:

@@ -387,7 +387,7 @@ class _HeldLanes(TextLanes):
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         return [[chunk.ref for chunk in self._chunks] for _ in group]
 
-    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+    def submit(self, ref: ChunkRef, place: Place, fresh: bool) -> Task[TokenChunk]:
         task: Result[TokenChunk] = Result()
         task.set_result(self._chunks[ref.index])
         return task

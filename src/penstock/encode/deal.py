@@ -145,6 +145,7 @@ class Batcher:
         self._ended = False
         self._dry = [False] * len(packers)
         self._slots: dict[int, list[I64]] = {}
+        self._numbers: I64 = np.arange(0)
         self._failed: Exception | None = None
 
     def next(self) -> list[Batch]:
@@ -213,9 +214,13 @@ class Batcher:
 
     def _slots_of(self, wanted: int) -> list[I64]:
         """The slots of each lane, for the lanes in turn."""
+        own = len(self._packers)
+        if own == 1:  # of many sizes, where batches are cut from what is left of a chunk
+            if len(self._numbers) < wanted:
+                self._numbers = np.arange(wanted)
+            return [self._numbers[:wanted]]
         slots = self._slots.get(wanted)
         if slots is None:
-            own = len(self._packers)
             slots = self._slots[wanted] = [np.arange(i, wanted, own) for i in range(min(own, wanted))]
         return slots
 

@@ -202,7 +202,7 @@ class Prefetcher(Generic[T]):
         deadline = time.monotonic() + timeout
         self.room = self._limit = max(self.capacity, items)
         with self._filled:
-            self._waiting = True
+            self._waiting, self._blocked = True, False
             try:
                 self._end_lease()
                 # Large items may fill all room before they are as many as was asked for.
@@ -248,17 +248,24 @@ class Prefetcher(Generic[T]):
             self._clock.adopt(self._track)
             while self._await_turn():
                 with self._making:
-                    if self._end is not None or self._stopped:
-                        return
-                    items = self._make(self._produce)
-                    if not items:
-                        self._finish(None)
-                        return
-                    if not self._hand_out(items):
-                        return
-                    del items  # while the next ones are made, these are the trainer's
+                    if not self._make_some():
+                        break
         except BaseException as error:  # it belongs to whoever calls get()
             self._finish(error)
+        if self._stopped:
+            self._finish(LoaderClosed("the loader was shut down"))
+
+    def _make_some(self) -> bool:
+        """Make the next items and put them at hand. False if these were all."""
+        if self._end is not None or self._stopped:
+            return False
+        try:
+            if items := self._make(self._produce):
+                return self._hand_out(items)
+            self._finish(None)
+        except BaseException as error:  # told before anybody else may make what would have come after it
+            self._finish(error)
+        return False
 
     def _await_turn(self) -> bool:
         """Wait until there is room for an item at least, and nobody else makes them. False if it is time to stop."""

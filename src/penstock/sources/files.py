@@ -50,7 +50,6 @@ class FileLanes(TextLanes):
         self._patient = False
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
-        self._starts = {run.places[n] for n in run.own_lanes}
         # A shuffled window, and one from which documents are chosen to fit, is needed as a whole.
         split = not run.shuffle and dataset.packing != "best_fit" and type(pool) is ThreadPool
         self._first = FIRST_BYTES * run.batch_size * dataset.seq_len // len(run.own_lanes) if split else 0
@@ -102,7 +101,7 @@ class FileLanes(TextLanes):
     def known(self, group: tuple[int, ...]) -> bool:
         return all(index in self._inspected and self._inspected[index].ready() for index in group)
 
-    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+    def submit(self, ref: ChunkRef, place: Place, fresh: bool) -> Task[TokenChunk]:
         if ref.file.open_ended:
             return self._submit_next(ref)
         if self._work.at_hand(ref):
@@ -110,7 +109,7 @@ class FileLanes(TextLanes):
         if not self._prepared:
             self._prepared = True
             self._pool.submit("prepare")
-        enough = self._first if not self._counts.chunks and not self._patient and place in self._starts else 0
+        enough = self._first if fresh and not self._patient else 0
         if self._fetchers is None or not ref.file.remote or ref.file.codec:
             return self._pool.submit("encode", ref, None, False, enough)
         fetched = self._fetchers.submit("fetch", ref)

@@ -150,7 +150,8 @@ class IndexedProducer:
         self._tasks: deque[tuple[Group, Task[Made]]] = deque()
         self._most = max(1, run.prefetch_size // 2) if pool.n_workers else 1
         self._leaves = rows and not run.narrow and not getattr(dataset, "positions", False)
-        self._group = 1
+        self._group = self._left = 1
+        """Batches to make at once: as they are handed out, or with their ids left as they are."""
         self._batch_bytes = 0
         self._samples = 0
         self._failed: Exception | None = None
@@ -204,13 +205,14 @@ class IndexedProducer:
         self._batch_bytes = max(1, made.nbytes // len(made.batches))
         fitting = max(1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1))
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
+        self._left = max(self._group, min(fitting, LEFT_ROWS // self._run.batch_size))
 
     def _ask_ahead(self, leave: bool = False) -> None:
         """Keep every worker busy, and one piece of work waiting."""
         under_way = sum([len(group) for group, _ in self._tasks])
         pool = self._own if self._cheap else self._pool
         while len(self._tasks) <= pool.n_workers and not self._full(under_way):
-            group = self._plan(max(self._group, LEFT_ROWS // self._run.batch_size) if leave else self._group)
+            group = self._plan(self._left if leave else self._group)
             if group is None:
                 return
             self._tasks.append((group, self._submit(pool, group, leave)))

@@ -57,6 +57,8 @@ class Counts:
     empty: int = 0
     text_bytes: int = 0
     chunks: int = 0
+    divided: int = 0
+    """Of these, first parts of a chunk whose rest counts as another."""
     cache_hits: int = 0
     bad: dict[str, int] = field(default_factory=dict)
 
@@ -129,8 +131,8 @@ class TextLanes(ABC):
         return True
 
     @abstractmethod
-    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
-        """Have a chunk made."""
+    def submit(self, ref: ChunkRef, place: Place, fresh: bool) -> Task[TokenChunk]:
+        """Have a chunk made. `fresh`: it is its lane's first, and read from its first document on."""
 
     def go_on(self, begun: TokenChunk) -> Task[TokenChunk]:
         """Have the rest of a chunk made, of which only the first documents were asked for."""
@@ -160,7 +162,7 @@ class TextLanes(ABC):
             "empty": counts.empty,
             "text_bytes": counts.text_bytes,
             "cache_hits": counts.cache_hits,
-            "cache_misses": counts.chunks - counts.cache_hits,
+            "cache_misses": counts.chunks - counts.divided - counts.cache_hits,
         }
 
     def bad(self) -> dict[str, int]:
@@ -225,6 +227,7 @@ class TextLanes(ABC):
         counts.empty += chunk.empty
         counts.text_bytes += chunk.text_bytes
         counts.chunks += 1
+        counts.divided += chunk.rest is not None
         counts.cache_hits += chunk.cached
         if chunk.bad:
             self.report(chunk.bad)

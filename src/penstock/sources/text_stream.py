@@ -266,7 +266,7 @@ class StreamLanes(TextLanes):
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         return [[] for _ in group]  # nothing is known of it beforehand
 
-    def submit(self, ref: ChunkRef, place: Place) -> Task[TokenChunk]:
+    def submit(self, ref: ChunkRef, place: Place, fresh: bool) -> Task[TokenChunk]:
         def read() -> tuple[Any, ...]:
             with self._run.clock.stage("fetch", ref):
                 pulled = self._reader.read(place.epoch, ref.index)
