@@ -102,23 +102,23 @@ def test_however_much_is_divided_off_every_state_goes_on_exactly(
 
 
 def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(tmp_path: Path) -> None:
-    for number in range(8):
+    for number in range(16):
         lines = [json.dumps({"text": f"<{number}:{i}>"}) for i in range(400)]
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
     dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=64)
 
     def loader() -> AsyncDataLoader:
-        return AsyncDataLoader(dataset, 1, lanes=8, n_workers=2, output="numpy", epochs=1)
+        return AsyncDataLoader(dataset, 1, lanes=16, n_workers=2, output="numpy", epochs=1)
 
-    for taken in (1, 3, 7, 8):
+    for taken in (1, 5, 15, 16):
         with loader() as whole:
             for _ in range(taken):
                 next(whole)
             state = whole.state_dict()
-            expected = [next(whole).inputs.tolist() for _ in range(20)]
+            expected = [next(whole).inputs.tolist() for _ in range(40)]
         with loader() as again:
             again.load_state_dict(state)
-            assert [next(again).inputs.tolist() for _ in range(20)] == expected
+            assert [next(again).inputs.tolist() for _ in range(40)] == expected
 
 
 @pytest.mark.parametrize(

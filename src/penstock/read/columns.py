@@ -13,6 +13,7 @@ given something of its own. That takes 0.3 s, for which the first batch would ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ def binaries(values: Sequence[bytes], kind: pa.DataType | None = None) -> pa.Arr
     return pa.Array.from_buffers(kind or pa.large_binary(), len(values), [None, pa.py_buffer(offsets), data])
 
 
+@lru_cache(64)
 def scalar(value: bytes, kind: pa.DataType | None = None) -> pa.Scalar:
     """A single byte string, or text."""
     return binaries([value], kind)[0]
