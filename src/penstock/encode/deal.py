@@ -144,7 +144,6 @@ class Batcher:
         self._state = state
         self._ended = False
         self._dry = [False] * len(packers)
-        self._slots: dict[int, list[I64]] = {}
         self._numbers: I64 = np.arange(0)
         self._failed: Exception | None = None
 
@@ -214,15 +213,10 @@ class Batcher:
 
     def _slots_of(self, wanted: int) -> list[I64]:
         """The slots of each lane, for the lanes in turn."""
+        if len(self._numbers) < wanted:
+            self._numbers = np.arange(wanted)
         own = len(self._packers)
-        if own == 1:  # of many sizes, where batches are cut from what is left of a chunk
-            if len(self._numbers) < wanted:
-                self._numbers = np.arange(wanted)
-            return [self._numbers[:wanted]]
-        slots = self._slots.get(wanted)
-        if slots is None:
-            slots = self._slots[wanted] = [np.arange(i, wanted, own) for i in range(min(own, wanted))]
-        return slots
+        return [self._numbers[i:wanted:own] for i in range(min(own, wanted))]
 
     def _fill_up(self, present: I64, slot: int, lanes: list[list[tuple[I64, Rows]]]) -> tuple[I64, int]:
         """Some lanes are at their end: go on with the others until a batch is full, or all are."""

@@ -115,9 +115,6 @@ class FileLanes(TextLanes):
         fetched = self._fetchers.submit("fetch", ref)
         return self._pool.submit("encode", before=lambda: (ref, fetched.result(), False, enough))
 
-    def go_on(self, begun: TokenChunk) -> Task[TokenChunk]:
-        return self._pool.submit("encode_rest", begun, first=True)
-
     def _submit_next(self, ref: ChunkRef) -> Task[TokenChunk]:
         """The next chunk of a file that is read forwards, by whoever has begun with it."""
         last, before, doubtful = self._before.get(ref.reader, (None, None, False))

@@ -136,7 +136,7 @@ class TextLanes(ABC):
 
     def go_on(self, begun: TokenChunk) -> Task[TokenChunk]:
         """Have the rest of a chunk made, of which only the first documents were asked for."""
-        raise NotImplementedError
+        return self._pool.submit("encode_rest", begun, first=True)
 
     def beyond(self, workers: int) -> int:
         """Chunks to have under way beyond the next window: work for every thread.
