@@ -153,6 +153,35 @@ def test_the_first_batch_is_there_while_the_rest_is_tokenized(monkeypatch: pytes
         assert loader.next_batch(timeout=60) is not None
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_no_worker_begins_with_what_comes_after_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lanes: int, workers: int
+) -> None:
+    """Else the second batch would wait for chunks that are needed long after it."""
+    for number in range(3 * lanes):
+        table = pa.table({"text": [f"{number} {i} " + "x" * 40 for i in range(400)]})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=200)
+    told: list[tuple[str, ChunkRef]] = []
+    usual = Tokenizer.encode
+
+    def encode(tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None) -> TokenChunk:
+        told.append(("begins", ref))
+        chunk = usual(tokenizer, ref, documents, doc_batch)
+        told.append(("ends", ref))
+        return chunk
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=SEQ_LEN)
+    with AsyncDataLoader(dataset, 2 * lanes, output="numpy", n_workers=workers, lanes=lanes, epochs=1) as loader:
+        assert sum(1 for _ in loader)
+    first = {ref for _, ref in told[: 2 * lanes]}
+    assert len(first) == lanes
+    last = max(i for i, (what, ref) in enumerate(told) if what == "begins" and ref in first)
+    assert sum(1 for what, ref in told if what == "begins" and ref in first) == 2 * lanes
+    assert {ref for what, ref in told[:last] if what == "begins"} == first
+
+
 def test_a_rest_that_cannot_be_tokenized_is_an_error_after_what_came_before(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:

@@ -112,7 +112,8 @@ class Lane:
     # Reading ahead
 
     def ahead_chunks(self) -> int:
-        return len(self._ahead)
+        """Chunks that were asked for, or are to be gone on with."""
+        return len(self._ahead) + (self._begun is not None)
 
     def ahead_bytes(self) -> int:
         """Memory that the chunks asked for take, or may take while they are worked on."""
@@ -179,6 +180,14 @@ class Lane:
             self._ahead.append(Ahead(place, ref, self._submit(ref, place, fresh)))
             return True
 
+    def ask_rest(self) -> None:
+        """Ask for the rest of a chunk of which only the first documents were given out, if there is one: when these are
+        used up, so that the first batch, for which somebody waits, goes before it."""
+        if self._begun is not None:
+            place, begun = self._begun
+            self._begun = None
+            self._ahead.appendleft(Ahead(place, begun.ref, self._go_on(begun), len(begun.docs)))
+
     def _ref(self) -> ChunkRef | None:
         assert self._groups is not None
         group = self._groups[self._group]
@@ -202,10 +211,7 @@ class Lane:
 
     def next_window(self) -> Window | None:
         """The next window that has any document, or None at the end of a finite stream."""
-        if self._begun is not None:  # only now: the first batch, for which somebody waits, went before
-            place, begun = self._begun
-            self._begun = None
-            self._ahead.appendleft(Ahead(place, begun.ref, self._go_on(begun), len(begun.docs)))
+        self.ask_rest()
         while True:
             if not self._ahead and not self.ask():
                 self._finished = True

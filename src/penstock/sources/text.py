@@ -57,8 +57,7 @@ class Counts:
     empty: int = 0
     text_bytes: int = 0
     chunks: int = 0
-    divided: int = 0
-    """Of these, first parts of a chunk whose rest counts as another."""
+    """To their last document: first documents whose chunk is to follow make none yet."""
     cache_hits: int = 0
     bad: dict[str, int] = field(default_factory=dict)
 
@@ -162,7 +161,7 @@ class TextLanes(ABC):
             "empty": counts.empty,
             "text_bytes": counts.text_bytes,
             "cache_hits": counts.cache_hits,
-            "cache_misses": counts.chunks - counts.divided - counts.cache_hits,
+            "cache_misses": counts.chunks - counts.cache_hits,
         }
 
     def bad(self) -> dict[str, int]:
@@ -200,8 +199,11 @@ class TextLanes(ABC):
         workers = self._pool.n_workers
         if workers == 0:
             return
-        budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
         beyond = self.read_ahead() if self._counts.chunks else self.beyond(workers)
+        if beyond:
+            for lane in self._lanes:
+                lane.ask_rest()  # before any worker begins with what comes after it
+        budget = self._budget - sum(lane.ahead_bytes() for lane in self._lanes)
         hungry = [lane for lane in self._lanes if lane.ahead_chunks() < lane.wanted_ahead(beyond)]
         while hungry and budget > 0:
             lane = min(hungry, key=Lane.ahead_chunks)
@@ -226,8 +228,7 @@ class TextLanes(ABC):
         counts.documents += len(chunk.docs)
         counts.empty += chunk.empty
         counts.text_bytes += chunk.text_bytes
-        counts.chunks += 1
-        counts.divided += chunk.rest is not None
+        counts.chunks += chunk.rest is None
         counts.cache_hits += chunk.cached
         if chunk.bad:
             self.report(chunk.bad)
