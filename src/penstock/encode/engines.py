@@ -207,15 +207,9 @@ class GigatokenEngine(Engine):
             self._changed.notify_all()
 
     def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        import awkward as ak
+        from penstock.encode.lists import strings
 
-        data, offsets = text_buffers(texts)
-        layout = ak.contents.ListOffsetArray(
-            ak.index.Index64(offsets),
-            ak.contents.NumpyArray(data, parameters={"__array__": "char"}),
-            parameters={"__array__": "string"},
-        )
-        encoded = instance.tokenizer.encode_batch(ak.Array(layout), parallel=False).layout
+        encoded = instance.tokenizer.encode_batch(strings(*text_buffers(texts)), parallel=False).layout
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
 
     def _encode_plainly(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:

@@ -87,6 +87,8 @@ class Prefetcher(Generic[T]):
         """Until then the producer leaves the making of items to whoever takes them."""
         self.left_at = 0.0
         """When the last item was taken."""
+        self._in_vain = False
+        """Whether somebody came back for an item at once, and none could be made without waiting."""
         self._filled = threading.Condition()
         self._waiting = False
         self.capacity = self.room = self._limit = self.low = 0
@@ -134,7 +136,8 @@ class Prefetcher(Generic[T]):
 
     def _await_item(self, timeout: float | None) -> None:
         now = perf_counter()
-        if self._helps and timeout is None and now - self.left_at < EAGER_S:
+        eager, self._in_vain = self._in_vain or now - self.left_at < EAGER_S, False
+        if self._helps and timeout is None and eager:
             self._lease = now + LEASE_S
             if self._making.acquire(blocking=False):
                 try:
@@ -142,6 +145,8 @@ class Prefetcher(Generic[T]):
                         self._finish(None)
                 finally:
                     self._making.release()
+            else:
+                self._end_lease()  # the producer is about to, and must not take this for a reason to wait
         elif self._lease:
             self._end_lease()
         if self.at_hand or self._end is not None:
@@ -169,7 +174,7 @@ class Prefetcher(Generic[T]):
         if self._making.acquire(blocking=False):
             try:
                 if not self.at_hand and self._end is None:
-                    self._make_instead(self._at_once)
+                    self._in_vain = not self._make_instead(self._at_once)
             finally:
                 self._making.release()
 
@@ -248,6 +253,8 @@ class Prefetcher(Generic[T]):
             self._clock.adopt(self._track)
             while self._await_turn():
                 with self._making:
+                    if self._lease:
+                        continue  # whoever takes items made some meanwhile, and goes on
                     if not self._make_some():
                         break
         except BaseException as error:  # it belongs to whoever calls get()
