@@ -183,7 +183,7 @@ class TokenChunk:
     """Documents of the chunk that were left for later: they follow as a chunk of their own."""
     whole: TokenChunk | None = None
     """Of such a rest: the chunk as it is kept."""
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.docs.nbytes) + self.rows.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.docs.nbytes) + self.rows.nbytes  # asked for often, and Arrow counts for a while

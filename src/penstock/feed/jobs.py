@@ -28,6 +28,7 @@ class Result(Future[T]):
     def __init__(self, clock: Clock | None = None) -> None:
         super().__init__()
         self._clock = clock
+        self._good = False
         self.trail: Trail | None = None if clock is None else clock.trail()
 
     def result(self, timeout: float | None = None) -> T:
@@ -36,8 +37,12 @@ class Result(Future[T]):
         with self._clock.stage(WAIT, self.trail):
             return super().result(timeout)
 
+    def set_result(self, result: T) -> None:
+        self._good = True  # first: whoever has the result finds it ready
+        super().set_result(result)
+
     def ready(self) -> bool:
-        return self.done() and not self.cancelled() and self.exception() is None
+        return self._good  # asked for each chunk under way whenever one is used: no locks
 
 
 def closed() -> LoaderClosed:

@@ -44,12 +44,12 @@ class ParquetReader:
         self._field = field
         self._max_chunk_bytes = max_chunk_bytes
         self._lock = threading.Lock()
-        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._footers: OrderedDict[str, tuple[pq.FileMetaData, int]] = OrderedDict()
+        """By path, with the text column's number among the leaf columns."""
 
     def inspect(self, file: FileRef) -> list[ChunkRef]:
         """The file's row groups; those too large to decode at once are split."""
-        footer = self._footer(file)
-        column = self._column(file, footer)
+        footer, column = self._footer(file)
         refs = []
         for i in range(footer.num_row_groups):
             group = footer.row_group(i)
@@ -64,8 +64,8 @@ class ParquetReader:
 
     def range_of(self, ref: ChunkRef) -> tuple[int, int]:
         """Where the text column of a row group lies: its start and length."""
-        footer = self._footer(ref.file)
-        return column_range(footer.row_group(ref.index).column(self._column(ref.file, footer)))
+        footer, column = self._footer(ref.file)
+        return column_range(footer.row_group(ref.index).column(column))
 
     def at_hand(self, ref: ChunkRef) -> Bytes | None:
         """The text column of a row group, where it came together with a small file's footer."""
@@ -76,13 +76,13 @@ class ParquetReader:
     def read(self, ref: ChunkRef, judge: Judge, fetched: list[Bytes] | None = None) -> Documents:
         """The texts of a row group, or of a part of one."""
         file = ref.file
-        footer = self._footer(file)
+        footer, text = self._footer(file)
         meta = footer.row_group(ref.index)
         lo = meta.num_rows * ref.part // ref.parts
         hi = meta.num_rows * (ref.part + 1) // ref.parts
         pieces: list[pa.Array] = []
         have = at = 0
-        size = meta.column(self._column(file, footer)).total_uncompressed_size
+        size = meta.column(text).total_uncompressed_size
         limit = self._storage.max_bytes(file)
         step = max(16, min(STEP_ROWS, STEP_BYTES * meta.num_rows // max(1, size)))
         opened = None
@@ -136,23 +136,24 @@ class ParquetReader:
         parts = [(self.range_of(ref)[0], fetched[0])]
         return pa.PythonFile(AsFile(file.size, self._storage.fetched(file, parts)), mode="r")
 
-    def _footer(self, file: FileRef) -> pq.FileMetaData:
+    def _footer(self, file: FileRef) -> tuple[pq.FileMetaData, int]:
         with self._lock:
-            footer = self._footers.get(file.path)
-            if footer is not None:
+            known = self._footers.get(file.path)
+            if known is not None:
                 self._footers.move_to_end(file.path)
-                return footer
+                return known
         if file.remote and not file.codec:
             assert self._remote is not None
             footer = self._remote.footer(file)
         else:
             path = self._storage.spool(file) if file.codec else file.path
             footer = parse_footer(file, path)
+        found = footer, self._column(file, footer)
         with self._lock:
-            self._footers[file.path] = footer
+            self._footers[file.path] = found
             if len(self._footers) > FOOTERS:
                 self._footers.popitem(last=False)
-        return footer
+        return found
 
     def _column(self, file: FileRef, footer: pq.FileMetaData) -> int:
         """The text column's number among the leaf columns."""
