@@ -213,6 +213,10 @@ class Reader:
     def _judge(self) -> Judge:
         return Judge(self._settings.on_bad_record, self._settings.max_doc_bytes, [])
 
+    def await_begin(self, timeout: float) -> None:
+        """Wait until something has been read from a file on disk."""
+        self._storage.begun.wait(timeout)
+
     def stop(self) -> None:
         """Have whoever reads stop soon. Waits for nobody."""
         self._storage.stop()

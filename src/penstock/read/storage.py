@@ -80,14 +80,18 @@ class PlainFile:
 
     broken: CorruptFile | None = None
 
-    def __init__(self, file: FileRef, clock: Clock | None = None) -> None:
+    def __init__(self, file: FileRef, clock: Clock | None = None, tell: threading.Event | None = None) -> None:
+        """`tell` is set once something has been read."""
         self.path = file.path
         self._clock = clock or Quiet()
+        self._tell = tell
 
     def read(self, start: int, length: int) -> bytes:
         with self._clock.stage("fetch", self.path) as track:
             data = self._read(start, length)
         track.count("fetch", 1, len(data))
+        if self._tell is not None and not self._tell.is_set():
+            self._tell.set()
         return data
 
     def _read(self, start: int, length: int) -> bytes:
@@ -249,6 +253,8 @@ class Storage:
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self.begun = threading.Event()
+        """Set once something has been read from a file on disk, or nothing will be."""
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
         self._spooling = threading.Lock()
         self._spooled: dict[str, str] = {}
@@ -265,7 +271,7 @@ class Storage:
 
     def plain(self, file: FileRef) -> PlainFile:
         """A file on disk, as it is."""
-        return PlainFile(file, self._clock)
+        return PlainFile(file, self._clock, self.begun)
 
     def open(self, file: FileRef, reader: int, parts: Sequence[tuple[int, Bytes]] = ()) -> AnyFile:
         if not file.codec:
@@ -305,6 +311,7 @@ class Storage:
     def stop(self) -> None:
         """Have whoever is decompressing stop at the next block. Waits for nobody."""
         self._closing.set()
+        self.begun.set()
 
     def close(self) -> None:
         """Close all files. To be called when nobody reads any more."""

@@ -106,14 +106,19 @@ class FileLanes(TextLanes):
             return self._submit_next(ref)
         if self._work.at_hand(ref):
             return self._pool.submit("encode", ref)
-        if not self._prepared:
-            self._prepared = True
-            self._pool.submit("prepare")
         enough = self._first if fresh and not self._patient else 0
         if self._fetchers is None or not ref.file.remote or ref.file.codec:
-            return self._pool.submit("encode", ref, None, False, enough)
+            task = self._pool.submit("encode", ref, None, False, enough)
+            self._prepare(beside=type(self._pool) is ThreadPool)  # where there is no other thread, the chunk goes first
+            return task
+        self._prepare()
         fetched = self._fetchers.submit("fetch", ref)
         return self._pool.submit("encode", before=lambda: (ref, fetched.result(), False, enough))
+
+    def _prepare(self, beside: bool = False) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self._pool.submit("prepare", beside)
 
     def _submit_next(self, ref: ChunkRef) -> Task[TokenChunk]:
         """The next chunk of a file that is read forwards, by whoever has begun with it."""

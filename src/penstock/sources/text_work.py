@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Counts up when the same text would give other token chunks than before."""
+BESIDE_S = 0.1
+"""How long the vocabulary is not loaded, for the first chunk's file to be read before."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -82,8 +84,13 @@ class TextWork:
     def __reduce__(self) -> tuple[Any, ...]:
         return _elsewhere, (access_variables() if self._made_of[-2] is not None else None, *self._made_of)
 
-    def prepare(self) -> None:
-        """Load what the first chunk will need, while it is fetched."""
+    def prepare(self, beside: bool = False) -> None:
+        """Load what the first chunk will need, while it is fetched; or `beside` another thread, while it is decoded.
+
+        To load a vocabulary holds the GIL, which to decode does not need once it has begun.
+        """
+        if beside:
+            self._reader.await_begin(BESIDE_S)
         self._tokenizer.engine.prepare()
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
