@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.engines import ByteEngine
 from penstock.encode.tokenize import Tokenizer
-from penstock.sources import files
+from penstock.read.storage import PlainFile, Storage
+from penstock.sources import files, text_work
 from penstock.sources.text_work import TextWork, _divided
 from penstock.types import ChunkRef, Documents, TokenChunk
 from tests.corpus import texts
@@ -257,3 +259,36 @@ def test_documents_are_divided_where_there_is_enough(lengths: list[int], enough:
     assert begun.texts.to_pylist() + rest.texts.to_pylist() == column.to_pylist()
     assert [*begun.rows, *rest.rows] == list(range(len(lengths)))
     assert (len(begun.texts), begun.last, rest.last, begun.empty, rest.empty) == (first, False, True, 3, 0)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt", "texts"])
+def test_the_vocabulary_is_loaded_beside_the_first_decoding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, n_workers: int
+) -> None:
+    events: list[str] = []
+    usual = PlainFile._read
+
+    def read(file: PlainFile, start: int, length: int) -> bytes:
+        time.sleep(0.02)  # whoever does not wait for it is sooner
+        events.append("read")
+        return usual(file, start, length)
+
+    monkeypatch.setattr(PlainFile, "_read", read)
+    monkeypatch.setattr(ByteEngine, "prepare", lambda engine: events.append("loaded"))
+    monkeypatch.setattr(text_work, "BESIDE_S", 30.0)
+    with AsyncDataLoader(data(folder, kind), 2, n_workers=n_workers, output="numpy") as loader:
+        next(loader)
+        deadline = time.monotonic() + 30
+        while "loaded" not in events and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert events.index("read") < events.index("loaded")
+
+
+def test_who_is_shut_down_does_not_wait_for_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_work, "BESIDE_S", 3600.0)
+    monkeypatch.setattr(Storage, "plain", lambda storage, file: PlainFile(file))  # which tells nobody
+    loader = AsyncDataLoader(data(folder, "parquet"), 2, n_workers=2, output="numpy")
+    next(loader)
+    loader.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]

@@ -201,6 +201,51 @@ def eventually(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
+def test_who_came_at_once_makes_items_however_long_the_way_to_wait_is(maker: Maker) -> None:
+    queue = Prefetcher(maker, 8, at_once=list)  # which nobody else fills
+    got: list[int | None] = []
+
+    def come() -> None:
+        queue.left_at = time.perf_counter()
+        queue.make_at_once(queue.left_at)
+        time.sleep(0.05)
+        got.append(queue.get())
+
+    taker = threading.Thread(target=come, daemon=True)
+    taker.start()
+    taker.join(10)
+    assert got == [0]
+    assert maker.by == [taker.name]
+    assert not queue._in_vain, "it counts once"
+
+
+def test_a_producer_does_not_leave_items_to_somebody_who_waits_for_them(eager: None, maker: Maker) -> None:
+    got: list[int | None] = []
+    queue = Prefetcher(maker, 8)
+    with queue._making:  # the producer is about to make the first ones when somebody else asks for them
+        queue.start()
+        taker = threading.Thread(target=lambda: got.append(queue.get()))
+        taker.start()
+        eventually(lambda: queue._wanted)
+    taker.join(30)
+    assert got == [0]
+    queue.stop()
+    assert queue.join(30)
+
+
+def test_a_producer_leaves_items_to_somebody_who_makes_them(eager: None, maker: Maker) -> None:
+    queue = Prefetcher(maker, 8)
+    with queue._making:
+        queue.start()
+        time.sleep(0.05)  # by now it waits until it may make some
+        queue._lease = time.perf_counter() + 60
+    time.sleep(0.05)
+    assert maker.by == []
+    assert [queue.get() for _ in range(3)] == [0, 1, 2]
+    queue.stop()
+    assert queue.join(30)
+
+
 def test_the_producer_notices_by_itself_what_was_taken(
     monkeypatch: pytest.MonkeyPatch, queue: Prefetcher[int], maker: Maker
 ) -> None:

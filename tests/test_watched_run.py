@@ -27,7 +27,8 @@ from penstock.cli.main import cli
 from penstock.encode.tokenize import Tokenizer
 from penstock.feed import autotune
 from penstock.feed.beat import Heartbeat
-from penstock.stats import Stats, Warmup
+from penstock.stats import Stats
+from penstock.tally import Warmup
 from penstock.watch.heartbeat import read_heartbeat
 from penstock.watch.spans import STAGES
 from penstock.watch.telemetry import Telemetry

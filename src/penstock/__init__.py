@@ -30,7 +30,7 @@ _HOME = {
     "Telemetry": "watch.telemetry",
     "TextDataset": "dataset",
     "TokenFileDataset": "read.tokens",
-    "Warmup": "stats",
+    "Warmup": "tally",
     "analyze_steps": "watch.steady",
     "batched": "sources.samples",
     "prewarm": "train.prewarm",
@@ -90,7 +90,8 @@ if TYPE_CHECKING:
     from penstock.read.tokens import TokenFileDataset
     from penstock.sources.mixture import Mixture
     from penstock.sources.samples import batched
-    from penstock.stats import Stats, Warmup
+    from penstock.stats import Stats
+    from penstock.tally import Warmup
     from penstock.train.prewarm import prewarm, verify_prewarm
     from penstock.types import Shard, Span
     from penstock.watch.steady import analyze_steps

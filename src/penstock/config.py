@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import os
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -171,7 +170,7 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
     name = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = f"{path.parent}/.{path.name}.{secrets.token_hex(8)}"
+        aside = f"{path.parent}/.{path.name}.{os.urandom(8).hex()}"
         # Not a temporary file of the library's, which nobody but its owner may read, whatever the umask says.
         with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
             name = aside

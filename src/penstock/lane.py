@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +53,7 @@ class Standing(NamedTuple):
     """The chunks of the group, in order, once they are known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSettings:
+class LaneSettings(NamedTuple):
     """What decides a lane's order, apart from the plan."""
 
     chunk_bytes: int

@@ -26,7 +26,7 @@ from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
 from penstock.state import State
-from penstock.stats import Stats, Tally, Warmup
+from penstock.tally import Tally, Warmup
 from penstock.types import Shard
 from penstock.watch.telemetry import Telemetry, attach
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.feed.device import DeviceFeed
     from penstock.sources.mixture import MixtureSource
     from penstock.sources.source import Run, Source
+    from penstock.stats import Stats
     from penstock.torch_dataset import TorchDataset
 
 
@@ -163,10 +164,8 @@ class AsyncDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        if self._quick is not None and (ready := self._quick()) is not None:
-            return ready  # as usual, and before anything else is looked at
-        batch = self._take_slowly(None)
-        if batch is None:
+        batch = self._quick() if self._quick is not None else None  # as usual, and before anything else is looked at
+        if batch is None and (batch := self._take_slowly(None)) is None:
             raise StopIteration
         return batch
 

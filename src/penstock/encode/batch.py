@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -19,8 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from penstock.types import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where a stream continues."""
 
     row: int

@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,26 +219,20 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
     return "tiktoken", build_tiktoken
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadGigatoken:
-    """Loads an instance; can be sent to another process, where an instance cannot."""
+def _load_gigatoken(vocabulary: Vocabulary) -> Any:
+    """An instance. It cannot be sent to another process; this function and a vocabulary can."""
+    import gigatoken
 
-    vocabulary: Vocabulary
+    if vocabulary.tokenizer_json is not None:
+        return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
+    assert vocabulary.ranks is not None
+    import tempfile
 
-    def __call__(self) -> Any:
-        import gigatoken
-
-        vocabulary = self.vocabulary
-        if vocabulary.tokenizer_json is not None:
-            return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
-        assert vocabulary.ranks is not None
-        import tempfile
-
-        # The library reads ranks from a path only. Without special tokens: text stays text.
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(vocabulary.ranks)
-            file.flush()
-            return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
+    # The library reads ranks from a path only. Without special tokens: text stays text.
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        file.write(vocabulary.ranks)
+        file.flush()
+        return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
 
 
 def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, size: int | None, *, required: bool) -> GigatokenEngine | None:
@@ -248,7 +243,7 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, size: int | None, *, re
     if vocabulary.tokenizer_json is None and vocabulary.ranks is None:
         return None
     try:
-        return GigatokenEngine(_LoadGigatoken(vocabulary), cache_bytes, size)
+        return GigatokenEngine(partial(_load_gigatoken, vocabulary), cache_bytes, size)
     except Exception as error:  # it refuses vocabularies with exceptions of many types
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error

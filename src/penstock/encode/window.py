@@ -11,7 +11,6 @@ Cost:  one copy to put the chunks together, one to bring documents into order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +47,7 @@ class Place(NamedTuple):
         return list(self) if self.source is not None else list(self[:7])
 
 
-@dataclass(frozen=True, slots=True)
-class WindowMap:
+class WindowMap(NamedTuple):
     """A window without its ids."""
 
     start: Place

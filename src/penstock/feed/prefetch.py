@@ -88,7 +88,7 @@ class Prefetcher(Generic[T]):
         self.left_at = 0.0
         """When the last item was taken."""
         self._in_vain = False
-        """Whether somebody came back for an item at once, and none could be made without waiting."""
+        """Whether somebody has come back for an item at once, found none, and is on the way to wait for it."""
         self._filled = threading.Condition()
         self._waiting = False
         self.capacity = self.room = self._limit = self.low = 0
@@ -126,7 +126,7 @@ class Prefetcher(Generic[T]):
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
         self.attend()
-        self.left_at = perf_counter()
+        self.left_at, self._in_vain = perf_counter(), False
         return item
 
     def attend(self) -> None:
@@ -136,7 +136,7 @@ class Prefetcher(Generic[T]):
 
     def _await_item(self, timeout: float | None) -> None:
         now = perf_counter()
-        eager, self._in_vain = self._in_vain or now - self.left_at < EAGER_S, False
+        eager = self._in_vain or now - self.left_at < EAGER_S
         if self._helps and timeout is None and eager:
             self._lease = now + LEASE_S
             if self._making.acquire(blocking=False):
@@ -145,8 +145,6 @@ class Prefetcher(Generic[T]):
                         self._finish(None)
                 finally:
                     self._making.release()
-            else:
-                self._end_lease()  # the producer is about to, and must not take this for a reason to wait
         elif self._lease:
             self._end_lease()
         if self.at_hand or self._end is not None:
@@ -157,6 +155,8 @@ class Prefetcher(Generic[T]):
                 self._wanted = True
                 if self.at_hand or self._end is not None:
                     break  # it came just now
+                if self._lease:
+                    self._wake()  # the producer had begun to make some, or to leave it to this one
                 self.attend()
                 try:
                     self._bell.get(timeout=None if deadline is None else max(0.0, deadline - perf_counter()))
@@ -174,9 +174,10 @@ class Prefetcher(Generic[T]):
         if self._making.acquire(blocking=False):
             try:
                 if not self.at_hand and self._end is None:
-                    self._in_vain = not self._make_instead(self._at_once)
+                    self._make_instead(self._at_once)
             finally:
                 self._making.release()
+        self._in_vain = not self.at_hand
 
     def _make_instead(self, produce: Callable[[], list[T]]) -> bool:
         """Make items in the producer's place. False if there are none; where that fails, the end says why."""
@@ -253,7 +254,7 @@ class Prefetcher(Generic[T]):
             self._clock.adopt(self._track)
             while self._await_turn():
                 with self._making:
-                    if self._lease:
+                    if self._lease and not self._wanted:
                         continue  # whoever takes items made some meanwhile, and goes on
                     if not self._make_some():
                         break
@@ -279,7 +280,7 @@ class Prefetcher(Generic[T]):
         while not self._stopped:
             if self._lease:
                 with self._turn:
-                    while (left := self._lease - perf_counter()) > 0 and not self._stopped:
+                    while (left := self._lease - perf_counter()) > 0 and not self._stopped and not self._wanted:
                         self._turn.wait(left)
                     self._lease = 0.0
             elif self._weigh is not None or self._room() > 0:  # how large an item is shows when it is made

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,8 +72,7 @@ def restarted(schedule: Schedule, row: int) -> Schedule:
     return (*((0, weights) for weights in held[-1:]), *((begin - row, w) for begin, w in schedule if begin > row))
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+class Choices(NamedTuple):
     """The parts of some global rows, and what each part had had before."""
 
     start: int

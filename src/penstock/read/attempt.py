@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.config import whole_number
 from penstock.errors import ConfigError, PenstockError
@@ -99,8 +99,7 @@ class Fault(Exception):
         """Whether that is believed only once it was met several times: a proxy, a mirror or a portal may be at fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Bytes that came, and what was said of the file they are from."""
 
     data: bytes | bytearray | memoryview

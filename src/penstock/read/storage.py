@@ -11,7 +11,6 @@ State: for compressed files, one decompressor with the blocks it passed last, be
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import zlib
 from collections import OrderedDict
@@ -24,6 +23,8 @@ from penstock.types import FileRef, KiB, MiB
 from penstock.watch.spans import Clock, Quiet
 
 if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
+
     from penstock.read.remote import RemoteFiles
 
 Bytes = bytes | bytearray
@@ -258,7 +259,7 @@ class Storage:
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
         self._spooling = threading.Lock()
         self._spooled: dict[str, str] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryDirectory[str] | None = None
 
     def max_bytes(self, file: FileRef) -> int:
         """What may come out of a file before it counts as a bomb; small files are given some room."""
@@ -295,7 +296,9 @@ class Storage:
             if known is not None:
                 return known
             if self._folder is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
+                from tempfile import TemporaryDirectory
+
+                self._folder = TemporaryDirectory(prefix="penstock-")
             target = os.path.join(self._folder.name, f"{len(self._spooled)}.{file.format}")
             limit = self.max_bytes(file)
             try:

@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ from penstock.types import Bad, ChunkRef, Packing, TokenChunk
 log = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackSettings:
+class PackSettings(NamedTuple):
     """How documents become rows."""
 
     seq_len: int

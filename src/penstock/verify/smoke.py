@@ -18,7 +18,7 @@ from penstock.encode.batch import Batch
 from penstock.errors import LoaderTimeout, NoData
 from penstock.feed.opening import Opening
 from penstock.loader import AsyncDataLoader
-from penstock.stats import Warmup
+from penstock.tally import Warmup
 from penstock.verify.choice import Choice
 from penstock.watch.attribution import charge
 

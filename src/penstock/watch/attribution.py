@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.watch.spans import COMPUTED, IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
 
@@ -201,8 +201,7 @@ class Known:
     """Whether workers run Python of the user's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Why a run waits, in one line."""
 
     data_wait: float
