@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TextDataset, TokenizerError
-from penstock.encode import tokenize
+from penstock.encode import check
 from penstock.encode.engines import GigatokenEngine
 from penstock.encode.tokenize import Tokenizer, load_tokenizer
 from tests.reading import ids_of, open_loader, write_jsonl
@@ -595,29 +595,29 @@ def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: 
 def test_the_verdict_is_remembered_on_disk(
     vocabulary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, differs: list[int]
 ) -> None:
-    monkeypatch.setattr(tokenize, "compare", lambda *_: differs)
+    monkeypatch.setattr(check, "compare", lambda *_: differs)
     first = load_tokenizer(vocabulary).engine.name
 
     def compare(*_: object) -> list[int]:
         raise AssertionError("compared again, though the verdict is on disk")
 
-    monkeypatch.setattr(tokenize, "compare", compare)
+    monkeypatch.setattr(check, "compare", compare)
     assert load_tokenizer(vocabulary).engine.name == first == ("tokenizers" if differs else "gigatoken")
     assert len(warnings_in(caplog)) == (2 if differs else 0)
 
 
 def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for package in ("gigatoken", "tokenizers", "tiktoken"):
-        assert tokenize._version(package) == importlib.metadata.version(package)
-    assert tokenize._version("nothing_of_that_name") is None
+        assert check._version(package) == importlib.metadata.version(package)
+    assert check._version("nothing_of_that_name") is None
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert tokenize._version("alone") is None, "nobody has installed it"
+    assert check._version("alone") is None, "nobody has installed it"
     for version in ("1.0", "2.0"):  # what an upgrade that was cut off leaves behind
         (tmp_path / f"alone-{version}.dist-info").mkdir()
         (tmp_path / f"alone-{version}.dist-info" / "METADATA").write_text(f"Name: alone\nVersion: {version}\n")
-    assert tokenize._version("alone") == importlib.metadata.version("alone")
+    assert check._version("alone") == importlib.metadata.version("alone")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"])
@@ -627,7 +627,7 @@ def test_a_damaged_verdict_is_ignored(
     assert load_tokenizer(vocabulary).engine.name == "gigatoken"
     (verdict,) = (cache / "engines").iterdir()
     verdict.write_text(damage)
-    monkeypatch.setattr(tokenize, "compare", lambda *_: [0])
+    monkeypatch.setattr(check, "compare", lambda *_: [0])
     assert load_tokenizer(vocabulary).engine.name == "tokenizers"
 
 

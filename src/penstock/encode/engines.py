@@ -117,9 +117,20 @@ class GigatokenEngine(Engine):
     MAX_TEXT = GiB
     """Where the system does not tell a process its own size, replace after this much text."""
 
-    def __init__(self, load: Callable[[], Any], cache_bytes: int, vocab_size: int | None = None) -> None:
-        """Where `vocab_size` is known, the vocabulary has been loaded before, and is loaded when it is needed."""
+    SETTLED = 32
+    """Calls after which nobody waits for the first batches any more."""
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        cache_bytes: int,
+        vocab_size: int | None = None,
+        later: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Where `vocab_size` is known, the vocabulary has been loaded before, and is loaded when it is needed. `later` is
+        called once with an instance, in a run that is long enough: for what nobody should have to wait for."""
         self._load = load
+        self._later = later
         self._cache_bytes = cache_bytes
         self._generation = 0
         self._floor: int | None = None
@@ -162,10 +173,18 @@ class GigatokenEngine(Engine):
             # during which no other thread gets on either.
             if self._done < self.FIRST and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
                 return self._encode_plainly(instance, texts)
+            if self._later is not None and self._done >= self.SETTLED:
+                self._settle(instance)
             return self._encode(instance, texts)
         finally:
             instance.seen += texts.nbytes
             self._give_back(instance)
+
+    def _settle(self, instance: _Instance) -> None:
+        with self._changed:
+            later, self._later = self._later, None
+        if later is not None:
+            later(instance.tokenizer)
 
     def _take(self) -> _Instance:
         """An instance that nobody uses, or a new one."""

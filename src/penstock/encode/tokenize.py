@@ -11,50 +11,31 @@ A document that gives no ids (empty, null, skipped) gives no separator either.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import itertools
-import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.config import cache_dir, write_atomically
+from penstock.encode.check import Check, Found, load_gigatoken
 from penstock.encode.engines import (
     ByteEngine,
     Engine,
     GigatokenEngine,
-    Ids,
     TiktokenEngine,
     TokenizersEngine,
     text_buffers,
 )  # fmt: skip
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, find
 from penstock.errors import MissingExtra, TokenizerError
-from penstock.read.columns import binaries, call, flags, nothing, scalar
+from penstock.read.columns import call, flags, nothing, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
-
-PROBE_VERSION = 1
-PROBE = (
-    "The quick brown fox can't jump over 12,345.67 lazy dogs — it's they'll WE'VE I'd\n\n\t  trailing   ",
-    "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # naïve café\r\n\r\n",
-    "Größe, Ærøskøbing, Ελληνικά, русский язык, עִבְרִית, العربية, हिन्दी, ภาษาไทย, 日本語テキスト, 中文，한국어",
-    "👩‍👩‍👧‍👦 🏳️‍🌈 ½ ² ① Ⅷ ﬁ ẛ̣ é e\u0301 \u200b\u200d\ufeff\u00a0\u2028\u3000",
-    "\x00\x01\x07\x1f\x7f\x80\ufffd \U0001f600\U0010ffff 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa          1000000000000",
-    "<|endoftext|><|im_start|>user</s><s>[INST] <pad> not special",
-    " leading", "", "x", "\n", "   ",
-)  # fmt: skip
-"""Many kinds of characters, for comparing an engine's ids with the reference's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +150,10 @@ def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Eng
         return ByteEngine()
     reference = _reference(vocabulary)
     if wanted in ("auto", "gigatoken"):
-        verdict = _Verdict(vocabulary, reference)
-        known = verdict.recall()
-        size = known[1] if known is not None else None
-        fast = _gigatoken(vocabulary, cache_bytes, size, required=wanted == "gigatoken")
-        if fast is not None and verdict.heed(known[0] if known is not None else verdict.reach(fast)):
+        check = Check(vocabulary, *reference)
+        known = check.recall()
+        fast = _gigatoken(vocabulary, cache_bytes, known, check.find_ranks, required=wanted == "gigatoken")
+        if fast is not None and check.heed(known.differs if known is not None else check.reach(fast)):
             return fast
         if wanted == "gigatoken":
             raise TokenizerError(f"gigatoken does not give the reference's ids for {vocabulary.name}")
@@ -219,23 +199,9 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
     return "tiktoken", build_tiktoken
 
 
-def _load_gigatoken(vocabulary: Vocabulary) -> Any:
-    """An instance. It cannot be sent to another process; this function and a vocabulary can."""
-    import gigatoken
-
-    if vocabulary.tokenizer_json is not None:
-        return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
-    assert vocabulary.ranks is not None
-    import tempfile
-
-    # The library reads ranks from a path only. Without special tokens: text stays text.
-    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-        file.write(vocabulary.ranks)
-        file.flush()
-        return gigatoken.Tokenizer.from_tiktoken(file.name, TIKTOKEN[vocabulary.name][0])
-
-
-def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, size: int | None, *, required: bool) -> GigatokenEngine | None:
+def _gigatoken(
+    vocabulary: Vocabulary, cache_bytes: int, known: Found | None, later: Callable[[Any], None], *, required: bool
+) -> GigatokenEngine | None:
     if importlib.util.find_spec("gigatoken") is None:
         if required:
             raise TokenizerError("engine='gigatoken' needs gigatoken: pip install gigatoken")
@@ -243,83 +209,15 @@ def _gigatoken(vocabulary: Vocabulary, cache_bytes: int, size: int | None, *, re
     if vocabulary.tokenizer_json is None and vocabulary.ranks is None:
         return None
     try:
-        return GigatokenEngine(partial(_load_gigatoken, vocabulary), cache_bytes, size)
+        if known is None:
+            return GigatokenEngine(partial(load_gigatoken, vocabulary), cache_bytes, later=later)
+        load, looked = partial(load_gigatoken, vocabulary, known.ranks), known.ranks is not None
+        return GigatokenEngine(load, cache_bytes, known.size, None if looked else later)
     except Exception as error:  # it refuses vocabularies with exceptions of many types
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error
         log.info("gigatoken does not take %s (%s): using the reference engine", vocabulary.name, error)
         return None
-
-
-class _Verdict:
-    """Whether the fast engine gives the reference's ids on the probe; remembered on disk."""
-
-    def __init__(self, vocabulary: Vocabulary, reference: tuple[str, Callable[[], Engine]]) -> None:
-        self._vocabulary = vocabulary
-        self._name, self._build = reference
-        ours, theirs = _version("gigatoken"), _version(self._name)
-        versions = f"{ours} {self._name} {theirs} {PROBE_VERSION}" if ours and theirs else ""  # else nothing to compare
-        self._key = f"{vocabulary.fingerprint} {versions}" if versions else ""
-        self._path = cache_dir() / "engines" / hashlib.sha256(self._key.encode()).hexdigest()[:24]
-
-    def recall(self) -> tuple[list[int], int] | None:
-        """The probe texts on which the engines differed, and the vocabulary's size, as found before."""
-        if not self._key:
-            return None
-        try:
-            known = json.loads(self._path.read_text())
-            differs, size = known["differs"], known["size"]
-            if known["key"] == self._key and all(type(i) is int for i in [*differs, size]) and size > 0:
-                return differs, size
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not checked yet, or the note is damaged: check now
-        return None
-
-    def reach(self, fast: GigatokenEngine) -> list[int]:
-        """Compare, and remember."""
-        if not self._key:
-            return []
-        differs = compare(fast, self._build())
-        fast.tried_out()
-        note = {"key": self._key, "differs": differs, "size": fast.vocab_size}
-        write_atomically(self._path, json.dumps(note), best_effort=True)
-        return differs
-
-    def heed(self, differs: list[int]) -> bool:
-        if differs:
-            log.warning(
-                "gigatoken's ids for %s differ from %s on %d of %d probe texts: using %s, which is slower",
-                self._vocabulary.name, self._name, len(differs), len(PROBE), self._name,
-            )  # fmt: skip
-        return not differs
-
-
-def _version(package: str) -> str | None:
-    """What is installed of a package, by the name of the folder beside it: to ask `importlib.metadata`, which is left to
-    unusual installations, takes 15 ms, for which the first batch would have to wait."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        return None
-    beside = Path(spec.origin).parent.parent if spec.origin else Path(os.devnull)
-    found = [name for name in os.listdir(beside) if name.startswith(f"{package}-")] if beside.is_dir() else []
-    if len(found) == 1 and found[0].endswith(".dist-info"):
-        return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def compare(fast: Engine, reference: Engine) -> list[int]:
-    """The numbers of the probe texts on which two engines differ."""
-    texts = binaries([text.encode() for text in PROBE], pa.large_string())
-    results: list[list[Ids]] = []
-    for engine in (fast, reference):
-        ids, offsets = engine.encode(texts)
-        results.append([ids[a:b] for a, b in itertools.pairwise(offsets)])
-    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not np.array_equal(a, b)]
 
 
 _TIKTOKEN_PATTERNS = {
