@@ -109,7 +109,8 @@ class GigatokenEngine(Engine):
 
     name = "gigatoken"
     MIN_TEXT = 8 * MiB
-    """Text an instance must have seen before it is replaced: bounds what replacing can cost."""
+    """Text an instance must have seen before it is replaced, which bounds what replacing can cost, and between two looks at
+    how much the process has grown."""
     PLAIN = 8 * MiB
     """A first text no longer than this is encoded without awkward, whose import takes longer than that."""
     FIRST = 2
@@ -242,9 +243,9 @@ class GigatokenEngine(Engine):
 
     def _outgrown(self, instance: _Instance) -> bool:
         """Whether the process has grown by more than the budget since these instances were warm."""
-        if instance.seen < self.MIN_TEXT or instance.generation != self._generation:
+        if instance.seen - instance.looked < self.MIN_TEXT or instance.generation != self._generation:
             return False
-        now = anonymous_bytes()
+        now, instance.looked = anonymous_bytes(), instance.seen
         if now is None:
             return instance.seen >= self.MAX_TEXT
         if self._floor is None:
@@ -254,10 +255,14 @@ class GigatokenEngine(Engine):
 
 @dataclass(slots=True)
 class _Instance:
+    """One of the library's, and what it has done."""
+
     tokenizer: Any
     generation: int = 0
     seen: int = 0
     """Bytes of text it has encoded."""
+    looked: int = 0
+    """How many these were when the size of the process was last looked at."""
 
 
 def anonymous_bytes() -> int | None:
