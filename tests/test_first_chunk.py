@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import time
@@ -292,3 +293,28 @@ def test_who_is_shut_down_does_not_wait_for_a_file(folder: Path, monkeypatch: py
     next(loader)
     loader.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+
+
+@pytest.mark.parametrize(("n_workers", "codec"), [(1, ""), (2, "gz"), (1, "gz")])
+def test_nobody_waits_for_a_file_to_be_read_where_that_is_not_told(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, n_workers: int, codec: str
+) -> None:
+    asked: list[bool] = []
+    usual = TextWork.prepare
+
+    def prepare(work: TextWork, beside: bool = False) -> None:
+        asked.append(beside)
+        usual(work, beside)
+
+    monkeypatch.setattr(TextWork, "prepare", prepare)
+    whole = (folder / "a.parquet").read_bytes()
+    path = tmp_path / f"a.parquet{codec and '.'}{codec}"
+    path.write_bytes(gzip.compress(whole) if codec else whole)
+    with AsyncDataLoader(
+        TextDataset(path, tokenizer="byte", seq_len=SEQ_LEN), 2, n_workers=n_workers, output="numpy"
+    ) as loader:
+        next(loader)
+        deadline = time.monotonic() + 30
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert asked == [False]

@@ -15,7 +15,7 @@ import pytest
 
 from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset
 from penstock.encode.batch import Batch
-from penstock.errors import LoaderClosed
+from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed import prefetch
 from penstock.feed.prefetch import Prefetcher
 
@@ -217,6 +217,20 @@ def test_who_came_at_once_makes_items_however_long_the_way_to_wait_is(maker: Mak
     assert got == [0]
     assert maker.by == [taker.name]
     assert not queue._in_vain, "it counts once"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_gave_up_or_came_late_does_not_count_as_one_who_came_at_once(late: bool) -> None:
+    queue: Prefetcher[int] = Prefetcher(list, 8, at_once=list)  # which nobody fills
+    now = queue.left_at = time.perf_counter()
+    queue.make_at_once(now)
+    assert queue._in_vain
+    if late:
+        queue.make_at_once(now + 1)
+    else:
+        with pytest.raises(LoaderTimeout):
+            queue.get(timeout=0.01)
+    assert not queue._in_vain
 
 
 def test_a_producer_does_not_leave_items_to_somebody_who_waits_for_them(eager: None, maker: Maker) -> None:

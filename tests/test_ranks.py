@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is long enough from its second call on."""
+    """A run is long enough from its second or third call on."""
     monkeypatch.setattr(GigatokenEngine, "SETTLED", 1)
 
 
@@ -200,6 +200,7 @@ def test_ids_that_are_not_ranks_have_none(corpus: Path) -> None:
 SAME = [("a", "b"), ("c", "d"), ("ab", "cd"), ("ab", "c")]
 ODD: dict[str, Any] = {
     "ids in another order": (SAME, ["cd", "ab", "abcd", "abc"]),
+    "an id before those of its parts": ([("a", "b"), ("ab", "c")], ["abc", "ab"]),
     # "abc" comes of a + bc where the file says so, and would come of ab + c, whose parts come first.
     "a pair that ranks would not choose": ([("a", "b"), ("b", "c"), ("a", "bc")], None),
 }
@@ -215,6 +216,63 @@ def test_merges_that_do_not_follow_from_their_ranks_have_none(tmp_path: Path, ki
     merges, ids = ODD[kind]
     about, tokenizer = described(bpe(tmp_path / "odd.json", merges, ids))
     assert check.as_ranks(json.dumps(about), tokenizer) is None
+
+
+UNREACHABLE = [("a", "b"), ("b", "c"), ("bc", "x"), ("a", "bcx")]
+"""Its last token can be made of none of the others by their ranks, for which the library panics."""
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_vocabulary_at_which_the_library_panics_hurts_no_run(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = bpe(tmp_path / "unreachable.json", UNREACHABLE)
+    engine = load_tokenizer(path, eos=None, engine="gigatoken").engine
+    with caplog.at_level(logging.INFO, "penstock"):
+        given_by = [encode(engine, ["abcx bcx abc", "ab bc"]) for _ in range(4)]
+    assert (
+        given_by == [encode(load_tokenizer(path, eos=None, engine="tokenizers").engine, ["abcx bcx abc", "ab bc"])] * 4
+    )
+    assert [note["ranks"] for note in notes(cache)] == [""]
+    assert "is not kept as ranks" in caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+def test_ranks_that_vanish_while_they_are_loaded_are_done_without(
+    vocabulary: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look(vocabulary)
+    monkeypatch.setattr(check, "_kept_ranks", lambda digest: cache / "ranks" / "gone.tiktoken")
+    fast = load_tokenizer(vocabulary, engine="gigatoken").engine
+    assert encode(fast) == encode(load_tokenizer(vocabulary, engine="tokenizers").engine)
+
+
+@pytest.mark.usefixtures("soon")
+def test_ranks_that_are_gone_are_made_again(vocabulary: Path, cache: Path) -> None:
+    look(vocabulary)
+    (kept,) = (cache / "ranks").iterdir()
+    lines = kept.read_bytes()
+    kept.unlink()
+    look(vocabulary)
+    assert kept.read_bytes() == lines
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("ranks", ["\0", "\ud800", "../x", "a" * 63, 5, [], {}])
+def test_a_note_with_other_ranks_than_a_digest_counts_for_nothing(vocabulary: Path, cache: Path, ranks: Any) -> None:
+    look(vocabulary)
+    (path,) = (cache / "engines").iterdir()
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps(known | {"ranks": ranks}))
+    look(vocabulary)
+    assert json.loads(path.read_text()) == known
+
+
+def test_many_calls_for_a_short_text_are_no_long_run(vocabulary: Path, cache: Path) -> None:
+    engine = load_tokenizer(vocabulary, engine="gigatoken").engine
+    for _ in range(100):
+        encode(engine, ["short"])
+    assert [note["ranks"] for note in notes(cache)] == [None]
 
 
 @given(

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import pyarrow as pa
 
 from penstock.config import cache_dir, write_atomically
 from penstock.encode.engines import Engine, GigatokenEngine, Ids
-from penstock.encode.vocabulary import TIKTOKEN, Vocabulary
+from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, behead
 from penstock.read.columns import binaries
 
 log = logging.getLogger("penstock")
@@ -74,9 +75,10 @@ class Check:
         try:
             known = json.loads(self._path.read_text())
             differs, size, ranks = known["differs"], known["size"], known["ranks"]
-            sound = all(type(i) is int for i in [*differs, size]) and isinstance(ranks, str | None)
+            sound = all(type(i) is int for i in [*differs, size]) and (ranks is None or DIGEST.fullmatch(ranks))
             if known["key"] == self._key and sound and size > 0:
-                return Found(differs, size, ranks)
+                gone = ranks and not _ranks_path(ranks).exists()
+                return Found(differs, size, None if gone else ranks)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not checked yet, or the note is damaged: check now
         return None
@@ -118,7 +120,11 @@ def load_gigatoken(vocabulary: Vocabulary, ranks: str | None = None) -> Any:
     import gigatoken
 
     if ranks and (kept := _kept_ranks(ranks)) is not None:
-        return gigatoken.Tokenizer.from_tiktoken(kept, GPT2)
+        try:
+            return gigatoken.Tokenizer.from_tiktoken(kept, GPT2)
+        except BaseException as error:  # somebody may clear the cache just now
+            if not is_refusal(error):
+                raise
     if vocabulary.tokenizer_json is not None:
         return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
     assert vocabulary.ranks is not None
@@ -137,8 +143,14 @@ def _from_ranks(ranks: bytes, splits: str) -> Any:
         return gigatoken.Tokenizer.from_tiktoken(file.name, splits)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether gigatoken does not take something. A panic of its Rust is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 # The same vocabulary in another form
 
+DIGEST = re.compile("|[0-9a-f]{64}")
 GPT2 = TIKTOKEN["gpt2"][0]
 MERGES_ONLY = {"dropout": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
 """What a model must have, or leave out, to be merges of bytes and nothing else."""
@@ -152,20 +164,21 @@ def as_ranks(tokenizer_json: str, tokenizer: Any) -> tuple[bytes, Any] | None:
     A tokenizer.json says which pairs to merge, ranks only what comes out of it. But gigatoken makes pairs of the ranks
     when it loads them: where they are those of the file, in the same order and with the same ids, it is the same.
     """
-    described = json.loads(tokenizer_json)
-    splits, model = described.get("pre_tokenizer") or {}, described["model"]
+    head, rest = behead(tokenizer_json)
+    splits = head.get("pre_tokenizer") or {}
     spaced, split = splits.get("add_prefix_space", True), splits.get("use_regex", True)
-    as_gpt2 = splits.get("type") == "ByteLevel" and split and not spaced
-    plain = model.get("type") == "BPE" and all(
-        (model.get(name) or usual) == usual for name, usual in MERGES_ONLY.items()
-    )
-    if not as_gpt2 or not plain or described.get("normalizer") or described.get("added_tokens"):
+    if splits.get("type") != "ByteLevel" or not split or spaced or head.get("normalizer") or head.get("added_tokens"):
+        return None
+    model, _ = json.JSONDecoder().raw_decode(rest)
+    usual = [(model.get(name) or without) == without for name, without in MERGES_ONLY.items()]
+    if model.get("type") != "BPE" or not all(usual):
         return None
     vocabulary, merges = tokenizer.vocab, tokenizer.merges
     ids = {token: id for id, token in vocabulary.items()}
     tokens = [*(bytes([byte]) for byte in range(256)), *(left + right for left, right in merges)]
-    if len(ids) < len(vocabulary) or sorted(ids.get(token, -1) for token in tokens) != list(range(len(tokens))):
-        return None  # ranks are the ids, and leave none out
+    own = [ids.get(token, -1) for token in tokens]
+    if len(ids) < len(vocabulary) or sorted(own) != list(range(len(own))) or own[256:] != sorted(own[256:]):
+        return None  # ranks are the ids, leave none out, and say what is merged first
     ranks = b"".join(base64.b64encode(vocabulary[id]) + b" %d\n" % id for id in range(len(tokens)))
     again = _from_ranks(ranks, GPT2)
     same = again.merges == merges and all(vocabulary[id] == token for id, token in again.vocab.items())
@@ -183,7 +196,9 @@ def _keep_ranks(vocabulary: Vocabulary, tokenizer: Any) -> str:
         digest = hashlib.sha256(found[0]).hexdigest()
         write_atomically(_ranks_path(digest), found[0].decode("ascii"))
         return digest
-    except Exception as error:  # no run fails of what it could do without
+    except BaseException as error:  # no run fails of what it could do without
+        if not is_refusal(error):
+            raise
         log.info("%s is not kept as ranks (%s): it loads as it is", vocabulary.name, error)
         return ""
 

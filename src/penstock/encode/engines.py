@@ -118,8 +118,8 @@ class GigatokenEngine(Engine):
     MAX_TEXT = GiB
     """Where the system does not tell a process its own size, replace after this much text."""
 
-    SETTLED = 32
-    """Calls after which nobody waits for the first batches any more."""
+    SETTLED = 64 * MiB
+    """Text that an instance has encoded when nobody waits for the first batches any more."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class GigatokenEngine(Engine):
             # during which no other thread gets on either.
             if self._done < self.FIRST and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
                 return self._encode_plainly(instance, texts)
-            if self._later is not None and self._done >= self.SETTLED:
+            if self._later is not None and instance.seen >= self.SETTLED:
                 self._settle(instance)
             return self._encode(instance, texts)
         finally:

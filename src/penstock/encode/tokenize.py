@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from penstock.encode.check import Check, Found, load_gigatoken
+from penstock.encode.check import Check, Found, is_refusal, load_gigatoken
 from penstock.encode.engines import (
     ByteEngine,
     Engine,
@@ -213,7 +213,9 @@ def _gigatoken(
             return GigatokenEngine(partial(load_gigatoken, vocabulary), cache_bytes, later=later)
         load, looked = partial(load_gigatoken, vocabulary, known.ranks), known.ranks is not None
         return GigatokenEngine(load, cache_bytes, known.size, None if looked else later)
-    except Exception as error:  # it refuses vocabularies with exceptions of many types
+    except BaseException as error:  # it refuses vocabularies with exceptions of many types
+        if not is_refusal(error):
+            raise
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error
         log.info("gigatoken does not take %s (%s): using the reference engine", vocabulary.name, error)

@@ -153,7 +153,7 @@ def _configured_eos(tokenizer_json: Path) -> str | None:
 
 def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
     try:
-        head, model = _behead(text)
+        head, model = behead(text)
         added = head.get("added_tokens") or []
         specials = {t["content"]: int(t["id"]) for t in added if t.get("special")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -169,7 +169,7 @@ def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
     return Vocabulary(name=name, fingerprint=digest, specials=specials, eos=eos, tokenizer_json=stripped)
 
 
-def _behead(text: str) -> tuple[dict[str, Any], str]:
+def behead(text: str) -> tuple[dict[str, Any], str]:
     """Everything but the model, parsed, and the model as text, up to the end of the file.
 
     The model is nearly all of the file, and to parse and write it again takes a tenth of a second.

@@ -161,7 +161,7 @@ class Prefetcher(Generic[T]):
                 try:
                     self._bell.get(timeout=None if deadline is None else max(0.0, deadline - perf_counter()))
                 except Empty:
-                    self._wanted = False
+                    self._wanted = self._in_vain = False
                     raise LoaderTimeout(
                         f"no batch within {timeout} s. Nothing is lost: ask again, or see where it is with stats()"
                     ) from None
@@ -170,6 +170,7 @@ class Prefetcher(Generic[T]):
     def make_at_once(self, now: float) -> None:
         """Make items for somebody who only takes them and has none at hand, if that needs no waiting."""
         if not self._helps or self._at_once is None or now - self.left_at >= EAGER_S:
+            self._in_vain = False
             return
         if self._making.acquire(blocking=False):
             try:

@@ -109,7 +109,8 @@ class FileLanes(TextLanes):
         enough = self._first if fresh and not self._patient else 0
         if self._fetchers is None or not ref.file.remote or ref.file.codec:
             task = self._pool.submit("encode", ref, None, False, enough)
-            self._prepare(beside=type(self._pool) is ThreadPool)  # where there is no other thread, the chunk goes first
+            # Where there is no other thread, the chunk goes first.
+            self._prepare(beside=type(self._pool) is ThreadPool and self._pool.n_workers > 1 and not ref.file.codec)
             return task
         self._prepare()
         fetched = self._fetchers.submit("fetch", ref)
