@@ -44,6 +44,20 @@ def windows(documents: list[list[list[int]]], start: int = 0, shuffle: bool = Fa
     return out
 
 
+@given(windows_of, st.integers(0, 9), st.data())
+def test_a_window_of_several_chunks_gives_its_documents_in_their_order(
+    chunks: list[list[list[int]]], seed: int, data: st.DataObject
+) -> None:
+    documents = [document for of_chunk in chunks for document in of_chunk]
+    order = permutation(len(documents), seed) if seed else None
+    window = Window(Place(), [chunk(i, of_chunk) for i, of_chunk in enumerate(chunks)], order, DTYPE)
+    expected = documents if order is None else [documents[k] for k in order.tolist()]
+    first = data.draw(st.integers(0, len(documents)))
+    last = data.draw(st.integers(first, len(documents)))
+    assert window.gather(first, last).tolist() == [id for document in expected[first:last] for id in document]
+    assert np.diff(window.map.ends, prepend=0).tolist() == [len(document) for document in expected]
+
+
 def packer(
     packing: Packing, documents: list[list[list[int]]], seq_len: int, place: Place | None = None, shuffle: bool = False
 ) -> Packer:

@@ -5,8 +5,8 @@ Out:   rows. `concat`: no token lost, the last id of a row opens the next. `bos`
        with a document, and what does not fit is cropped.
 Where: the producer thread.
 State: the place of the next row. What was read but not yet given out is read again after a resume.
-Cost:  shuffled documents are copied once to bring them into order; rows of `concat` are views of
-       that. No Python per document.
+Cost:  what it takes to bring shuffled documents into order; rows of `concat` are views of that. No Python per
+       document.
 """
 
 from __future__ import annotations

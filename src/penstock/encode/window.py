@@ -5,7 +5,8 @@ Out:   flat ids of any stretch of its documents; the way from a token back to it
 Where: the producer thread.
 State: the ids of the window. Its `WindowMap` has none of them and may outlive it: batches keep it
        for `provenance()` and for their place in the stream.
-Cost:  one copy to put the chunks together, one to bring documents into order.
+Cost:  documents are taken from their chunks and brought into order as they are needed, a stretch at a time: three
+       copies that stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -119,15 +120,19 @@ class Window:
         self, start: Place, chunks: Sequence[TokenChunk], order: I64 | None, dtype: np.dtype[Any], skipped: int = 0
     ) -> None:
         self._dtype = dtype
-        arrays = [chunk.docs for chunk in chunks]
-        self._docs = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
-        self._flat, offsets = flatten(self._docs, dtype)
-        lengths = np.diff(offsets)
+        self._docs = [chunk.docs for chunk in chunks]
+        if order is None and len(chunks) > 1:
+            self._docs = [pa.concat_arrays(self._docs)]
+        # Shuffled chunks stay apart: to put all of them together first would take as long as everything else, and at
+        # once, while batches run out.
+        flat = [flatten(docs, dtype) for docs in self._docs]
+        self._flat = flat[0][0]
+        lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
         self._order = order
         self.map = WindowMap(
             start=start,
             refs=tuple(chunk.ref for chunk in chunks),
-            firsts=np.cumsum([0, *(len(a) for a in arrays)]),
+            firsts=np.cumsum([0, *(len(chunk.docs) for chunk in chunks)]),
             rows=np.concatenate([chunk.rows for chunk in chunks]),
             order=order,
             ends=np.cumsum(lengths if order is None else lengths[order]),
@@ -138,8 +143,23 @@ class Window:
         """The ids of the documents [first, last), one after the other."""
         if self._order is None:
             return self._flat[self.map.begin(first) : self.map.begin(last)]
-        taken = self._docs.take(integers(self._order[first:last]))
-        return flatten(taken, self._dtype)[0]
+        return flatten(self._taken(self._order[first:last]), self._dtype)[0]
+
+    def _taken(self, wanted: I64) -> pa.LargeBinaryArray:
+        """Some documents, in this order: from one chunk after the other first, and then into their order."""
+        firsts = self.map.firsts
+        of = np.searchsorted(firsts, wanted, side="right") - 1
+        by_chunk = np.argsort(of, kind="stable")
+        sorted_of, sorted_wanted = of[by_chunk], wanted[by_chunk]
+        parts = []
+        for chunk in np.unique(sorted_of).tolist():
+            begin, end = np.searchsorted(sorted_of, [chunk, chunk + 1])
+            parts.append(self._docs[chunk].take(integers(sorted_wanted[begin:end] - firsts[chunk])))
+        if len(parts) <= 1:
+            return parts[0] if parts else self._docs[0][:0]  # sorting has left their order as it was
+        back = np.empty_like(by_chunk)
+        back[by_chunk] = np.arange(len(back))
+        return pa.concat_arrays(parts).take(integers(back))
 
 
 def flatten(docs: pa.LargeBinaryArray, dtype: np.dtype[Any]) -> tuple[Ids, I64]:
