@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import subprocess
 import sys
@@ -531,3 +532,23 @@ def test_a_world_without_a_rank_is_refused(corpus: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK is not"):
         AsyncDataLoader(dataset(corpus), 4)
+
+
+def test_the_whole_next_window_is_under_way_while_one_is_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "x" * 200}) + "\n" for _ in range(4000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    data = TextDataset(tmp_path / "a.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=8192, shuffle_chunks=16)
+    asked = []
+    with AsyncDataLoader(data, 8, shuffle=True, n_workers=1, output="numpy", prefetch_size=2) as loader:
+        for _ in range(400):  # some windows, the later ones larger
+            next(loader)
+            assert loader._pipeline is not None
+            (lane,) = loader._pipeline._producer.lanes._lanes  # type: ignore[attr-defined]
+            deadline = time.monotonic() + 30
+            while lane.ahead_chunks() < lane.wanted_ahead(0) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            asked.append((lane.ahead_chunks() >= lane.wanted_ahead(0), lane.wanted_ahead(0)))
+            if not asked[-1][0]:
+                break
+    assert all(enough for enough, _ in asked)
+    assert {wanted for _, wanted in asked} >= {2, 4, 8, 16}

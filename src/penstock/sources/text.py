@@ -189,6 +189,8 @@ class TextLanes(ABC):
             # lanes have to go in step, a lane may not.
             if window is None and all(x.barren for x in ([lane] if self._run.drop_last else self._lanes)):
                 raise lane.no_data()
+            if self._run.shuffle and self._counts.chunks:
+                self._read_ahead()  # the next window may be larger than this one
             return window
 
         return next_window
