@@ -152,7 +152,13 @@ def is_refusal(error: BaseException) -> bool:
 
 DIGEST = re.compile("|[0-9a-f]{64}")
 GPT2 = TIKTOKEN["gpt2"][0]
-MERGES_ONLY = {"dropout": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
+MERGES_ONLY = {
+    "dropout": None,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 """What a model must have, or leave out, to be merges of bytes and nothing else."""
 
 

@@ -47,7 +47,7 @@ class _Known(ak.Array):  # type: ignore[misc]  # it has no types
         return function(*_plain(args), **_plain(kwargs))
 
     def _answer(self, function: Any, data: Array, offsets: Array) -> Any:
-        raise NotImplementedError
+        """What it knows; None for what awkward is to answer."""
 
 
 class _Strings(_Known):

@@ -4,7 +4,8 @@ In:    `Documents` of one chunk.
 Out:   a `TokenChunk`: for each document its ids in the narrowest type, with its separator.
 Where: worker threads.
 State: none but the engine's.
-Cost:  the engine's time; the ids are copied twice by Arrow, and no Python runs per document.
+Cost:  the engine's time; the ids are copied twice, to narrow them and to put separators between documents, and no
+       Python runs per document.
 
 A document that gives no ids (empty, null, skipped) gives no separator either.
 """

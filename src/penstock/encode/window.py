@@ -123,8 +123,8 @@ class Window:
         self._docs = [chunk.docs for chunk in chunks]
         if order is None and len(chunks) > 1:
             self._docs = [pa.concat_arrays(self._docs)]
-        # Shuffled chunks stay apart: to put all of them together first would take as long as everything else, and at
-        # once, while batches run out.
+        # Shuffled chunks stay apart: to put those of a full window together first would take a tenth of a second, in
+        # which batches run out.
         flat = [flatten(docs, dtype) for docs in self._docs]
         self._flat = flat[0][0]
         lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
