@@ -190,7 +190,7 @@ class TextLanes(ABC):
             if window is None and all(x.barren for x in ([lane] if self._run.drop_last else self._lanes)):
                 raise lane.no_data()
             if self._run.shuffle and self._counts.chunks:
-                self._read_ahead()  # the next window may be larger than this one
+                self._read_ahead()  # the next window may be larger than this one, for which `_use` has asked on the way
             return window
 
         return next_window
