@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -68,7 +69,9 @@ def fds() -> int:
 
 
 def shared_maps() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "penstock" in line]
+    """Results in memory that processes share, by its name. Folders on the way to a library may be called the same."""
+    named = re.compile(r"/(memfd:penstock|penstock-\w+) \(deleted\)$")
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if named.search(line)]
 
 
 def is_shared(address: int) -> bool:
