@@ -582,6 +582,8 @@ def family_of(process: subprocess.Popen[str]) -> list[int]:
 
 BUSY = """
     if __name__ == "__main__":
+        import faulthandler
+        faulthandler.dump_traceback_later(40)  # where it is, should it not end
         pool = make_pool(2, Work(), kind="process")
         pids = [pool.submit("who", to=k).result() for k in range(2)]
         tasks = [pool.submit("nap", 60.0) for _ in range(4)]
@@ -599,7 +601,11 @@ def run_busy(tmp_path: Path, then: str, act: Callable[[subprocess.Popen[str]], N
         family = family_of(process)
         if act is not None:
             act(process)
-        _, stderr = process.communicate(timeout=60)
+        try:
+            _, stderr = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired as late:
+            states = {pid: psutil.Process(pid).status() for pid in (process.pid, *family) if psutil.pid_exists(pid)}
+            pytest.fail(f"it does not end: {states}\n{(late.stderr or b'').decode()}")
         assert len(family) >= 2
         assert eventually(lambda: not any(alive(pid) for pid in family)), "a process was left behind"
     finally:
@@ -629,6 +635,38 @@ def test_a_program_that_ends_without_shutdown_leaves_nothing(tmp_path: Path, the
     assert "died" not in stderr
     if not says:
         assert stderr == ""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_ranks_that_multiprocessing_started_end_without_shutdown(tmp_path: Path, method: str) -> None:
+    body = f"""
+    import multiprocessing
+
+    def rank(k):
+        pool = make_pool(2, Work(), kind="process")
+        [pool.submit("who", to=worker).result() for worker in range(2)]
+        tasks = [pool.submit("nap", 60.0) for _ in range(4)]
+        time.sleep(0.3)
+        if k == 1:
+            raise ValueError("oh")
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context({method!r})
+        ranks = [context.Process(target=rank, args=(k,)) for k in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(60)
+        print([each.exitcode for each in ranks])
+        for each in ranks:
+            each.kill()
+    """
+    process = start(tmp_path, body)
+    stdout, stderr = process.communicate(timeout=100)
+    assert (stdout, process.returncode) == ("[0, 1]\n", 0)
+    assert "ValueError: oh" in stderr
+    assert stderr.count("Traceback") == 1
+    assert "died" not in stderr
 
 
 def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def _from_hub(name: str) -> Path:
             raise TokenizerError(f"{repo} on the Hub has no tokenizer.json") from error
         raise TokenizerError(
             f"tokenizer={name!r} is no file here, is not in the local Hugging Face cache, and could not be "
-            f"downloaded: {str(error).strip().splitlines()[0]}. Give the path of a tokenizer.json."
+            f"downloaded: {str(error).strip().splitlines()[0].rstrip('.')}. Give the path of a tokenizer.json, or 'byte'."
         ) from error
     # It only names the end-of-text token, which may be found without it.
     with contextlib.suppress(EntryNotFoundError, LocalEntryNotFoundError):

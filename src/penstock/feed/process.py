@@ -9,7 +9,6 @@ Cost:  see `channel` for the data; a call there and back is a fraction of a mill
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -19,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from typing import Any
 
 from penstock.errors import ConfigError, WorkerDied
@@ -63,10 +63,8 @@ class ProcessPool(ThreadPool):
         self._counting = threading.RLock()  # a garbage collection may call `stop` on any thread
         self._serving = n_workers
         self._stopping, self._stop = multiprocessing.Pipe(duplex=False)
-        # Ours has to run before `multiprocessing`'s own, which would end the children one by one while
-        # the threads replace them. The last one registered is the first to run.
-        self._at_exit = _AtExit(self)
-        atexit.register(self._at_exit)
+        # Not by `atexit`, which does not run in a process that `multiprocessing` started, as ranks may be.
+        self._at_exit = Finalize(None, _end, (weakref.ref(self),), exitpriority=100)
         super().__init__(n_workers, None, cpus=cpus, clock=clock)
 
     def submit(
@@ -130,7 +128,7 @@ class ProcessPool(ThreadPool):
                 self._serving -= 1
                 if self._serving == 0:
                     self._stopping.close()
-                    atexit.unregister(self._at_exit)
+                    self._at_exit.cancel()
 
     def _call(self, worker: int, method: str, args: tuple[Any, ...]) -> Any:
         """Have a call made, by as many processes as may die of it: two."""
@@ -182,18 +180,12 @@ class ProcessPool(ThreadPool):
         return error
 
 
-class _AtExit:
-    """Ends a pool that nobody shut down before the interpreter ends."""
-
-    def __init__(self, pool: ProcessPool) -> None:
-        self._pool = weakref.ref(pool)
-        self._pid = os.getpid()
-
-    def __call__(self) -> None:
-        pool = self._pool()
-        if pool is not None and os.getpid() == self._pid:
-            pool.stop()
-            pool.join(EXIT_S + 2 * TERMINATE_S)
+def _end(pool: weakref.ref[ProcessPool]) -> None:
+    """End a pool that nobody shut down before the process ends."""
+    left = pool()
+    if left is not None:
+        left.stop()
+        left.join(EXIT_S + 2 * TERMINATE_S)
 
 
 def describe(method: str, args: tuple[Any, ...]) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from penstock.errors import ConfigError, LoaderClosed
@@ -39,9 +40,9 @@ TERMINATE_S = 2.0
 LOST = 255
 """What `multiprocessing` gives as exit code if it cannot learn it."""
 
-# `multiprocessing` polls all children whenever it starts one. Two threads that read the exit code of
-# the same child take it from each other, so starting and reading is done by one at a time.
-_PROCESSES = threading.Lock()
+_STARTING = threading.Lock()
+"""`multiprocessing` polls all children that it knows of whenever it starts one, and who reads the exit code of a child
+takes it from others: so it is made to forget each of ours before the next one is started."""
 
 
 class StartFailed(Exception):
@@ -76,8 +77,9 @@ class Worker:
         self._end.set_blocking(False)
         self._process = context.Process(target=child.main, args=(theirs, cpus), name=name, daemon=True)
         try:
-            with _PROCESSES:
+            with _STARTING:
                 self._process.start()
+                _forget(self._process)
         except BaseException as error:
             self._end.close()
             if isinstance(error, OSError | EOFError):  # the server that starts them is gone
@@ -181,11 +183,16 @@ class Worker:
                 break
             if then is not None:
                 then()
-        with _PROCESSES:
-            code = process.exitcode
-            if code is not None:
-                process.close()
+        code = process.exitcode
+        if code is not None:
+            process.close()
         return _how(code)
+
+
+def _forget(process: BaseProcess) -> None:
+    """A worker is ended by its pool, or ends with its parent. When the interpreter ends, `multiprocessing` would wait
+    for it besides, and without end."""
+    getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
 def _how(code: int | None) -> str:
