@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -567,3 +568,83 @@ def test_positions_count_in_the_estimate_of_memory(tmp_path: Path) -> None:
         batch = next(loader)
         whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
         assert loader.stats().memory_estimate == (8 + 1) * whole
+
+
+# Taken as fast as they come
+
+
+def taken(loader: AsyncDataLoader, n: int, pause_at: Sequence[int] = ()) -> list[np.ndarray]:
+    """Inputs of the next `n` batches, with a rest before some of them."""
+    batches = []
+    for i in range(n):
+        if i in pause_at:
+            time.sleep(0.05)
+        batch = loader.next_batch()
+        assert batch is not None
+        assert batch.targets[:, :-1].tolist() == batch.inputs[:, 1:].tolist()
+        batches.append(batch.inputs)
+    return batches
+
+
+def drained(path: Path, workers: int, shuffle: bool) -> AsyncDataLoader:
+    data = TokenFileDataset.from_binary_file(path, 8)
+    return AsyncDataLoader(data, 4, shuffle=shuffle, seed=3, n_workers=workers, output="numpy")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_taken_as_fast_as_they_come_are_those_of_one_who_rests(tmp_path: Path, shuffle: bool) -> None:
+    path, n = write_plain(tmp_path / "a.bin", some_ids(20_000)), 4000  # more than an epoch
+    with drained(path, 0, shuffle) as loader:
+        expected = taken(loader, n)
+    for workers, rests in ((2, ()), (2, (5, 1200, 1201, 1202, 3000)), (1, range(700, 2100, 700))):
+        with drained(path, workers, shuffle) as loader:
+            assert np.array_equal(taken(loader, n, rests), expected)
+
+
+def test_a_state_taken_amid_batches_that_come_fast_goes_on_there(tmp_path: Path) -> None:
+    path = write_plain(tmp_path / "a.bin", some_ids(20_000))
+    with drained(path, 2, True) as loader:
+        expected = taken(loader, 3000)
+    for at in (1, 700, 1111, 2047):
+        with drained(path, 2, True) as loader:
+            taken(loader, at)
+            state = loader.state_dict()
+        with drained(path, 2, True) as loader:
+            loader.load_state_dict(state)
+            assert np.array_equal(taken(loader, 3000 - at), expected[at:])
+
+
+def test_an_id_that_is_too_large_ends_a_stream_taken_fast_after_the_batches_before_it(tmp_path: Path) -> None:
+    ids = some_ids(100_001)
+    ids[8 * 4 * 2500] = -1
+    path = write_plain(tmp_path / "a.bin", ids, "int32")
+    data = TokenFileDataset.from_binary_file(path, 8, "int32")
+    batches: list[np.ndarray] = []
+    with (
+        AsyncDataLoader(data, 4, shuffle=False, n_workers=2, output="numpy") as loader,
+        pytest.raises(CorruptFile, match=f"position {8 * 4 * 2500} is -1"),
+    ):
+        batches.extend(batch.inputs for batch in loader)
+    assert len(batches) == 2499  # a row has one id more, the first of the row that follows
+    assert np.array_equal(np.concatenate(batches).reshape(-1), ids[: 8 * 4 * 2499])
+
+
+def test_whoever_takes_batches_fast_finishes_them_while_workers_gather_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[str] = []
+    gather = TokenFileDataset.__getitems__
+
+    def watched(self: TokenFileDataset, indices: Any) -> Any:
+        gathered.append(threading.current_thread().name)
+        return gather(self, indices)
+
+    monkeypatch.setattr(TokenFileDataset, "__getitems__", watched)
+    with drained(write_plain(tmp_path / "a.bin", some_ids(200_000)), 2, False) as loader:
+        taken(loader, 3000)  # at first the workers do it all: nobody knows yet that it is little
+        gathered.clear()
+        for _ in range(20):
+            taken(loader, 1000)
+            if any(name.startswith("penstock-worker-") for name in gathered):
+                return
+    raise AssertionError(f"nobody worked beside: {set(gathered)}")

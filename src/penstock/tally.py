@@ -9,6 +9,7 @@ State: the sums.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.pipeline import Pipeline
@@ -63,11 +64,12 @@ class Tally:
 
     def took_ready(self, steps: list[Ready]) -> None:
         """Calls of `next` that found their batch ready, one after the other."""
-        self.wait_s += sum([now - begun for begun, now, _, _ in steps])
-        self.first = steps[0][0] if self.first is None else self.first
-        self.last = steps[-1][1]
+        begun, ended, tokens, _ = zip(*steps, strict=True)
+        self.wait_s += sum(map(sub, ended, begun))
+        self.first = begun[0] if self.first is None else self.first
+        self.last = ended[-1]
         self.batches += len(steps)
-        self.tokens += sum([tokens for _, _, tokens, _ in steps])
+        self.tokens += sum(tokens)
 
     def keep(self, pipeline: Pipeline) -> None:
         """Carry over what a pipeline that ends has counted."""

@@ -111,9 +111,8 @@ class Batch:
     def finish(self) -> None:
         """Make inputs and targets of ids that were left as they are. Whoever takes one batch after the other has that
         done as late as this, while the memory of the batch before is in the processor's caches."""
-        if (ids := self._left) is not None:
-            both = np.empty(ids.shape, np.int64)
-            np.copyto(both, ids)
+        if self._left is not None:
+            both = self._left.astype(np.int64, "C")
             self.inputs, self.targets, self._left = both[0], both[1], None
 
     def to_torch(self) -> None:
@@ -158,6 +157,8 @@ class Batch:
 def shifted(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Rows of `seq_len + 1` ids as (2, rows, seq_len): inputs and, shifted by one, targets. Without a copy."""
     (rows, width), (row, id) = ids.shape, ids.strides
+    if ids.flags.c_contiguous:  # the shorter way to the same
+        return np.ndarray((2, rows, width - 1), ids.dtype, ids, 0, (id, row, id))
     return as_strided(ids, (2, rows, width - 1), (id, row, id), writeable=False)
 
 

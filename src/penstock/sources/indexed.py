@@ -39,9 +39,9 @@ TASK_S = 2e-3
 a twentieth of a millisecond."""
 CHEAP_S = 2e-4
 """Batches that take less are made by the producer itself: to tell a worker takes longer."""
-LEFT_ROWS = 256
-"""Rows gathered at once for whoever takes batches as fast as they come: enough to make Python cheap, few enough for the
-processor's caches, where they are found again when they are widened."""
+LEFT_ROWS = 2048
+"""Rows gathered at once for whoever takes batches as fast as they come: enough to make Python and the handing over cheap,
+few enough for the processor's caches, where they are found again when they are widened."""
 CAREFUL_BYTES = 256 * MiB
 """Where memory is tighter than this, one batch tells how large they are before others are asked for."""
 PLAN_ROWS = 4096
@@ -59,13 +59,17 @@ class Order:
 
     def samples(self, rows: I64) -> tuple[I64, I64]:
         """The sample and the epoch of each row."""
+        epoch = int(rows.min()) // self.length
+        if int(rows.max()) < (epoch + 1) * self.length:  # as usual: no need to divide each
+            at = rows - epoch * self.length
+            epoch += self.first_epoch
+            key = mix(self.seed, _ROWS, epoch)
+            return permute(self.length, key, at) if self.shuffle else at, np.full(len(rows), epoch)
         epochs = rows // self.length
         at = rows - epochs * self.length
         epochs = epochs + self.first_epoch
         if not self.shuffle:
             return at, epochs
-        if int(epochs.min()) == int(epochs.max()):
-            return permute(self.length, mix(self.seed, _ROWS, int(epochs[0])), at), epochs
         samples = np.empty_like(at)
         for epoch in np.unique(epochs).tolist():
             there = epochs == epoch
@@ -163,7 +167,7 @@ class IndexedProducer:
         if self._failed is not None:
             raise self._failed
         if not self._tasks:
-            self._ask_ahead(leave)
+            self._ask_ahead(leave, needed=True)
             if not self._tasks:
                 return []
         group, task = self._tasks.popleft()
@@ -172,14 +176,16 @@ class IndexedProducer:
         if not made.batches:
             return self.next()
         self._adapt(made)
-        if not self._cheap:
-            self._ask_ahead()  # the workers go on while these are finished
+        if leave or not self._cheap:
+            self._ask_ahead(leave)  # the workers go on while these are finished
         run = self._run
         wrap = run.tensors and not run.narrow and not leave and torch_is_here()
         state, number = run.state, group.batch
         for i, batch in enumerate(made.batches):
             batch.index = number + i
             batch._origin, batch._state = FetchedFrom(group, i), state
+            if not leave:
+                batch.finish()
             if wrap:
                 batch.to_torch()
         self._samples += min(len(group.samples), len(made.batches) * group.size)
@@ -189,7 +195,7 @@ class IndexedProducer:
         """The next batches, if they can be made without waiting for anybody; else none."""
         if not self._cheap or self._own is self._pool or self._failed is not None:
             return []
-        return self.next(leave=self._leaves and not self._tasks)
+        return self.next(leave=self._leaves) if not self._tasks or self._tasks[0][1].ready() else []
 
     def totals(self) -> dict[str, int]:
         return {} if self.rows_known else {"documents": self._samples}
@@ -207,16 +213,19 @@ class IndexedProducer:
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
         self._left = max(self._group, min(fitting, LEFT_ROWS // self._run.batch_size))
 
-    def _ask_ahead(self, leave: bool = False) -> None:
-        """Keep every worker busy, and one piece of work waiting."""
+    def _ask_ahead(self, leave: bool = False, needed: bool = False) -> None:
+        """Keep every worker busy, and one piece of work waiting. What is cheap, whoever needs it makes itself; whoever
+        takes batches as fast as they come finishes these while workers gather the ids of those that follow."""
         under_way = sum([len(group) for group, _ in self._tasks])
-        pool = self._own if self._cheap else self._pool
-        while len(self._tasks) <= pool.n_workers and not self._full(under_way):
+        workers = self._pool.n_workers if leave or not self._cheap else 0
+        while len(self._tasks) <= workers and not self._full(under_way):
             group = self._plan(self._left if leave else self._group)
             if group is None:
                 return
+            pool = self._own if self._cheap and (needed or not leave) else self._pool
             self._tasks.append((group, self._submit(pool, group, leave)))
             under_way += len(group)
+            needed = False
 
     def _submit(self, pool: Pool, group: Group, leave: bool) -> Task[Made]:
         if self.rows_known:

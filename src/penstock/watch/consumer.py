@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import sub
 from typing import Any
 
 from penstock.watch.window import Step, Window
@@ -138,26 +138,28 @@ class Consumer:
 
     def took_ready(self, steps: list[Ready]) -> None:
         """The same for batches that stood ready, one after the other without a pause; the first of them has entered."""
-        begun, now, tokens, depth = steps[0]
-        wait = handed = now - begun
+        begun, ended, tokens, depths = zip(*steps, strict=True)
+        waits = list(map(sub, ended, begun))
+        wait, handed = waits[0], sum(waits)
         self._tried_s += wait
         self._tried_by = {"batch": wait} if self._tried_by is None else _add(dict(self._tried_by), {"batch": wait})
-        self.took(tokens, depth)
-        rest = steps[1:]
-        if rest:
+        self.took(tokens[0], depths[0])
+        if len(steps) > 1:
             assert self.last is not None
             first = self.last
-            wall = max(first.wait, rest[0][0] - first.begin - self._paused_before)
-            ended = [_lasted(first, wall)]
-            ended += [Step(a, b - a, c - a, n, {"batch": b - a}) for (a, b, n, _), (c, *_) in pairwise(rest)]
-            begun, now, tokens, _ = rest[-1]
-            self.last, self._paused_before = Step(begun, now - begun, 0.0, tokens, {"batch": now - begun}), 0.0
-            self._end_steps(ended)
-            more = sum([n for _, _, n, _ in rest])
-            handed += sum([b - a for a, b, _, _ in rest])
-            self.steps += len(rest)
+            *rest, last = [
+                Step(begin, wait, wall, n, {"batch": wait})
+                for begin, wait, wall, n in zip(
+                    begun[1:], waits[1:], [*map(sub, begun[2:], begun[1:]), 0.0], tokens[1:], strict=True
+                )
+            ]
+            wall = max(first.wait, begun[1] - first.begin - self._paused_before)
+            self._end_steps([_lasted(first, wall), *rest])
+            self.last, self._paused_before = last, 0.0
+            more = sum(tokens[1:])
+            self.steps += len(steps) - 1
             self.tokens_total += more
-            self._depths += sum([depth for *_, depth in rest])
+            self._depths += sum(depths[1:])
             if self._since is not None:
                 self._since.tokens += more
         _add(self.wait_s, {"batch": handed})

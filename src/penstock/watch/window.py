@@ -66,15 +66,11 @@ class Window:
     def add(self, *steps: Step) -> None:
         """The steps that followed."""
         steps = steps[-self._size :]
-        for old in list(islice(self.steps, max(0, len(self.steps) + len(steps) - self._size))):
-            self.wait -= old.wait
-            self.wall -= old.wall
-            self.tokens -= old.tokens
+        old = list(islice(self.steps, max(0, len(self.steps) + len(steps) - self._size)))
         self.steps.extend(steps)
-        for step in steps:
-            self.wait += step.wait
-            self.wall += step.wall
-            self.tokens += step.tokens
+        self.wait += sum([step.wait for step in steps]) - sum([step.wait for step in old])
+        self.wall += sum([step.wall for step in steps]) - sum([step.wall for step in old])
+        self.tokens += sum([step.tokens for step in steps]) - sum([step.tokens for step in old])
         self._added += len(steps)
 
     @property
