@@ -188,8 +188,8 @@ class AsyncDataLoader:
         try:
             batch = self._wait_for_one(timeout)
             if batch is not None and batch._origin is not None:
-                self._origin = batch._origin
-                self._last.origin = None  # the last thing: a batch lost before that is given again
+                self._origin, self._last.next = batch._origin, batch.index + 1
+                self._last.before = None  # the last thing: a batch lost before that is given again
             return batch
         except Exception:
             raise

@@ -26,7 +26,7 @@ from penstock.errors import LoaderClosed
 from penstock.feed.opening import OPENER
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
-from penstock.feed.quick import Last, shortcut
+from penstock.feed.quick import Last, note_of, shortcut
 from penstock.sources.source import Producer, Run, Source
 from penstock.watch.attribution import Known
 from penstock.watch.telemetry import Telemetry
@@ -82,7 +82,7 @@ class Pipeline:
             weigh = None if source.row_bytes() else _Weigh(run.queue_bytes // run.prefetch_size)
             self._weighs = weigh is not None
             produce, at_once = self._producer.next, self._producer.at_once
-            self._queue = Prefetcher(produce, run.prefetch_size, cpus, weigh, run.clock, at_once)
+            self._queue = Prefetcher(produce, run.prefetch_size, cpus, weigh, run.clock, at_once, note_of)
             self._queue.start()
 
     # For the loader

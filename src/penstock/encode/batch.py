@@ -84,7 +84,7 @@ class Batch:
     """Whether inputs and targets are ids, as opposed to whatever a user's samples are."""
     _state: Callable[[Position], dict[str, Any]] | None = field(default=None, repr=False)
     _left: np.ndarray[Any, Any] | None = field(default=None, repr=False)
-    """Ids that inputs and targets are yet to be made of, as `shifted` gives them: see `finish`."""
+    """Ids that inputs and targets are yet to be made of, as `shifted` gives them: see `Unfinished`."""
 
     @property
     def tokens(self) -> int:
@@ -109,11 +109,7 @@ class Batch:
         return {"input_ids": self.inputs, "labels": self.targets}[key]
 
     def finish(self) -> None:
-        """Make inputs and targets of ids that were left as they are. Whoever takes one batch after the other has that
-        done as late as this, while the memory of the batch before is in the processor's caches."""
-        if self._left is not None:
-            both = self._left.astype(np.int64, "C")
-            self.inputs, self.targets, self._left = both[0], both[1], None
+        """Nothing is left to do: see `Unfinished`."""
 
     def to_torch(self) -> None:
         """Wrap the arrays as tensors, if they are not yet. No data is copied."""
@@ -152,6 +148,19 @@ class Batch:
         """Finds where the stream continues after this batch, when called; keeps none of its ids alive."""
         assert self._origin is not None
         return self._origin.position
+
+
+class Unfinished(Batch):
+    """A batch whose inputs and targets are yet to be made of ids that were left as they are. Whoever takes one batch after
+    the other has that done as late as this, while the memory of the batch before is in the processor's caches."""
+
+    __slots__ = ()
+
+    def finish(self) -> None:
+        assert self._left is not None
+        both = self._left.astype(np.int64, "C")
+        self.inputs, self.targets, self._left = both[0], both[1], None
+        self.__class__ = Batch  # type: ignore[assignment]
 
 
 def shifted(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, Position, shifted, torch_is_here
+from penstock.encode.batch import Batch, Position, Unfinished, shifted, torch_is_here
 from penstock.encode.rows import Marked, Packer, Rows
 from penstock.types import IGNORE, Shard, Span
 from penstock.watch.spans import Clock, Quiet
@@ -282,10 +282,11 @@ class Batcher:
         if self._extras:
             starts = np.unique(np.concatenate([np.arange(count) * self._seq_len, *begins]))
         batches = []
-        epoch, wrap = block.one_epoch(), self._tensors and not isinstance(made, _Left) and torch_is_here()
+        epoch, left = block.one_epoch(), isinstance(made, _Left)
+        wrap, kind = self._tensors and not left and torch_is_here(), Unfinished if left else Batch
         for number, first in enumerate(range(0, count, size)):
             last = min(first + size, count)
-            batch = Batch(
+            batch = kind(
                 None, None, block.epoch(first, last) if epoch is None else epoch, self._batch + number,
                 _origin=DealtFrom(block, first, last, number), _tokens=(last - first) * self._seq_len,
                 _state=self._state,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed.pin import pin
@@ -33,6 +33,10 @@ LEASE_S = 0.01
 """The producer goes on by itself when nobody has made items in its place for so long."""
 NAP_S = (0.5e-3, 0.25)
 """The producer sleeps no shorter and no longer than this before it looks again."""
+
+
+def _nothing() -> None:
+    """Nothing to do meanwhile."""
 
 
 class _End:
@@ -53,15 +57,22 @@ class Prefetcher(Generic[T]):
         weigh: Callable[[T], int] | None = None,
         clock: Clock | None = None,
         at_once: Callable[[], list[T]] | None = None,
+        note: Callable[[T], Any] | None = None,
     ) -> None:
         """`weigh` says how much room an item takes, where they differ in size; by default 1. `at_once` gives the next
-        items if they can be made without waiting for anybody, else none."""
+        items if they can be made without waiting for anybody, else none. `note` says what is to be known of an item that
+        has been taken, by whoever took it without a look at it."""
         self._clock = clock or Quiet()
         self._track = self._clock.new_track("penstock-producer")
         self._produce = produce
         self._cpus = cpus
         self.at_hand: deque[T] = deque()
         """Items that stand ready: `get` takes them from there, or whoever may."""
+        self.notes: deque[Any] = deque()
+        """Of the items at hand, and of those that were taken from there by others than `get`: these let go of them."""
+        self._note = note
+        self.meanwhile: Callable[[], None] = _nothing
+        """Done by the producer where it has made what is needed for a while."""
         self._bell: SimpleQueue[bool] = SimpleQueue()
         """Rung for whoever waits for an item."""
         self._wanted = False
@@ -125,9 +136,16 @@ class Prefetcher(Generic[T]):
             item = self.at_hand.popleft()
         except IndexError:
             raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
+        if self.notes:
+            self.notes.popleft()
         self.attend()
         self.left_at, self._in_vain = perf_counter(), False
         return item
+
+    def leave_at_once(self) -> None:
+        """Let those who take from `at_hand` find nothing there any more."""
+        gone, self.at_hand = self.at_hand, deque()
+        gone.clear()
 
     def attend(self) -> None:
         """Wake the producer, if it sleeps and few items are left, or a large one may wait for room."""
@@ -254,6 +272,7 @@ class Prefetcher(Generic[T]):
                 pin(self._cpus)
             self._clock.adopt(self._track)
             while self._await_turn():
+                self.meanwhile()
                 with self._making:
                     if self._lease and not self._wanted:
                         continue  # whoever takes items made some meanwhile, and goes on
@@ -332,6 +351,7 @@ class Prefetcher(Generic[T]):
 
     def _nap(self, weight: int) -> None:
         """Sleep until about half of the queue has been taken, or somebody wakes it."""
+        self.meanwhile()
         with self._clock.stage(OUT), self._turn:
             self._asleep = True  # before it looks once more: whoever takes an item looks at this after it
             before, begun = len(self.at_hand), perf_counter()
@@ -356,6 +376,8 @@ class Prefetcher(Generic[T]):
             self.first_made = time.monotonic()
         if self._weigh is not None:
             self._weights.append(weight)
+        if self._note is not None:
+            self.notes.extend(map(self._note, items))
         self.at_hand.extend(items)
         self._handed += len(items)
         self._ring()

@@ -3,93 +3,182 @@
 In:    the queue of ready batches.
 Out:   the next batch, or None where the long way has to be taken: none stands ready or can be made without waiting, or
        the stream is at its end.
-Where: the trainer's thread.
-State: where the last batch came from; the rest is the queue's. What is to be written down of a step is jotted down here
-       and written when some have come together: after a step everything is out of the processor's caches, and it is
-       code that has to be fetched back, not work, that `next()` would otherwise take most of its time for.
+Where: the trainer's thread; what it leaves behind is written down on the producer's.
+State: which batches were taken and not written down yet; the rest is the queue's. After a step everything is out of the
+       processor's caches, and it is memory that has to be fetched back, not work, that `next()` takes its time for: so the
+       batch itself is not looked at, what is to be known of it was noted when it was put into the queue, and whatever is
+       needed lies together.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from time import perf_counter
+from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
 from penstock.encode.batch import Batch, Origin
 from penstock.feed.prefetch import Prefetcher
-from penstock.watch.telemetry import JOTTED, JOTTED_S, Telemetry
+from penstock.watch.consumer import Ready
+from penstock.watch.telemetry import Telemetry
+
+JOTTED = 256
+"""Batches that are taken this way before the trainer itself writes them down, where the producer has no time for it."""
 
 
-class _Forks:
-    """Forks between the first process and this one. A forked child has a loader's batches and none of its threads."""
+class Note(NamedTuple):
+    """What is to be known of a batch after it was taken."""
 
-    count = 0
-
-    @classmethod
-    def add(cls) -> None:
-        cls.count += 1
+    number: int
+    tokens: int
+    origin: Origin | None
 
 
-os.register_at_fork(after_in_child=_Forks.add)  # os.getpid() at each batch would be a system call
+def note_of(batch: Batch) -> Note:
+    """For the queue."""
+    return Note(batch.index, batch._tokens, batch._origin)
 
 
 class Last:
     """What the short way leaves behind."""
 
-    __slots__ = ("interrupted", "origin")
-
     def __init__(self) -> None:
-        self.origin: Origin | None = None
-        """Of the last batch that was taken this way, if it is the last one of all."""
+        self.jotted: list[tuple[float, float, int]] = []
+        """Of each batch that was taken: when that began and ended, and how many were left in the queue."""
         self.interrupted = False
         """Whether something like Ctrl-C came while a batch was taken: it may be lost."""
+        self.closed = False
+        """Whether the short way is not to be gone any more."""
+        self._notes: deque[Note] = deque()
+        self._room = 0
+        self.next = 0
+        """The index of the first batch that was jotted down, or will be."""
+        self.before: Origin | None = None
+        """Of the batch before that one, if it was taken this way."""
+        self._lock = threading.Lock()
+        self._queue: Prefetcher[Batch] | None = None
+        self._telemetry: Telemetry | None = None
+
+    def follow(self, queue: Prefetcher[Batch], telemetry: Telemetry) -> None:
+        """The batches of a queue are taken the short way from now on."""
+        self._notes, self._room = queue.notes, queue.capacity
+        self._queue, self._telemetry = queue, telemetry
+        telemetry.jotted = self.written
+        queue.meanwhile = telemetry.settle
+        _FOLLOWING.add(self)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Of the last batch that was taken this way, if it is the last one of all."""
+        with self._lock:
+            jotted = len(self.jotted)
+            return self.before if not jotted else self._notes[self.next + jotted - 1 - self._notes[0].number].origin
+
+    def written(self, everything: bool) -> list[Ready]:
+        """What was jotted down, to be written down; or all but the last, which may be on its way to the trainer yet."""
+        with self._lock:
+            count = len(self.jotted) - (not everything)
+            if count <= 0:
+                return []
+            jotted = self.jotted[:count]
+            first = self.next - self._notes[0].number
+            notes = list(islice(self._notes, first, first + count))
+            last, after = notes[-1].origin, self.next + count
+            # At once: nothing is called here, so no Ctrl-C comes in between.
+            self.before = last
+            self.next = after
+            del self.jotted[:count]
+            while self._notes and self._notes[0].number < after:
+                self._notes.popleft()
+        room = self._room
+        return [
+            (begun, now, note.tokens, min(left, room)) for (begun, now, left), note in zip(jotted, notes, strict=True)
+        ]
+
+    def undo(self, begun: float) -> None:
+        """The call that began then ended without its batch: whatever it has taken is to be given again."""
+        if self.jotted and self.jotted[-1][0] is begun:
+            self.jotted.pop()
+        self.interrupted = True
+        self.close()
+
+    def close(self) -> None:
+        """Have the long way taken from now on."""
+        self.closed = True
+        if self._queue is not None:
+            self._queue.leave_at_once()
+
+    def forked(self) -> None:
+        """This is a child that has the batches and none of the threads, one of which may have held a lock."""
+        self._lock = threading.Lock()
+        if self._telemetry is not None:
+            self._telemetry.unlock()
+        self.close()
+
+
+_FOLLOWING: WeakSet[Last] = WeakSet()
+
+
+def _forked() -> None:
+    for last in list(_FOLLOWING):
+        last.forked()
+
+
+os.register_at_fork(after_in_child=_forked)  # to look at each batch whether this is a child would take longer
 
 
 def shortcut(
     queue: Prefetcher[Batch], telemetry: Telemetry, last: Last, *, tensors: bool
 ) -> Callable[[], Batch | None]:
-    """A function that takes a batch that stands ready, at once or not at all.
+    """A function that takes a batch that stands ready, at once or not at all."""
+    last.follow(queue, telemetry)
+    jotted = last.jotted
 
-    A closure: what it needs lies together, and is not looked up by name in one object after the other.
-    """
-    at_hand, popleft, low, capacity = queue.at_hand, queue.at_hand.popleft, queue.low, queue.capacity
-    jotted, jot, settle = telemetry.jotted, telemetry.jotted.append, telemetry.settle
-    forks, now, due = _Forks.count, 0.0, 0.0
+    def refill(begun: float) -> bool:
+        """Make batches for somebody who only takes them, if that needs no waiting."""
+        if last.closed:
+            return False
+        if jotted:
+            queue.left_at = max(queue.left_at, jotted[-1][1])
+        if len(jotted) >= JOTTED:
+            telemetry.settle()
+        queue.make_at_once(begun)
+        return bool(queue.at_hand)
 
-    def take() -> Batch | None:
-        nonlocal forks, now, due
-        begun = perf_counter()
+    # What it needs are defaults: these lie together, and are not looked up by name in one object after the other.
+    def take(
+        at_hand: deque[Batch] = queue.at_hand,
+        pop: Callable[[], Batch] = queue.at_hand.popleft,
+        jot: Callable[[tuple[float, float, int]], None] = last.jotted.append,
+        clock: Callable[[], float] = perf_counter,
+        low: int = queue.low,
+        kind: type[Batch] = Batch,
+        tensors: bool = tensors,
+    ) -> Batch | None:
+        begun = clock()
         try:
-            if _Forks.count != forks:
-                return None  # before anything is touched: a thread that is not here any more may have held its lock
-            if not at_hand:
-                queue.left_at = max(queue.left_at, now)
-                queue.make_at_once(begun)
-            try:
-                batch = at_hand[0]
-                if batch._left is not None:
-                    batch.finish()
-                popleft()
-            except IndexError:
-                return None  # none stands ready, or another thread has closed the queue
+            if not at_hand and not refill(begun):
+                return None
+            batch = pop()
+            if type(batch) is not kind:
+                batch.finish()
             left = len(at_hand)
             if left < low:
                 queue.attend()
             if tensors and isinstance(batch.inputs, np.ndarray):
                 batch.to_torch()
-            now = perf_counter()
-            jot((begun, now, batch._tokens, left if left < capacity else capacity))
-            if now > due or len(jotted) >= JOTTED:
-                due = now + JOTTED_S
-                settle()
-            last.origin = batch._origin  # the last thing: a batch lost before that is given again
+            jot((begun, clock(), left))  # the last thing: a batch lost before that is given again
             return batch
-        except Exception:
-            raise
+        except IndexError:
+            return None  # another thread has closed the queue
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            last.interrupted, forks = True, -1
+            last.undo(begun)
             raise
 
     return take

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, shifted
+from penstock.encode.batch import Batch, Unfinished, shifted
 from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_together
 from penstock.encode.deal import document_fields
 from penstock.errors import BadRecord, ConfigError
@@ -146,13 +146,13 @@ class SampleWork:
             left = shifted(ids)
         elif not self._narrow:
             inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
-        made = []
+        made, kind = [], Batch if left is None else Unfinished
         for number, epoch in enumerate(epochs):
             first = number * size
             last = min(first + size, len(ids))
             if failed is not None and last <= first:
                 break
-            batch = Batch(None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len)
+            batch = kind(None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len)
             if inputs is not None and targets is not None:
                 batch.inputs, batch.targets = inputs[first:last], targets[first:last]
             elif left is not None:

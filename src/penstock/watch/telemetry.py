@@ -47,10 +47,6 @@ FIRST_STALL_S = 30.0
 EVENTS = 256
 STEP_S = 1e-3
 """A step that trains anything takes longer than this beside its wait."""
-JOTTED = 128
-"""Steps that are written down together, at most."""
-JOTTED_S = 2.0
-"""Steps are written down after so long, however few they are."""
 
 Event = tuple[float, float, str, dict[str, Any]]
 
@@ -98,8 +94,9 @@ class Telemetry:
         self.trainer = ""
         """The thread that last asked for a batch."""
         self._consumer = Consumer()
-        self.jotted: list[Ready] = []
-        """Calls of `next` that found their batch ready, to be written down together."""
+        self.jotted: Callable[[bool], list[Ready]] = _none_jotted
+        """Gives the calls of `next` that found their batch ready and are not written down yet: all, or all but the last."""
+        self._writing = threading.Lock()
         self._thread = 0
         self.tally: Callable[[list[Ready]], None] = _no_tally
         """Told of the calls of `next` that were jotted down."""
@@ -109,15 +106,15 @@ class Telemetry:
 
     def reset(self) -> None:
         """Forget what was measured: another stream begins."""
-        self.settle()
+        self.settle(everything=True)
         self._consumer.reset()
         self._band = ""
         self._looked = perf_counter()
 
     @property
     def consumer(self) -> Consumer:
-        """What the trainer did. On its own thread up to this moment, on any other up to two seconds old."""
-        if self.jotted and threading.get_ident() == self._thread:
+        """What the trainer did. On its own thread up to this moment, on any other without its last steps."""
+        if threading.get_ident() == self._thread:
             self.settle()
         return self._consumer
 
@@ -131,26 +128,34 @@ class Telemetry:
     def entering(self, now: float) -> None:
         """A call of `next` begins, and with it a step."""
         self._thread = threading.get_ident()
-        self._enter(now)
+        self._entered(self.consumer.entering(now), now)
         if self.on:
             track = self.clock.track()
             self._waiting, self.trainer = (now, track), track.name
 
-    def _enter(self, now: float) -> None:
-        counted = self.consumer.entering(now)
-        if counted and now - self._looked >= LOOK_S and len(self.window.steps) >= LOOK_STEPS:
+    def _entered(self, counted: bool, now: float) -> None:
+        if counted and now - self._looked >= LOOK_S and len(self._consumer.window.steps) >= LOOK_STEPS:
             self._looked = now
             self._look()
 
-    def settle(self) -> None:
-        """Write down what was jotted down. On the trainer's thread."""
-        if self.jotted:
-            steps = self.jotted[:]
-            self.jotted.clear()
+    def settle(self, everything: bool = False) -> None:
+        """Write down what was jotted down: on the trainer's thread all of it, on others all but the last.
+
+        While the trainer is here or on its long way nothing is jotted down, so nobody else writes beside it.
+        """
+        with self._writing:
+            steps = self.jotted(everything or threading.get_ident() == self._thread)
+            if not steps:
+                return
             self.tally(steps)
-            self.watch([depth for *_, depth in steps])
-            self._enter(steps[0][0])
+            counted = self._consumer.entering(steps[0][0])
             self._consumer.took_ready(steps)
+        self.watch([depth for *_, depth in steps])
+        self._entered(counted, steps[0][0])
+
+    def unlock(self) -> None:
+        """This is a fork of the process that wrote: whoever did so is not here."""
+        self._writing = threading.Lock()
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
@@ -198,9 +203,10 @@ class Telemetry:
 
     def left(self) -> None:
         """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
+        self.settle(everything=True)
         known = self.known()
         self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
-        self.watch = _no_watch
+        self.watch, self.jotted = _no_watch, _none_jotted
         self.clock.fold()
 
     def failed(self, begun: float, now: float, error: BaseException) -> None:
@@ -382,6 +388,10 @@ def _no_tally(steps: list[Ready]) -> None: ...
 
 
 def _no_watch(depths: list[int]) -> None: ...
+
+
+def _none_jotted(everything: bool) -> list[Ready]:
+    return []
 
 
 def _no_queue() -> tuple[int, int]:
