@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -97,13 +98,18 @@ def run(out: Path, code: str) -> list[dict[str, Any]]:
         variables = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".split()
         command = ["env", *variables, "GLOO_SOCKET_IFNAME=lo", "PYTHONWARNINGS=ignore::FutureWarning",
                    sys.executable, str(script), str(out)]  # fmt: skip
-        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        with (out / f"{rank}.err").open("w") as errors:
+            processes.append(subprocess.Popen(command, stderr=errors))
     try:
-        errors = [process.communicate(timeout=100)[1] for process in processes]
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=100)
     finally:
+        codes = [process.poll() for process in processes]
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 9], errors
+            process.wait()
+    assert codes == [0, 9], [(out / f"{rank}.err").read_text() for rank in range(2)]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
