@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -159,3 +161,39 @@ def test_a_pause_before_the_call_that_got_the_batch_is_no_time_of_the_step() -> 
     consumer.entering(300.0)
     assert [step.wall for step in consumer.window.steps] == [70.0, 70.0]
     assert consumer.wall_s == 300 - consumer.paused.within_s
+
+
+ASKED = """
+import random, signal, time
+from penstock import AsyncDataLoader, SyntheticDataset
+
+data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=1_000_000, seed=1)
+asked = 0
+with AsyncDataLoader(data, 4, output="numpy", n_workers=2) as loader:
+    next(loader)
+
+    def ask(*_):
+        global asked
+        asked += 1
+        state, batches = loader.state_dict()["batch"], loader.stats().batches
+        assert state in (taken, taken + 1) and batches <= taken + 1, (state, batches, taken)
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 5e-4))
+
+    taken = 1
+    signal.signal(signal.SIGALRM, ask)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        assert next(loader).index == taken
+        taken += 1
+        loader.telemetry.step_fields()
+        loader.state_dict()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert loader.stats().batches == taken
+print("asked" if asked > 100 else f"asked only {asked} times")
+"""
+
+
+def test_a_signals_handler_may_ask_for_state_and_stats_wherever_it_comes_in() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("asked\n", 0), done.stderr

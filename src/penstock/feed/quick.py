@@ -16,7 +16,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from time import perf_counter
 from typing import NamedTuple
 from weakref import WeakSet
@@ -61,7 +60,7 @@ class Last:
         """The index of the first batch that was jotted down, or will be."""
         self.before: Origin | None = None
         """Of the batch before that one, if it was taken this way."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask for the state, wherever it comes in
         self._queue: Prefetcher[Batch] | None = None
         self._telemetry: Telemetry | None = None
 
@@ -88,7 +87,7 @@ class Last:
                 return []
             jotted = self.jotted[:count]
             first = self.next - self._notes[0].number
-            notes = list(islice(self._notes, first, first + count))
+            notes = [self._notes[i] for i in range(first, first + count)]  # the producer may add to them meanwhile
             last, after = notes[-1].origin, self.next + count
             # At once: nothing is called here, so no Ctrl-C comes in between.
             self.before = last
@@ -116,7 +115,7 @@ class Last:
 
     def forked(self) -> None:
         """This is a child that has the batches and none of the threads, one of which may have held a lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._telemetry is not None:
             self._telemetry.unlock()
         self.close()

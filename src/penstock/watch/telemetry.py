@@ -73,7 +73,7 @@ class Telemetry:
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
-        self.watch: Callable[[list[int]], None] = _no_watch
+        self.watch: Callable[[list[int]], None] = _unheard
         """Told what each batch that stood ready left in the queue."""
         self.queue: Callable[[], tuple[int, int]] = _no_queue
         """Batches that stand ready, and how many may."""
@@ -94,11 +94,12 @@ class Telemetry:
         self.trainer = ""
         """The thread that last asked for a batch."""
         self._consumer = Consumer()
-        self.jotted: Callable[[bool], list[Ready]] = _none_jotted
+        self.jotted: Callable[[bool], list[Ready]] = _none
         """Gives the calls of `next` that found their batch ready and are not written down yet: all, or all but the last."""
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # a signal's handler may ask for stats, wherever it comes in
+        self._settling = False
         self._thread = 0
-        self.tally: Callable[[list[Ready]], None] = _no_tally
+        self.tally: Callable[[list[Ready]], None] = _unheard
         """Told of the calls of `next` that were jotted down."""
         self.prefix = "loader_"
         self.cores = 1
@@ -139,23 +140,27 @@ class Telemetry:
             self._look()
 
     def settle(self, everything: bool = False) -> None:
-        """Write down what was jotted down: on the trainer's thread all of it, on others all but the last.
-
-        While the trainer is here or on its long way nothing is jotted down, so nobody else writes beside it.
-        """
+        """Write down what was jotted down: on the trainer's thread all of it, on others all but the last. While the
+        trainer is here or on its long way nothing is jotted down, so nobody else writes beside it."""
         with self._writing:
-            steps = self.jotted(everything or threading.get_ident() == self._thread)
-            if not steps:
+            if self._settling:
                 return
-            self.tally(steps)
-            counted = self._consumer.entering(steps[0][0])
-            self._consumer.took_ready(steps)
+            self._settling = True
+            try:
+                steps = self.jotted(everything or threading.get_ident() == self._thread)
+                if not steps:
+                    return
+                self.tally(steps)
+                counted = self._consumer.entering(steps[0][0])
+                self._consumer.took_ready(steps)
+            finally:
+                self._settling = False
         self.watch([depth for *_, depth in steps])
         self._entered(counted, steps[0][0])
 
     def unlock(self) -> None:
         """This is a fork of the process that wrote: whoever did so is not here."""
-        self._writing = threading.Lock()
+        self._writing, self._settling = threading.RLock(), False
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
@@ -206,7 +211,7 @@ class Telemetry:
         self.settle(everything=True)
         known = self.known()
         self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
-        self.watch, self.jotted = _no_watch, _none_jotted
+        self.watch, self.jotted = _unheard, _none
         self.clock.fold()
 
     def failed(self, begun: float, now: float, error: BaseException) -> None:
@@ -384,13 +389,10 @@ def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[flo
     return telemetry
 
 
-def _no_tally(steps: list[Ready]) -> None: ...
+def _unheard(what: Any) -> None: ...
 
 
-def _no_watch(depths: list[int]) -> None: ...
-
-
-def _none_jotted(everything: bool) -> list[Ready]:
+def _none(everything: bool) -> list[Ready]:
     return []
 
 
