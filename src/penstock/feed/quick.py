@@ -13,6 +13,7 @@ State: which batches were taken and not written down yet; the rest is the queue'
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -80,7 +81,7 @@ class Last:
             return self.before if not jotted else self._notes[self.next + jotted - 1 - self._notes[0].number].origin
 
     def written(self, everything: bool) -> list[Ready]:
-        """What was jotted down, to be written down; or all but the last, which may be on its way to the trainer yet."""
+        """What was jotted down, to be written down; or all but the last, which says when a batch was last taken."""
         with self._lock:
             count = len(self.jotted) - (not everything)
             if count <= 0:
@@ -99,13 +100,6 @@ class Last:
         return [
             (begun, now, note.tokens, min(left, room)) for (begun, now, left), note in zip(jotted, notes, strict=True)
         ]
-
-    def undo(self, begun: float) -> None:
-        """The call that began then ended without its batch: whatever it has taken is to be given again."""
-        if self.jotted and self.jotted[-1][0] is begun:
-            self.jotted.pop()
-        self.interrupted = True
-        self.close()
 
     def close(self) -> None:
         """Have the long way taken from now on."""
@@ -154,11 +148,12 @@ def shortcut(
     def take(
         at_hand: deque[Batch] = queue.at_hand,
         pop: Callable[[], Batch] = queue.at_hand.popleft,
-        jot: Callable[[tuple[float, float, int]], None] = last.jotted.append,
+        jotted: list[tuple[float, float, int]] = last.jotted,
         clock: Callable[[], float] = perf_counter,
         low: int = queue.low,
         kind: type[Batch] = Batch,
         tensors: bool = tensors,
+        end: int = sys.maxsize,
     ) -> Batch | None:
         begun = clock()
         try:
@@ -172,12 +167,16 @@ def shortcut(
                 queue.attend()
             if tensors and isinstance(batch.inputs, np.ndarray):
                 batch.to_torch()
-            jot((begun, clock(), left))  # the last thing: a batch lost before that is given again
+            now = clock()
+            # The last thing, and no call, after which a signal's handler might come in: a batch lost before that is given
+            # again, and one that counts is on its way.
+            jotted[end:] = ((begun, now, left),)
             return batch
         except IndexError:
             return None  # another thread has closed the queue
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            last.undo(begun)
+            last.interrupted = True
+            last.close()
             raise
 
     return take
