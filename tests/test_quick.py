@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,42 @@ print("asked" if asked > 100 else f"asked only {asked} times")
 def test_a_signals_handler_may_ask_for_state_and_stats_wherever_it_comes_in() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=100)
     assert (done.stdout, done.returncode) == ("asked\n", 0), done.stderr
+
+
+def test_a_batch_that_an_error_took_away_on_the_long_way_is_given_again(
+    data: SyntheticDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncDataLoader(data, 4, output="numpy") as loader:
+        ready(loader)
+        taken = [next(loader).index for _ in range(3)]
+        assert loader._pipeline is not None
+        loader._quick = lambda: None  # so that the long way is taken
+        monkeypatch.setattr(loader._pipeline, "watch", lambda depths: 1 / 0)  # a log handler that raises, say
+        with pytest.raises(ZeroDivisionError):
+            next(loader)
+        monkeypatch.undo()
+        assert loader.state_dict()["batch"] == taken[-1] + 1
+        for _ in range(30):
+            taken.append(next(loader).index)
+            assert loader.state_dict()["batch"] == taken[-1] + 1
+        assert taken == list(range(1, 34))
+
+
+def test_what_fails_while_steps_are_written_down_does_not_end_the_stream(
+    data: SyntheticDataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with AsyncDataLoader(data, 4, output="numpy") as loader:
+        ready(loader)
+        trainer, failed = threading.current_thread(), []
+
+        def watch(depths: list[int]) -> None:
+            if threading.current_thread() is not trainer:
+                failed.append(depths)
+                raise ZeroDivisionError
+
+        monkeypatch.setattr(loader.telemetry, "watch", watch)
+        for index in range(1, 400):
+            assert next(loader).index == index
+            time.sleep(5e-4)
+        assert failed
+    assert "ZeroDivisionError" in capfd.readouterr().err

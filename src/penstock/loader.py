@@ -187,16 +187,15 @@ class AsyncDataLoader:
             return None
         try:
             batch = self._wait_for_one(timeout)
+            if self._pipeline is not None:
+                self._pipeline.interrupted = False
             if batch is not None and batch._origin is not None:
                 self._origin, self._last.next = batch._origin, batch.index + 1
                 self._last.before = None  # the last thing: a batch lost before that is given again
             return batch
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            self._origin, self._quick = self._latest(), None
-            if self._pipeline is not None:
-                self._pipeline.interrupted = True
+        except BaseException as error:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
+            if self._pipeline is not None and (self._pipeline.interrupted or not isinstance(error, Exception)):
+                self._origin, self._quick, self._pipeline.interrupted = self._latest(), None, True
             raise
 
     def _wait_for_one(self, timeout: float | None) -> Batch | None:
@@ -227,6 +226,7 @@ class AsyncDataLoader:
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         if batch is not None:
+            self._pipeline.interrupted = True  # until it is handed out: whatever fails before, it is given again
             if self._options.tensors:
                 batch.to_torch()
             self._pipeline.watch([self._pipeline.depth])

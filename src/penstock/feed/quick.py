@@ -15,11 +15,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 
@@ -70,8 +71,17 @@ class Last:
         self._notes, self._room = queue.notes, queue.capacity
         self._queue, self._telemetry = queue, telemetry
         telemetry.jotted = self.written
-        queue.meanwhile = telemetry.settle
-        _FOLLOWING.add(self)
+        queue.meanwhile = self.meanwhile
+        # No WeakSet: what it does when one of them goes may swallow a Ctrl-C.
+        _FOLLOWING[:] = [ref for ref in _FOLLOWING if ref() is not None] + [weakref.ref(self)]
+
+    def meanwhile(self) -> None:
+        """Write down what was jotted down, on the producer's thread."""
+        try:
+            if self._telemetry is not None:
+                self._telemetry.settle()
+        except Exception:  # of somebody's log handler, say: that must not end the data
+            traceback.print_exc()
 
     @property
     def origin(self) -> Origin | None:
@@ -115,12 +125,14 @@ class Last:
         self.close()
 
 
-_FOLLOWING: WeakSet[Last] = WeakSet()
+_FOLLOWING: list[weakref.ref[Last]] = []
 
 
 def _forked() -> None:
-    for last in list(_FOLLOWING):
-        last.forked()
+    for ref in _FOLLOWING:
+        last = ref()
+        if last is not None:
+            last.forked()
 
 
 os.register_at_fork(after_in_child=_forked)  # to look at each batch whether this is a child would take longer
@@ -132,6 +144,7 @@ def shortcut(
     """A function that takes a batch that stands ready, at once or not at all."""
     last.follow(queue, telemetry)
     jotted = last.jotted
+    elsewhere: deque[Batch] = deque()
 
     def refill(begun: float) -> bool:
         """Make batches for somebody who only takes them, if that needs no waiting."""
@@ -159,7 +172,10 @@ def shortcut(
         try:
             if not at_hand and not refill(begun):
                 return None
-            batch = pop()
+            try:
+                batch = pop()
+            except IndexError:
+                return None  # another thread has closed the queue
             if type(batch) is not kind:
                 batch.finish()
             left = len(at_hand)
@@ -172,11 +188,11 @@ def shortcut(
             # again, and one that counts is on its way.
             jotted[end:] = ((begun, now, left),)
             return batch
-        except IndexError:
-            return None  # another thread has closed the queue
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            last.interrupted = True
-            last.close()
+            # No calls here either: another Ctrl-C may be on its way.
+            last.interrupted = last.closed = True
+            queue.at_hand = elsewhere
+            at_hand *= 0
             raise
 
     return take

@@ -39,9 +39,13 @@ TASK_S = 2e-3
 a twentieth of a millisecond."""
 CHEAP_S = 2e-4
 """Batches that take less are made by the producer itself: to tell a worker takes longer."""
-LEFT_ROWS = 2048
-"""Rows gathered at once for whoever takes batches as fast as they come: enough to make Python and the handing over cheap,
+LEFT_TOKENS = 1 << 21
+"""Ids gathered at once for whoever takes batches as fast as they come: enough to make Python and the handing over cheap,
 few enough for the processor's caches, where they are found again when they are widened."""
+LEFT = 128
+"""Batches that these are at most: what was taken is written down when some more are made."""
+NEEDED = 8
+"""Of these, whoever has none at all gathers one part in so many, and waits no longer than for that."""
 CAREFUL_BYTES = 256 * MiB
 """Where memory is tighter than this, one batch tells how large they are before others are asked for."""
 PLAN_ROWS = 4096
@@ -211,7 +215,9 @@ class IndexedProducer:
         self._batch_bytes = max(1, made.nbytes // len(made.batches))
         fitting = max(1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1))
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
-        self._left = max(self._group, min(fitting, LEFT_ROWS // self._run.batch_size))
+        if self._leaves:
+            left = LEFT_TOKENS // (self._run.batch_size * self._dataset.seq_len)
+            self._left = max(self._group, min(fitting, LEFT, left))
 
     def _ask_ahead(self, leave: bool = False, needed: bool = False) -> None:
         """Keep every worker busy, and one piece of work waiting. What is cheap, whoever needs it makes itself; whoever
@@ -219,7 +225,8 @@ class IndexedProducer:
         under_way = sum([len(group) for group, _ in self._tasks])
         workers = self._pool.n_workers if leave or not self._cheap else 0
         while len(self._tasks) <= workers and not self._full(under_way):
-            group = self._plan(self._left if leave else self._group)
+            most = max(self._group, self._left // NEEDED if needed else self._left) if leave else self._group
+            group = self._plan(most)
             if group is None:
                 return
             pool = self._own if self._cheap and (needed or not leave) else self._pool
