@@ -632,7 +632,7 @@ def test_a_batch_that_an_interrupt_took_away_is_given_again(
 class Interrupting(list[Any]):
     """Somebody presses Ctrl-C while something is jotted down."""
 
-    def __setitem__(self, at: Any, thing: Any) -> None:
+    def __iadd__(self, things: Any) -> Any:
         raise KeyboardInterrupt
 
 

@@ -20,7 +20,7 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
-from penstock.feed.quick import Last
+from penstock.feed.quick import Last, nothing_ready
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
@@ -123,7 +123,7 @@ class AsyncDataLoader:
             self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._feed: DeviceFeed[BatchCargo] | None = None
-        self._quick: Callable[[], Batch | None] | None = None
+        self._quick: Callable[[], Batch | None] = nothing_ready
         """Takes a batch that stands ready, the shortest way."""
         self._last = Last()
         self._finalizer: Any = None
@@ -164,7 +164,7 @@ class AsyncDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._quick() if self._quick is not None else None  # as usual, and before anything else is looked at
+        batch = self._quick()  # as usual, and before anything else is looked at
         if batch is None and (batch := self._take_slowly(None)) is None:
             raise StopIteration
         return batch
@@ -178,7 +178,7 @@ class AsyncDataLoader:
 
         Without threads (`n_workers=0`) the batch is made here and now, however long that takes.
         """
-        batch = self._quick() if self._quick is not None else None
+        batch = self._quick()
         return batch if batch is not None else self._take_slowly(timeout)
 
     def _take_slowly(self, timeout: float | None) -> Batch | None:
@@ -195,7 +195,7 @@ class AsyncDataLoader:
             return batch
         except BaseException as error:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
             if self._pipeline is not None and (self._pipeline.interrupted or not isinstance(error, Exception)):
-                self._origin, self._quick, self._pipeline.interrupted = self._latest(), None, True
+                self._origin, self._quick, self._pipeline.interrupted = self._latest(), nothing_ready, True
             raise
 
     def _wait_for_one(self, timeout: float | None) -> Batch | None:
@@ -215,7 +215,7 @@ class AsyncDataLoader:
             self._exhausted = True
         elif self._tuner is not None:
             self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
-        elif self._quick is None and self._agreement is None and self._feed is None and self._pipeline is not None:
+        elif self._quick is nothing_ready and not (self._agreement or self._feed) and self._pipeline is not None:
             self._quick = self._pipeline.shortcut(self.telemetry, self._last)
         return batch
 
@@ -317,7 +317,7 @@ class AsyncDataLoader:
                 self._pipeline.close()
                 self.telemetry.left()
                 self._tuned |= self._tuner.values() if self._tuner is not None else {}
-                self._pipeline = self._tuner = self._quick = None
+                self._pipeline, self._tuner, self._quick = None, None, nothing_ready
             self._origin, self._last = None, Last()
 
     def __enter__(self) -> Self:

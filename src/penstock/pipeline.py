@@ -26,7 +26,7 @@ from penstock.errors import LoaderClosed
 from penstock.feed.opening import OPENER
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
-from penstock.feed.quick import Last, note_of, shortcut
+from penstock.feed.quick import Last, note_of, nothing_ready, shortcut
 from penstock.sources.source import Producer, Run, Source
 from penstock.watch.attribution import Known
 from penstock.watch.telemetry import Telemetry
@@ -113,10 +113,10 @@ class Pipeline:
             raise
         return made[0] if made else None
 
-    def shortcut(self, telemetry: Telemetry, last: Last) -> Callable[[], Batch | None] | None:
-        """A shorter way than `next`, for batches that stand ready; None where it cannot be gone."""
+    def shortcut(self, telemetry: Telemetry, last: Last) -> Callable[[], Batch | None]:
+        """A shorter way than `next`, for batches that stand ready; one that gives nothing where it cannot be gone."""
         if self._queue is None or self._weighs:
-            return None
+            return nothing_ready
         return shortcut(self._queue, telemetry, last, tensors=self._run.tensors)
 
     def poll(self) -> Batch | None:

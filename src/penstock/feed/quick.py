@@ -13,7 +13,6 @@ State: which batches were taken and not written down yet; the rest is the queue'
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 import weakref
@@ -44,6 +43,11 @@ class Note(NamedTuple):
 def note_of(batch: Batch) -> Note:
     """For the queue."""
     return Note(batch.index, batch._tokens, batch._origin)
+
+
+def nothing_ready() -> Batch | None:
+    """The short way where there is none."""
+    return None
 
 
 class Last:
@@ -166,7 +170,6 @@ def shortcut(
         low: int = queue.low,
         kind: type[Batch] = Batch,
         tensors: bool = tensors,
-        end: int = sys.maxsize,
     ) -> Batch | None:
         begun = clock()
         try:
@@ -186,7 +189,7 @@ def shortcut(
             now = clock()
             # The last thing, and no call, after which a signal's handler might come in: a batch lost before that is given
             # again, and one that counts is on its way.
-            jotted[end:] = ((begun, now, left),)
+            jotted += ((begun, now, left),)
             return batch
         except BaseException:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
             # No calls here either: another Ctrl-C may be on its way.
