@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -412,6 +412,7 @@ MSGS = st.sampled_from(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(MSGS, st.integers(0, 2) | JSON, st.dictionaries(FIELDS, JSON, max_size=6)), max_size=6))
+@example([("stall", 0, {}), ("stall", 1 << 40, {})])
 def test_whatever_a_line_says_the_view_can_be_drawn(told: list[tuple[str, Any, dict[str, Any]]]) -> None:
     view = RunView()
     for msg, rank, fields in told:

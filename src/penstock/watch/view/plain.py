@@ -124,6 +124,6 @@ def ranks(which: list[int]) -> str:
     """Ranks in few characters: rank 3, ranks 0-7, 12 ranks."""
     if len(which) == 1:
         return f"rank {which[0]}"
-    if which == list(range(which[0], which[-1] + 1)):
+    if len(which) == which[-1] - which[0] + 1 and which == list(range(which[0], which[-1] + 1)):
         return f"ranks {which[0]}-{which[-1]}"
     return f"ranks {', '.join(map(str, which))}" if len(which) <= 4 else f"{len(which)} ranks"
