@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader
 from penstock.errors import ConfigError, CorruptFile, NoData
+from penstock.feed import prefetch
 from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
+from penstock.sources.indexed import LEFT_TOKENS
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8, "uint32": 9, "uint64": 10}
 
@@ -648,3 +650,18 @@ def test_whoever_takes_batches_fast_finishes_them_while_workers_gather_the_next(
             if any(name.startswith("penstock-worker-") for name in gathered):
                 return
     raise AssertionError(f"nobody worked beside: {set(gathered)}")
+
+
+def test_blocks_of_long_rows_are_no_longer_than_those_of_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "EAGER_S", 10.0)  # however busy the machine is
+    data = TokenFileDataset.from_binary_file(write_plain(tmp_path / "a.bin", some_ids(2_000_000)), 65_536)
+    most = 0
+    with AsyncDataLoader(data, 1, n_workers=2, output="numpy") as loader:
+        for _ in range(300):
+            next(loader)
+            assert loader._pipeline is not None
+            assert loader._pipeline._queue is not None
+            most = max(most, len(loader._pipeline._queue.at_hand))
+    assert 8 < most <= LEFT_TOKENS // 65_536

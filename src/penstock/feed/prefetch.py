@@ -142,7 +142,7 @@ class Prefetcher(Generic[T]):
         self.left_at, self._in_vain = perf_counter(), False
         return item
 
-    def leave_at_once(self) -> None:
+    def withdraw(self) -> None:
         """Let those who take from `at_hand` find nothing there any more."""
         gone, self.at_hand = self.at_hand, deque()
         gone.clear()

@@ -119,7 +119,7 @@ class Last:
         """Have the long way taken from now on."""
         self.closed = True
         if self._queue is not None:
-            self._queue.leave_at_once()
+            self._queue.withdraw()
 
     def forked(self) -> None:
         """This is a child that has the batches and none of the threads, one of which may have held a lock."""
