@@ -487,9 +487,9 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     usual = Unfinished.finish
 
-    def finish(batch: Unfinished) -> None:
+    def finish(batch: Unfinished, wrap: Any = None) -> None:
         numbers.append(batch.index)
-        usual(batch)
+        usual(batch, wrap)
 
     monkeypatch.setattr(Unfinished, "finish", finish)
     return numbers
@@ -538,10 +538,10 @@ def test_memory_that_cannot_be_had_takes_no_batch_away(
 ) -> None:
     usual, failing = Unfinished.finish, True
 
-    def finish(batch: Unfinished) -> None:
+    def finish(batch: Unfinished, wrap: Any = None) -> None:
         if failing:
             raise MemoryError
-        usual(batch)
+        usual(batch, wrap)
 
     monkeypatch.setattr(Unfinished, "finish", finish)
     with AsyncDataLoader(KINDS["concat"](corpus), 4, output="numpy", n_workers=1) as loader:

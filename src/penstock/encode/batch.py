@@ -108,7 +108,7 @@ class Batch:
             return self.data[key]
         return {"input_ids": self.inputs, "labels": self.targets}[key]
 
-    def finish(self) -> None:
+    def finish(self, wrap: Callable[[Any], Any] | None = None) -> None:
         """Nothing is left to do: see `Unfinished`."""
 
     def to_torch(self) -> None:
@@ -156,10 +156,13 @@ class Unfinished(Batch):
 
     __slots__ = ()
 
-    def finish(self) -> None:
+    def finish(self, wrap: Callable[[Any], Any] | None = None) -> None:
+        """Make inputs and targets, and tensors of them by `wrap`."""
         assert self._left is not None
-        both = self._left.astype(np.int64, "C")
-        self.inputs, self.targets, self._left = both[0], both[1], None
+        inputs, targets = self._left.astype(np.int64, "C")
+        if wrap is not None:
+            inputs, targets = wrap(inputs), wrap(targets)
+        self.inputs, self.targets, self._left = inputs, targets, None
         self.__class__ = Batch  # type: ignore[assignment]
 
 

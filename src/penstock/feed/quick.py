@@ -18,8 +18,10 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
+from operator import attrgetter
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,17 +34,10 @@ JOTTED = 256
 """Batches that are taken this way before the trainer itself writes them down, where the producer has no time for it."""
 
 
-class Note(NamedTuple):
-    """What is to be known of a batch after it was taken."""
-
-    number: int
-    tokens: int
-    origin: Origin | None
-
-
-def note_of(batch: Batch) -> Note:
-    """For the queue."""
-    return Note(batch.index, batch._tokens, batch._origin)
+Note = tuple[int, int, Origin | None]
+"""What is to be known of a batch after it was taken: its index, its tokens, where it came from."""
+note_of: Callable[[Batch], Note] = attrgetter("index", "_tokens", "_origin")
+"""For the queue."""
 
 
 def nothing_ready() -> Batch | None:
@@ -92,7 +87,7 @@ class Last:
         """Of the last batch that was taken this way, if it is the last one of all."""
         with self._lock:
             jotted = len(self.jotted)
-            return self.before if not jotted else self._notes[self.next + jotted - 1 - self._notes[0].number].origin
+            return self.before if not jotted else self._notes[self.next + jotted - 1 - self._notes[0][0]][2]
 
     def written(self, everything: bool) -> list[Ready]:
         """What was jotted down, to be written down; or all but the last, which says when a batch was last taken."""
@@ -101,18 +96,19 @@ class Last:
             if count <= 0:
                 return []
             jotted = self.jotted[:count]
-            first = self.next - self._notes[0].number
-            notes = [self._notes[i] for i in range(first, first + count)]  # the producer may add to them meanwhile
-            last, after = notes[-1].origin, self.next + count
+            first = self.next - self._notes[0][0]
+            notes = list(islice(self._notes, first, first + count))  # in one go: the producer may add to them meanwhile
+            last, after = notes[-1][2], self.next + count
             # At once: nothing is called here, so no Ctrl-C comes in between.
             self.before = last
             self.next = after
             del self.jotted[:count]
-            while self._notes and self._notes[0].number < after:
+            while self._notes and self._notes[0][0] < after:
                 self._notes.popleft()
         room = self._room
         return [
-            (begun, now, note.tokens, min(left, room)) for (begun, now, left), note in zip(jotted, notes, strict=True)
+            (begun, now, tokens, left if left < room else room)
+            for (begun, now, left), (_, tokens, _) in zip(jotted, notes, strict=True)
         ]
 
     def close(self) -> None:
@@ -149,6 +145,9 @@ def shortcut(
     last.follow(queue, telemetry)
     jotted = last.jotted
     elsewhere: deque[Batch] = deque()
+    wrap: Callable[[Any], Any] | None = None
+    if tensors:
+        from torch import from_numpy as wrap
 
     def refill(begun: float) -> bool:
         """Make batches for somebody who only takes them, if that needs no waiting."""
@@ -169,7 +168,7 @@ def shortcut(
         clock: Callable[[], float] = perf_counter,
         low: int = queue.low,
         kind: type[Batch] = Batch,
-        tensors: bool = tensors,
+        wrap: Callable[[Any], Any] | None = wrap,
     ) -> Batch | None:
         begun = clock()
         try:
@@ -180,12 +179,12 @@ def shortcut(
             except IndexError:
                 return None  # another thread has closed the queue
             if type(batch) is not kind:
-                batch.finish()
+                batch.finish(wrap)
+            elif wrap is not None and isinstance(batch.inputs, np.ndarray):
+                batch.to_torch()
             left = len(at_hand)
             if left < low:
                 queue.attend()
-            if tensors and isinstance(batch.inputs, np.ndarray):
-                batch.to_torch()
             now = clock()
             # The last thing, and no call, after which a signal's handler might come in: a batch lost before that is given
             # again, and one that counts is on its way.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import sub
 from typing import Any
 
-from penstock.watch.window import Step, Window
+from penstock.watch.window import Kept, Step, Window
 
 
 @dataclass(slots=True)
@@ -146,16 +147,11 @@ class Consumer:
         self.took(tokens[0], depths[0])
         if len(steps) > 1:
             assert self.last is not None
-            first = self.last
-            *rest, last = [
-                Step(begin, wait, wall, n, {"batch": wait})
-                for begin, wait, wall, n in zip(
-                    begun[1:], waits[1:], [*map(sub, begun[2:], begun[1:]), 0.0], tokens[1:], strict=True
-                )
-            ]
-            wall = max(first.wait, begun[1] - first.begin - self._paused_before)
-            self._end_steps([_lasted(first, wall), *rest])
-            self.last, self._paused_before = last, 0.0
+            first = _lasted(self.last, max(self.last.wait, begun[1] - self.last.begin - self._paused_before))
+            # One after the other in C: whoever takes batches as fast as they come has hundreds of them here.
+            walls = map(sub, begun[2:], begun[1:])
+            self._end_steps([first, *zip(begun[1:-1], waits[1:-1], walls, tokens[1:-1], repeat(None))])
+            self.last, self._paused_before = Step(begun[-1], waits[-1], 0.0, tokens[-1], {"batch": waits[-1]}), 0.0
             more = sum(tokens[1:])
             self.steps += len(steps) - 1
             self.tokens_total += more
@@ -167,11 +163,12 @@ class Consumer:
             self._since.wait += handed
             _add(self._since.charges, {"batch": handed})
 
-    def _end_steps(self, ended: list[Step]) -> None:
-        self.wall_s += sum([step.wall for step in ended])
+    def _end_steps(self, ended: list[Kept]) -> None:
+        self.wall_s += sum([step[2] for step in ended])
         self.paused.last_s = 0.0
         self.window.add(*(ended if self.finished is not None else ended[1:]))
-        self.finished = ended[-1]
+        begin, wait, wall, tokens, charges = ended[-1]
+        self.finished = Step(begin, wait, wall, tokens, {"batch": wait} if charges is None else charges)
 
     def pause(self, name: str, seconds: float) -> None:
         """A pause has ended."""
@@ -203,7 +200,7 @@ class Consumer:
         """Over the last steps, with the one that runs now."""
         window, last = self.window, self.last
         fields: dict[str, float] = {}
-        if window.steps:
+        if len(window):
             for p in (50, 95, 99):
                 fields[f"fetch_p{p}_ms"] = round(1e3 * window.percentile(p / 100), 4)
         wall, wait, tokens = window.wall, window.wait, window.tokens

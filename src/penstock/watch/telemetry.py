@@ -135,7 +135,7 @@ class Telemetry:
             self._waiting, self.trainer = (now, track), track.name
 
     def _entered(self, counted: bool, now: float) -> None:
-        if counted and now - self._looked >= LOOK_S and len(self._consumer.window.steps) >= LOOK_STEPS:
+        if counted and now - self._looked >= LOOK_S and len(self._consumer.window) >= LOOK_STEPS:
             self._looked = now
             self._look()
 
@@ -245,7 +245,7 @@ class Telemetry:
             before, self._band = self._band, verdict.band
             worse = verdict.band in ("fair", "poor")
             # Whoever only reads, and trains nothing in between, waits all the time and knows it.
-            own_s = (self.window.wall - self.window.wait) / max(1, len(self.window.steps))
+            own_s = (self.window.wall - self.window.wait) / max(1, len(self.window))
             trains = verdict.data_wait < 0.95 and own_s > STEP_S
             if worse or before:
                 log.log(logging.WARNING if worse and trains else logging.INFO, "%s", verdict.line)
@@ -285,7 +285,7 @@ class Telemetry:
     def verdict(self) -> Verdict:
         """Why the last steps waited, in one line."""
         window, known = self.window, self.known()
-        if not window.steps:
+        if not len(window):
             return Verdict(0.0, {}, "not enough steps to say", "")
         if not self.on:
             share = window.wait / window.wall if window.wall > 0 else 0.0

@@ -204,7 +204,7 @@ class Log(deque[tuple[str, Segment]]):
         telemetry = self._telemetry
         running = telemetry.consumer.last
         # A first step is in no window: it is the last one for a while, and may have been seen while it ran.
-        seen = [self._running, telemetry.consumer.finished, *list(telemetry.window.steps)]
+        seen = [self._running, telemetry.consumer.finished, *telemetry.window.steps]
         for step in sorted({s.begin: s for s in seen if s is not None and s.begin > self._newest}.values()):
             if step.wall or (running is not None and step.begin < running.begin):
                 self.steps.append(step)

@@ -4,7 +4,7 @@ In:    one step after the other.
 Out:   sums and percentiles over the last few hundred, kept up to date at each.
 Where: the trainer's thread; others may read, a moment old.
 State: the steps.
-Cost:  a microsecond or two a step.
+Cost:  a microsecond or two a step; a few tenths where many came together, each with its batch ready.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Step(NamedTuple):
     charges: Mapping[str, float]
 
 
+Kept = tuple[float, float, float, int, Mapping[str, float] | None]
+"""A step as it is kept: without charges where its batch stood ready, since all of its wait is then the handing over."""
+
+
 @dataclass(slots=True)
 class StageTimes:
     """What a stage did, over all its threads."""
@@ -55,22 +59,37 @@ class Window:
     """The last steps, with sums that are kept and other numbers that are worked out when they are asked for."""
 
     def __init__(self, size: int = WINDOW) -> None:
-        self._size = size
-        self.steps: deque[Step] = deque(maxlen=size)
+        self._kept: deque[Kept] = deque(maxlen=size)
         self.wait = self.wall = 0.0
         self.tokens = 0
         self._added = 0
         self._sorted: tuple[int, list[float]] = (-STALE, [])
         self._by_stage: tuple[int, dict[str, float]] = (-1, {})
 
-    def add(self, *steps: Step) -> None:
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def steps(self) -> list[Step]:
+        """All of them, the latest last."""
+        return [
+            Step(begin, wait, wall, tokens, {"batch": wait} if charges is None else charges)
+            for begin, wait, wall, tokens, charges in list(self._kept)
+        ]
+
+    def add(self, *steps: Kept) -> None:
         """The steps that followed."""
-        steps = steps[-self._size :]
-        old = list(islice(self.steps, max(0, len(self.steps) + len(steps) - self._size)))
-        self.steps.extend(steps)
-        self.wait += sum([step.wait for step in steps]) - sum([step.wait for step in old])
-        self.wall += sum([step.wall for step in steps]) - sum([step.wall for step in old])
-        self.tokens += sum([step.tokens for step in steps]) - sum([step.tokens for step in old])
+        kept, size = self._kept, self._kept.maxlen
+        assert size is not None
+        steps = steps[-size:]
+        old = list(islice(kept, max(0, len(kept) + len(steps) - size)))
+        kept.extend(steps)
+        for those, sign in ((steps, 1), (old, -1)):
+            if those:
+                _, waits, walls, tokens, _ = zip(*those, strict=True)
+                self.wait += sign * sum(waits)
+                self.wall += sign * sum(walls)
+                self.tokens += sign * sum(tokens)
         self._added += len(steps)
 
     @property
@@ -79,7 +98,7 @@ class Window:
         if self._by_stage[0] != self._added:
             sums: dict[str, float] = {}
             added = self._added
-            for step in list(self.steps):
+            for step in self.steps:
                 for stage, seconds in step.charges.items():
                     sums[stage] = sums.get(stage, 0.0) + seconds
             self._by_stage = (added, sums)
@@ -88,7 +107,7 @@ class Window:
     def percentile(self, share: float) -> float:
         """Of the time in `next`, in seconds; of many steps it may be a few steps old."""
         added, waits = self._sorted
-        if self._added - added >= (STALE if len(self.steps) > 4 * STALE else 1):
-            waits = sorted([step.wait for step in list(self.steps)])
+        if self._added - added >= (STALE if len(self) > 4 * STALE else 1):
+            waits = sorted([step[1] for step in list(self._kept)])
             self._sorted = (self._added, waits)
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
