@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -86,6 +87,17 @@ def until_real(feed: SharedFeed, step: int) -> tuple[int, Turn]:
         if not turn.batches[0].synthetic:
             return n, turn
     raise AssertionError("the data did not come back")
+
+
+def test_whoever_is_told_to_stop_waits_for_no_batch(feeds: Callable[..., SharedFeed]) -> None:
+    never = threading.Event()
+    feed = feeds(never.wait, Limits(first_timeout_s=60.0))
+    try:
+        begun = time.monotonic()
+        assert feed.next(1, stopping=True).stop
+        assert time.monotonic() - begun < 30.0
+    finally:
+        never.set()
 
 
 class Ranks:

@@ -370,6 +370,15 @@ def test_what_cannot_be_told_gives_2(tmp_path: Path) -> None:
     assert run_health(tmp_path).exit_code == 2
 
 
+def test_a_run_whose_data_failed_before_its_first_step_is_unwell(tmp_path: Path) -> None:
+    run = Run()
+    failed = run.line("fineweb_loader_error", error="NoData: no files", stage="open", where="")
+    written(tmp_path, [run.line("boot"), failed, run.line("shutdown", reason="error")])
+    done = run_health(tmp_path)
+    assert done.exit_code == 1
+    assert "the loader failed at open: NoData: no files" in done.stdout
+
+
 def test_a_bad_rank_outweighs_one_of_which_nothing_is_known(tmp_path: Path) -> None:
     run = Run()
     written(tmp_path, [run.line("boot"), *run.steps(3, loss="nan")])

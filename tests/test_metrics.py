@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import socket
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -345,12 +346,25 @@ def test_without_the_library_the_error_names_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[metrics\]'"):
         MetricsServer(0, rank=0)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtra, match=r"`tensorboard`.*pip install"):
         tensorboard(tmp_path)
 
 
 # Hooks
+
+
+def test_a_hook_for_tensorboard_leaves_torch_alone_until_there_is_a_step(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from penstock.watch.metrics import tensorboard\n"
+        f"with tensorboard({str(tmp_path / 'board')!r}) as hook:\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    hook(1, {'loss': 2.0})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "board").glob("events.*"))
 
 
 def test_a_heartbeat_feeds_the_server_and_tensorboard(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from penstock import (
     TextDataset,
 )
 from penstock.encode.tokenize import Tokenizer
+from penstock.watch.consumer import Consumer
 from penstock.watch.spans import STAGES, Clock, Track, stage_of
 from penstock.watch.window import Step, Window
 
@@ -402,6 +403,20 @@ def test_a_window_is_what_its_last_steps_are(waits: list[float], size: int) -> N
     assert window.by_stage["fetch"] == pytest.approx(sum(last), abs=1e-6)
     assert window.percentile(0.5) == sorted(last)[len(last) // 2]
     assert window.percentile(0.99) == sorted(last)[min(len(last) - 1, int(0.99 * len(last)))]
+
+
+# All of a run
+
+
+@pytest.mark.parametrize("waits", [[5.0], [0.1, 10.0], [0.0, 0.0, 1.0]])
+def test_data_wait_counts_the_last_step_too(waits: list[float]) -> None:
+    consumer, now = Consumer(), 100.0
+    for wait in waits:
+        consumer.entering(now)
+        consumer.waited(wait, {"fetch": wait})
+        consumer.took(8, 0)
+        now += wait + 1.0
+    assert consumer.data_wait(now) == pytest.approx(sum(waits) / (sum(waits) + len(waits)))
 
 
 # Tracks

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TextDataset, TokenizerError
+from penstock.config import installed_version
 from penstock.encode import check
 from penstock.encode.engines import GigatokenEngine
 from penstock.encode.tokenize import Tokenizer, load_tokenizer
@@ -608,16 +609,16 @@ def test_the_verdict_is_remembered_on_disk(
 
 def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for package in ("gigatoken", "tokenizers", "tiktoken"):
-        assert check._version(package) == importlib.metadata.version(package)
-    assert check._version("nothing_of_that_name") is None
+        assert installed_version(package) == importlib.metadata.version(package)
+    assert installed_version("nothing_of_that_name") is None
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert check._version("alone") is None, "nobody has installed it"
+    assert installed_version("alone") is None, "nobody has installed it"
     for version in ("1.0", "2.0"):  # what an upgrade that was cut off leaves behind
         (tmp_path / f"alone-{version}.dist-info").mkdir()
         (tmp_path / f"alone-{version}.dist-info" / "METADATA").write_text(f"Name: alone\nVersion: {version}\n")
-    assert check._version("alone") == importlib.metadata.version("alone")
+    assert installed_version("alone") == importlib.metadata.version("alone")
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"])

@@ -8,6 +8,7 @@ State: none.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import os
 import sys
@@ -47,13 +48,56 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 def available_cores() -> int:
     """Cores this process may use: its affinity, and its cgroup's quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cgroup_cores(told: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores that this process's cgroup may use, or one that it lies in; None where nothing bounds them.
+
+    Within a container the path that the kernel tells may be the host's, and only the mount's root is there to be read.
+    """
+    folders = [mounted, mounted / "cpu"]
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        for line in told.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):  # the second version has one tree for everything
+                tree = mounted / "cpu" if controllers else mounted
+                folders += [tree / part for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents)]
     except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+        pass  # no Linux, or nothing that tells
+    quotas = [quota for folder in folders if (quota := _cpu_quota(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """What one cgroup allows, by either version's files."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if quota != "max" and int(quota) > 0:
+                return int(quota) / int(period)
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return None
+
+
+def installed_version(package: str) -> str | None:
+    """What is installed of a package, by the name of the folder beside it: to ask `importlib.metadata`, which is left to
+    unusual installations, takes 15 ms, for which the first batch would have to wait."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    beside = Path(spec.origin).parent.parent if spec.origin else Path(os.devnull)
+    found = [name for name in os.listdir(beside) if name.startswith(f"{package}-")] if beside.is_dir() else []
+    if len(found) == 1 and found[0].endswith(".dist-info"):
+        return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def default_workers() -> int:

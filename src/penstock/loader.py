@@ -21,7 +21,7 @@ from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.quick import Last, nothing_ready
-from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
+from penstock.options import Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
@@ -69,13 +69,13 @@ class AsyncDataLoader:
         restart_workers: bool = True,
         cpus: Iterable[int] | None = None,
         numa_node: int | None = None,
-        memory_limit: int = MEMORY_LIMIT,
+        memory_limit: int | None = None,
         device_prefetch: int = 1,
         device_preprocess: Callable[[Batch], Batch | None] | None = None,
         warmup_batches: int | Literal["auto"] = 0,
         warmup_timeout: float = 30.0,
         report_docs: int = 2000,
-        telemetry: Telemetry | bool = True,
+        telemetry: Telemetry | bool | None = None,
         autotune: bool = False,
     ) -> None:
         """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
@@ -101,12 +101,12 @@ class AsyncDataLoader:
         workers: "thread", or "process" for Python that holds the GIL or is not thread-safe.
         restart_workers: replace a process that died, once for each piece of work.
         cpus, numa_node: the cores that workers keep to.
-        memory_limit: bytes that read-ahead and queue may take; a single chunk is always let in.
+        memory_limit: bytes that read-ahead and queue may take, by default 1 GiB; a single chunk is always let in.
         device_prefetch: batches on the device beyond the one in use.
         device_preprocess: called on each batch there, on the copy stream.
         warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
         report_docs: log a line every so many documents; 0 for none.
-        telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
+        telemetry: measure where time goes (see docs/numbers.md), as by default; False for nothing but time in `next`.
         autotune: let workers, requests, read-ahead and queue follow what is measured. Never changes the stream.
         """
         self._source = as_source(dataset, preprocess, collate, pad)

@@ -115,7 +115,7 @@ def check(
     epochs: int | None,
     drop_last: bool | None,
     output: str,
-    memory_limit: int,
+    memory_limit: int | None,
     workers: Workers,
     restart_workers: bool,
     cpus: Iterable[int] | None,
@@ -147,7 +147,7 @@ def check(
     if warmup_batches != "auto":
         warmup_batches = whole_number("warmup_batches", warmup_batches, 0)
     device_prefetch = whole_number("device_prefetch", device_prefetch, 1)
-    memory_limit = whole_number("memory_limit", memory_limit, 1)
+    memory_limit = MEMORY_LIMIT if memory_limit is None else whole_number("memory_limit", memory_limit, 1)
     ready = max(prefetch_size, 0 if warmup_batches == "auto" else warmup_batches) + 1
     on_the_way = device_prefetch + 1 if device is not None else 0
     queue_bytes = (ready + on_the_way) * batch_size * source.row_bytes()

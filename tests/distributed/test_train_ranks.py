@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.testing import Fault, HubServer
 from penstock.train import saved
 from penstock.train.data import make_loader, recipe
 from penstock.train.options import resolve
@@ -262,6 +263,34 @@ def test_a_rank_that_is_killed_ends_the_run_and_a_resume_is_exact(
     whole, resumed = two["ddp"], succeeded(again, "after SIGKILL")[0]
     assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 4}
     assert resumed.positions() == whole.positions()
+
+
+EARLY = f"""
+import os, signal, sys, threading
+sys.argv[0] = {str(SHOWCASE)!r}
+from penstock.feed.opening import Opening
+real = Opening.result
+def result(self, timeout_s=None):
+    if threading.current_thread() is threading.main_thread():
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return real(self, timeout_s)
+Opening.result = result
+from penstock.cli.train import main
+main()
+"""
+
+
+def test_ranks_that_are_told_to_stop_while_they_wait_for_a_vocabulary_end_at_once_and_well(tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+    with HubServer() as hub:
+        hub.fault(Fault("silence", method="*", times=None))
+        home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+        asked = ("--dataset", "fineweb_edu", *SMALL, "--tokenizer", "some/where", "--out", str(tmp_path / "out"))
+        done = bounded(torchrun(script, *asked), **home)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Timeout" not in done.stderr, "nobody waited for the grace time to end"
+    assert done.stdout.count("told to stop (SIGTERM) before the first step") == 2
 
 
 def test_two_processes_that_would_train_apart_are_refused_in_one_line(corpus: Path, tmp_path: Path) -> None:

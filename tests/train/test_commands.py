@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -108,7 +109,8 @@ def test_every_line_of_a_heartbeat_says_when_who_and_where(single: Run) -> None:
     assert lines[0]["msg"] == "boot"
     assert lines[0]["settings"]["dataset"] == "fineweb_edu"
     assert lines[0]["settings"]["loader"]["warmup_batches"] == 16
-    assert {"python", "penstock"} <= lines[0]["versions"].keys()
+    assert lines[0]["versions"].keys() >= {"python", "penstock", "numpy", "pyarrow", "gigatoken"}
+    assert lines[0]["versions"]["torch"] == importlib.metadata.version("torch")
     assert lines[0]["host"]
     assert [line["step"] for line in single.of("progress")] == list(range(1, 51))
     assert lines[-1]["msg"] == "shutdown"

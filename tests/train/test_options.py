@@ -170,6 +170,12 @@ def test_a_value_that_does_not_fit_is_named_with_what_would(given: dict[str, str
         ({"collective_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
         ({"on_stall": "synthetic", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
         ({"synthetic_on_fail": "1", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
+        (
+            {"on_stall": "synthetic", "overrides": {"n_workers": "0"}},
+            "--on-stall synthetic: needs prefetch on, and workers",
+        ),
+        ({"on_stall": "stop", "synthetic_on_fail": "1"}, "are one option, and differ"),
+        ({"overrides": {"output": "numpy"}}, "command line --set output = 'numpy': a model is trained on tensors"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -351,6 +357,29 @@ def test_both_ways_to_ask_for_made_up_data_are_one() -> None:
     assert on_stall(stdlib()[0]) == "stop"
     assert on_stall(stdlib(synthetic_on_fail="1")[0]) == on_stall(stdlib(on_stall="synthetic")[0]) == "synthetic"
     assert on_stall(stdlib(synthetic_on_fail="0")[0]) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [("synthetic_on_fail = true", {"on_stall": "stop"}), ('on_stall = "synthetic"', {"synthetic_on_fail": "0"})],
+)
+def test_the_command_line_can_forbid_the_made_up_data_that_a_file_allows(
+    file: Path, written: str, said: dict[str, str]
+) -> None:
+    file.write_text(f"{TOML}{written}\n")
+    assert on_stall(resolve(file, {})[0]) == "synthetic"
+    assert on_stall(resolve(file, said)[0]) == "stop"
+
+
+def test_a_device_that_is_set_for_the_loader_is_the_models_unless_the_command_line_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PENSTOCK_DEVICE", "cuda:3")
+    assert stdlib()[0].device == "cuda:3"
+    assert stdlib(device="cpu")[0].device == "cpu"
+    monkeypatch.setenv("PENSTOCK_DEVICE", "mps")
+    with pytest.raises(ConfigError, match="environment PENSTOCK_DEVICE = 'mps': needs auto, cpu, cuda or cuda:N"):
+        stdlib()
 
 
 def test_none_of_this_needs_torch() -> None:

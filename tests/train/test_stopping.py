@@ -345,8 +345,13 @@ def test_a_mistake_is_an_error_and_no_reason_for_made_up_data(
     [
         (("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"), "fineweb_loader_error", "/nowhere"),
         (("--dataset", None, "--text-field", "body"), "loader_error", "body"),
+        (
+            ("--dataset", None, "--tokenizer", "/nowhere/tokenizer.json"),
+            "loader_error",
+            "the vocabulary could not be had",
+        ),
     ],
-    ids=["opening", "reading"],
+    ids=["opening", "reading", "vocabulary"],
 )
 def test_the_heartbeat_tells_why_there_was_no_data(
     docs: Path, tmp_path: Path, how: tuple[str | None, ...], msg: str, words: str

@@ -1,8 +1,9 @@
-"""Data that a settings file describes, for commands that take such a file in the place of an address."""
+"""Data that a settings file or an address names, for commands that take either; and how it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from penstock.errors import ConfigError
 FILES = (".toml", ".json", ".jsonc")
 """What a settings file's name ends with."""
 BATCH = 16
-"""Rows of a batch where neither the file nor the command line says."""
+"""Rows of a batch where nothing says how many,"""
+SEQ_LEN = 1024
+"""and ids of a row."""
 
 
 def is_file(target: str) -> bool:
@@ -31,3 +34,23 @@ def described(file: str | Path, about: Mapping[str, Any], running: Mapping[str, 
     from penstock.types import Shard
 
     return build(file, None, {**running, "shard": Shard(1, 0)}, batch_size=BATCH)
+
+
+def addressed(
+    url: str, about: Mapping[str, Any], running: Mapping[str, Any], **data: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The text at an address, and the arguments of its loader, for one reader alone.
+
+    about: what the command line says of the data, over `data`. running: what it says of the loader; for what it leaves
+    out, the environment counts, and a settings file that lies here, as for a run.
+    """
+    from penstock.dataset import TextDataset
+    from penstock.settings import load, loader_arguments
+    from penstock.types import Shard
+
+    settings = load(None, overrides=running).settings
+    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH)) | {"shard": Shard(1, 0)}
+    if arguments["device"] is None and arguments["output"] == "auto":
+        arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
+    how: dict[str, Any] = {"tokenizer": "byte", "seq_len": SEQ_LEN, "doc_batch": settings.doc_batch} | data
+    return TextDataset(url, **(how | dict(about))), arguments

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
-from penstock.cli.described import described, is_file
+from penstock.cli.described import addressed, described, is_file
 from penstock.cli.failure import fail, one_line
 from penstock.cli.given import AS, AsJson, Batch, CardConfig, SeqLen, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import PenstockError
@@ -109,10 +109,7 @@ def _data(target: str, said: dict[str, Any], options: dict[str, Any]) -> tuple[A
         if arguments["device"] is None:
             arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
         return dataset, arguments
-    from penstock.dataset import TextDataset
-
-    how: dict[str, Any] = {"tokenizer": "byte", "seq_len": 1024} | given
-    return TextDataset(target, **how), options
+    return addressed(target, given, options)
 
 
 def _say() -> Callable[[str], None]:

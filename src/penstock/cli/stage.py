@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
-from penstock.cli.described import FILES, described
+from penstock.cli.described import FILES, addressed, described
 from penstock.cli.given import AS, CardConfig, SettingsFile, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError
 
@@ -69,9 +69,7 @@ def _said(**options: Any) -> dict[str, Any]:
 
 def _loader(url: str | None, settings: Path | None, data: dict[str, Any], running: dict[str, Any]) -> AsyncDataLoader:
     """What is staged: an address with its options, or what a file says."""
-    from penstock.dataset import TextDataset
     from penstock.loader import AsyncDataLoader
-    from penstock.types import Shard
 
     if str(data.get("config", "")).lower().endswith(FILES):
         raise ConfigError(
@@ -84,9 +82,8 @@ def _loader(url: str | None, settings: Path | None, data: dict[str, Any], runnin
         return AsyncDataLoader(dataset, **arguments)
     if url is None:
         raise ConfigError("what to stage? Give an address, or --settings FILE")
-    about: dict[str, Any] = {"tokenizer": "byte", "seq_len": 1024, "cache": True} | data
-    how: dict[str, Any] = {"shuffle": False, "output": "numpy", "shard": Shard(1, 0), "lanes": 1} | running
-    return AsyncDataLoader(TextDataset(url, **about), 1, **how)
+    dataset, arguments = addressed(url, data, running, cache=True)
+    return AsyncDataLoader(dataset, **arguments)
 
 
 def _tell(loader: AsyncDataLoader, done: Staged) -> None:

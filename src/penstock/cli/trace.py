@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import complete
-from penstock.cli.described import BATCH, described, is_file
+from penstock.cli.described import addressed, described, is_file
 from penstock.cli.given import Batch, SeqLen, Shuffle, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError, NoData
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
-
-SEQ_LEN = 1024
 
 
 def trace(
@@ -92,14 +90,10 @@ def _configured(settings: Path, told: dict[str, Any], chosen: dict[str, Any]) ->
 
 
 def _plain(url: str, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
-    from penstock.dataset import TextDataset
     from penstock.loader import AsyncDataLoader
-    from penstock.types import Shard
 
-    about: dict[str, Any] = {"tokenizer": "byte", "seq_len": SEQ_LEN}
-    data = TextDataset(url, **(about | told))
-    how: dict[str, Any] = {"batch_size": BATCH, "output": "numpy", "shard": Shard(1, 0)}
-    return AsyncDataLoader(data, **(how | chosen))
+    data, arguments = addressed(url, told, chosen)
+    return AsyncDataLoader(data, **arguments)
 
 
 def _run(loader: AsyncDataLoader, sample: Callable[[], None], steps: int, step_s: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ import typer
 
 from penstock.cli import complete
 from penstock.cli.config import pair
+from penstock.config import current_shard
+from penstock.train.console import show
 from penstock.train.options import OPTIONS, Option, resolve
 
 SETTINGS = "Settings"
@@ -25,7 +28,27 @@ def train(**given: Any) -> None:
     from penstock.train.trainer import train as run
 
     config, preset, pairs = given.pop("config"), given.pop("preset"), given.pop("pairs")
-    raise typer.Exit(run(*resolve(config, given, overrides=dict(pair(one) for one in pairs or ()), preset=preset)))
+    chosen = resolve(config, given, overrides=dict(pair(one) for one in pairs or ()), preset=preset)
+    _show_log()
+    raise typer.Exit(run(*chosen))
+
+
+class _Log(logging.Handler):
+    """Warnings to stderr, as without it; the rest among what the run says of itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            print(self.format(record), file=sys.stderr)
+        else:
+            show(f"[train] {self.format(record)}")
+
+
+def _show_log() -> None:
+    """Show what the loader says of its work (`report_docs`, autotune), and not only its warnings: one rank for all."""
+    log = logging.getLogger("penstock")
+    if current_shard().rem == 0 and not log.hasHandlers():
+        log.addHandler(_Log())
+        log.setLevel(logging.INFO)
 
 
 def _signature() -> inspect.Signature:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import itertools
 import json
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock.config import cache_dir, write_atomically
+from penstock.config import cache_dir, installed_version, write_atomically
 from penstock.encode.engines import Engine, GigatokenEngine, Ids
 from penstock.encode.vocabulary import TIKTOKEN, Vocabulary, behead
 from penstock.read.columns import binaries
@@ -63,7 +61,7 @@ class Check:
         """`name` and `build`: of the reference."""
         self._vocabulary = vocabulary
         self._name, self._build = name, build
-        ours, theirs = _version("gigatoken"), _version(self._name)
+        ours, theirs = installed_version("gigatoken"), installed_version(self._name)
         versions = f"{ours} {self._name} {theirs} {PROBE_VERSION}" if ours and theirs else ""  # else nothing to compare
         self._key = f"{vocabulary.fingerprint} {versions}" if versions else ""
         self._path = cache_dir() / "engines" / hashlib.sha256(self._key.encode()).hexdigest()[:24]
@@ -224,24 +222,6 @@ def _kept_ranks(digest: str) -> Path | None:
 
 def _ranks_path(digest: str) -> Path:
     return cache_dir() / "ranks" / f"{digest[:24]}.tiktoken"
-
-
-def _version(package: str) -> str | None:
-    """What is installed of a package, by the name of the folder beside it: to ask `importlib.metadata`, which is left to
-    unusual installations, takes 15 ms, for which the first batch would have to wait."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        return None
-    beside = Path(spec.origin).parent.parent if spec.origin else Path(os.devnull)
-    found = [name for name in os.listdir(beside) if name.startswith(f"{package}-")] if beside.is_dir() else []
-    if len(found) == 1 and found[0].endswith(".dist-info"):
-        return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def compare(fast: Engine, reference: Engine) -> list[int]:

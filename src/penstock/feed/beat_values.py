@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config import installed_version
+
 Line = Mapping[str, Any]
 
 
@@ -128,12 +130,12 @@ def device_bytes() -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in the run, as far as it is loaded."""
+    """Of what takes part in a run: as it is loaded, or, since a run begins before it needs torch, as it is installed."""
     from penstock import __version__
 
     found = {"python": platform.python_version(), "penstock": __version__}
     for name in ("torch", "numpy", "pyarrow", "gigatoken", "tokenizers"):
-        version = getattr(sys.modules.get(name), "__version__", None)
+        version = getattr(sys.modules.get(name), "__version__", None) or installed_version(name)
         if version is not None:
             found[name] = str(version)
     return found

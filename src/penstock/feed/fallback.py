@@ -159,7 +159,7 @@ class SharedFeed:
 
     def next(self, step: int, count: int = 1, *, stopping: bool = False) -> Turn:
         """The batches of a step, or what else all ranks do. All ranks call it at the same point of their run."""
-        vote = self._ask(count)
+        vote = self._ask(count) if not stopping else _Vote(STALLED, "was told to stop")
         votes = self._peers.gather([vote.code, int(stopping or self._interrupted)])
         if any(told[1] for told in votes):
             return Turn([], stop=True)

@@ -12,12 +12,14 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.watch.attribution import band
 
 if TYPE_CHECKING:
     from penstock.train.steps import Done
+    from penstock.watch.steady import StepEvent
     from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
@@ -131,3 +133,19 @@ def _progress() -> Any:
         TimeRemainingColumn(compact=True),
         console=terminal,
     )
+
+
+def steady_lines(
+    times: Sequence[float],
+    waits: Sequence[float],
+    tokens: Sequence[int],
+    compiled: list[StepEvent],
+    *,
+    world: int,
+    first: int,
+) -> list[str]:
+    """What the steps of one rank say of the whole run, of which they are those from number `first` on."""
+    from penstock.watch.steady import StepEvent, analyze_steps
+
+    events = [StepEvent(i, "data_wait_s", waited) for i, waited in enumerate(waits)] + compiled
+    return analyze_steps(times, [world * each for each in tokens], events).summary(first).splitlines()

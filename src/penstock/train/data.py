@@ -8,6 +8,8 @@ State: none.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from penstock.config import current_shard
 from penstock.errors import ConfigError
 from penstock.settings import Resolved, loader_arguments
 from penstock.train.options import BATCH, TrainOptions
-from penstock.verify.choice import text_of
+from penstock.verify.choice import LOCAL, text_of
 
 if TYPE_CHECKING:
     from penstock.encode.batch import Batch
@@ -52,7 +54,7 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         return _from_table(options, resolved)
     if options.dataset == "synthetic":
         return _synthetic(options)
-    name, fineweb = options.dataset, options.dataset.startswith("fineweb_edu")
+    name, (title, prefix) = options.dataset, _called(options.dataset)
     shared = _Once(lambda: _tokenizer(options.tokenizer))
 
     def dataset(split: str | None) -> Any:
@@ -68,12 +70,25 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         )  # fmt: skip
 
     return Recipe(
-        title="FineWeb-Edu" if fineweb else "",
-        prefix="fineweb_loader_" if fineweb else "loader_",
+        title=title,
+        prefix=prefix,
         seq_len=options.seq_len,
         vocabulary=lambda: int(shared().size),
         dataset=dataset,
     )
+
+
+def _called(urls: Any) -> tuple[str, str]:
+    """What data is called on the console, and what its loader's events begin with: FineWeb-Edu has names of its own."""
+    from penstock.read.hub import SHORT_NAMES
+
+    address = re.escape(SHORT_NAMES["fineweb_edu"])
+    for url in map(str, [urls] if isinstance(urls, str | os.PathLike) else urls or ()):
+        # As everywhere, a file goes before a short name that it is called by.
+        short = url == LOCAL or (url == "fineweb_edu" and not os.path.exists(url))
+        if short or re.match(rf"{address}([/@]|$)", url):
+            return "FineWeb-Edu", "fineweb_loader_"
+    return "", "loader_"
 
 
 def _tokenizer(name: str) -> Any:
@@ -138,8 +153,7 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
 
     made = _Once(lambda: dataset("train" if options.eval_every else None))
     return Recipe(
-        "",
-        "loader_",
+        *_called(table.parameters.get("urls")),
         seq_len,
         lambda: int(shared().size) if shared is not None else _ids(made(), options, table.where),
         lambda split: made() if split != "val" else dataset(split),

@@ -13,17 +13,19 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FeedStopped, NoData, PenstockError, StateMismatch
-from penstock.feed.fallback import SharedFeed
+from penstock.errors import FeedStopped, LoaderTimeout, NoData, PenstockError, StateMismatch
+from penstock.feed.beat_values import compile_count
+from penstock.feed.fallback import Interrupted, SharedFeed
 from penstock.loader import AsyncDataLoader
 from penstock.train import distributed
 from penstock.train.checkpoint import Checkpoints, SaveFailed, rng_state, set_rng_state
-from penstock.train.console import Console
+from penstock.train.console import Console, steady_lines
 from penstock.train.data import StandIn
 from penstock.train.prewarm import prewarm
 from penstock.train.saved import set_aside
 from penstock.train.steps import Done, Trainer
 from penstock.train.trainer import Begun, checkpoints_of
+from penstock.watch.steady import StepEvent
 
 SHAPE = ("size", "seq_len", "vocab_size")
 """What a checkpoint's model has to have in common with the run that loads it."""
@@ -64,7 +66,9 @@ class Loop:
         )
         self._checkpoints = Checkpoints(checkpoints_of(begun.options), self._place.peers, begun.options.keep)
         self._validation: SharedFeed | None = None
-        self._times, self._tokens = array("d"), array("q")
+        self._times, self._waits, self._tokens = array("d"), array("d"), array("q")
+        self._compiled: list[StepEvent] = []
+        """How many graphs torch had compiled, for the steps at which that changed."""
         self._last: Done | None = None
         self._greeted = False
         self._asked = self._torch_at
@@ -72,19 +76,34 @@ class Loop:
 
     def _agreed_vocabulary(self) -> int:
         """How many ids there are; or, if a rank cannot tell, the same error on all. And all go on from the same step."""
-        size, why = 0, ""
+        size, why, stopping = 0, "", False
         error: Exception | None = None
+        begun, limit_s = self._begun, self._options.loader_timeout
         try:
-            size = self._begun.vocabulary.result(self._options.loader_timeout)
+            with begun.signals.waiting():
+                size = begun.vocabulary.result(limit_s)
+        except Interrupted:
+            stopping = True
+        except LoaderTimeout as late:
+            error, why = (
+                late,
+                f"it was not there within {limit_s:g} s. See that its server can be reached, or allow more",
+            )
         except Exception as failed:
             error, why = failed, f"{type(failed).__name__}: {failed}"
-        step = -1 if self._begun.saved is None else self._begun.saved.step
-        told = self._place.peers.gather([size, step])
+        step = -1 if begun.saved is None else begun.saved.step
+        told = self._place.peers.gather([size, step, int(stopping)])
+        if any(each[2] for each in told):
+            raise SystemExit(begun.signals.exit_code)
         texts = self._place.peers.texts(why)
         for rank, text in enumerate(texts):
             if text:
                 who = f"rank {rank} of {len(texts)}: " if len(texts) > 1 else ""
-                raise FeedStopped(f"{who}the vocabulary could not be had: {text}") from error
+                reason = f"{who}the vocabulary could not be had: {text}"
+                begun.heartbeat.event(
+                    f"{begun.recipe.prefix}error", error=reason[:1000], stage="open", where="vocabulary"
+                )
+                raise FeedStopped(reason) from error
         if len({tuple(each) for each in told}) > 1:
             raise StateMismatch(
                 f"ranks differ: their vocabularies have {[each[0] for each in told]} ids, and they would go on from "
@@ -165,29 +184,34 @@ class Loop:
 
     def _warm_up(self) -> None:
         """Have as many batches ready as the settings ask for; for evaluation too."""
-        begun, settings = self._begun, self._begun.resolved.settings
-        wanted, timeout = settings.warmup_batches, settings.warmup_timeout
         self._asked = time.perf_counter()
-        if wanted and timeout:
-            loader = begun.feed.loader()
-            if isinstance(loader, AsyncDataLoader):
-                done = loader.warmup(wanted, min(timeout, begun.feed.left_s()))
-                self._console.say(f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms")
+        try:
+            with self._begun.signals.waiting():
+                self._fill_queues()
+        except Interrupted:
+            return  # the ranks agree on that at their first step
+
+    def _fill_queues(self) -> None:
+        begun, settings = self._begun, self._begun.resolved.settings
+        timeout = settings.warmup_timeout if settings.warmup_batches else 0.0
+        loader = begun.feed.loader() if timeout else None
+        if isinstance(loader, AsyncDataLoader):
+            done = loader.warmup(settings.warmup_batches, min(timeout, begun.feed.left_s()))
+            self._console.say(f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms")
         if begun.open_validation is None:
             return
         self._validation = begun.open_validation()
         self._validation.join(self._place.peers)
         begun.signals.wakes.append(self._validation.interrupt)
-        if wanted and timeout:
-            loader = self._validation.loader()
-            if isinstance(loader, AsyncDataLoader):
-                done = loader.warmup(
-                    min(self._options.eval_batches, settings.prefetch_size), min(timeout, self._validation.left_s())
-                )
-                begun.heartbeat.event(
-                    f"{begun.recipe.prefix}warmup", of="validation", requested=done.requested, filled=done.filled,
-                    wait_ms=round(done.wait_ms, 3),
-                )  # fmt: skip
+        loader = self._validation.loader() if timeout else None
+        if isinstance(loader, AsyncDataLoader):
+            wanted = min(self._options.eval_batches, settings.prefetch_size)
+            done = loader.warmup(wanted, min(timeout, self._validation.left_s()))
+            wait_ms = round(done.wait_ms, 3)
+            begun.heartbeat.event(
+                f"{begun.recipe.prefix}warmup", of="validation", requested=done.requested, filled=done.filled,
+                wait_ms=wait_ms, fetch_warmup_batches=done.filled, fetch_warmup_wait_ms=wait_ms,
+            )  # fmt: skip
 
     def _train_and_save(self) -> bool:
         try:
@@ -207,6 +231,7 @@ class Loop:
         while begun.steps is None or self._step < begun.steps:
             step, began = self._step + 1, time.perf_counter()
             turn = feed.next(step, begun.accumulate, stopping=begun.signals.came is not None)
+            waited = time.perf_counter() - began
             if turn.stop:
                 return True
             if turn.ended:
@@ -225,14 +250,22 @@ class Loop:
             begun.heartbeat.progress(
                 step, loss=done.loss, grad_norm=done.grad_norm, tokens=done.tokens, lr=done.lr, **synthetic
             )
-            self._times.append(time.perf_counter() - began)
-            self._tokens.append(done.tokens)
+            self._note(time.perf_counter() - began, waited, done.tokens)
             self._console.step(step, done, world=self._place.peers.world, warning=self._without_data())
             if options.eval_every and step % options.eval_every == 0:
                 self._evaluate()
             if options.save_every and step % options.save_every == 0:
                 self._save()
         return False
+
+    def _note(self, seconds: float, waited: float, tokens: int) -> None:
+        """What the summary says of a step."""
+        self._times.append(seconds)
+        self._waits.append(waited)
+        self._tokens.append(tokens)
+        compiled = compile_count()
+        if compiled is not None and (not self._compiled or self._compiled[-1].value != compiled):
+            self._compiled.append(StepEvent(len(self._times) - 1, "compiles", float(compiled)))
 
     def _without_data(self) -> str:
         feed = self._begun.feed
@@ -325,18 +358,17 @@ class Loop:
         return begun.signals.exit_code
 
     def _summary(self, elapsed: float) -> None:
-        from penstock.watch.steady import analyze_steps
-
         world, consumer = self._place.peers.world, self._begun.telemetry.consumer
         assert self._last is not None
         self._console.metrics(
             loss=float(self._last.loss),
             tokens_per_s=world * sum(self._tokens) / elapsed,
             batch=world * self._begun.batch_size * self._begun.accumulate,
-            data_wait=sum(consumer.wait_s.values()) / consumer.wall_s if consumer.wall_s > 0 else 0.0,
+            data_wait=consumer.data_wait(time.perf_counter()),
             elapsed_s=elapsed,
         )
-        for line in analyze_steps(self._times, self._tokens).summary().splitlines():
+        first = self._step - len(self._times) + 1
+        for line in steady_lines(self._times, self._waits, self._tokens, self._compiled, world=world, first=first):
             self._console.say(line)
         if substituted := sum(each.last - each.first + 1 for each in self._begun.feed.substitutions):
             self._console.say(f"WARNING: {substituted} steps ran on SYNTHETIC data")

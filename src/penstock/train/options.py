@@ -185,7 +185,10 @@ class TrainOptions:
     )
 
     loader_timeout: float = _option(
-        60.0, number("seconds"), "Seconds until the first batch, listing and vocabulary included.", FAULTS
+        60.0,
+        number("seconds"),
+        "Seconds to wait for the vocabulary, and then for the first batch, listing included.",
+        FAULTS,
     )
     stall_timeout: float = _option(300.0, number("seconds"), "Seconds until any other batch.", FAULTS)
     on_stall: str = _option(
@@ -260,13 +263,32 @@ def resolve(
     if twice := more.keys() & (overrides or {}).keys():
         raise ConfigError(f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them")
     resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset, origin="command line --set {}")
-    written = (_from_file(resolved.file) if resolved.file is not None else {}) | options
+    in_file = _from_file(resolved.file) if resolved.file is not None else {}
+    written = _one_stall(in_file) | _one_stall(options)
+    if "device" not in written and resolved.settings.device is not None:
+        device = Said("device", resolved.settings.device, resolved.sources["device"])
+        written["device"] = device._replace(value=OPTIONS["device"].kind.parse(device))
     made = TrainOptions(**{name: one.value for name, one in written.items()})
     _check(made, resolved)
     described = [written[name].where for name in DESCRIBED if name in written]
     if described and made.dataset is None and resolved.data is not None:
         raise ConfigError(f"{', '.join(described)}: {resolved.data.where} describes the data; change it there")
     return made, resolved
+
+
+def _one_stall(said: dict[str, Said]) -> dict[str, Said]:
+    """One source's options, in which `on_stall` and `synthetic_on_fail` are the one option that they are."""
+    stall, fail = said.get("on_stall"), said.get("synthetic_on_fail")
+    if stall is None and fail is None:
+        return said
+    synthetic = stall.value == "synthetic" if stall is not None else bool(fail and fail.value)
+    if stall is not None and fail is not None and fail.value != synthetic:
+        raise ConfigError(
+            f"{stall.where} = {stall.value!r} and {fail.where} = {fail.value}: are one option, and differ; keep one of them"
+        )
+    where = (stall or fail).where  # type: ignore[union-attr]
+    stall = Said("on_stall", "synthetic" if synthetic else "stop", where)
+    return said | {"on_stall": stall, "synthetic_on_fail": Said("synthetic_on_fail", synthetic, where)}
 
 
 def _from_file(file: Path) -> dict[str, Said]:
@@ -294,6 +316,8 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
         raise ConfigError(
             "no data: give --dataset (stdlib needs nothing), or --config with a file that has a table data"
         )
+    if resolved.settings.output == "numpy":
+        raise ConfigError(f"{resolved.sources['output']} = 'numpy': a model is trained on tensors; leave it out")
     # A heartbeat that is given the name of a file goes on at its end, whatever is in it: the data itself, at worst.
     if options.out.suffix == ".jsonl" or (options.out.exists() and not options.out.is_dir()):
         raise ConfigError(f"--out {options.out}: needs a folder")
@@ -318,9 +342,10 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
         raise ConfigError(f"--tensorboard {options.tensorboard}: is a file; TensorBoard wants a folder")
     if options.loader_timeout <= 0 or options.stall_timeout <= 0 or options.collective_timeout <= 0:
         raise ConfigError("--loader-timeout, --stall-timeout and --collective-timeout: need more than 0 seconds")
-    if on_stall(options) == "synthetic" and not resolved.settings.prefetch:
+    if on_stall(options) == "synthetic" and (not resolved.settings.prefetch or resolved.settings.n_workers == 0):
         raise ConfigError(
-            "--on-stall synthetic: needs prefetch on; without it a batch is made in the step, however long that takes"
+            "--on-stall synthetic: needs prefetch on, and workers; without them a batch is made in the step, however long "
+            "that takes"
         )
 
 

@@ -12,9 +12,12 @@ import faulthandler
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+from penstock.feed.fallback import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGAIN_S = 0.01
@@ -32,6 +35,7 @@ class Signals:
         self.wakes: list[Callable[[], None]] = []
         """Called from the handler; they may raise to end a wait."""
         self.came: signal.Signals | None = None
+        self._waiting = False
         self.training = False
         """Before the first step there is nothing to save, and whoever is alone and told to stop just does."""
 
@@ -63,6 +67,17 @@ class Signals:
         if stopped:
             faulthandler.cancel_dump_traceback_later()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait that is not worth going on with once somebody wants the run to stop: it ends with `Interrupted`."""
+        self._waiting = True
+        try:
+            if self.came is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._waiting = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.came is not None
         if again and number == signal.SIGINT:
@@ -74,6 +89,8 @@ class Signals:
             faulthandler.dump_traceback_later(self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr)
         if not self.training and self._alone:
             self._leave()
+        if self._waiting:
+            raise Interrupted
         for wake in self.wakes:
             wake()
 

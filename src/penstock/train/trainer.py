@@ -77,7 +77,7 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     data = recipe(options, resolved)
     device = device_name(options)
     states = None if found is None else states_of(_data_of(found))
-    telemetry = Telemetry()
+    telemetry = Telemetry(on=resolved.settings.telemetry)
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
         # Until all is closed: when a rank dies, its launcher tells the others to stop while they are about to say why.

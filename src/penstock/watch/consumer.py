@@ -107,7 +107,7 @@ class Consumer:
 
     def _close_step(self, last: Step, now: float) -> bool:
         paused = self.paused
-        wall = max(last.wait, now - last.begin - paused.in_step - self._paused_before)
+        wall = self._running_s(last, now)
         paused.within_s += paused.in_step
         paused.last_s = paused.in_step
         self.wall_s += wall
@@ -205,12 +205,20 @@ class Consumer:
                 fields[f"fetch_p{p}_ms"] = round(1e3 * window.percentile(p / 100), 4)
         wall, wait, tokens = window.wall, window.wait, window.tokens
         if last is not None:
-            wall += max(last.wait, now - last.begin - self.paused.in_step - self._paused_before)
-            wait, tokens = wait + last.wait, tokens + last.tokens
+            wall, wait, tokens = wall + self._running_s(last, now), wait + last.wait, tokens + last.tokens
         if wall > 0:
             fields["toks_per_s"] = round(tokens / wall, 3)
             fields["data_wait_pct"] = round(100 * wait / wall, 4)
         return fields
+
+    def data_wait(self, now: float) -> float:
+        """The share of the time since the beginning that was spent in `next`, with the step that runs now."""
+        wall = self.wall_s + (self._running_s(self.last, now) if self.last is not None else 0.0)
+        return sum(self.wait_s.values()) / wall if wall > 0 else 0.0
+
+    def _running_s(self, last: Step, now: float) -> float:
+        """How long the step that runs now has lasted."""
+        return max(last.wait, now - last.begin - self.paused.in_step - self._paused_before)
 
     def occupancy(self, capacity: int) -> float:
         """How full the queue was on average when a batch was taken from it."""

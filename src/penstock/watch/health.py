@@ -87,7 +87,7 @@ class Verdict:
     """What is wrong, with the number, the limit and over how long; else one that says what the run does."""
     grace: bool
     known: bool
-    """Whether it has reported a step at all; without one, nothing can be told of its rates."""
+    """Whether anything can be told of it: it has reported a step, or that its data failed before the first one."""
     rank: int | None
     step: int
     ended: str | None = None
@@ -169,7 +169,7 @@ class HealthGate:
             status=status,
             reasons=(*failed, *warned, *soft) or (self._state(),),
             grace=self._opened_grace,
-            known=bool(self._line),
+            known=bool(self._line) or self._error is not None,
             rank=self._rank,
             step=int(_number(self._line, "step") or 0),
             ended=self._ended,

@@ -372,10 +372,10 @@ class Telemetry:
         return self._rss[1]
 
 
-def attach(telemetry: Telemetry | bool, owner: Any, listings: Iterable[tuple[float, float]] = ()) -> Telemetry:
+def attach(telemetry: Telemetry | bool | None, owner: Any, listings: Iterable[tuple[float, float]] = ()) -> Telemetry:
     """The telemetry of a loader: the one that was given, or a new one. `listings`: when files were listed for it."""
-    if isinstance(telemetry, bool):
-        telemetry = Telemetry(on=telemetry)
+    if telemetry is None or isinstance(telemetry, bool):
+        telemetry = Telemetry(on=telemetry is not False)
     if not isinstance(telemetry, Telemetry):
         raise ConfigError(f"telemetry={telemetry!r}: needs True, False or a Telemetry(…)")
     if telemetry.owner is not None and telemetry.owner() is not None:

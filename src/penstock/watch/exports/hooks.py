@@ -8,6 +8,7 @@ State: an open event file.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -65,22 +66,32 @@ class TensorBoardHook:
     """Writes scalars, one for each number of a progress line. Close it, so that the last steps are on disk."""
 
     def __init__(self, log_dir: str | os.PathLike[str], names: Names | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtra("tensorboard", "writing for TensorBoard", "tensorboard") from None
-        writer: Any = SummaryWriter(os.fspath(log_dir), flush_secs=FLUSH_S)
-        self._writer = writer
+        for package, extra in (("tensorboard", "tensorboard"), ("torch", "torch")):
+            if importlib.util.find_spec(package) is None:
+                raise MissingExtra(package, "writing for TensorBoard", extra)
+        self._folder = os.fspath(log_dir)
+        os.makedirs(self._folder, exist_ok=True)
         self._names = names
-        self._end = weakref.finalize(self, writer.close)
+        self._writer: Any = None
+        self._end: Callable[[], Any] | None = None
 
     def __call__(self, step: int, values: dict[str, float]) -> None:
+        if self._writer is None:
+            self._open()
         for name, value in (values if self._names is None else self._names(values)).items():
             self._writer.add_scalar(name, value, step)
 
+    def _open(self) -> None:
+        """Not before it is needed: it takes torch, whose import is nothing for a run to begin with."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(self._folder, flush_secs=FLUSH_S)
+        self._writer, self._end = writer, weakref.finalize(self, writer.close)
+
     def close(self) -> None:
         """Write what is left, and end the writer. May be called again."""
-        self._end()
+        if self._end is not None:
+            self._end()
 
     def __enter__(self) -> TensorBoardHook:
         return self

@@ -91,17 +91,18 @@ class StepAnalysis:
             "causes": [cause.as_dict() for cause in self.causes],
         }
 
-    def summary(self) -> str:
-        """The same in a few lines."""
-        return "\n".join(self._lines())
+    def summary(self, first: int = 0) -> str:
+        """The same in a few lines. `first`: the number that the run itself gives to the first of these steps."""
+        return "\n".join(self._lines(first))
 
-    __str__ = summary
+    def __str__(self) -> str:
+        return self.summary()
 
-    def _lines(self) -> list[str]:
+    def _lines(self, first: int) -> list[str]:
         if self.onset is None:
             why = "too few to tell" if self.kind == "not enough steps" else "no stretch of them is stable"
             return [f"{self.kind}: {self.steps} steps in {seconds(self.total_s)}, {why}"]
-        lines = [self._verdict()]
+        lines = [self._verdict(first)]
         rate = ""
         if self.tokens_per_s is not None and self.low is not None and self.high is not None:
             rate = f"{self.tokens_per_s:,.0f} tokens/s (95 %: {self.low:,.0f} to {self.high:,.0f}); "
@@ -113,18 +114,19 @@ class StepAnalysis:
             way = "slower" if self.drift_per_1000 > 0 else "faster"
             lines.append(f"drift: {abs(self.drift_per_1000):.2g} % {way} per 1,000 steps")
         lines += [
-            f"change: from step {c.step} on {seconds(c.after_s)} a step, before {seconds(c.before_s)}"
+            f"change: from step {first + c.step} on {seconds(c.after_s)} a step, before {seconds(c.before_s)}"
             for c in self.changes
         ]
         for group in self.spikes:
             when = f"every {group.period} steps" if group.period else "irregular"
             lines.append(f"spikes: {len(group.steps)}, {when}, {seconds(group.cost_s)} in all")
         for cause in self.causes:
-            which = f"step {cause.start}" if cause.stop == cause.start + 1 else f"steps {cause.start}-{cause.stop - 1}"
+            start, last = first + cause.start, first + cause.stop - 1
+            which = f"step {start}" if start == last else f"steps {start}-{last}"
             lines.append(f"why {which}: {cause.cause}{cause.evidence and f' ({cause.evidence})'}")
         return lines
 
-    def _verdict(self) -> str:
+    def _verdict(self, first: int) -> str:
         if not self.onset:
             return f"{self.kind}: {self.steps} steps, steady from the start"
         cost = ""
@@ -133,7 +135,7 @@ class StepAnalysis:
                 f"; the {self.onset} before cost {seconds(self.overhead_s)} more than steady ones "
                 f"({self.overhead_pct:.1f} % of the run), the first took {self.first_step_ratio:.1f} times as long"
             )
-        return f"{self.kind}: {self.steps} steps, steady from step {self.onset} on{cost}"
+        return f"{self.kind}: {self.steps} steps, steady from step {first + self.onset} on{cost}"
 
 
 def seconds(value: float) -> str:
