@@ -8,16 +8,20 @@ State: none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock.config import whole_number
 from penstock.errors import ConfigError, StateMismatch
 from penstock.options import Options
 from penstock.order.mix import Schedule
 from penstock.sources.source import Source
 from penstock.state import State, fitting, parse
 from penstock.types import Address
+
+if TYPE_CHECKING:
+    from penstock.sources.mixture import MixtureSource
 
 
 def choose_lanes(source: Source, options: Options) -> int:
@@ -81,6 +85,17 @@ def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dic
 
 def _stream_id(source: Source, options: Options) -> dict[str, Any]:
     return source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
+
+
+def reweighted(
+    mixture: MixtureSource, options: Options, state: State, weights: Mapping[str, float], step: int | None
+) -> State:
+    """A state with other weights from its next batch on, or from the batch number `step` on."""
+    at = state.batch if step is None else whole_number("step", step, 0)
+    if at < state.batch:
+        raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
+    row = state.row + (at - state.batch) * options.batch_size * options.shard.mod
+    return replace(state, weights=mixture.schedule(state.weights, state.row, row, state.lanes, weights))
 
 
 def _own_lanes(options: Options, lanes: int) -> list[int]:

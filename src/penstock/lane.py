@@ -172,10 +172,12 @@ class Lane:
                 self._group, self._index, self._refs = self._group + 1, 0, None
                 continue
             place = Place(self._epoch, self._group, self._index)
+            # First of all: where it fails, this chunk is still the next one, and whoever needs it meets the same error.
+            task = self._submit(ref, place, self._fresh)
             self._index += 1
             self._asked += 1
-            fresh, self._fresh = self._fresh, False
-            self._ahead.append(Ahead(place, ref, self._submit(ref, place, fresh)))
+            self._fresh = False
+            self._ahead.append(Ahead(place, ref, task))
             return True
 
     def ask_rest(self) -> None:
@@ -183,8 +185,8 @@ class Lane:
         used up, so that the first batch, for which somebody waits, goes before it."""
         if self._begun is not None:
             place, begun = self._begun
-            self._begun = None
             self._ahead.appendleft(Ahead(place, begun.ref, self._go_on(begun), len(begun.docs)))
+            self._begun = None
 
     def _ref(self) -> ChunkRef | None:
         assert self._groups is not None

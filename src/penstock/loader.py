@@ -12,16 +12,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.begin import after, anew, choose_lanes
-from penstock.config import whole_number
+from penstock.begin import after, anew, choose_lanes, reweighted
 from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.quick import Last, nothing_ready
-from penstock.options import Workers, check, check_autotune, check_warmup
+from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
@@ -69,13 +67,13 @@ class AsyncDataLoader:
         restart_workers: bool = True,
         cpus: Iterable[int] | None = None,
         numa_node: int | None = None,
-        memory_limit: int | None = None,
+        memory_limit: int | None = MEMORY_LIMIT,
         device_prefetch: int = 1,
         device_preprocess: Callable[[Batch], Batch | None] | None = None,
         warmup_batches: int | Literal["auto"] = 0,
         warmup_timeout: float = 30.0,
         report_docs: int = 2000,
-        telemetry: Telemetry | bool | None = None,
+        telemetry: Telemetry | bool | None = True,
         autotune: bool = False,
     ) -> None:
         """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
@@ -101,12 +99,12 @@ class AsyncDataLoader:
         workers: "thread", or "process" for Python that holds the GIL or is not thread-safe.
         restart_workers: replace a process that died, once for each piece of work.
         cpus, numa_node: the cores that workers keep to.
-        memory_limit: bytes that read-ahead and queue may take, by default 1 GiB; a single chunk is always let in.
+        memory_limit: bytes that read-ahead and queue may take; a single chunk is always let in.
         device_prefetch: batches on the device beyond the one in use.
         device_preprocess: called on each batch there, on the copy stream.
         warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
         report_docs: log a line every so many documents; 0 for none.
-        telemetry: measure where time goes (see docs/numbers.md), as by default; False for nothing but time in `next`.
+        telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
         autotune: let workers, requests, read-ahead and queue follow what is measured. Never changes the stream.
         """
         self._source = as_source(dataset, preprocess, collate, pad)
@@ -158,7 +156,7 @@ class AsyncDataLoader:
             assert self._options.epochs is not None
             ended = self._current()
             self._close()
-            weights = restarted(ended.weights, ended.row)
+            weights = restarted(ended.weights, ended.row, ended.lanes)
             self._state = self._fresh_state(ended.lanes, ended.first + self._options.epochs, ended.batch, weights)
             self._exhausted = False
         return self
@@ -168,6 +166,9 @@ class AsyncDataLoader:
         if batch is None and (batch := self._take_slowly(None)) is None:
             raise StopIteration
         return batch
+
+    def __bool__(self) -> bool:
+        return True  # like any iterator, and also where there is no len()
 
     def __len__(self) -> int:
         """Batches of one pass, where that is known beforehand."""
@@ -226,24 +227,27 @@ class AsyncDataLoader:
         assert self._pipeline is not None
         batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
         if batch is not None:
-            self._pipeline.interrupted = True  # until it is handed out: whatever fails before, it is given again
             if self._options.tensors:
                 batch.to_torch()
             self._pipeline.watch([self._pipeline.depth])
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
-        assert self._pipeline is not None
-        if (options := self._options).device is None:
-            return self._pipeline.next(timeout)
-        if self._feed is None:
-            from penstock.feed.cargo import open_feed
+        pipeline, options = self._pipeline, self._options
+        assert pipeline is not None
+        if options.device is None:
+            batch = pipeline.next(timeout)
+        else:
+            if self._feed is None:
+                from penstock.feed.cargo import open_feed
 
-            take, poll, hook = self._pipeline.next, self._pipeline.poll, options.device_preprocess
-            self._feed = open_feed(options.device, take, poll, options.device_prefetch, hook, self.telemetry.clock)
-            self.telemetry.device = self._feed.told
-        cargo = self._feed.next(timeout)
-        return None if cargo is None else cargo.batch
+                poll, hook, ahead = pipeline.poll, options.device_preprocess, options.device_prefetch
+                self._feed = open_feed(options.device, pipeline.next, poll, ahead, hook, self.telemetry.clock)
+                self.telemetry.device = self._feed.told
+            cargo = self._feed.next(timeout)
+            batch = None if cargo is None else cargo.batch
+        pipeline.interrupted = batch is not None  # until it is handed out: whatever fails before, it is given again
+        return batch
 
     def _interrupted(self) -> bool:
         return any(part is not None and part.interrupted for part in (self._pipeline, self._feed, self._last))
@@ -354,14 +358,9 @@ class AsyncDataLoader:
         """
         if self._mixture is None:
             raise ConfigError(f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}")
-        state = self._current()
-        at = state.batch if step is None else whole_number("step", step, 0)
-        if at < state.batch:
-            raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
-        row = state.row + (at - state.batch) * self._options.batch_size * self._options.shard.mod
-        changed = self._mixture.schedule(state.weights, state.row, row, state.lanes, weights)
+        changed = reweighted(self._mixture, self._options, self._current(), weights, step)
         self._close()
-        self._state = replace(state, weights=changed)
+        self._state = changed
 
     def as_torch_dataset(self, shift: bool = True) -> TorchDataset:
         """An `IterableDataset` of finished batches, for whoever takes one: see docs/integrations.md."""

@@ -112,6 +112,9 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         targets = torch.as_tensor(batch.targets)
         return torch.cat([torch.full_like(targets[:, :1], -100), targets[:, :-1]], dim=1)
 
+    def __bool__(self) -> bool:
+        return True  # also where there is no len()
+
     def __len__(self) -> int:
         return len(self.loader)
 

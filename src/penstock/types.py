@@ -63,6 +63,10 @@ class Member(NamedTuple):
     size: int
 
 
+MODIFIED = "modified "
+"""What stands before a date that stands for an ETag."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileRef:
     """A file, or a bundle of small plain-text files that are read together."""
@@ -75,7 +79,7 @@ class FileRef:
     codec: Codec = ""
     members: tuple[Member, ...] = ()
     etag: str = ""
-    """What its server says of its content, where it comes from one."""
+    """What its server says of its content, where it comes from one; where that is nothing but a date, `MODIFIED` and it."""
 
     def __str__(self) -> str:
         return self.path

@@ -129,6 +129,11 @@ class Batch:
             if isinstance(value, np.ndarray):
                 setattr(self, name, tensors(value, seen))
 
+    def stand_for(self, other: Batch) -> None:
+        """Take another's place in the stream: this is what somebody has made of it."""
+        self.index, self.synthetic = other.index, other.synthetic
+        self._origin, self._state, self._tokens = other._origin, other._state, self._tokens or other._tokens
+
     def provenance(self) -> list[list[Span]]:
         """For each row, the documents that its ids come from."""
         assert self._origin is not None

@@ -193,16 +193,23 @@ class Batcher:
         turn = self._turn(0)
         lanes: list[list[tuple[I64, Rows]]] = [[] for _ in range(own)]
         missing: list[int] = []
+        broken: list[int] = []
+        """Of these, the first of each lane that failed, as opposed to one that is at its end."""
         for i, slots_of_lane in enumerate(self._slots_of(wanted)):
             lane = (turn + i) % own
-            missing += self._take(lane, slots_of_lane, lanes[lane])
+            without = self._take(lane, slots_of_lane, lanes[lane])
+            missing += without
+            broken += without[:1] if self._packers[lane].failed is not None else []
         slots: I64 | None = None
         count = used = wanted
         if missing:
             present = np.setdiff1d(np.arange(wanted), np.array(missing))
             if self._drop_last or self._failed is not None:
                 self._ended = True
-                slots = present[: int(np.searchsorted(present, min(missing)))]
+                end = min(missing) if self._drop_last else min(broken, default=wanted)
+                if end not in broken and self._drop_last:
+                    self._failed = None  # the stream ends before it comes to that
+                slots = present[: int(np.searchsorted(present, end))]
             else:
                 slots, used = self._fill_up(present, wanted, lanes)
             count = len(slots)

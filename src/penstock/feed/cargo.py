@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.encode.batch import Batch, rebuild
 from penstock.encode.collate import plain
+from penstock.errors import ConfigError
 from penstock.feed.device import TYPES, Array, DeviceFeed, Landing
 from penstock.types import IGNORE
 from penstock.watch.spans import Clock
@@ -110,7 +111,14 @@ def open_feed(
 
     def change(cargo: BatchCargo) -> None:
         assert hook is not None
-        cargo.batch = hook(cargo.batch) or cargo.batch
+        made = hook(cargo.batch)
+        if made is not None and not isinstance(made, Batch):
+            raise ConfigError(
+                f"device_preprocess gave {type(made).__name__}: needs a Batch, or None for the one that it was given"
+            )
+        if made is not None and made is not cargo.batch:
+            made.stand_for(cargo.batch)
+            cargo.batch = made
 
     return DeviceFeed(
         open_device(name),

@@ -127,7 +127,7 @@ class Prefetcher(Generic[T]):
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
         if not self.at_hand:
-            self._await_item(None if timeout is None else max(0.0, timeout))
+            self._await_item(None if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
             if not self.at_hand and self._end is not None:
                 if self._end.error is not None:
                     raise self._end.error

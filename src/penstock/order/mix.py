@@ -66,10 +66,12 @@ def turn(row: int | I64, lane: int, lanes: int) -> Any:
     return row * lanes + (lane + moved.astype(np.int64)) % lanes
 
 
-def restarted(schedule: Schedule, row: int) -> Schedule:
-    """The weights of a pass that begins after `row` rows of the one before."""
-    held = [weights for begin, weights in schedule if begin <= row]
-    return (*((0, weights) for weights in held[-1:]), *((begin - row, w) for begin, w in schedule if begin > row))
+def restarted(schedule: Schedule, row: int, lanes: int) -> Schedule:
+    """The weights of a pass that begins after `row` rows of the one before. Planned changes stay as far away as they were, or
+    wait for the next round of lanes."""
+    held = [(0, weights) for begin, weights in schedule if begin <= row][-1:]
+    later = {-(-(begin - row) // lanes) * lanes: weights for begin, weights in schedule if begin > row}
+    return (*held, *later.items())
 
 
 class Choices(NamedTuple):

@@ -104,7 +104,7 @@ class RemoteFooters:
 
     def footer(self, file: FileRef) -> pq.FileMetaData:
         """A file's metadata. What cannot be parsed is fetched a second time before it is believed."""
-        if self._kept is None:
+        if self._kept is None or not file.etag:  # nothing would tell that the file is another one by now
             tail = self._fetch(file)
         else:
             stop = self._remote.closing
@@ -114,7 +114,7 @@ class RemoteFooters:
         except CorruptFile:
             again = self._fetch(file)
             footer = self._parse(file, again)
-            if self._kept is not None:
+            if self._kept is not None and file.etag:
                 self._kept.put("footers", _key(file), again)
             return footer
 

@@ -35,7 +35,7 @@ from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repositor
 from penstock.read.kept import Kept
 from penstock.read.manifest import Tree, below, find, known_format, no_known_ending, remember, unknown_format
 from penstock.read.retry import Client, raise_for
-from penstock.types import FileRef, Format
+from penstock.types import MODIFIED, FileRef, Format
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Buckets
@@ -346,7 +346,10 @@ def _refs(
 
 
 def _etag(headers: dict[str, str]) -> str:
-    return headers.get("etag", "").strip().removeprefix("W/").strip('"')
+    """What tells this content from another. Many a plain file server knows only the date of a file."""
+    etag = headers.get("etag", "").strip().removeprefix("W/").strip('"')
+    date = headers.get("last-modified", "").replace(",", "").strip()
+    return etag or (f"{MODIFIED}{date}" if date else "")
 
 
 def _no(path: str, status: int) -> PenstockError:

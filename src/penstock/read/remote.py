@@ -29,7 +29,7 @@ from penstock.read.hub import resolve_url
 from penstock.read.listing import Secret, basic_authorization
 from penstock.read.once import Once
 from penstock.read.retry import AGAIN, Client, check_encoding, check_page, raise_for
-from penstock.types import FileRef, KiB, MiB
+from penstock.types import MODIFIED, FileRef, KiB, MiB
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Buckets
@@ -263,7 +263,7 @@ class RemoteFiles:
             # The Hub's own addresses name a commit, whose content cannot change; what serves the bytes may
             # have ETags of its own, and then those are compared with each other.
             listed = plain_etag(file.etag)
-            if file.path.startswith("hf://") and len(listed) != len(etag):
+            if listed.startswith(MODIFIED) or (file.path.startswith("hf://") and len(listed) != len(etag)):
                 listed = ""
             before = listed or self._etags.get(file.path, "") or etag
             if before == etag:

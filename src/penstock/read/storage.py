@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
-from penstock.errors import CorruptFile, LoaderClosed
+from penstock.errors import CorruptFile, LoaderClosed, SourceChanged
 from penstock.read.forwards import open_stream
 from penstock.types import FileRef, KiB, MiB
 from penstock.watch.spans import Clock, Quiet
@@ -83,7 +83,7 @@ class PlainFile:
 
     def __init__(self, file: FileRef, clock: Clock | None = None, tell: threading.Event | None = None) -> None:
         """`tell` is set once something has been read."""
-        self.path = file.path
+        self.path, self._size = file.path, file.size
         self._clock = clock or Quiet()
         self._tell = tell
 
@@ -98,6 +98,12 @@ class PlainFile:
     def _read(self, start: int, length: int) -> bytes:
         fd = os.open(self.path, os.O_RDONLY)
         try:
+            if (size := os.fstat(fd).st_size) < self._size:
+                # What is gone would pass for the end of the file.
+                raise SourceChanged(
+                    f"{self.path} changed: it was {self._size} bytes long when it was listed, it is {size}. Restore the file, "
+                    "or start a new run."
+                )
             parts = []
             while length > 0:  # one pread gives 2 GiB at most
                 part = os.pread(fd, min(length, 1 << 30), start)

@@ -13,6 +13,7 @@ State: which files have been looked into.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,11 +28,13 @@ from penstock.sources.source import RowSource, Run
 from penstock.sources.text import TextLanes, check_place
 from penstock.sources.text_work import TextWork
 from penstock.state import State
-from penstock.types import Address, Bad, ChunkRef, TokenChunk
+from penstock.types import Address, Bad, ChunkRef, FileRef, TokenChunk
 
 if TYPE_CHECKING:
     from penstock.dataset import TextDataset
     from penstock.feed.keep import CacheWriter
+
+log = logging.getLogger("penstock")
 
 FOUND = ("cache_hits", "cache_misses")
 FIRST_BYTES = 8
@@ -47,7 +50,7 @@ class FileLanes(TextLanes):
     def __init__(self, dataset: TextDataset, run: Run, pool: Pool, work: TextWork) -> None:
         self._inspected: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._work = work
-        self._patient = False
+        self._patient = self._told_unkept = False
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
         # A shuffled window, and one from which documents are chosen to fit, is needed as a whole.
@@ -149,10 +152,23 @@ class FileLanes(TextLanes):
         super()._use(chunk)
         if self._writer is None or chunk.cached or chunk.rest is not None:
             return
-        if not self._patient:
+        if not self._work.keeps(chunk.ref.file):
+            self._not_kept(chunk.ref.file)
+        elif not self._patient:
             self._writer.offer(self._work.key(chunk.ref), chunk.whole or chunk)
         elif not self._writer.put(self._work.key(chunk.ref), chunk, WRITE_S):
             raise self._stuck()
+
+    def _not_kept(self, file: FileRef) -> None:
+        told = (
+            f"{file.path}: its server sends neither an ETag nor a date, so nothing would tell when it changes, and its tokens "
+            "are not kept"
+        )
+        if self._patient:
+            raise SourceError(f"{told}. Use a server that sends one, or copy the file to disk.")
+        if not self._told_unkept:
+            self._told_unkept = True
+            log.warning("%s (further files like it are not named)", told)
 
     def stage(self) -> Iterator[TokenChunk]:
         """Every chunk in the order in which the lanes need them, each in the cache or on its way there."""

@@ -26,6 +26,7 @@ from penstock.read.tape import only_one
 from penstock.sources.indexed import IndexedSource
 from penstock.sources.indexed_lanes import IndexedRowSource
 from penstock.sources.mixed_rows import MixPacker
+from penstock.sources.skipped import of_mixture, of_part
 from penstock.sources.source import Lanes, RowSource, Run, Source
 from penstock.state import State, is_count, show
 from penstock.types import Address
@@ -124,7 +125,7 @@ class MixtureSource(RowSource):
         if self.positions and without:
             raise ConfigError(f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too")
         self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
-        self.skip: frozenset[Address] = frozenset().union(*(s.skip for s in sources.values()))
+        self.skip: frozenset[Address] = of_mixture({name: source.skip for name, source in sources.items()})
 
     def listings(self) -> list[tuple[float, float]]:
         return [listed for source in self._sources for listed in source.listings()]
@@ -223,9 +224,12 @@ class MixtureSource(RowSource):
         """How each part is run: in an order of its own, with its share of the memory."""
         share = max(1, run.read_ahead_bytes // len(self.parts))
         return {
-            name: replace(run, seed=mix(run.seed, 5, i) >> 1, read_ahead_bytes=share, narrow=False, end_epoch=None)
+            name: replace(
+                run, seed=mix(run.seed, 5, i) >> 1, read_ahead_bytes=share, narrow=False, end_epoch=None,
+                skip=of_part(run.skip, name, self.names),
+            )
             for i, name in enumerate(self.names)
-        }
+        }  # fmt: skip
 
 
 def _with_seq_len(sources: Mapping[str, Source]) -> dict[str, Any]:

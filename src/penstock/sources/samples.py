@@ -218,7 +218,9 @@ class SampleWork:
             if self._collate is None:
                 made = put_together(prepared, self._pad)
             else:
-                value = plain(self._collate(list(prepared)))
+                value = self._collate(list(prepared))
+                # A plain dict of it, whatever mapping it is: only of that are all fields known, sent and counted.
+                value = plain(dict(value) if isinstance(value, Mapping) else value)
                 made = of_mapping(value) if isinstance(value, Mapping) else _of_value(value)
         except Exception as error:
             error.add_note(f"in collate, of samples {_some(indices)}")

@@ -121,7 +121,7 @@ class TextWork:
             if beyond:
                 empty = Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
                 return self._tokenizer.encode(ref, empty)
-            if self.cache is not None and fetched is None:
+            if self.cache is not None and fetched is None and self.keeps(ref.file):
                 with self.clock.stage("fetch", ref) as track:
                     kept = self.cache.get(self.key(ref), ref)
                 if kept is not None:
@@ -199,7 +199,12 @@ class TextWork:
 
     def at_hand(self, ref: ChunkRef) -> bool:
         """Whether the cache seems to have a chunk."""
-        return self.cache is not None and self.cache.has(self.key(ref))
+        return self.cache is not None and self.keeps(ref.file) and self.cache.has(self.key(ref))
+
+    def keeps(self, file: FileRef) -> bool:
+        """Whether a file's tokens may be kept for another run: something has to tell its content from what may stand at
+        the same address by then, which no server has to."""
+        return not file.remote or all(file.etag.split(","))
 
     def foresee(self, lanes: range, when: When) -> None:
         """Take `when` for when some lanes need a chunk next. What other lanes said still holds."""
