@@ -23,11 +23,12 @@ if mode != "launcher":
 data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
 result = {}
 try:
-    if mode == "fails" and dist.get_rank() == 1:
+    if mode in ("fails", "recovers") and dist.get_rank() == 1:
         from penstock.encode.tokenize import Tokenizer
-        real = Tokenizer.encode
+        real, failed = Tokenizer.encode, []
         def encode(self, ref, *args):
-            if ref.index == 3:
+            if ref.index == 3 and not (mode == "recovers" and failed):
+                failed.append(ref)
                 raise ZeroDivisionError("on one rank only")
             return real(self, ref, *args)
         Tokenizer.encode = encode
@@ -35,10 +36,19 @@ try:
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=4, epochs=epochs, n_workers=1) as loader:
         result["rank"], result["world"] = loader._options.shard.rem, loader._options.shard.mod
         result["batches"] = []
-        for batch in loader:
-            result["batches"].append(digest(batch))
-            if mode == "launcher" and len(result["batches"]) == 20:
+        while len(result["batches"]) < (20 if mode == "launcher" else 10_000):
+            try:
+                batch = loader.next_batch()
+            except Exception as error:
+                if mode != "recovers":
+                    raise
+                result["met"] = type(error).__name__
+                if dist.get_rank() == 1:
+                    loader.shutdown()  # whose own stream has failed, and begins anew
+                continue
+            if batch is None:
                 break
+            result["batches"].append(digest(batch))
 except Exception as error:
     result["error"] = f"{type(error).__name__}: {error}"
 (out / f"{result['rank']}.json").write_text(json.dumps(result))
@@ -69,6 +79,14 @@ def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(corpus: Path, tmp_path
     results = run(corpus, tmp_path, "fails")
     assert "PeerFailed: another rank failed" in results[0]["error"]
     assert "ZeroDivisionError: on one rank only" in results[1]["error"]
+
+
+def test_ranks_that_go_on_after_a_fault_of_one_of_them_miss_nothing(corpus: Path, tmp_path: Path) -> None:
+    for mode in ("finite", "recovers"):
+        (tmp_path / mode).mkdir()
+    expected, results = (run(corpus, tmp_path / mode, mode) for mode in ("finite", "recovers"))
+    assert [r["met"] for r in results] == ["PeerFailed", "ZeroDivisionError"]
+    assert [r["batches"] for r in results] == [r["batches"] for r in expected]
 
 
 @pytest.mark.slow

@@ -20,16 +20,17 @@ class FileServer(Loopback):
 
     def __init__(
         self, files: Mapping[str, Source] | None = None, *, latency_s: float = 0.0, connect_latency_s: float = 0.0,
-        bandwidth: float | None = None, etags: bool = True, port: int = 0,
+        bandwidth: float | None = None, etags: bool = True, dates: bool = True, port: int = 0,
     ) -> None:  # fmt: skip
         """`latency_s`: waited before each answer. `connect_latency_s`: waited once more on a new connection.
-        `bandwidth`: bytes per second of all connections together. `etags`: whether answers have an ETag.
+        `bandwidth`: bytes per second of all connections together. `etags`, `dates`: whether answers have an ETag, and say when the
+        file was last modified.
         `port`: where to listen; 0 takes a free one.
         """
         super().__init__(
             ("files",), latency_s=latency_s, connect_latency_s=connect_latency_s, bandwidth=bandwidth, port=port
         )
-        self._etags = etags
+        self._etags, self._dates = etags, dates
         self._shelf = Shelf()
         self._files: dict[str, Content] = {}
         for name, source in (files or {}).items():
@@ -62,4 +63,4 @@ class FileServer(Loopback):
             content = self._files.get(call.path.removeprefix("/"))
         if content is None:
             return reply_error(404, "no such file")
-        return reply_file(call, content, f'"{content.version}"' if self._etags else "")
+        return reply_file(call, content, f'"{content.version}"' if self._etags else "", dated=self._dates)

@@ -138,10 +138,13 @@ def reply_error(status: int, message: str, headers: dict[str, str] | None = None
     return reply_json({"error": message}, headers, status)
 
 
-def reply_file(call: Call, content: Content, etag: str, headers: dict[str, str] | None = None) -> Reply:
+def reply_file(
+    call: Call, content: Content, etag: str, headers: dict[str, str] | None = None, *, dated: bool = True
+) -> Reply:
     """All of a file, or the range asked for; conditions are honoured. `etag` comes with its quotes, or is empty."""
     own = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **(headers or {})}
-    own["Last-Modified"] = formatdate(content.modified, usegmt=True)
+    if dated:
+        own["Last-Modified"] = formatdate(content.modified, usegmt=True)
     if etag:
         own["ETag"] = etag
     size = content.size
