@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -344,6 +345,17 @@ def test_one_that_was_to_be_replaced_and_was_not_is_still_found(two: Checkpoints
     assert found(two).step == 2
     Run().save(two, 3)
     assert visible(two.folder) == ["step-00000002", "step-00000003"]
+
+
+def test_checkpoints_that_cannot_be_moved_aside_are_an_error_that_says_what_to_do(
+    two: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(*_: object) -> None:  # what the kernel says of a folder that a disk is mounted on
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr("penstock.train.saved.os.rename", rename)
+    with pytest.raises(ConfigError, match=r"cannot be moved aside \(Device or resource busy\)"):
+        saved.set_aside(two.folder)
 
 
 def test_checkpoints_of_an_earlier_run_can_be_set_aside(two: Checkpoints) -> None:

@@ -81,6 +81,19 @@ def test_every_line_has_the_seven_fields_and_every_step_is_there(tmp_path: Path)
     assert shutdown["tokens_total"] == 30_000
 
 
+def test_tokens_are_counted_whatever_number_they_are_and_lose_no_line(tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+
+    given = [100, np.int64(100), torch.tensor(100), 100.0, float("nan"), float("inf"), True, "many", None]
+    with Heartbeat(tmp_path) as heart:
+        for step, tokens in enumerate(given, 1):
+            heart.progress(step=step, loss=0.5, tokens=tokens)
+    beats = read_heartbeat(heart.path)
+    assert [line["loss"] for line in beats.of("progress")] == [0.5] * len(given)
+    assert beats.lines[-1]["tokens_total"] == 400
+
+
 def test_the_loaders_fields_and_events_are_in_the_lines(tmp_path: Path) -> None:
     class Loader:
         events: ClassVar = [(1.79e9, 5.0, "loader_ready", {"dt": 0.5}), (1.79e9, 6.0, "stall", {"stage": "fetch"})]

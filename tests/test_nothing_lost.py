@@ -19,7 +19,9 @@ from penstock import (
     Batch,
     ConfigError,
     Mixture,
+    Offline,
     PeerFailed,
+    Remote,
     SourceChanged,
     SyntheticDataset,
     TextDataset,
@@ -136,6 +138,37 @@ def test_without_etags_other_content_of_the_same_size_is_other_data(
             assert text == word
             kept.append(hits > 0)
     assert kept == [False, dates, False], "what has a date is kept, and known by it"
+
+
+def test_a_file_whose_date_changes_during_a_run_is_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path / "docs.jsonl", (f"right {i:05}" for i in range(2000)))
+    with FileServer(etags=False) as server:
+        server.put("docs.jsonl", path)
+        remote = Remote(retry_budget=2.0)
+        data = TextDataset(server.url_of("docs.jsonl"), tokenizer="byte", seq_len=8, chunk_bytes=4096, remote=remote)
+        with AsyncDataLoader(data, 1, epochs=1, output="numpy", n_workers=0) as loader:
+            next(loader)
+            write(path, (f"wrong {i:05}" for i in range(2000)))
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+            server.put("docs.jsonl", path)
+            with pytest.raises(SourceChanged, match=r"its date was .* it is Tue 14 Nov 2023 22:13:20 GMT"):
+                for _ in loader:
+                    pass
+
+
+def test_an_answer_about_one_query_is_none_about_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path / "docs.jsonl", ["text"] * 50)
+    with FileServer({"docs.jsonl": path}) as server:
+        url = server.url_of("docs.jsonl")
+        TextDataset(f"{url}?v=1", tokenizer="byte", seq_len=8)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        TextDataset(f"{url}?v=1", tokenizer="byte", seq_len=8)
+        with pytest.raises(Offline):
+            TextDataset(f"{url}?v=2", tokenizer="byte", seq_len=8)
 
 
 def test_what_cannot_be_told_apart_cannot_be_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

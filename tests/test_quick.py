@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
-from penstock.feed.quick import JOTTED
+from penstock.feed.quick import JOTTED, Last, Note
 from penstock.watch.consumer import Consumer
 
 
@@ -237,3 +238,32 @@ def test_what_fails_while_steps_are_written_down_does_not_end_the_stream(
             time.sleep(5e-4)
         assert failed
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_steps_are_written_down_while_the_producer_adds_to_the_notes() -> None:
+    """Threads that change places after almost every bytecode."""
+    interval, last, notes = sys.getswitchinterval(), Last(), deque[Note]()
+    last._notes, last._room = notes, 8
+    ended, rounds, written = threading.Event(), 0, 0
+
+    def produce() -> None:
+        made = 0
+        while not ended.is_set():
+            if len(notes) < 5000:
+                notes.extend((made + i, 5, None) for i in range(8))
+                made += 8
+
+    thread = threading.Thread(target=produce)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while rounds < 20_000:
+            if (ready := len(notes)) > 1:
+                last.jotted += [(0.0, 0.0, 1)] * min(ready, 16)
+                written += len(last.written(True))
+                rounds += 1
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join(30)
+    assert last.next == written

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -27,8 +29,8 @@ from penstock.encode.tokenize import load_tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify
-from penstock.read.cache_file import make_key
-from penstock.read.cache_room import Room, alone
+from penstock.read.cache_file import TEMPORARY, make_key
+from penstock.read.cache_room import Room, alone, remove_if_left
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, GiB, MiB, TokenChunk
 
 REF = ChunkRef(FileRef("/data/a.parquet", "a.parquet", 1000, "parquet"), 3, 100)
@@ -797,3 +799,26 @@ def test_an_age_that_is_none_is_refused(tmp_path: Path, age: str) -> None:
     done = CliRunner().invoke(command, ["clear", "--dir", str(tmp_path), f"--older-than={age}"])
     assert isinstance(done.exception, ConfigError)
     assert "7d" in str(done.exception)
+
+
+def test_on_a_disk_where_only_what_is_written_may_be_locked_alone_the_cache_stays_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS: an exclusive lock needs a file that is open for writing."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{file}").rpartition("/")[2].startswith(TEMPORARY):
+            writable = fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
+            if not writable:
+                raise OSError(errno.EBADF, "Bad file descriptor")
+        real(file, operation)
+
+    monkeypatch.setattr("penstock.read.cache_room.fcntl.flock", flock)
+    path = tmp_path / f"{TEMPORARY}1"
+    with path.open("wb") as writing:
+        real(writing, fcntl.LOCK_EX)
+        assert not remove_if_left(str(path), old=False)
+        assert path.exists()
+    assert remove_if_left(str(path), old=False)
+    assert not path.exists()

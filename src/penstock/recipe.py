@@ -145,7 +145,7 @@ def _value(file: ConfigFile, table: str, key: str, value: Any) -> Any:
 
 def _beside(folder: Path, value: Any) -> Any:
     """A path as seen from the file's folder; addresses with a scheme, and names that stand for one, stay."""
-    if not isinstance(value, str) or "://" in value:
+    if not isinstance(value, str) or not value or "://" in value:
         return value
     path = folder / Path(value).expanduser()
     if value.isidentifier() and not path.exists():

@@ -63,8 +63,26 @@ class Member(NamedTuple):
     size: int
 
 
+def shown_address(address: str) -> str:
+    """An address without what may be secret of it: a login, a signature in the query."""
+    scheme, there, _ = address.partition("://")
+    if not there or scheme.lower() not in ("http", "https"):
+        return address
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
 MODIFIED = "modified "
 """What stands before a date that stands for an ETag."""
+
+
+def version_change(before: str, now: str) -> str:
+    """That an ETag, or what stands for one, is another one, in words."""
+    what = "date" if all(each.startswith(MODIFIED) for each in (before, now)) else "ETag"
+    was, is_now = (each.removeprefix(MODIFIED)[:100] or "none" for each in (before, now))
+    return f"its {what} was {was}, it is {is_now}"
 
 
 @dataclass(frozen=True, slots=True)

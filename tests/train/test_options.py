@@ -372,11 +372,20 @@ def test_the_command_line_can_forbid_the_made_up_data_that_a_file_allows(
 
 
 def test_a_device_that_is_set_for_the_loader_is_the_models_unless_the_command_line_says_otherwise(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PENSTOCK_DEVICE", "cuda:3")
     assert stdlib()[0].device == "cuda:3"
     assert stdlib(device="cpu")[0].device == "cpu"
+    file = tmp_path / "run.toml"
+    file.write_text(f'{TOML}device = "cuda:1"\n')
+    assert resolve(file, {})[0].device == "cuda:3", "the environment goes before the file"
+    assert resolve(file, {}, overrides={"device": "cpu"})[0].device == "cpu"
+    monkeypatch.delenv("PENSTOCK_DEVICE")
+    assert resolve(file, {})[0].device == "cuda:1"
+    file.write_text(TOML.replace("[loader]", '[loader]\ndevice = "cuda:2"') + 'device = "cuda:1"\n')
+    assert resolve(file, {})[0].device == "cuda:1", "what the file says of training itself"
     monkeypatch.setenv("PENSTOCK_DEVICE", "mps")
     with pytest.raises(ConfigError, match="environment PENSTOCK_DEVICE = 'mps': needs auto, cpu, cuda or cuda:N"):
         stdlib()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import app
+from penstock.testing import FileServer
 from penstock.train.console import steady_lines
 from penstock.train.data import recipe
 from penstock.train.options import resolve
 from penstock.watch.steady import StepEvent
-from tests.train.runs import SMALL, Child, train
+from tests.train.runs import SMALL, Child, here, train
 
 
 def test_the_steady_rate_is_that_of_all_ranks_and_steps_have_the_numbers_of_the_run() -> None:
@@ -45,6 +50,36 @@ def test_documents_that_were_read_are_reported_on_the_console(docs: Path, tmp_pa
     run = child.end().good()
     assert re.search(r"^\[train\] \d+ documents, \d+\.\d MB of text read$", run.said, re.MULTILINE), run.said
     assert run.errors == ""
+
+
+def test_what_is_secret_of_an_address_is_told_nobody(docs: Path, tmp_path: Path) -> None:
+    with FileServer({"docs.jsonl": docs}) as server:
+        host = server.url.removeprefix("http://")
+        address = f"http://bob:SECRETWORD@{host}/docs.jsonl?sig=SECRETSIGN"
+        run = train(tmp_path / "out", "--dataset", address, *SMALL, "--steps", 2).good()
+        smoke = here(lambda: app(["smoke", "--dataset", address]), tmp_path / "out")
+    assert run.of("boot")[0]["settings"]["dataset"] == f"http://{host}/docs.jsonl"
+    left = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert left
+    for text in (*left, run.said.encode(), run.errors.encode(), smoke.said.encode(), smoke.errors.encode()):
+        assert b"SECRET" not in text
+    assert "[smoke][OK]" in smoke.said
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_a_log_line_that_nobody_reads_ends_no_run(level: int) -> None:
+    code = (
+        "import io, logging, os, sys\n"
+        "from penstock.cli.train import _Log\n"
+        "class Gone(io.StringIO):\n"
+        "    def write(self, text): raise BrokenPipeError(32, 'Broken pipe')\n"
+        "logging.getLogger('penstock').addHandler(_Log())\n"
+        "logging.getLogger('penstock').setLevel(logging.INFO)\n"
+        "sys.stdout, sys.stderr = Gone(), Gone()\n"
+        f"logging.getLogger('penstock').log({level}, 'something')\n"
+        "os._exit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
 
 
 FINEWEB = "hf://datasets/HuggingFaceFW/fineweb-edu"

@@ -37,10 +37,13 @@ class _Log(logging.Handler):
     """Warnings to stderr, as without it; the rest among what the run says of itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            print(self.format(record), file=sys.stderr)
-        else:
-            show(f"[train] {self.format(record)}")
+        try:
+            if record.levelno >= logging.WARNING:
+                print(self.format(record), file=sys.stderr)
+            else:
+                show(f"[train] {self.format(record)}")
+        except Exception:  # nobody reads it any more, say: that is no reason for whoever logs something to fail
+            self.handleError(record)
 
 
 def _show_log() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.feed.beat_file import BeatFile
 from penstock.feed.beat_hooks import Hook, Hooks
-from penstock.feed.beat_values import Late, device_bytes, keep_value, settle, versions
+from penstock.feed.beat_values import Late, count_of, device_bytes, keep_value, settle, versions
 from penstock.types import MiB
 from penstock.watch.line import Line, as_line, encode, iso
 
@@ -153,9 +153,7 @@ class Beating:
             fields["step_given"] = keep_value(step)
         self._last_step = mono
         self._steps += 1
-        tokens = fields.get("tokens")
-        if type(tokens) is int:
-            self._tokens += tokens
+        self._tokens += count_of(fields.get("tokens"))
         if "tokens_total" not in fields and self._tokens:
             fields["tokens_total"] = self._tokens
         self.add(Said(ts, mono, self.step, "progress", fields))
@@ -306,7 +304,7 @@ class Beating:
             fields["dt_step_s"] = round(said.mono - before.mono, 6)
         tokens = fields.get("tokens")
         if isinstance(tokens, int | float):
-            self._recent.append((said.mono, int(tokens)))
+            self._recent.append((said.mono, count_of(tokens)))
             if "toks_per_s" not in fields and len(self._recent) > 1 and said.mono > self._recent[0][0]:
                 some = sum(n for _, n in self._recent) - self._recent[0][1]
                 fields["toks_per_s"] = round(some / (said.mono - self._recent[0][0]), 3)

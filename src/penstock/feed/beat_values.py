@@ -11,6 +11,7 @@ torch is never imported here: a process that has none of it has none of its tens
 from __future__ import annotations
 
 import math
+import operator
 import platform
 import sys
 from collections.abc import Mapping
@@ -107,6 +108,16 @@ def _add(found: dict[str, float], name: str, value: float) -> None:
         return  # an int beyond all floats is no measurement
     if (math.isfinite(number) or name == "loss") and name not in NOT_MEASURED:
         found[name] = number
+
+
+def count_of(value: Any) -> int:
+    """A count, of whatever kind the number is that `keep_value` has kept; 0 for what is none."""
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) else 0
+    try:
+        return 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # text, nothing, or a tensor that its device is yet to compute
+        return 0
 
 
 def compile_count() -> int | None:

@@ -18,7 +18,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -97,7 +96,7 @@ class Last:
                 return []
             jotted = self.jotted[:count]
             first = self.next - self._notes[0][0]
-            notes = list(islice(self._notes, first, first + count))  # in one go: the producer may add to them meanwhile
+            notes = list(self._notes)[first : first + count]  # made in one go: the producer may add to them meanwhile
             last, after = notes[-1][2], self.next + count
             # At once: nothing is called here, so no Ctrl-C comes in between.
             self.before = last

@@ -243,8 +243,9 @@ def clear(folder: Path, older_than_s: float = 0.0, everything: bool = False) -> 
                 if item.name.startswith(TEMPORARY):
                     remove_if_left(item.path, status.st_mtime < now - LIVE_S)
                 elif as_entry(item, status) and status.st_mtime <= before:
-                    os.unlink(item.path)
-                    n, freed = n + 1, freed + status.st_size
+                    with contextlib.suppress(FileNotFoundError):  # a run that finds an entry damaged removes it too
+                        os.unlink(item.path)
+                        n, freed = n + 1, freed + status.st_size
             os.truncate(lock, 0)  # no account: whoever writes next scans
     for path, limit in _others(folder, before) if everything else ():
         with contextlib.suppress(FileNotFoundError):

@@ -205,7 +205,8 @@ def remove_if_left(path: str, old: bool) -> bool:
     try:
         with open(path, "rb") as file:
             try:
-                left = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A shared lock is enough to find out, and on NFS all that a file may have that is only read.
+                left = _lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 left = False
         if left or old:

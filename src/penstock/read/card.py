@@ -172,7 +172,7 @@ def _load(head: str, where: str) -> Any:
                     return loader.construct_document(value)
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError, TypeError) as error:
         raise _broken(where, " ".join(str(error).split())[:200]) from None
     return None
 

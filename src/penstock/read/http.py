@@ -33,7 +33,7 @@ from penstock.read.connect import (
     fault_of,
     resolve_here,
 )
-from penstock.types import MiB
+from penstock.types import MODIFIED, MiB
 
 IDLE = 32
 """Connections kept for later."""
@@ -50,6 +50,13 @@ class Spent(Protocol):
 
 def _untold(*, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None:
     """Nobody wants to know."""
+
+
+def version_in(headers: Mapping[str, str]) -> str:
+    """What a server says that tells this content of a file from another: its ETag or, as many a plain server, its date."""
+    etag = headers.get("etag", "").strip().removeprefix("W/").strip('"')
+    date = headers.get("last-modified", "").replace(",", "").strip()
+    return etag or (f"{MODIFIED}{date}" if date else "")
 
 
 class Refused(Exception):
@@ -288,4 +295,4 @@ class _Stale(Exception):
     """An idle connection was closed by its other end."""
 
 
-__all__ = ["Connection", "Http", "Refused", "Response", "Target"]
+__all__ = ["Connection", "Http", "Refused", "Response", "Target", "version_in"]

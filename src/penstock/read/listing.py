@@ -30,12 +30,12 @@ from penstock.config import offline as offline_here
 from penstock.errors import AccessDenied, ConfigError, NoData, Offline, PenstockError, RemoteError
 from penstock.read import card
 from penstock.read.attempt import Patience
-from penstock.read.http import Refused, Target
+from penstock.read.http import Refused, Target, version_in
 from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repository, parse
 from penstock.read.kept import Kept
 from penstock.read.manifest import Tree, below, find, known_format, no_known_ending, remember, unknown_format
 from penstock.read.retry import Client, raise_for
-from penstock.types import MODIFIED, FileRef, Format
+from penstock.types import FileRef, Format
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Buckets
@@ -243,7 +243,8 @@ class RemoteListing:
         whole = self.secrets[path].reveal() if path in self.secrets else path
         url, login = basic_authorization(whole)
         what = f"the size of {path}"
-        size, etag = self.known("files", [path], partial(self._ask, url, login, path), what, moving=True)
+        # By all of the address: another query may be another file. What is secret of it is kept as a digest only.
+        size, etag = self.known("files", [path, whole], partial(self._ask, url, login, path), what, moving=True)
         kind = known_format(urlsplit(path).path, format)
         assert kind is not None
         name = urlsplit(path).path.rpartition("/")[2]
@@ -256,7 +257,7 @@ class RemoteListing:
             reply = self._client.call(url, what=path, method="HEAD", headers=login, ok=(200, 403, 405, 501))
             length = reply.headers.get("content-length", "")
             if reply.status == 200 and length.isdigit() and "content-encoding" not in reply.headers:
-                return int(length), _etag(reply.headers)
+                return int(length), version_in(reply.headers)
             # Addresses signed for GET refuse HEAD, some servers do not know it or say too little.
             return self._ask_by_range(url, login, path)
         except Refused as refusal:
@@ -270,9 +271,9 @@ class RemoteListing:
             with self._client.follow("GET", Target(url), headers, None, patience)[1] as response:
                 total = response.headers.get("content-range", "").rpartition("/")[2]
                 if response.status == 206 and total.isdigit():
-                    return int(total), _etag(response.headers)
+                    return int(total), version_in(response.headers)
                 if response.status == 416 and total == "0":
-                    return 0, _etag(response.headers)
+                    return 0, version_in(response.headers)
                 if response.status in (200, 206):
                     raise RemoteError(
                         f"{path}: its server does not answer requests for a range of bytes, or does not say how long "
@@ -343,13 +344,6 @@ def _refs(
         where = f"{tree.prefix}{pattern}"
         raise unknown_format(where) if [e.path for e in entries] == [pattern] else no_known_ending(where, len(entries))
     return found
-
-
-def _etag(headers: dict[str, str]) -> str:
-    """What tells this content from another. Many a plain file server knows only the date of a file."""
-    etag = headers.get("etag", "").strip().removeprefix("W/").strip('"')
-    date = headers.get("last-modified", "").replace(",", "").strip()
-    return etag or (f"{MODIFIED}{date}" if date else "")
 
 
 def _no(path: str, status: int) -> PenstockError:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import ConfigError, NoData
-from penstock.types import Codec, FileRef, Format, Member, MiB
+from penstock.read.walk import files_below, size_of
+from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
 
 if TYPE_CHECKING:
     from penstock.read.hub import Entry
@@ -95,6 +96,8 @@ def list_files(
 
 
 def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
+    if not source:
+        raise ConfigError("no data: an address is empty; a folder, also the one we are in, has a name such as .")
     if "://" in source:
         if not source.startswith("file://"):
             scheme = source.partition("://")[0]
@@ -108,7 +111,7 @@ def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
         yield known
         return
     if path.is_dir():
-        root, names = path, sorted(_walk(path))
+        root, names = path, sorted(files_below(path))
     else:
         root = _fixed_part(path)
         matches = glob.glob(str(path), recursive=True)
@@ -180,15 +183,6 @@ def _counts(files: list[FileRef]) -> list[int]:
     return [counts[file.name] for file in files]
 
 
-def _walk(root: Path) -> Iterable[str]:
-    for folder, folders, names in os.walk(root):
-        # Hidden and underscored files are markers of other tools (.git, _SUCCESS, ._part-0).
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        for name in names:
-            if not name.startswith((".", "_")):
-                yield os.path.relpath(os.path.join(folder, name), root)
-
-
 def _fixed_part(pattern: Path) -> Path:
     parts = []
     for part in pattern.parts[:-1]:
@@ -201,7 +195,7 @@ def _fixed_part(pattern: Path) -> Path:
 def _file(path: Path, name: str, format: Format | None) -> FileRef | None:
     """A file, or None where neither its name nor the user says what it is."""
     kind = known_format(name, format)
-    return FileRef(str(path), name.replace(os.sep, "/"), path.stat().st_size, *kind) if kind else None
+    return FileRef(str(path), name.replace(os.sep, "/"), size_of(path), *kind) if kind else None
 
 
 def known_format(name: str, format: Format | None) -> tuple[Format, Codec] | None:
@@ -350,9 +344,9 @@ def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
 
 
 def fingerprint(files: Sequence[FileRef]) -> str:
-    """A digest of names, sizes and formats, in order, and of ETags where there are any.
+    """A digest of names, sizes and formats, in order, and of what servers say of their content: ETags, or dates.
 
-    Times are left out: a copy is the same data.
+    Times of files on disk are left out: a copy is the same data.
     """
     digest = hashlib.sha256()
     for file in each(files):
@@ -385,7 +379,7 @@ def explain_change(kept: Kept, old_fingerprint: str, files: Sequence[FileRef]) -
             return f"{name} was added"
         old_size, old_etag = before[name]
         if etag != old_etag:
-            return f"{name} changed: its ETag was {old_etag or 'none'}, it is {etag or 'none'}"
+            return f"{name} changed: {version_change(old_etag, etag)}"
         if size != old_size:
             return f"{name} changed: it was {old_size} bytes long, it is {size}"
     gone = next((name for name in before if name not in now), None)

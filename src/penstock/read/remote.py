@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.config import hub_token
 from penstock.errors import AccessDenied, PenstockError, RemoteError, SourceChanged
 from penstock.read.attempt import Answer, Fault, Patience
-from penstock.read.http import Refused, Response, Target
+from penstock.read.http import Refused, Response, Target, version_in
 from penstock.read.hub import refused as hub_refused
 from penstock.read.hub import resolve_url
 from penstock.read.listing import Secret, basic_authorization
 from penstock.read.once import Once
 from penstock.read.retry import AGAIN, Client, check_encoding, check_page, raise_for
-from penstock.types import MODIFIED, FileRef, KiB, MiB
+from penstock.types import MODIFIED, FileRef, KiB, MiB, version_change
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Buckets
@@ -247,7 +247,7 @@ class RemoteFiles:
         data = bytearray(length)
         response.read_into(memoryview(data))
         self._client.tally.add(bytes=length)
-        return Answer(data, headers.get("etag", ""), total)
+        return Answer(data, version_in(headers), total)
 
     def _check(self, file: FileRef, answer: Answer, length: int) -> None:
         """Whether the bytes are of the file that was listed."""
@@ -256,13 +256,14 @@ class RemoteFiles:
         if answer.total is not None and answer.total != file.size:
             raise _doubt("size", SourceChanged(f"{file.path} changed: it was {file.size} bytes long, it is "
                                                f"{answer.total}. {_ADVICE}"))  # fmt: skip
-        etag = plain_etag(answer.etag)
-        if not etag:
+        etag, listed = plain_etag(answer.etag), plain_etag(file.etag)
+        if not etag or etag.startswith(MODIFIED):
+            if etag and listed.startswith(MODIFIED) and etag != listed:
+                raise _other_etag(file, listed, etag)
             return
         with self._lock:
             # The Hub's own addresses name a commit, whose content cannot change; what serves the bytes may
             # have ETags of its own, and then those are compared with each other.
-            listed = plain_etag(file.etag)
             if listed.startswith(MODIFIED) or (file.path.startswith("hf://") and len(listed) != len(etag)):
                 listed = ""
             before = listed or self._etags.get(file.path, "") or etag
@@ -304,7 +305,7 @@ def _linked(file: FileRef, response: Response) -> None:
 
 
 def _other_etag(file: FileRef, before: str, now: str) -> Fault:
-    text = f"{file.path} changed: its ETag was {before[:100]}, it is {now[:100]}. {_ADVICE}"
+    text = f"{file.path} changed: {version_change(before, now)}. {_ADVICE}"
     return _doubt("etag", SourceChanged(text))
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from penstock.config import whole_number
 from penstock.dataset import TextDataset
@@ -27,7 +26,7 @@ from penstock.read.manifest import each
 from penstock.read.reader import MAX_CHUNK_BYTES
 from penstock.sources.bootstrap_lines import InOrder, Piece
 from penstock.sources.bootstrap_place import Place, Point
-from penstock.types import MiB
+from penstock.types import MiB, shown_address
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -125,11 +124,10 @@ class Asked:
 
 
 def _shown(url: str) -> str:
-    if url.partition("://")[0].lower() in ("http", "https"):
-        parts = urlsplit(url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    if "://" in url:
+        return shown_address(url)
     # A short name stands for an address, unless there is a file of that name.
-    return url if "://" in url or (url.isidentifier() and not os.path.lexists(url)) else os.path.abspath(url)
+    return url if (url.isidentifier() and not os.path.lexists(url)) else os.path.abspath(url)
 
 
 class Run:

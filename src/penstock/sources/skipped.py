@@ -23,6 +23,9 @@ def of_mixture(parts: Mapping[str, Collection[Address]]) -> frozenset[Address]:
 
 def of_part(skip: Collection[Address], name: str, names: Collection[str]) -> frozenset[Address]:
     """The addresses of one part. Those that name none are everybody's: states that were saved before they did have them."""
-    own, named = f"{name}{OF}", tuple(f"{each}{OF}" for each in names)
-    mine = {one._replace(file=one.file.removeprefix(own)) for one in skip if one.file.startswith(own)}
-    return frozenset(mine | {one for one in skip if not one.file.startswith(named)})
+
+    def owner(file: str) -> str:
+        return max((each for each in names if file.startswith(f"{each}{OF}")), key=len, default="")
+
+    mine = {one._replace(file=one.file.removeprefix(f"{name}{OF}")) for one in skip if owner(one.file) == name}
+    return frozenset(mine | {one for one in skip if not owner(one.file)})

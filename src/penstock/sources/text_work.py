@@ -204,7 +204,7 @@ class TextWork:
     def keeps(self, file: FileRef) -> bool:
         """Whether a file's tokens may be kept for another run: something has to tell its content from what may stand at
         the same address by then, which no server has to."""
-        return not file.remote or all(file.etag.split(","))
+        return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
 
     def foresee(self, lanes: range, when: When) -> None:
         """Take `when` for when some lanes need a chunk next. What other lanes said still holds."""

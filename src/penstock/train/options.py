@@ -265,8 +265,9 @@ def resolve(
     resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset, origin="command line --set {}")
     in_file = _from_file(resolved.file) if resolved.file is not None else {}
     written = _one_stall(in_file) | _one_stall(options)
-    if "device" not in written and resolved.settings.device is not None:
-        device = Said("device", resolved.settings.device, resolved.sources["device"])
+    device = Said("device", resolved.settings.device, resolved.sources["device"])
+    over_file = "device" not in in_file or not device.where.startswith("file ")
+    if device.value is not None and "device" not in options and over_file:
         written["device"] = device._replace(value=OPTIONS["device"].kind.parse(device))
     made = TrainOptions(**{name: one.value for name, one in written.items()})
     _check(made, resolved)

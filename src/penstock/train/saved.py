@@ -310,6 +310,12 @@ def set_aside(folder: Path | str) -> Path | None:
     for number in itertools.count(1):
         aside = folder.with_name(f"{folder.name}.{number}")
         if not aside.exists():
-            os.rename(folder, aside)
+            try:
+                os.rename(folder, aside)
+            except OSError as error:  # a disk of its own that is mounted there, say
+                raise ConfigError(
+                    f"{folder} has checkpoints of an earlier run, and cannot be moved aside ({error.strerror}). Move what is in "
+                    "it away, go on from it with --resume, or choose another --out."
+                ) from error
             return aside
     raise AssertionError("numbers do not end")

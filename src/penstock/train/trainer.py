@@ -33,6 +33,7 @@ from penstock.train.console import show
 from penstock.train.data import Recipe, make_loader, recipe
 from penstock.train.options import BATCH, STEPS, TrainOptions, device_name, on_stall, parallel
 from penstock.train.signals import Signals
+from penstock.types import shown_address
 from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
@@ -247,6 +248,8 @@ def _settings(
 ) -> dict[str, Any]:
     """What the first line of the heartbeat says of a run."""
     written = {name: value for name, value in vars_of(options).items() if value is not None}
+    if options.dataset is not None:
+        written["dataset"] = shown_address(options.dataset)  # heartbeats and reports are for others to read
     loader = {name: value for name, value in vars_of(resolved.settings).items() if value is not None}
     more = {"batch_size": batch_size, "accumulate": accumulate} | ({"max_steps": steps} if steps is not None else {})
     return written | more | {"loader": loader}

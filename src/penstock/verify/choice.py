@@ -19,7 +19,7 @@ from penstock.config import hub_endpoint
 from penstock.errors import ConfigError
 from penstock.recipe import DataTable, build_dataset
 from penstock.settings import Settings, load, loader_arguments
-from penstock.types import Shard
+from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
 """FineWeb-Edu from a file that `penstock bootstrap` wrote."""
@@ -91,7 +91,7 @@ def choose(
         raise ConfigError(f"no data: file {resolved.file} has no table data; write one, or give an address")
     if settings.doc_batch is not None:
         said["doc_batch"] = settings.doc_batch
-    shown = name if local_path is None else f"{name} {local_path}"
+    shown = shown_address(name) if local_path is None else f"{name} {local_path}"
     make = partial(_named, name, local_path, DEFAULTS | said)
     return Choice(name=shown, make=make, settings=settings, server=_server(name))
 

@@ -66,9 +66,10 @@ class TensorBoardHook:
     """Writes scalars, one for each number of a progress line. Close it, so that the last steps are on disk."""
 
     def __init__(self, log_dir: str | os.PathLike[str], names: Names | None = None) -> None:
-        for package, extra in (("tensorboard", "tensorboard"), ("torch", "torch")):
-            if importlib.util.find_spec(package) is None:
-                raise MissingExtra(package, "writing for TensorBoard", extra)
+        for package in ("tensorboard", "torch"):
+            spec = importlib.util.find_spec(package)
+            if spec is None or spec.origin is None:  # a mere folder of that name has none
+                raise MissingExtra(package, "writing for TensorBoard", package)
         self._folder = os.fspath(log_dir)
         os.makedirs(self._folder, exist_ok=True)
         self._names = names
