@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -533,3 +534,24 @@ def test_an_idle_thread_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> 
         del thing
         gc.collect()
         until(lambda: alive[0]() is None)
+
+
+def test_silence_is_noticed_as_soon_after_much_as_after_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("penstock.read.attempt.time", SimpleNamespace(monotonic=lambda: now))
+    patience = Patience(Remote(stall_timeout=10.0, min_bytes_per_s=4096), deadline=1000.0)
+    patience.began = 100.0
+    patience.deadline = 220.0
+    patience.asked()
+    now += 0.5
+    patience.moved(50_000)  # as much as is due in more than ten seconds
+
+    def wait() -> None:
+        nonlocal now
+        for _ in range(10):
+            now += patience.wait_s()
+            patience.waited()
+
+    with pytest.raises(Fault) as caught:
+        wait()
+    assert (caught.value.reason, round(now, 3)) == ("stall", 110.5)

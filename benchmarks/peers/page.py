@@ -72,7 +72,9 @@ def _about(about: Mapping[str, Any]) -> list[str]:
     machine = about["machine"]
     told = ", ".join(f"{name} {version}" for name, version in sorted(about["versions"].items()))
     where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, commit {machine['commit']}"
-    return [f"{machine['date'][:10]}, {where}. Medians of {about['repeats']} rounds, and more of those that take seconds. {told}."]
+    return [
+        f"{machine['date'][:10]}, {where}. Medians of {about['repeats']} rounds, and more of those that take seconds. {told}."
+    ]
 
 
 def _cell(seen: Seen, key: str) -> str:

@@ -120,6 +120,8 @@ class Patience:
     _connect_by: float = 0.0
     _window: float = 0.0
     _bytes: int = 0
+    _moved: float = 0.0
+    """When the last of them came, or began to be due."""
     _on_cancel: Callable[[], None] | None = None
     # Reentrant, because a garbage collection may end the run on a thread that is in here.
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -127,7 +129,7 @@ class Patience:
     def __post_init__(self) -> None:
         self.deadline = min(self.deadline, self.began + self.limits.request_timeout)
         self.connecting()
-        self._window = self.began
+        self._window = self._moved = self.began
 
     def connecting(self) -> None:
         """A connection is begun: an attempt that is sent elsewhere makes several, each with its own time."""
@@ -149,21 +151,26 @@ class Patience:
         if now >= self.deadline:
             raise self.ran_out()
         # At least a moment: what has arrived is taken before anything is judged.
-        return min(self.deadline - now, max(0.01, self._window + self.limits.stall_timeout - now))
+        return min(self.deadline - now, max(0.01, min(self._window, self._moved) + self.limits.stall_timeout - now))
 
     def asked(self) -> None:
         """A request goes out, or the head of its answer is here: from now on bytes are due."""
-        self._window, self._bytes = time.monotonic(), 0
+        self._window = self._moved = time.monotonic()
+        self._bytes = 0
 
     def moved(self, n: int) -> None:
         """Some bytes came in."""
         self._bytes += n
+        self._moved = time.monotonic()
         self._judge("slow")
 
     def waited(self) -> None:
         """Nothing came for as long as `wait_s` said: a fault, unless enough came shortly before."""
-        if time.monotonic() >= self.deadline:
+        now = time.monotonic()
+        if now >= self.deadline:
             raise self.ran_out()
+        if now - self._moved >= self.limits.stall_timeout:  # however much came before that
+            raise Fault("stall", f"0 bytes in {now - self._moved:.1f} s")
         self._judge("stall")
 
     def ran_out(self) -> Fault:
