@@ -165,7 +165,7 @@ class Unfinished(Batch):
         """Make inputs and targets, and tensors of them by `wrap`."""
         assert self._left is not None
         both = self._left.astype(np.int64, "C")
-        inputs, targets = both[0], both[1]  # to unpack an array takes five times as long
+        inputs, targets = both[0], both[1]  # to unpack an array takes three times as long
         if wrap is not None:
             inputs, targets = wrap(inputs), wrap(targets)
         self.inputs, self.targets, self._left = inputs, targets, None
