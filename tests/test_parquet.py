@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import threading
-import time
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -225,35 +226,56 @@ def test_a_truncated_compressed_file_is_corrupt_and_named(tmp_path: Path) -> Non
         documents(bytes_of(tmp_path / "b.parquet.gz"))
 
 
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_footer_is_looked_at_until_arrow_has_let_go_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_good: bool
-) -> None:
-    let_go: list[bool] = []
-    kept: list[Any] = []
-    threads: list[threading.Thread] = []
+NO_STRANGERS = """
+import os, sys, threading
+import pyarrow.parquet  # which starts a thread for its memory
+from penstock import AsyncDataLoader, TextDataset
 
-    def hold(file: Any) -> None:
-        time.sleep(0.3)
-        let_go.append(True)
+def strangers():
+    return set(map(int, os.listdir("/proc/self/task"))) - {thread.native_id for thread in threading.enumerate()}
 
-    def read(self: Any, n: int = -1) -> bytes:
-        """As a thread of Arrow's that is not done yet when the answer of another is known."""
-        threads.append(threading.Thread(target=hold, args=(self,)))
-        threads[-1].start()
-        if for_good:
-            kept.append(self)
-        del self
-        raise footer._Wanted
+before = strangers()
+with AsyncDataLoader(TextDataset(sys.argv[1], tokenizer="byte", seq_len=64), 4, n_workers=3, epochs=1) as loader:
+    batches = sum(1 for _ in loader)
+    print(batches > 10, len(strangers() - before))
+"""
 
-    monkeypatch.setattr(footer._NoBytes, "read", read)
-    if for_good:
-        monkeypatch.setattr(footer, "LET_GO_S", 0.01)
+
+@pytest.mark.parametrize("name", ["parquet", "docs.jsonl", "docs.jsonl.gz", "docs.txt"])
+def test_no_file_is_read_on_threads_of_arrow(corpus: Path, name: str) -> None:
+    # One that still lets go of something of Python's when the interpreter ends aborts the process.
+    done = subprocess.run(
+        [sys.executable, "-c", NO_STRANGERS, str(corpus / name)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+ENDS_AT_ONCE = """
+import os, sys
+import pyarrow.parquet
+from penstock.read import footer
+from penstock.read.manifest import list_files
+
+(file,) = list_files([sys.argv[1]])
+for _ in range(int(sys.argv[2])):
+    if (child := os.fork()) == 0:
+        footer.parse_footer(file, file.path)
+        break  # and on to the interpreter's end
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_an_interpreter_that_ends_just_after_a_footer_was_read_is_not_aborted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", row_group_size=10)
-    (file,) = list_files([str(path)])
-    assert footer.parse_footer(file, str(path)).num_rows == 100
-    if not for_good:
-        assert let_go
-    assert threads
-    for thread in threads:
-        thread.join(30)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(path), "60"], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_with_an_absurd_size_is_looked_at_without_its_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", row_group_size=10)
+    metadata = pq.read_metadata(path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    footer._look_at_columns(metadata, 1 << 40)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024

@@ -9,16 +9,19 @@ State: the last bytes of small remote files, which are often all there is to the
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-import weakref
 from collections import OrderedDict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile
+from penstock.read.columns import integers
 from penstock.read.storage import FetchedFile, PlainFile, is_damage
 from penstock.types import FileRef, KiB, MiB
 
@@ -31,8 +34,6 @@ SMALL = 256 * KiB
 """A file up to this size is fetched whole with its footer: one round trip instead of two."""
 SMALL_BYTES = 32 * MiB
 """What small files may take in memory."""
-LET_GO_S = 1.0
-"""Within which Arrow's threads let go of a file that they were given."""
 MAX_FOOTER = 256 * MiB
 """A longer one is none: its length is damaged, or it was made to fill the memory."""
 
@@ -66,23 +67,39 @@ def _look_at_columns(footer: pq.FileMetaData, size: int) -> None:
     """Have Arrow look at all columns of all row groups, in the one way in which it raises what it finds.
 
     To ask for one that does not fit the schema would end the process: there, an exception of its own that
-    nobody catches. Reading catches it, and first works out where everything lies; no byte has to come.
+    nobody catches. Reading catches it, and first works out where everything lies.
     """
-    file, let_go = _NoBytes(size), threading.Event()
-    watched = weakref.ref(file, lambda _: let_go.set())
-    opened = pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer, pre_buffer=True)
-    del file
+    found = _found_in_zeros(footer, size)
+    if found is not None and str(found) != _found_in_a_sound_file():
+        raise found
+
+
+def _found_in_zeros(footer: pq.FileMetaData, size: int) -> Exception | None:
+    """What Arrow says of a file that has nothing but zeros before its footer.
+
+    Not by way of a file of Python's: Arrow would ask for its bytes on threads of its own, and one that still holds on to
+    something of Python's when the interpreter ends takes the process down with it. Zeros in memory are read at once, and
+    take none: only as much address space as the file is long.
+    """
+    zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     try:
-        opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
-    except _Wanted as wanted:
-        # Arrow may hold on to an exception for good; it must not hold on to what its traceback leads to.
-        wanted.__traceback__ = None
-    finally:
-        opened.close(force=True)
-        del opened
-    # It asks on threads of its own. One that still does so when the interpreter ends takes the process down with it.
-    let_go.wait(LET_GO_S)
-    del watched
+        with pa.BufferReader(pa.py_buffer(zeros)) as source:
+            opened = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
+            opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        return error
+    return None
+
+
+@cache
+def _found_in_a_sound_file() -> str:
+    """The same of a file whose columns are as they should be, in the words of this Arrow."""
+    batch = pa.RecordBatch.from_arrays([integers(np.zeros(1, np.int64))], ["a"])
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    whole = sink.getvalue()
+    return str(_found_in_zeros(pq.read_metadata(pa.BufferReader(whole)), whole.size))
 
 
 def damaged(file: FileRef, why: str) -> CorruptFile:
@@ -196,19 +213,3 @@ class AsFile:
 
     def flush(self) -> None:
         return
-
-
-class _Wanted(Exception):
-    """Bytes of a file were asked for."""
-
-
-class _NoBytes(AsFile):
-    """A file of some size of which nothing is here."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._at = 0
-
-    def read(self, n: int = -1) -> bytes:
-        del self  # which the exception would hold on to
-        raise _Wanted
