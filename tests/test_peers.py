@@ -100,8 +100,13 @@ def test_yardsticks_do_the_same_amount_of_work(work: dict[str, str], expected: l
     assert ours["batches"] == copy["batches"]
 
 
-def test_a_consumer_that_waits_is_told_how_long_next_took(work: dict[str, str]) -> None:
-    told = contend("pace", work | CONTENDERS["Penstock"], "--batches", "8", "--pause-s", "0.01")["done"]
+@pytest.mark.parametrize(
+    "case",
+    [CONTENDERS["Penstock"], {"contender": "limits", "variant": "list"}, {"contender": "limits", "variant": "deque"}],
+    ids=["Penstock", "list", "deque"],
+)
+def test_a_consumer_that_waits_is_told_how_long_next_took(work: dict[str, str], case: dict[str, str]) -> None:
+    told = contend("pace", work | case, "--batches", "8", "--pause-s", "0.01")["done"]
     assert len(told["fetches"]) == 8 - 2
     assert 0 < sum(told["fetches"]) < told["seconds"]
     assert told["seconds"] > 6 * 0.01

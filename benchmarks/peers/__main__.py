@@ -81,10 +81,10 @@ def main() -> None:
     report.settings["versions"] = versions(bench.entrants)
     try:
         for part in args.parts:
-            if part in ("drain", "far"):
+            if part in ("drain", "far", "pace"):
                 getattr(bench, part)(repeats)
-            elif part in ("pace", "resume"):
-                getattr(bench, part)(1)
+            elif part == "resume":
+                bench.resume(1)
             else:
                 getattr(bench, part)()
     finally:

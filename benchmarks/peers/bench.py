@@ -190,14 +190,15 @@ class Bench:
             else:
                 self._add(entrant, "exit", outcome.exit_s, "s")
 
+        entrants = [each for each in self.entrants if not each.paced]
         if cold:
-            self._rounds(1, measure, self.entrants, "drain")
+            self._rounds(1, measure, entrants, "drain")
             cold = False
-        self._rounds(repeats, measure, self.entrants, "drain")
-        self._rounds(self._sizes.more, measure, [each for each in self.entrants if not each.slow], "drain")
+        self._rounds(repeats, measure, entrants, "drain")
+        self._rounds(self._sizes.more, measure, [each for each in entrants if not each.slow], "drain")
 
     def pace(self, repeats: int) -> None:
-        """`next()` and data wait beside a consumer that waits."""
+        """`next()` and data wait beside a consumer that waits. Those that take seconds for a batch are asked once."""
 
         def measure(entrant: Entrant) -> None:
             for pause_s, steps in self._sizes.paced.items():
@@ -215,7 +216,9 @@ class Bench:
                 for share in (0.5, 0.99):
                     self._add(entrant, f"{name}, next() p{100 * share:.0f}", 1e3 * percentile(fetches, share), "ms")
 
-        self._rounds(repeats, measure, [each for each in self.entrants if each.group != LIMIT], "pace")
+        entrants = [each for each in self.entrants if each.group != LIMIT or each.paced]
+        self._rounds(1, measure, entrants, "pace")
+        self._rounds(repeats - 1, measure, [each for each in entrants if not each.slow], "pace")
 
     def resume(self, repeats: int) -> None:
         """At 80 % of the corpus, twice in a row."""

@@ -30,6 +30,8 @@ class Entrant:
     prepares: bool = False
     workers: bool = True
     """Has workers, so that their number may matter."""
+    paced: bool = False
+    """A yardstick for consumers that wait, and for nothing else."""
 
     @property
     def tokenizer(self) -> Literal["own", "ours", "none"]:
@@ -45,6 +47,8 @@ PENSTOCK_SHUFFLED = "Penstock, shuffled"
 PENSTOCK_TOKENS = "Penstock, token file"
 LIMIT_TEXT = "limit: decode + gigatoken alone"
 LIMIT_COPY = "limit: bare gather and copy"
+LIMIT_LIST = "limit: batches in a list"
+LIMIT_DEQUE = "limit: batches in a deque, taken in Python"
 
 
 def _twice(name: str, module: str, environment: str, **more: Any) -> tuple[Entrant, Entrant]:
@@ -83,6 +87,8 @@ ENTRANTS: tuple[Entrant, ...] = (
     *_twice("litdata, Parquet", "lit", "litdata", variant="parquet", prepares=True),
     *_twice("MosaicML Streaming, MDS of text", "mosaic", "mosaic", variant="text", prepares=True),
     Entrant(name=LIMIT_COPY, module="limits", environment="penstock", group=LIMIT, variant="copy torch", shuffle=True),
+    Entrant(name=LIMIT_LIST, module="limits", environment="penstock", group=LIMIT, variant="list", paced=True),
+    Entrant(name=LIMIT_DEQUE, module="limits", environment="penstock", group=LIMIT, variant="deque", paced=True),
     Entrant(
         name=PENSTOCK_TOKENS,
         module="ours",

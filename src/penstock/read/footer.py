@@ -34,6 +34,8 @@ SMALL = 256 * KiB
 """A file up to this size is fetched whole with its footer: one round trip instead of two."""
 SMALL_BYTES = 32 * MiB
 """What small files may take in memory."""
+MAX_SIZE = 1 << 46
+"""What a process can address is not much more, and no file is as long; a server may say so."""
 MAX_FOOTER = 256 * MiB
 """A longer one is none: its length is damaged, or it was made to fill the memory."""
 
@@ -81,7 +83,7 @@ def _found_in_zeros(footer: pq.FileMetaData, size: int) -> Exception | None:
     something of Python's when the interpreter ends takes the process down with it. Zeros in memory are read at once, and
     take none: only as much address space as the file is long.
     """
-    zeros = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    zeros = mmap.mmap(-1, min(size, MAX_SIZE), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     try:
         with pa.BufferReader(pa.py_buffer(zeros)) as source:
             opened = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
