@@ -516,3 +516,32 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
     assert first == again == local
     assert fetched.fetched_bytes > 0 == kept.fetched_bytes
     assert kept.cache_misses == 0
+
+
+def test_a_read_that_was_cancelled_ends_when_obstore_has_let_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of obstore's that looks at it later would abort an interpreter that ends meanwhile."""
+    from obstore.store import S3Store
+
+    from penstock.read.bucket_loop import LET_GO_S, BucketLoop
+
+    with FileServer({"texts/a": b"x" * 1000}) as server:
+        server.fault(Fault("silence", path="*", times=None))
+        store = S3Store("texts", endpoint=server.url, client_options={"allow_http": True}, skip_signature=True)
+
+        async def reading() -> Any:
+            return await obstore.get_async(store, "a")
+
+        for _ in range(20):
+            loop, timers = BucketLoop(), []
+
+            def begun(cancel: Any, timers: list[threading.Timer] = timers) -> None:
+                timers.append(threading.Timer(0.05, cancel))
+                timers[0].start()
+
+            asked = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                loop.run(reading(), begun)
+            assert loop.is_closed()
+            assert loop._awaited == 0
+            assert time.monotonic() - asked < LET_GO_S
+            timers[0].join()

@@ -445,3 +445,33 @@ def test_a_run_of_wandbs_kind_gets_the_numbers_and_the_step() -> None:
     wandb_hook(run)(3, {"loss": 2.0, "wait_by_stage/fetch": 0.1})
     wandb_hook(run, titan_names)(4, {"loss": 1.0, "queue_depth": 3})
     assert run.logged == [({"loss": 2.0, "wait_by_stage/fetch": 0.1}, 3), ({"loss_metrics/global_avg_loss": 1.0}, 4)]
+
+
+FORKED = """
+import os, sys
+from penstock.watch.exports.{module} import {what}
+{name} = {made}
+{use}
+if os.fork() == 0:
+    sys.exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"module": "server", "what": "MetricsServer", "name": "server", "made": "MetricsServer(0)", "use": ""},
+        {
+            "module": "hooks", "what": "tensorboard", "name": "hook", "made": "tensorboard(sys.argv[1])",
+            "use": "hook(1, {'loss': 1.0})",
+        },
+    ],
+    ids=["server", "tensorboard"],
+)  # fmt: skip
+def test_a_fork_ends_without_waiting_for_threads_that_it_does_not_have(what: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED.format(**what), str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

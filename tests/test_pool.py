@@ -16,7 +16,7 @@ import pytest
 
 from penstock.errors import ConfigError, LoaderClosed
 from penstock.feed import pin
-from penstock.feed.pool import Pool, Scoped, Works, make_pool
+from penstock.feed.pool import Pool, Scoped, ThreadPool, Works, make_pool
 from tests.working import Work
 
 KINDS = [("inline", 0), ("thread", 1), ("thread", 3), ("process", 1), ("process", 2)]
@@ -296,3 +296,25 @@ def test_pinning_where_it_is_not_possible_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="need Linux"):
         pin.resolve([0], None)
+
+
+def test_a_worker_that_was_woken_while_ctrl_c_came_still_ends() -> None:
+    """The interrupt comes in `Condition.notify`, when the worker is awake and still in the list of those that sleep."""
+    pool = ThreadPool(1, object())
+    condition: Any = pool._jobs._wanted[0]
+    deadline = time.monotonic() + 30
+    while not condition._waiters and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    def interrupted(n: int = 1) -> None:
+        del condition.notify
+        condition._waiters[0].release()
+        raise KeyboardInterrupt
+
+    condition.notify = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit("anything")
+    while len(condition._waiters) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # it has nothing to do, and sleeps again: behind its own old place in the list
+    pool.stop()
+    assert pool.join(30)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -349,7 +350,7 @@ def test_nobody_makes_what_comes_after_a_failure(monkeypatch: pytest.MonkeyPatch
     usual = queue._finish
 
     def finish(error: BaseException | None) -> None:
-        assert queue._making.locked(), "whoever gets it next has to know"
+        assert queue._making._is_owned(), "whoever gets it next has to know"
         usual(error)
         told.set()
 
@@ -653,3 +654,40 @@ def test_a_queue_of_one_does_not_warn_of_being_empty(caplog: pytest.LogCaptureFi
         for _ in range(300):
             next(loader)
     assert "less than half full" not in caplog.text
+
+
+class TakenAndLeft:
+    """A lock that somebody presses Ctrl-C at, just after it was taken."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._once = lock, True
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        taken: bool = self._lock.acquire(*args, **kwargs)
+        if taken and self._once and threading.current_thread() is threading.main_thread():
+            self._once = False
+            raise KeyboardInterrupt
+        return taken
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_ctrl_c_that_comes_when_the_making_of_items_was_just_taken_over_holds_up_no_shutdown() -> None:
+    made = iter(range(10**9))
+    queue: Prefetcher[int] = Prefetcher(lambda: [next(made)], 4, at_once=lambda: [next(made)])
+    queue._making = TakenAndLeft(queue._making)
+    queue.left_at = perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        queue.make_at_once(queue.left_at)
+    queue.start()  # it has to wait for whoever has taken over
+    queue.stop()
+    begun = time.monotonic()
+    assert queue.join(60)
+    assert time.monotonic() - begun < 30

@@ -11,6 +11,8 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import TextDataset, TokenizerError
+from penstock import AsyncDataLoader, TextDataset, TokenizerError
 from penstock.config import installed_version
 from penstock.encode import check
 from penstock.encode.engines import GigatokenEngine
@@ -746,3 +748,32 @@ def test_a_first_batch_waits_for_no_import_that_it_can_do_without(corpus: Path) 
     paths = [str(corpus / "parquet"), str(corpus / "tokenizer.json")]
     ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
     assert ran.stdout.split() == ["[]"], ran.stderr
+
+
+def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_begun(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some words of text"}\n' * 5000)
+    data = TextDataset(tmp_path / "a.jsonl", tokenizer=corpus / "tokenizer.json", engine="tokenizers", seq_len=64)
+    begun, go_on, given = threading.Event(), threading.Event(), []
+    usual = type(data.tokenizer.engine).encode
+
+    def encode(self: Any, texts: Any) -> Any:
+        given.append(len(texts))
+        begun.set()
+        assert go_on.wait(60)
+        return usual(self, texts)
+
+    monkeypatch.setattr(type(data.tokenizer.engine), "encode", encode)
+    loader = AsyncDataLoader(data, 4, n_workers=1, output="numpy").start()
+    assert begun.wait(60)
+    stopping = threading.Thread(target=loader.shutdown)
+    stopping.start()
+    assert loader._pipeline is not None
+    work: Any = loader._pipeline._work
+    deadline = time.monotonic() + 30
+    while not work._stopped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    go_on.set()
+    stopping.join(60)
+    assert sum(given) < 500, "it was to look between some documents and the next whether anybody waits for them"

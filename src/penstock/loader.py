@@ -316,9 +316,10 @@ class AsyncDataLoader:
         finally:
             self._feed = None
             if self._pipeline is not None:
-                self._finalizer.detach()
                 self._tally.keep(self._pipeline)
+                self._pipeline.interrupted = True  # where Ctrl-C comes now, whoever goes on begins with this again
                 self._pipeline.close()
+                self._finalizer.detach()  # not before: what is left running then is ended with the interpreter
                 self.telemetry.left()
                 self._tuned |= self._tuner.values() if self._tuner is not None else {}
                 self._pipeline, self._tuner, self._quick = None, None, nothing_ready

@@ -83,7 +83,11 @@ class Pipeline:
             self._weighs = weigh is not None
             produce, at_once = self._producer.next, self._producer.at_once
             self._queue = Prefetcher(produce, run.prefetch_size, cpus, weigh, run.clock, at_once, note_of)
-            self._queue.start()
+            try:
+                self._queue.start()
+            except BaseException:  # Ctrl-C, say: nobody has this to close it
+                self.close()
+                raise
 
     # For the loader
 

@@ -73,11 +73,27 @@ class Tokenizer:
         """Names everything that decides the ids, the engine excepted: all give the same."""
         return f"{self.vocabulary.fingerprint}/{self.eos_id}/{self.bos_id}"
 
-    def encode(self, ref: ChunkRef, documents: Documents, doc_batch: int | None = None) -> TokenChunk:
-        """The tokens of a chunk. `doc_batch` bounds how many documents are encoded at once."""
+    @property
+    def slow(self) -> bool:
+        """Whether a chunk takes seconds."""
+        return self.engine.name in ("tokenizers", "tiktoken")
+
+    def encode(
+        self,
+        ref: ChunkRef,
+        documents: Documents,
+        doc_batch: int | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> TokenChunk:
+        """The tokens of a chunk. `doc_batch` bounds how many documents are encoded at once; `between` these, somebody may
+        look whether there is a reason to go on, and raise if there is none."""
         texts = documents.texts
         step = doc_batch or max(1, len(texts))
-        parts = [self._encode(texts[i : i + step]) for i in range(0, len(texts), step)]
+        parts = []
+        for i in range(0, len(texts), step):
+            if between is not None:
+                between()
+            parts.append(self._encode(texts[i : i + step]))
         docs = parts[0] if len(parts) == 1 else pa.concat_arrays(parts) if parts else nothing(pa.large_binary())
         return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, _text_bytes(texts))
 

@@ -36,6 +36,7 @@ class Reply(NamedTuple):
 def main(end: End, cpus: frozenset[int] | None) -> None:
     """Serve one parent until it closes its end, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as it was started; what the work starts is to heed it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_the_parent, name="penstock-parent", daemon=True).start()
     work: Any = None

@@ -67,6 +67,8 @@ class Jobs:
     def __init__(self, n_workers: int) -> None:
         # A garbage collection may end the pool on a thread that is in here.
         self._lock = threading.RLock()
+        # One waits for each. All are woken nevertheless: where Ctrl-C came while one was, it is still listed, and to wake
+        # one would be to wake nobody.
         self._wanted = [threading.Condition(self._lock) for _ in range(n_workers)]
         self._idle: list[int] = []
         self._any: deque[Job] = deque()
@@ -92,9 +94,9 @@ class Jobs:
                 job.order = self._last = self._last + 1
                 jobs.append(job)
             if to is not None:
-                self._wanted[to % len(self._own)].notify()
+                self._wanted[to % len(self._own)].notify_all()
             elif self._idle:
-                self._wanted[self._idle.pop()].notify()
+                self._wanted[self._idle.pop()].notify_all()
         return job.future
 
     def resize(self, n_workers: int) -> set[int]:
@@ -106,7 +108,7 @@ class Jobs:
                 self._own.append(deque())
                 self._wanted.append(threading.Condition(self._lock))
             for condition in self._wanted[n_workers:]:
-                condition.notify()
+                condition.notify_all()
             needed = {worker for worker in self._left if worker < n_workers}
             self._left -= needed
             return needed
@@ -123,12 +125,12 @@ class Jobs:
             if self._stopped or worker >= self._limit:
                 self._left.add(worker)
                 if self._any and self._idle:  # this worker may have been woken for what it does not take
-                    self._wanted[self._idle.pop()].notify()
+                    self._wanted[self._idle.pop()].notify_all()
                 return None
             jobs = own if own and (not self._any or own[0].order < self._any[0].order) else self._any
             job = jobs.popleft()
             if self._any and self._idle:  # this worker may have been woken for what it did not take
-                self._wanted[self._idle.pop()].notify()
+                self._wanted[self._idle.pop()].notify_all()
             return job
 
     def stop(self) -> None:
@@ -147,7 +149,7 @@ class Jobs:
             for jobs in (self._any, *self._own):
                 jobs.clear()
             for condition in self._wanted:
-                condition.notify()
+                condition.notify_all()
         for future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -16,9 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed.pin import pin
@@ -39,11 +40,10 @@ def _nothing() -> None:
     """Nothing to do meanwhile."""
 
 
-class _End:
+class _End(NamedTuple):
     """Follows the last item."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None
 
 
 class Prefetcher(Generic[T]):
@@ -64,13 +64,12 @@ class Prefetcher(Generic[T]):
         has been taken, by whoever took it without a look at it."""
         self._clock = clock or Quiet()
         self._track = self._clock.new_track("penstock-producer")
-        self._produce = produce
+        self._produce, self._at_once, self._note = produce, at_once, note
         self._cpus = cpus
         self.at_hand: deque[T] = deque()
         """Items that stand ready: `get` takes them from there, or whoever may."""
         self.notes: deque[Any] = deque()
         """Of the items at hand, and of those that were taken from there by others than `get`: these let go of them."""
-        self._note = note
         self.meanwhile: Callable[[], None] = _nothing
         """Done by the producer where it has made what is needed for a while."""
         self._bell: SimpleQueue[bool] = SimpleQueue()
@@ -86,10 +85,9 @@ class Prefetcher(Generic[T]):
         """When the first item was ready, in monotonic time."""
         self._end: _End | None = None
         self._stopped = False
-        self._making = threading.Lock()
-        """Held from the making of items until they are at hand, so that they stay in order."""
+        self._making: Any = threading.RLock()
+        """Held, once, while items are made, so that they stay in order. It knows whose it is: Ctrl-C may take and leave it."""
         self._helps = weigh is None and cpus is None
-        self._at_once = at_once
         self._turn = threading.Condition()
         self._asleep = False
         self._pace_s = 1e-3
@@ -157,12 +155,7 @@ class Prefetcher(Generic[T]):
         eager = self._in_vain or now - self.left_at < EAGER_S
         if self._helps and timeout is None and eager:
             self._lease = now + LEASE_S
-            if self._making.acquire(blocking=False):
-                try:
-                    if not self.at_hand and self._end is None and not self._make_instead(self._produce):
-                        self._finish(None)
-                finally:
-                    self._making.release()
+            self._make_here(self._produce, all_there_is=True)
         elif self._lease:
             self._end_lease()
         if self.at_hand or self._end is not None:
@@ -190,13 +183,19 @@ class Prefetcher(Generic[T]):
         if not self._helps or self._at_once is None or now - self.left_at >= EAGER_S:
             self._in_vain = False
             return
-        if self._making.acquire(blocking=False):
-            try:
-                if not self.at_hand and self._end is None:
-                    self._make_instead(self._at_once)
-            finally:
-                self._making.release()
+        self._make_here(self._at_once, all_there_is=False)
         self._in_vain = not self.at_hand
+
+    def _make_here(self, produce: Callable[[], list[T]], all_there_is: bool) -> None:
+        """Make items, if nobody does so already and there are none. `all_there_is`: if none come, this is the end."""
+        if self._making._is_owned() or not self._making.acquire(blocking=False):
+            return
+        try:
+            if not self.at_hand and self._end is None and not self._make_instead(produce) and all_there_is:
+                self._finish(None)
+        finally:
+            with suppress(RuntimeError):  # a signal's handler has shut the loader down meanwhile
+                self._making.release()
 
     def _make_instead(self, produce: Callable[[], list[T]]) -> bool:
         """Make items in the producer's place. False if there are none; where that fails, the end says why."""
@@ -254,6 +253,8 @@ class Prefetcher(Generic[T]):
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end, and for whoever makes items in its place, and let go of the items."""
         deadline = time.monotonic() + timeout
+        while self._making._is_owned():  # Ctrl-C took it and left: nobody makes anything here any more
+            self._making.release()
         joined = join_all([self._thread], timeout) if self._thread.ident is not None else True
         if self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._making.release()

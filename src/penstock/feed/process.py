@@ -101,6 +101,8 @@ class ProcessPool(ThreadPool):
                     died = WorkerDied(str(failed))
                     self._jobs.fail(died)
                     raise died from failed.__cause__
+                if self._stop.closed:
+                    raise closed() from failed
                 log.warning("worker process %s could not start (%s). It is tried again", name, failed.how)
                 self._count()
                 self._stopping.poll(pause_s)

@@ -110,11 +110,12 @@ class Warmed(Iterator[T]):
         An iterator that is stuck cannot be interrupted: after the timeout this says so in the log and gives False.
         A loader of ours is shut down.
         """
-        if self._finalizer is not None:
-            self._finalizer.detach()
         self._closed = True
         self._first = _NOTHING
-        return self._feed.close(timeout)
+        ended = self._feed.close(timeout)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return ended
 
     def __enter__(self) -> Self:
         return self

@@ -8,13 +8,14 @@ State: the process, and whether it has something to do.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -43,6 +44,16 @@ LOST = 255
 _STARTING = threading.Lock()
 """`multiprocessing` polls all children that it knows of whenever it starts one, and who reads the exit code of a child
 takes it from others: so it is made to forget each of ours before the next one is started."""
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What is started meanwhile takes no notice of Ctrl-C, which reaches the whole group, until it can leave it to us."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StartFailed(Exception):
@@ -77,7 +88,7 @@ class Worker:
         self._end.set_blocking(False)
         self._process = context.Process(target=child.main, args=(theirs, cpus), name=name, daemon=True)
         try:
-            with _STARTING:
+            with _STARTING, _undisturbed():
                 self._process.start()
                 _forget(self._process)
         except BaseException as error:

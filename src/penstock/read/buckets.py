@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
 from penstock.read.attempt import Answer, Fault, Patience
 from penstock.read.bucket_login import LOGIN, azure_account, endpoint_of, s3_credentials
+from penstock.read.bucket_loop import BucketLoop
 from penstock.read.hub import Entry
 from penstock.read.retry import AGAIN, Client
 from penstock.types import FileRef
@@ -251,23 +252,14 @@ def _run(reading: Any, patience: Patience) -> Any:
         asyncio.get_running_loop()
         reading.close()
         return None
-    loop = asyncio.new_event_loop()
     try:
-        task = loop.create_task(reading)
-        patience.when_cancelled(lambda: _wake(loop, task))
-        return loop.run_until_complete(task)
+        return BucketLoop().run(reading, patience.when_cancelled)
     except TimeoutError:
         raise patience.ran_out() from None
     except asyncio.CancelledError:
         raise Fault("cancelled", "nobody needs it any more") from None
     finally:
         patience.when_cancelled(None)
-        loop.close()
-
-
-def _wake(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-    with contextlib.suppress(RuntimeError):  # it has just ended by itself
-        loop.call_soon_threadsafe(task.cancel)
 
 
 def _obstore(root: str) -> Any:

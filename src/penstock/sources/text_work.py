@@ -22,7 +22,7 @@ import pyarrow as pa
 from penstock.config import access_variables, adopt
 from penstock.encode.engines import text_buffers
 from penstock.encode.tokenize import Tokenizer
-from penstock.errors import CorruptFile
+from penstock.errors import CorruptFile, LoaderClosed
 from penstock.read.columns import nothing
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.settings import ReadSettings
@@ -41,6 +41,8 @@ FORMAT = 1
 """Counts up when the same text would give other token chunks than before."""
 BESIDE_S = 0.1
 """How long the vocabulary is not loaded, for the first chunk's file to be read before."""
+SLOW_DOCS = 128
+"""Documents that a slow tokenizer is given at once, so that nobody who shuts a loader down waits for a whole chunk."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -73,6 +75,7 @@ class TextWork:
         self.reported: set[int] = set()
         """Files that cannot be read at all, by number: told of once, however often lanes are opened."""
         self.cache: TokenCache | None = outside.cache() if outside is not None else None
+        self._stopped = False
         self._foreseen: dict[range, When] = {}
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
@@ -156,9 +159,16 @@ class TextWork:
 
     def _tokenized(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         with self.clock.stage("tokenize", ref) as track:
-            chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+            if self._tokenizer.slow:
+                chunk = self._tokenizer.encode(ref, documents, self._doc_batch or SLOW_DOCS, self._go_on)
+            else:
+                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
         track.count("tokenize", len(documents.rows), chunk.text_bytes)
         return chunk
+
+    def _go_on(self) -> None:
+        if self._stopped:
+            raise LoaderClosed("the loader was shut down")
 
     def _documents(self, ref: ChunkRef, fetched: list[Bytes] | None) -> Documents:
         if not ref.file.remote or ref.file.codec:
@@ -259,6 +269,7 @@ class TextWork:
             self._opened.resize(fetches)
 
     def stop(self) -> None:
+        self._stopped = True
         self._reader.stop()
         if self._opened is not None:
             self._opened.stop()

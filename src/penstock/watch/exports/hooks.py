@@ -87,7 +87,7 @@ class TensorBoardHook:
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter(self._folder, flush_secs=FLUSH_S)
-        self._writer, self._end = writer, weakref.finalize(self, writer.close)
+        self._writer, self._end = writer, weakref.finalize(self, _close, writer, os.getpid())
 
     def close(self) -> None:
         """Write what is left, and end the writer. May be called again."""
@@ -101,3 +101,8 @@ class TensorBoardHook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close(writer: Any, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has none of the writer's threads, and would wait for them for good
+        writer.close()

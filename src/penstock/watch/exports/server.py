@@ -9,6 +9,7 @@ State: the readings. The registry is the server's own; nothing global is touched
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -75,7 +76,7 @@ class MetricsServer:
         server.handle_error = faults.tell
         self.addr = addr
         self.port: int = server.server_port
-        self._end = weakref.finalize(self, _stop, server, thread)
+        self._end = weakref.finalize(self, _stop, server, thread, os.getpid())
 
     @property
     def url(self) -> str:
@@ -145,7 +146,10 @@ class _Faults:
         log.log(level, "a scrape of the metrics broke off (%s so far): %r", self.count, sys.exc_info()[1])
 
 
-def _stop(server: Any, thread: Any) -> None:
+def _stop(server: Any, thread: Any, pid: int) -> None:
+    if os.getpid() != pid:
+        server.socket.close()  # a fork: it has the socket, and not the thread that would have to be waited for
+        return
     if threading.current_thread() is thread:
         return  # a garbage collection on the server's own thread; that cannot wait for itself, and is a daemon
     server.shutdown()
