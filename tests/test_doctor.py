@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import tomllib
@@ -17,12 +18,12 @@ import typer
 from typer.testing import CliRunner, Result
 
 from penstock import AsyncDataLoader, ConfigError, NoData, Remote, SyntheticDataset, TextDataset, TokenFileDataset
-from penstock.cli.doctor import doctor
+from penstock.cli.doctor import _row, doctor
 from penstock.config import cache_dir
 from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
 from penstock.encode.tokenize import Tokenizer
-from penstock.errors import PenstockError
+from penstock.errors import LoaderTimeout, PenstockError
 from penstock.testing import Fault, FileServer, HubServer
 from tests.corpus import texts
 
@@ -250,6 +251,44 @@ def test_a_server_that_dies_ends_in_an_error_and_not_in_a_hang(corpus: Path) -> 
         server.fault(Fault("reset", times=None))
         with pytest.raises(PenstockError, match=r"docs\.jsonl"):
             examine(data, 2, **QUICK)
+
+
+def test_an_address_nobody_answers_at_is_given_up_after_the_doctors_own_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The listing too, which comes before all else and has a minute in a run."""
+    monkeypatch.setattr("penstock.doctor.examine.PATIENCE_S", 0.5)
+    with FileServer({}) as server:
+        gone = server.url_of("docs.jsonl")
+    done = run(gone, "--seconds", "0.2")
+    assert done.exit_code == 2
+    took = re.search(r"attempts? in ([0-9.]+) s failed", done.stderr)
+    assert took, done.stderr
+    assert float(took[1]) < Remote().metadata_budget / 2
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-320])
+def test_a_step_that_would_end_after_the_time_is_an_error_and_not_waited_for(rate: float) -> None:
+    loader = AsyncDataLoader(SyntheticDataset(100, 64, 5000), 4, output="numpy")
+    with pytest.raises(
+        LoaderTimeout, match=rf"256 tokens takes .* s at {rate:g} tokens a second, and [0-9.]+ s are left"
+    ):
+        drain(loader, 0.2, by=time.monotonic() + 60, tokens_per_s=rate)
+
+
+def test_a_rate_too_low_to_be_tried_is_one_line_and_exit_code_2(corpus: Path) -> None:
+    """Exit code 1 says that the trainer cannot be fed."""
+    code, found = look(corpus / "docs.jsonl", "--tokens-per-second", "1e-320", "--what-if", "synthetic")
+    assert code == found["exit_code"] == 2
+    assert "LoaderTimeout" in found["error"]
+    assert "--seconds" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(54_321.4, "54,321"), (999_999, "999,999"), (1e6, "1.00 M"), (1.2345e9, "1,234.50 M")]
+)
+def test_rates_are_shown_in_millions_from_a_million_on(rate: float, shown: str) -> None:
+    assert _row("altogether", "", rate).split(None, 1)[1] == shown
 
 
 @pytest.mark.parametrize(

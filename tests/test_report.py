@@ -417,7 +417,7 @@ def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(steps=200, nan_loss_from=150, ended=False))
     made = report(tmp_path)
     assert made.numbers["warnings"] == [
-        "The loss is not a finite number, first at step 150.",
+        "The loss is not a finite number from step 150 on.",
         "There is no shutdown line: the run was still going when this was made, or it was killed.",
     ]
     assert all(f"! {one}" in made.summary for one in made.numbers["warnings"])

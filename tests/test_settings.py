@@ -761,6 +761,39 @@ def test_config_as_json_is_for_programs(write: Write, tmp_path: Path) -> None:
     assert shown["data"]["parts"]["made"][0]["parameters"]["vocab_size"] == 257
 
 
+SIGNED = "https://bob:PASSWD@host/{}?X-Sig=SECRETSIG#SECRETPART"
+SECRET = f"""
+[data]
+seq_len = 9
+[data.mixture.one]
+kind = "text"
+weight = 1
+urls = "{SIGNED.format("a.jsonl")}"
+tokenizer = "{SIGNED.format("tokenizer.json")}"
+[data.mixture.many]
+kind = "text"
+weight = 1
+urls = ["{SIGNED.format("b.jsonl")}", "s3://KEY:PASSWD@bucket/c.jsonl", "https://bob:PASSWD@[host/d.jsonl?SECRETSIG"]
+tokenizer = "byte"
+"""
+OPEN = ["https://host/b.jsonl", "s3://bucket/c.jsonl", "https://[host/d.jsonl"]
+
+
+def test_config_shows_addresses_without_passwords_and_signatures(write: Write, tmp_path: Path) -> None:
+    write("a.toml", SECRET)
+    plain, as_json = command("a.toml", cwd=tmp_path), command("a.toml", "--json", cwd=tmp_path)
+    rows = table(plain)
+    assert rows["data.one.urls"][0] == "https://host/a.jsonl"
+    assert rows["data.one.tokenizer"][0] == "https://host/tokenizer.json"
+    assert json.loads(rows["data.many.urls"][0]) == OPEN
+    parts = json.loads(as_json.stdout)["data"]["parts"]
+    assert parts["one"][0]["parameters"]["urls"] == "https://host/a.jsonl"
+    assert parts["one"][0]["parameters"]["tokenizer"] == "https://host/tokenizer.json"
+    assert parts["many"][0]["parameters"]["urls"] == OPEN
+    for word in ("PASSWD", "SECRET", "KEY", "bob"):
+        assert word not in plain.stdout + as_json.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "variables", "says"),
     [

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import AsyncDataLoader, ConfigError, Remote, Shard, SourceError, SyntheticDataset, TextDataset
+from penstock.cli.main import app
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache_room import alone
 from penstock.sources import files
@@ -165,6 +166,38 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubSer
         assert failed.returncode == 1
         assert text in failed.stderr
         assert "Traceback" not in failed.stderr
+
+
+def test_what_came_last_and_had_no_room_counts_as_fetched(hub: HubServer) -> None:
+    sizes: list[Staged] = []
+    stage(make(), 10**9, sizes.append)
+    clear_cache()
+    done = stage(make(), sizes[0].bytes - 1)
+    assert (done.bytes, done.chunks, done.complete) == (0, 0, False)
+    assert done.fetched_bytes > 0
+    assert done.seconds > 0
+    assert done.next_bytes == sizes[0].bytes
+
+
+def staged(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
+    """Exit code of the command, and what it says."""
+    with pytest.raises(SystemExit) as ended:
+        app(["stage", *arguments])
+    return ended.value.code, *capfd.readouterr()
+
+
+def test_a_first_chunk_larger_than_asked_for_is_an_error_that_says_how_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 20)
+    code, out, err = staged(capfd, str(tmp_path / "a.jsonl"), "--bytes", "500")
+    assert (code, out) == (1, "")
+    found = re.fullmatch(r"penstock: --bytes 500: the first chunk takes .* Use --bytes (\d+) or more\.\n", err)
+    assert found, err
+    code, out, _ = staged(capfd, str(tmp_path / "a.jsonl"), "--bytes", found[1])
+    assert code == 0
+    assert "in 1 chunk (1 was there)" in out  # what came is kept, and not made again
 
 
 # What the plan knows

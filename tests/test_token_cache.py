@@ -787,6 +787,20 @@ def test_clear_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> Non
     assert len(list(entries(tmp_path))) == left
 
 
+@pytest.mark.parametrize("what", ["info", "verify", "clear"])
+def test_a_folder_that_was_named_and_is_not_there_is_an_error(tmp_path: Path, what: str) -> None:
+    done = CliRunner().invoke(command, [what, "--dir", str(tmp_path / "mistyped")])
+    assert isinstance(done.exception, ConfigError)
+    assert f"--dir {tmp_path / 'mistyped'}: there is no such folder" in str(done.exception)
+    assert done.output == ""
+
+
+@pytest.mark.parametrize("what", ["info", "verify", "clear"])
+def test_the_usual_folder_may_not_be_there_yet(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "later"))
+    assert str(tmp_path / "later") in run(what)
+
+
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("in the way")
     done = CliRunner().invoke(command, ["info", "--dir", str(tmp_path)])

@@ -26,6 +26,7 @@ from penstock.cli.verify_resume import verify_resume
 from penstock.sources.files import TextSource
 from penstock.state import State
 from penstock.testing import HubServer
+from penstock.verify.choice import choose
 from penstock.verify.resume import Trial, Verification
 from penstock.verify.rows import compare
 from tests.corpus import texts
@@ -135,6 +136,19 @@ def test_where_there_is_text_for_fewer_lanes_that_is_said_and_the_rest_is_tried(
     data = TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=32)
     assert said(done) == digest_of(data, 12, 8, lanes=1)
     asked = run(corpus / "docs.jsonl.gz", *SMALL, "--lanes", 2)
+    assert asked.exit_code == 2  # what was asked for is not exchanged for something else
+
+
+def test_fewer_lanes_are_taken_where_more_of_them_leave_less_than_two_batches(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"text": "all but 32 bytes of text."}\n' * 4)
+    short = ("--seq-len", "32", "--batch", "2", "--set", "epochs=1")
+    done = run(path, *short)
+    assert done.exit_code == 0, done.output
+    assert "2 batches of 2 rows, epoch 0; 2 lanes, for ranks 1, 2\n" in done.stdout
+    assert "more ranks, cannot be tried: with 4 lanes the data gives 1 batch of 4 rows\n" in done.stdout
+    assert said(done) == digest_of(TextDataset(path, tokenizer="byte", seq_len=32), 2, 2, lanes=2, epochs=1)
+    asked = run(path, *short, "--lanes", 4)
     assert asked.exit_code == 2  # what was asked for is not exchanged for something else
 
 
@@ -379,6 +393,20 @@ def test_a_file_of_another_size_is_refused_by_the_state_in_a_named_trial(tmp_pat
     with pytest.raises(Exception, match="the data changed since the state was saved") as caught:
         list(tried.trials())
     assert re.search(r"in the trial: resume at \d+", caught.value.__notes__[-1])
+
+
+@pytest.mark.parametrize(
+    ("url", "server"),
+    [
+        ("https://bob:PASSWD@host?sig=SECRET", "https://host"),
+        ("https://host#SECRET", "https://host"),
+        ("https://bob:PASSWD@host:81/a.jsonl?sig=SECRET@x", "https://host:81"),
+        ("https://[host?sig=SECRET", "https://[host"),
+        ("s3://bucket/a.jsonl", "s3://bucket"),
+    ],
+)
+def test_the_server_of_an_address_is_named_without_what_is_secret(url: str, server: str) -> None:
+    assert choose(url).server == server
 
 
 # As a user runs it

@@ -32,6 +32,8 @@ class Staged:
     seconds: float
     complete: bool = False
     """Whether this is a whole epoch."""
+    next_bytes: int = 0
+    """What the chunk takes that would have been more than asked for. It may be in the cache all the same."""
 
 
 def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], None] | None = None) -> Staged:
@@ -58,14 +60,14 @@ def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], 
     try:
         for chunk in lanes.stage():
             if done.bytes + chunk.nbytes > max_bytes:
-                done = replace(done, complete=False)
+                done = replace(done, complete=False, next_bytes=chunk.nbytes)
                 break
             _see_that_it_is_kept(lanes)
             done = Staged(
                 bytes=done.bytes + chunk.nbytes,
                 chunks=done.chunks + 1,
                 already=done.already + chunk.cached,
-                fetched_bytes=lanes.totals().get("fetched_bytes", 0),
+                fetched_bytes=_fetched(lanes),
                 seconds=time.monotonic() - began,
                 complete=True,
             )
@@ -73,6 +75,8 @@ def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], 
                 progress(done)
         lanes.flush()
         _see_that_it_is_kept(lanes)
+        # Also what came after the last chunk that counts: it was fetched and waited for.
+        done = replace(done, fetched_bytes=_fetched(lanes), seconds=time.monotonic() - began)
     finally:
         pool.stop()
         lanes.stop()
@@ -81,6 +85,10 @@ def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], 
         lanes.close()
         work.close()
     return done
+
+
+def _fetched(lanes: FileLanes) -> int:
+    return lanes.totals().get("fetched_bytes", 0)
 
 
 def _see_that_it_is_kept(lanes: FileLanes) -> None:

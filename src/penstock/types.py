@@ -65,13 +65,16 @@ class Member(NamedTuple):
 
 def shown_address(address: str) -> str:
     """An address without what may be secret of it: a login, a signature in the query."""
-    scheme, there, _ = address.partition("://")
-    if not there or scheme.lower() not in ("http", "https"):
+    scheme, there, rest = address.partition("://")
+    if not there:
         return address
-    from urllib.parse import urlsplit
-
-    parts = urlsplit(address)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    # By hand: what is no address is shown as well, and urlsplit would raise.
+    web = scheme.strip().lower() in ("http", "https")
+    ends = [at for at in map(rest.find, "?#") if at >= 0] if web else []
+    server, slash, path = rest[: min(ends, default=len(rest))].partition("/")
+    login, _, host = server.rpartition("@")
+    # Elsewhere an @ may be part of a name (abfss://container@account), and a ? or # of a path.
+    return f"{scheme}://{host if web or ':' in login else server}{slash}{path}"
 
 
 MODIFIED = "modified "

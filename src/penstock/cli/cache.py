@@ -103,9 +103,19 @@ def clear(
 
 
 def _folder(given: Path | None) -> Path:
+    """The folder to look at. One that was named has to be there: a mistyped one would pass as sound."""
     from penstock.config import cache_dir
 
-    return cache_dir() if given is None else given.expanduser()
+    if given is None:
+        return cache_dir()  # which is not there before the first chunk is kept
+    folder = given.expanduser()
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"--dir {folder}: there is no such folder. Name another; without --dir it is {cache_dir()}."
+        ) from None
+    return folder
 
 
 @contextlib.contextmanager

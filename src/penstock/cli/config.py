@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ import typer
 
 from penstock.cli.given import AsJson, Overrides, Preset
 from penstock.errors import ConfigError
+from penstock.types import shown_address
 
 if TYPE_CHECKING:
     from penstock.recipe import DataTable
@@ -63,9 +64,22 @@ def _as_json(resolved: Resolved) -> dict[str, Any]:
         "file": None if resolved.file is None else str(resolved.file),
         "file_from": resolved.file_from or None,
         "preset": resolved.preset,
-        "settings": {name: {"value": values[name], "source": source} for name, source in resolved.sources.items()},
-        "data": None if resolved.data is None else asdict(resolved.data),
+        "settings": {
+            name: {"value": _shown(values[name]), "source": source} for name, source in resolved.sources.items()
+        },
+        "data": None if resolved.data is None else _shown(asdict(resolved.data)),
     }
+
+
+def _shown(value: Any) -> Any:
+    """A value without what may be secret of the addresses in it: what is printed here is pasted into issues and logs."""
+    if isinstance(value, str):
+        return shown_address(value)
+    if isinstance(value, Mapping):
+        return {name: _shown(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(one) for one in value]
+    return value
 
 
 def _print(resolved: Resolved) -> None:
@@ -85,7 +99,7 @@ def _print(resolved: Resolved) -> None:
     for title in ("setting", "value", "source"):
         table.add_column(title, overflow="fold")
     for name, source in resolved.sources.items():
-        shown = show(name, getattr(resolved.settings, name))
+        shown = shown_address(show(name, getattr(resolved.settings, name)))
         table.add_row(Text(name), Text(shown), Text(source), style="dim" if source == "default" else None)
     if resolved.data is not None:
         for row in _rows(resolved.data, "data"):
@@ -94,9 +108,9 @@ def _print(resolved: Resolved) -> None:
 
 
 def _rows(data: DataTable, name: str) -> Iterator[tuple[str, str, str]]:
-    """The data, a line a parameter. Paths are shown as they will be opened."""
+    """The data, a line a parameter. Paths are shown as they will be opened, addresses without their secrets."""
     yield f"{name}.kind", data.kind, data.where
-    for key, value in data.parameters.items():
+    for key, value in _shown(data.parameters).items():
         yield f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str), data.where
     for part, (table, weight) in data.parts.items():
         yield f"{name}.{part}.weight", str(weight), table.where

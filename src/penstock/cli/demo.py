@@ -23,8 +23,8 @@ from penstock.errors import ConfigError, MissingExtra
 OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html")
 """What a run leaves in its folder."""
 LOOK_S, END_S = 0.1, 60.0
-OFFER_S = 600.0
-"""A run that has not come as far as it should by then is given up."""
+SILENT_S = 600.0
+"""A run that makes no step for so long is given up. How long all of it takes depends on the steps and the machine."""
 
 
 def demo(
@@ -101,14 +101,21 @@ def _kill(command: list[str], folder: Path, step: int) -> None:
     """Run until a step is done, then kill -9."""
     from penstock.watch.heartbeat import Tail
 
-    tail, deadline = Tail(folder / "heartbeat_rank0.jsonl"), time.monotonic() + OFFER_S
+    tail, done, since = Tail(folder / "heartbeat_rank0.jsonl"), 0, time.monotonic()
     with closing(tail), _running(command) as run:
-        while not any(line["msg"] == "progress" and line["step"] >= step for line in tail.poll()):
+        while True:
+            made = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
+            if made:  # a heart that beats without steps counts for nothing
+                done, since = max(made), time.monotonic()
+            if done >= step:
+                break
             code = run.poll()
             if code is not None:
                 raise typer.Exit(code or 1)  # it has said why itself
-            if time.monotonic() > deadline:
-                _say(f"the run has not come to step {step} in {OFFER_S:.0f} s")
+            if time.monotonic() - since > SILENT_S:
+                _say(
+                    f"the run has made no step for {SILENT_S:.0f} s: it came to step {done}, and should come to step {step}"
+                )
                 raise typer.Exit(1)
             time.sleep(LOOK_S)
         run.kill()
@@ -122,12 +129,13 @@ def _compare(folder: Path) -> int:
 
     runs: list[dict[int, Any]] = []
     for line in read_heartbeat(folder / "heartbeat_rank0.jsonl"):
-        if line["msg"] == "boot":
+        # A file that was rotated begins with its run's boot line once more.
+        if line["msg"] == "boot" and not (line.get("rotated") and runs):
             runs.append({})
         elif line["msg"] == "progress":
             runs[-1][line["step"]] = line["loss"]
     before, after = runs[0], runs[-1]
-    twice = sorted(before.keys() & after.keys())
+    twice = sorted(before.keys() & after.keys()) if len(runs) > 1 else []
     same = bool(twice) and all(before[step] == after[step] for step in twice)
     losses = before | after
     print()

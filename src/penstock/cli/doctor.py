@@ -109,7 +109,11 @@ def _data(target: str, said: dict[str, Any], options: dict[str, Any]) -> tuple[A
         if arguments["device"] is None:
             arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
         return dataset, arguments
-    return addressed(target, given, options)
+    from penstock.doctor import examine
+    from penstock.read.attempt import Remote
+
+    # The listing comes before the examination, which has this patience with all that follows.
+    return addressed(target, given, options, remote=Remote(metadata_budget=examine.PATIENCE_S))
 
 
 def _say() -> Callable[[str], None]:
@@ -204,7 +208,7 @@ def _percent(share: float) -> str:
 
 
 def _tokens(rate: float) -> str:
-    return f"{rate / 1e6:,.2f} M" if rate >= 1e4 else f"{rate:,.0f}"
+    return f"{rate / 1e6:,.2f} M" if rate >= 1e6 else f"{rate:,.0f}"
 
 
 def _rate(bytes_per_s: float) -> str:

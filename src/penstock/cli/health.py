@@ -46,7 +46,7 @@ def health(
 ) -> None:
     """Judge a running or ended run by its heartbeats.
 
-    Exit code 0: well, or warming up. 1: not well. 2: cannot tell, because there is no file, or no step in one.
+    Exit code 0: well, or warming up. 1: not well. 2: cannot tell, because there is no file, or no step in one, or in a folder not one for each rank.
     """
     from penstock.watch.health import Limits
 
@@ -89,7 +89,24 @@ def _look(
             show(context, error)
             unknown.append(f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
     unknown += [f"{path}: no step in it yet" for path, verdict in found if not verdict.known]
-    return found, unknown
+    # Who names files asks about those. Who names a folder asks about a run.
+    lacking = _missing(found) if any(Path(pattern).expanduser().is_dir() for pattern in patterns) else ""
+    return found, [*unknown, *([lacking] if lacking else [])]
+
+
+def _missing(found: list[tuple[Path, Verdict]]) -> str:
+    """Which ranks of the run left no heartbeat, by the account of the rank that spoke last: others may be of a start
+    that had more ranks."""
+    from penstock.watch.world import last_boot, missing, world_size
+
+    heard = [(verdict.age_s, path, verdict) for path, verdict in found if verdict.age_s is not None]
+    if not heard:
+        return ""
+    _, path, latest = min(heard, key=lambda one: one[0])
+    expected = latest.world_size
+    if expected is None and (boot := last_boot(path)) is not None:  # it is long ago
+        expected = world_size(boot)
+    return missing(expected, {verdict.rank for _, verdict in found if verdict.rank is not None})
 
 
 def _finish(found: list[tuple[Path, Verdict]], unknown: list[str], as_json: bool) -> NoReturn:

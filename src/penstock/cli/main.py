@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -86,6 +87,7 @@ def app(arguments: list[str] | None = None) -> None:
     An error of ours, or of the system, is one line and exit code 1. Any other exception is a defect, and raised.
     """
     given, debug = _arranged(sys.argv[1:] if arguments is None else arguments)
+    _write_anything()
     try:
         code = cli(given, prog_name="penstock", standalone_mode=False)
     except SystemExit as end:
@@ -102,6 +104,16 @@ def app(arguments: list[str] | None = None) -> None:
         elif line:
             print(line, file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _write_anything() -> None:
+    """A character that the output has no code for becomes a question mark: it must not end a command.
+
+    Data, hosts and file names have any. Python does as much for stderr by itself.
+    """
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or not out.encoding.lower().startswith("utf")):
+        out.reconfigure(errors="replace")
 
 
 def _arranged(given: list[str]) -> tuple[list[str], bool]:

@@ -13,6 +13,7 @@ from penstock.cli import complete
 from penstock.cli.described import FILES, addressed, described
 from penstock.cli.given import AS, CardConfig, SettingsFile, Shuffle, Split, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError
+from penstock.watch.page.units import size as shown_size
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
@@ -60,6 +61,11 @@ def stage(
     show = _Bar(goal) if sys.stderr.isatty() else _Lines(goal)
     with show:
         done = fill(loader, goal, show.show)
+    if not done.chunks and not done.complete:
+        raise ConfigError(
+            f"--bytes {size}: the first chunk takes {shown_size(done.next_bytes)} of tokens, so none counts as staged. "
+            f"Use --bytes {done.next_bytes} or more."
+        )
     _tell(loader, done)
 
 
@@ -90,7 +96,8 @@ def _tell(loader: AsyncDataLoader, done: Staged) -> None:
     from penstock.sources.files import TextSource
 
     typer.echo(
-        f"staged {done.bytes / 1e6:.1f} MB of tokens in {done.chunks} chunks ({done.already} were there) in "
+        f"staged {done.bytes / 1e6:.1f} MB of tokens in {done.chunks} chunk{'s' * (done.chunks != 1)} "
+        f"({done.already} {'was' if done.already == 1 else 'were'} there) in "
         f"{done.seconds:.1f} s, {done.fetched_bytes / 1e6:.1f} MB fetched"
         + ("; that is a whole epoch" if done.complete else "")
     )

@@ -17,6 +17,15 @@ from penstock.errors import ConfigError, NoData
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
 
+LONGEST_STEP_MS = 60_000.0
+"""A longer step is a slip of the hand: a few of them would show nothing but waiting."""
+
+
+def _step_ms(given: float) -> float:
+    if not 0 <= given <= LONGEST_STEP_MS:  # nor NaN, which a range lets pass
+        raise typer.BadParameter(f"{given:g}: needs milliseconds, 0 to {LONGEST_STEP_MS:,.0f}.")
+    return given
+
 
 def trace(
     url: Annotated[
@@ -30,7 +39,8 @@ def trace(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace to write.")] = Path("trace.json"),
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to record.", min=1)] = 200,
     step_ms: Annotated[
-        float, typer.Option(metavar="MS", help="How long the stand-in for a training step takes.", min=0)
+        float,
+        typer.Option(metavar="MS", help="How long the stand-in for a training step takes.", callback=_step_ms),
     ] = 10.0,
     settings: Annotated[
         Path | None,
@@ -78,7 +88,7 @@ def trace(
         done = _run(loader, recorder.sample, steps, step_ms / 1e3)
         verdict = loader.telemetry.verdict().line if done > 1 else "one step says nothing"
     path = recorder.save(out)
-    typer.echo(f"{done} steps: {verdict}")
+    typer.echo(f"{done} step{'s' * (done != 1)}: {verdict}")
     _tell(path)
 
 

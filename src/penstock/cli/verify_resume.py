@@ -91,8 +91,9 @@ def _quiet() -> Iterator[None]:
 def _introduce(reference: Reference, asked: int) -> Iterator[str]:
     stream, count = reference.stream, len(reference.stream.batches)
     epochs = f"epochs 0 to {stream.epoch}" if stream.epoch else "epoch 0"
-    ranks = ", ".join(map(str, reference.worlds))
-    yield f"reference    {count} batches of {reference.batch_size} rows, {epochs}; {reference.lanes} lanes, for ranks {ranks}"
+    several = "s" * (reference.lanes > 1)
+    ranks = f"{reference.lanes} lane{several}, for rank{several} {', '.join(map(str, reference.worlds))}"
+    yield f"reference    {count} batches of {reference.batch_size} rows, {epochs}; {ranks}"
     if stream.ended:
         yield f"note         the data ends there: {asked} batches were asked for, and all there is is compared"
     if reference.even < count:

@@ -66,6 +66,9 @@ def watch(
     Ctrl-C ends it, with exit code 0. Needs nothing but the heartbeat files, which may not be there yet. Without a terminal it prints a line for each
     rank every ten seconds. Exit code 1: an error.
     """
+    # A module is a file, and so is a rank: all that may be needed is imported before the first of those is open.
+    import penstock.watch.steady
+    import penstock.watch.view.screen  # noqa: F401
     from penstock.watch.heartbeat import FOLDER, PATTERN
     from penstock.watch.live import RunView
     from penstock.watch.view.follow import Follower
@@ -214,8 +217,6 @@ class _Log:
 def _console() -> Console:
     from rich.console import Console
 
-    if not (sys.stdout.encoding or "").lower().startswith("utf"):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text file, on a terminal
     return Console(highlight=False)
 
 

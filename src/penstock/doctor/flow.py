@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter, process_time
 from typing import Any
 
-from penstock.errors import NoData
+from penstock.errors import LoaderTimeout, NoData
 from penstock.loader import AsyncDataLoader
 from penstock.stats import Stats
 from penstock.watch.attribution import Known
@@ -67,10 +67,14 @@ class Flow:
 
 
 class _Step:
-    """A timed stand-in for a training step. It keeps its rate on average, however late it wakes up."""
+    """A timed stand-in for a training step. It keeps its rate on average, however late it wakes up.
 
-    def __init__(self, tokens_per_s: float | None) -> None:
+    One that would end after `by` is not begun: at a low enough rate it takes days.
+    """
+
+    def __init__(self, tokens_per_s: float | None, by: float) -> None:
         self._rate = tokens_per_s
+        self._by = by
         self._never = threading.Event()
         self._over = 0.0
 
@@ -78,6 +82,12 @@ class _Step:
         if self._rate is None:
             return
         begun, due = perf_counter(), max(0.0, tokens / self._rate - self._over)
+        if due > (left := _left(self._by)):
+            raise LoaderTimeout(
+                f"a step of {tokens:,} tokens takes {due:,.1f} s at {self._rate:g} tokens a second, and {left:.1f} s are "
+                "left of the time for all of it. Try a rate this low with smaller batches or more --seconds, or without "
+                "--what-if."
+            )
         self._never.wait(due)
         self._over = max(0.0, self._over - tokens / self._rate) + perf_counter() - begun - due
 
@@ -102,11 +112,11 @@ def drain(
 ) -> Flow:
     """Take batches for `seconds` after the first one, as fast as they come or with a timed stand-in for a step.
 
-    by: when, in monotonic time, even the slowest batch has to be there; `LoaderTimeout` if it is not.
+    by: when, in monotonic time, even the slowest batch and step have to be done; `LoaderTimeout` if they are not.
     tokens_per_s: what the stand-in consumes. max_tokens: stop after so many.
     """
     resident, begun = resident_bytes(), perf_counter()
-    step = _Step(tokens_per_s)
+    step = _Step(tokens_per_s, by)
     with loader:
         batch = loader.next_batch(_left(by))
         if batch is None:

@@ -138,7 +138,7 @@ def _server(urls: Any) -> str:
     for url in [urls] if isinstance(urls, str) else urls or ():
         if url.startswith("hf://") or (url in SHORT_NAMES and not os.path.exists(url)):
             return hub_endpoint()
-        scheme, there, rest = url.partition("://")
+        scheme, there, rest = shown_address(url).partition("://")
         if there:
             return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
     return ""

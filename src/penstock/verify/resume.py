@@ -92,21 +92,25 @@ class Verification:
     def _refer(self, batches: int, points: int) -> Reference:
         """The reference; where no lanes are set, with as many of them as the data has text for."""
         asked, fewer = self._arguments.get("lanes"), ""
-        for lanes in LANES if asked is None else (asked,):
+        tried = LANES if asked is None else (asked,)
+        for lanes in tried:
             self._arguments["lanes"] = lanes
+            batch_size = self._rows(lanes)
             try:
                 stream, states = self._read(batches, lanes)
-                break
             except NoData as error:
-                if asked is not None or lanes == LANES[-1]:
+                if lanes == tried[-1]:
                     raise
                 fewer = str(error)
-        count, batch_size = len(stream.batches), self._rows(lanes)
-        if count < 2:
-            raise NoData(
-                f"the data gives {count} batch{'es' * (count != 1)} of {batch_size} rows, and there is no resuming "
-                "between fewer than two. Use a smaller --batch, --seq-len or --lanes."
-            )
+                continue
+            count = len(stream.batches)
+            if count > 1:
+                break
+            given = f"{count} batch{'es' * (count != 1)} of {batch_size} rows"
+            fewer = f"with {lanes} lane{'s' * (lanes != 1)} the data gives {given}"
+        else:
+            smaller = "--batch or --seq-len" if lanes == 1 else "--batch, --seq-len or --lanes"
+            raise NoData(f"{fewer}, and there is no resuming between fewer than two. Use a smaller {smaller}.")
         chosen = sorted(self._random.sample(range(1, count), min(points, count - 1)))
         return Reference(
             stream=stream,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.errors import ConfigError
 from penstock.watch.health_window import Window
 from penstock.watch.view.fields import MOST_TOKENS
+from penstock.watch.world import world_size
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch
@@ -90,6 +91,8 @@ class Verdict:
     """Whether anything can be told of it: it has reported a step, or that its data failed before the first one."""
     rank: int | None
     step: int
+    world_size: int | None = None
+    """Ranks of the run, by the newest boot among the lines."""
     ended: str | None = None
     """Why it ended, if it said so."""
     age_s: float | None = None
@@ -119,6 +122,7 @@ class HealthGate:
         self._events: list[Event] = []
         self._told: tuple[Status, bool] = ("ok", True)
         self._rank: int | None = None
+        self._world: int | None = None
         self._ts = self._mono = 0.0
         self._pid: int | None = None
         self._line: Mapping[str, Any] = {}
@@ -136,6 +140,8 @@ class HealthGate:
         msg = str(line.get("msg"))
         self._rank = line.get("rank", self._rank)
         self._ts, self._mono = _number(line, "ts") or self._ts, _number(line, "mono") or self._mono
+        if msg == "boot":
+            self._world = world_size(line)
         if msg == "boot" and not line.get("rotated"):
             self._synthetic = None  # another process, which begins with data
             self._begin(line)
@@ -172,6 +178,7 @@ class HealthGate:
             known=bool(self._line) or self._error is not None,
             rank=self._rank,
             step=int(_number(self._line, "step") or 0),
+            world_size=self._world,
             ended=self._ended,
             age_s=age,
             loss=self._line.get("loss"),

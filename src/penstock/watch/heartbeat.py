@@ -3,7 +3,7 @@
 In:    `heartbeat_rank{N}.jsonl` and its rotated parts `….jsonl.1`, `….jsonl.2`, …
 Out:   its lines as dictionaries, oldest first.
 Where: any thread; a reader beside the run needs nothing from it but the file.
-State: a reader counts what it left out; a `Tail` also keeps an open file and the beginning of a line.
+State: a reader counts what it left out; a `Tail` also keeps where it is in which file, and the beginning of a line.
 Cost:  a file is read once, a megabyte at a time, however large it is.
 """
 
@@ -14,18 +14,20 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import NoData
 from penstock.types import MiB
-from penstock.watch.line import MAX_LINE_BYTES, Line, decode
+from penstock.watch.line import Line
+from penstock.watch.split import Skipped, Splitter
 
 FOLDER = Path("artifacts/train_showcase")
 """Where a run writes its heartbeats, unless told otherwise."""
 PATTERN = "heartbeat_rank*.jsonl"
 _CHUNK = MiB
 _TRIES = 5
+_REMEMBERED = 256
+"""Bytes before its place that a `Tail` without an open file knows it by: lines have their time in them."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 _PART = re.compile(r"(.+\.jsonl)\.[1-9][0-9]{0,3}")
 
@@ -75,73 +77,6 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(run), "") if run.isdecimal() else (0, run) for run in re.split(r"([0-9]{1,9})", name)]
 
 
-@dataclass(slots=True)
-class Skipped:
-    """What a reader left out."""
-
-    torn: int = 0
-    """Lines that are no JSON: cut off, mostly."""
-    foreign: int = 0
-    """JSON, but not a heartbeat's line."""
-    long: int = 0
-    """Lines of more than `MAX_LINE_BYTES`."""
-
-    @property
-    def total(self) -> int:
-        return self.torn + self.foreign + self.long
-
-
-class _Splitter:
-    """Lines from pieces of a file, with at most one line in memory."""
-
-    def __init__(self, skipped: Skipped) -> None:
-        self._skipped = skipped
-        self._begun = b""
-        self._too_long = False
-
-    def feed(self, piece: bytes) -> Iterator[Line]:
-        head, newline, rest = piece.partition(b"\n")
-        if not newline:
-            self._begin(head)
-            return
-        self._begin(head)
-        yield from self.end()
-        *whole, begun = rest.split(b"\n")
-        for line in whole:
-            yield from self._take(line)
-        self._begin(begun)
-
-    def end(self) -> Iterator[Line]:
-        """The line is over, or the file is."""
-        line, self._begun = self._begun, b""
-        if self._too_long:
-            self._too_long = False
-            self._skipped.long += 1
-        else:
-            yield from self._take(line)
-
-    def forget(self) -> None:
-        """Whatever was begun will not be ended."""
-        self._skipped.torn += bool(self._begun) or self._too_long
-        self._begun, self._too_long = b"", False
-
-    def _begin(self, piece: bytes) -> None:
-        if not self._too_long:
-            self._begun += piece
-        if len(self._begun) > MAX_LINE_BYTES:
-            self._begun, self._too_long = b"", True
-
-    def _take(self, line: bytes) -> Iterator[Line]:
-        if len(line) > MAX_LINE_BYTES:
-            self._skipped.long += 1
-        elif (found := decode(line)) is not None:
-            yield found
-        elif line.strip():
-            foreign = line.lstrip()[:1] == b"{" and line.rstrip()[-1:] == b"}"
-            self._skipped.foreign += foreign
-            self._skipped.torn += not foreign
-
-
 class Heartbeats:
     """What one rank has recorded, its rotated parts first.
 
@@ -185,7 +120,7 @@ class Heartbeats:
         try:
             before = 0 if self._last_bytes is None else sum(os.fstat(fd).st_size for fd in fds) - self._last_bytes
             for fd in fds:
-                lines = _Splitter(skipped)
+                lines = Splitter(skipped)
                 if before > 0:
                     size = os.fstat(fd).st_size
                     _skip_to_line(fd, min(before, size))
@@ -269,16 +204,23 @@ class Tail:
     The caller decides when to look: `poll` gives what has come since the last time.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, hold: bool = True) -> None:
+        """`hold`: keep the file open between two looks. Without, any number of ranks can be followed, but what is written
+        to a file and deleted with it between two looks is not seen."""
         self.path = _file_of(Path(path).expanduser())
         self.left_out = Skipped()
         self.truncated = 0
         """How often the file was cut short by somebody, and was begun again."""
         self.behind = False
         """Whether the last `poll` gave as much as it may at once: there may be more."""
+        self._hold = hold
         self._fd: int | None = None
+        self._file: os.stat_result | None = None
+        """The file that it is in, as it was at the last look."""
         self._offset = 0
-        self._lines = _Splitter(self.left_out)
+        self._before = b""
+        """What stands right before its place."""
+        self._lines = Splitter(self.left_out)
 
     @property
     def skipped(self) -> int:
@@ -288,20 +230,23 @@ class Tail:
         """The lines that have come, and none while there is no file. At most about so many bytes of them at once."""
         found: list[Line] = []
         self.behind = False
-        while max_bytes > 0 and (self._fd is not None or self._open_next()):
-            n = self._read_into(found, max_bytes)
-            max_bytes -= n
-            if not n and not self._open_next(found):
-                break
+        try:
+            while max_bytes > 0 and (self._fd is not None or self._open_again(found)):
+                n = self._read_into(found, max_bytes)
+                max_bytes -= n
+                if not n and not self._open_next(found):
+                    break
+        finally:
+            if not self._hold:
+                self._let_go()
         self.behind = max_bytes <= 0
         return found
 
     def close(self) -> None:
         """Let go of the file; the next `poll` would begin with the oldest part again."""
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd, self._offset = None, 0
-        self._lines = _Splitter(self.left_out)  # what was begun would be read again
+        self._let_go()
+        self._file, self._offset, self._before = None, 0, b""
+        self._lines = Splitter(self.left_out)  # what was begun would be read again
 
     def __enter__(self) -> Tail:
         return self
@@ -313,20 +258,66 @@ class Tail:
         if getattr(self, "_fd", None) is not None:
             self.close()
 
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
     def _read_into(self, found: list[Line], max_bytes: int) -> int:
         assert self._fd is not None
-        if os.fstat(self._fd).st_size < self._offset:
+        self._file = os.fstat(self._fd)
+        if self._file.st_size < self._offset:
             self._lines.forget()
-            self._offset = 0
+            self._offset, self._before = 0, b""
             self.truncated += 1
         piece = os.pread(self._fd, min(_CHUNK, max_bytes), self._offset)
         self._offset += len(piece)
+        self._before = (self._before + piece[-_REMEMBERED:])[-_REMEMBERED:]
         found += self._lines.feed(piece)
         return len(piece)
 
-    def _open_next(self, found: list[Line] | None = None) -> bool:
+    def _open_again(self, found: list[Line]) -> bool:
+        """Go on in the file that was let go of, whatever its name is by now; else with what came after it."""
+        if self._file is None:
+            return self._open_next(found)
+        if self._is_mine(self.path):  # mostly so, and a folder of many ranks takes long to list
+            return True
+        for _ in range(_TRIES):
+            files = parts(self.path)
+            if any(map(self._is_mine, reversed(files))):  # the newest first: a rotation moves ours away from there
+                return True
+            if files == parts(self.path):
+                return self._open_next(found)
+        return False  # it is being rotated again and again; the next poll finds it
+
+    def _is_mine(self, file: Path) -> bool:
+        """Open a file if it is the one that was let go of. The number of one that was deleted may be another's by now."""
+        try:
+            fd = _open(file)
+        except FileNotFoundError:
+            return False
+        at = self._offset - len(self._before)
+        if self._same(os.fstat(fd)) and os.pread(fd, len(self._before), at) == self._before:
+            self._fd = fd
+            return True
+        os.close(fd)
+        return False
+
+    def _is_newest(self) -> bool:
+        """Whether its file still has its name, so that no other follows it."""
+        try:
+            return self._same(os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _same(self, other: os.stat_result) -> bool:
+        return self._file is not None and _identity(self._file) == _identity(other)
+
+    def _open_next(self, found: list[Line]) -> bool:
         """Go on with the part that follows the one that was read to its end, if there is one by now."""
         try:
+            if self._fd is not None and self._is_newest():
+                return False
             listed = _identities(self.path)
             files = parts(self.path)
             if len(files) != len(listed) or listed != _identities(self.path):
@@ -340,22 +331,23 @@ class Tail:
         if _identity(os.fstat(fd)) != listed[files.index(following)]:
             os.close(fd)
             return False
-        if self._fd is not None and found is not None:
+        if self._fd is not None:
             # It may have grown between the last look at it and its rotation.
             while self._read_into(found, _CHUNK):
                 pass
-            found += self._lines.end()
+        elif self._same(os.fstat(fd)):
+            self.truncated += 1
+        found += self._lines.end()
         self.close()
-        self._fd = fd
+        self._fd, self._file = fd, os.fstat(fd)
         return True
 
     def _following(self, files: list[Path], listed: list[tuple[int, int]]) -> Path | None:
-        if self._fd is None:
+        if self._file is None:
             return files[0] if files else None
-        mine = os.fstat(self._fd)
-        if _identity(mine) in listed:
-            n = listed.index(_identity(mine)) + 1
+        if self._fd is not None and _identity(self._file) in listed:
+            n = listed.index(_identity(self._file)) + 1
             return files[n] if n < len(files) else None
         # Ours is gone: so many rotations ago, or deleted. What was written to after it is new.
-        newer = (file for file in files if os.stat(file).st_mtime_ns >= mine.st_mtime_ns)
+        newer = (file for file in files if os.stat(file).st_mtime_ns >= self._file.st_mtime_ns)
         return next(newer, None)

@@ -40,8 +40,8 @@ class Event:
 class Progress:
     """How far the run is."""
 
-    tokens: float
-    """Of all ranks."""
+    tokens: float | None
+    """Of all ranks that say how many."""
     total: float | None
     share: float | None
     """0 to 1, where the goal is known."""
@@ -146,12 +146,15 @@ class RunView:
         if not any(view.step for view in views):
             return None
         moving = [view for view in views if view.ended is None and not view.stale(now)]
-        tokens = sum(view.tokens for view in views)
+        counted = [view.tokens for view in views if view.tokens is not None]
+        tokens = sum(counted) if counted else None
         rates = [rate for view in moving if (rate := view.tokens_per_s) is not None]
         rate = sum(rates) if rates else None
         total = self.total_tokens or self._setting("total_tokens")
         if total is not None:
-            eta = max(0.0, total - tokens) / rate if rate else None
+            if tokens is None:
+                return Progress(None, total, None, rate, None)
+            eta = max(0.0, total - tokens) / rate if rate is not None and rate > 0 else None
             return Progress(tokens, total, min(1.0, tokens / total), rate, eta)
         steps = self._setting("max_steps")
         if steps is None:
@@ -161,8 +164,10 @@ class RunView:
         a_step = [view.tokens_a_step for view in views]
         known = [n for n in a_step if n is not None]
         pace = slowest.steps_per_s if slowest in moving else None
-        total = tokens + left * sum(known) if len(known) == len(a_step) else None
-        return Progress(tokens, total, min(1.0, slowest.step / steps), rate, left / pace if pace else None)
+        total = tokens + left * sum(known) if tokens is not None and len(known) == len(a_step) else None
+        # Steps that go back have no time of arrival.
+        eta = left / pace if pace is not None and pace > 0 else None
+        return Progress(tokens, total, min(1.0, slowest.step / steps), rate, eta)
 
     def _setting(self, name: str) -> float | None:
         found = (finite(view.settings.get(name)) for view in self.in_order())

@@ -32,6 +32,7 @@ from penstock.watch.page.tables import (
 )
 from penstock.watch.page.units import percent, printable
 from penstock.watch.page.words import Words, words
+from penstock.watch.world import missing
 
 MOST_RANKS = 8
 """Ranks whose plots are in the page: those that wait most, and rank 0. All are in the table."""
@@ -71,7 +72,8 @@ def report(*patterns: str | Path) -> Report:
         most = sorted(known.ranks, key=lambda one: -one.own_wait_pct)[:MOST_BARS]
         common["ranks"] = ranks_figure(known, most)
     figures = {"common": common, "ranks": ranks, "rank": str(known.worst_rank)}
-    what = f"{len(run.ranks)} ranks" if len(run.ranks) > 1 else run.first.path.name
+    of = f" of {run.expected:,}" if missing(run.expected, {rank.rank for rank in run.ranks}) else ""
+    what = f"{len(run.ranks)}{of} ranks" if len(run.ranks) > 1 else run.first.path.name
     host = f" on {known.worst.host}" if known.worst.host else ""
     about = f"{what}{host} · {known.begun} to {known.last_line}"
     body = "\n".join(_sections(run, known, said, shown))

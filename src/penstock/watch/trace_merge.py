@@ -29,9 +29,14 @@ def merge(ours: str | os.PathLike[str], profiler: str | os.PathLike[str], out: s
     Both count from Unix time, each with a base of its own, and agree to some tens of microseconds.
     """
     mine, theirs = _read(Path(ours).expanduser()), _read(Path(profiler).expanduser())
-    told = mine.get("otherData")
-    if not isinstance(told, dict) or told.get("recorded") != "penstock":
+    if not _recorded(mine):
         raise ConfigError(f"{ours}: was not written by a Recorder; give that one first, then the profiler's")
+    if _recorded(theirs):
+        raise ConfigError(
+            f"{profiler}: was written by a Recorder, or has one's trace in it already; "
+            "give the profiler's own, as export_chrome_trace wrote it"
+        )
+    told = mine["otherData"]
     base = _base(theirs, profiler)
     shift_us = (_base(mine, ours) - base) / 1000
     taken = {event.get("pid") for event in theirs["traceEvents"]}
@@ -74,6 +79,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise CorruptFile(f"{path}: is JSON, but not a Chrome trace: it needs a list traceEvents")
     return found
+
+
+def _recorded(trace: Mapping[str, Any]) -> bool:
+    told = trace.get("otherData")
+    return isinstance(told, dict) and told.get("recorded") == "penstock"
 
 
 def _base(trace: Mapping[str, Any], path: object) -> int:

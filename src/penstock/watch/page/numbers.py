@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.watch.attribution import band
 from penstock.watch.page.run import Column, RankRun, Run, Session, nan_to, number
+from penstock.watch.page.series import superseded
 from penstock.watch.page.units import when
 from penstock.watch.steady import StepAnalysis, StepEvent, analyze_steps
 from penstock.watch.view.fields import MOST_TOKENS
@@ -85,7 +86,13 @@ class RankNumbers:
     warmup_wait_s: float | None
     last_loss: float | None
     loss_not_finite: int | None
-    """The first step whose loss was not a finite number."""
+    """The first step whose loss was not a finite number; steps that were done again after a resume do not count."""
+    loss_not_finite_steps: int
+    """How many there are."""
+    loss_not_finite_from: int | None
+    """The step from which on none was finite any more; None if the last one is."""
+    fell_back: bool
+    """Whether it went over to synthetic data; `events` counts the ways back too."""
     events: dict[str, int]
     skipped_lines: int
     earlier_runs: int
@@ -103,6 +110,8 @@ class RunNumbers:
     """The run."""
 
     ranks: list[RankNumbers]
+    ranks_expected: int | None
+    """As many as the run has, by its newest boot."""
     band: str | None
     data_wait_pct: float | None
     worst_rank: int
@@ -137,6 +146,7 @@ def run_numbers(run: Run) -> RunNumbers:
     longest = max(steady, key=lambda shape: shape.overhead_s or 0.0)
     known: dict[str, Any] = {
         "ranks": ranks,
+        "ranks_expected": run.expected,
         "band": None if wait is None else band(wait / 100),
         "data_wait_pct": wait,
         "worst_rank": worst.rank,
@@ -167,6 +177,7 @@ def rank_numbers(rank: RankRun) -> RankNumbers:
     losses = rank.columns["loss"][~np.isnan(rank.columns["loss"])]
     ready, warmup = session.ready, session.warmup
     wait = _wait_pct(rank, steady)
+    first, bad, since = _not_finite(rank)
     return RankNumbers(
         rank=rank.rank,
         host=str(session.boot.get("host") or ""),
@@ -188,13 +199,29 @@ def rank_numbers(rank: RankRun) -> RankNumbers:
         first_batch_s=_known(number(ready.get("dt"))),
         warmup_wait_s=_known(number(warmup.get("wait_ms")) / 1000),
         last_loss=float(losses[-1]) if len(losses) else None,
-        loss_not_finite=rank.loss_not_finite,
+        loss_not_finite=first,
+        loss_not_finite_steps=bad,
+        loss_not_finite_from=since,
+        fell_back=any(event.msg == "fallback" and event.fields.get("to") != "data" for event in rank.events),
         events=dict(sorted(rank.counts.items())),
         skipped_lines=rank.skipped,
         earlier_runs=rank.earlier,
         dropped_lines=rank.dropped,
         words=session.words,
     )
+
+
+def _not_finite(rank: RankRun) -> tuple[int | None, int, int | None]:
+    """The first step whose loss was not finite, how many there are, and from which on all of them are."""
+    counts = np.zeros(len(rank.step), bool)
+    for session in rank.sessions:
+        counts[session.begin : superseded(rank, session)] = True
+    at = rank.not_finite[counts[rank.not_finite]]
+    if not len(at):
+        return None, 0, None
+    finite = np.flatnonzero(counts & ~np.isnan(rank.columns["loss"]))
+    last = at[at > finite[-1]] if len(finite) else at
+    return int(rank.step[at[0]]), len(at), int(rank.step[last[0]]) if len(last) else None
 
 
 def step_shape(rank: RankRun, session: Session) -> tuple[Shape, int]:

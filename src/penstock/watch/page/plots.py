@@ -18,11 +18,14 @@ from penstock.watch.page.numbers import RankNumbers, RunNumbers
 from penstock.watch.page.run import STAGES, Column, Event, RankRun, Session, number, numbers
 from penstock.watch.page.series import drawn, medians, packed, stretches
 from penstock.watch.page.units import count, percent, seconds
+from penstock.watch.page.words import not_finite
 
 MOST_MARKS = 60
 """Spikes, stalls or pauses that are marked in one plot."""
 WIDE_RANGE = 10
 """When the slowest step takes this many times the usual, a linear axis shows nothing but that step."""
+FARTHEST = 1e38
+"""A loss beyond it is drawn there: plots have four bytes for a number."""
 
 
 def rank_figures(rank: RankRun, one: RankNumbers) -> dict[str, Figure]:
@@ -156,8 +159,9 @@ def _queue(rank: RankRun, one: RankNumbers) -> Figure | None:
     depth, capacity = rank.columns["queue_depth"], rank.columns["queue_capacity"]
     traces, alt = [], f"How full the queues of rank {rank.rank} are."
     plan = _plan(rank, one, "% full")
-    if (capacity > 0).any():
-        full = np.where(capacity > 0, 100 * depth / np.where(capacity > 0, capacity, 1), np.nan)
+    there = capacity >= 1  # less is no queue
+    if there.any():
+        full = np.where(there, 100 * depth / np.where(there, capacity, 1), np.nan)
         traces.append(line("batches", *drawn(rank, full), "@faint", unit=" %", width=1))
         traces.append(line("median around it", *medians(rank, full, 60), "@main", unit=" %", width=2))
         plan["yaxis"]["range"] = [0, 104]
@@ -209,8 +213,8 @@ def _rate(rank: RankRun, one: RankNumbers) -> Figure | None:
 
 
 def _loss(rank: RankRun, one: RankNumbers) -> Figure | None:
-    loss = rank.columns["loss"]
-    if np.isnan(loss).all() and rank.loss_not_finite is None:
+    loss = np.clip(rank.columns["loss"], -FARTHEST, FARTHEST)
+    if np.isnan(loss).all() and one.loss_not_finite is None:
         return None
     traces = [line("loss", *drawn(rank, loss), "@faint", width=1)]
     traces.append(line("median around it", *medians(rank, loss), "@main", width=2))
@@ -219,10 +223,10 @@ def _loss(rank: RankRun, one: RankNumbers) -> Figure | None:
     alt = f"Loss of rank {rank.rank}."
     if one.last_loss is not None:
         alt += f" The last finite one is {one.last_loss:.4g}."
-    if rank.loss_not_finite is not None:
-        plan["shapes"].append(upright(rank.loss_not_finite, "@bad", "solid"))
-        plan["annotations"].append(note(rank.loss_not_finite, "not finite", "@bad", _side(rank, rank.loss_not_finite)))
-        alt += f" It is not finite from step {rank.loss_not_finite:,} on."
+    if (first := one.loss_not_finite) is not None:
+        plan["shapes"].append(upright(first, "@bad", "solid"))
+        plan["annotations"].append(note(first, "not finite", "@bad", _side(rank, first)))
+        alt += f" It is not finite {not_finite(one)}."
     return figure(traces, plan, alt)
 
 
@@ -246,14 +250,14 @@ def _ledger(session: Session) -> Figure | None:
         return None
     names, begun, took, last = [], [], [], 0.0
     for name, at in reached:
-        names.append(safe(name.replace("_", " ")))
+        names.append(name.replace("_", " "))
         begun.append(last)
         took.append(at - last)
         last = at
     trace = {
         "type": "bar",
         "orientation": "h",
-        "y": names,
+        "y": [safe(name) for name in names],
         "x": took,
         "base": begun,
         "text": [f" {seconds(one)}" for one in took],
@@ -268,7 +272,9 @@ def _ledger(session: Session) -> Figure | None:
     plan["showlegend"] = False
     plan["height"] = 90 + 26 * len(names)
     longest = max(range(len(took)), key=lambda i: took[i])
-    alt = f"The way to the first batch took {seconds(last)}; the longest part was {names[longest]}, {seconds(took[longest])}."
+    # The page shows this as text, not as plotly does: it needs no escaping.
+    part = f"{names[longest][:120]}, {seconds(took[longest])}"
+    alt = f"The way to the first batch took {seconds(last)}; the longest part was {part}."
     return figure([trace], plan, alt)
 
 

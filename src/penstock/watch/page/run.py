@@ -24,6 +24,8 @@ from penstock.errors import ConfigError, NoData
 from penstock.watch import spans
 from penstock.watch.heartbeat import expand, read_heartbeat
 from penstock.watch.view.fields import LONGEST_STEP_S
+from penstock.watch.view.fields import number as loss_number
+from penstock.watch.world import world_size
 
 Column = npt.NDArray[np.float64]
 
@@ -47,7 +49,7 @@ ENOUGH_STEPS = 30
 SHORTEST_STEP_S = 1e-9
 """No step is shorter; a rate over less would be no number."""
 FAR = 1e18
-"""A number beyond this is not a measurement."""
+"""A number beyond this is not a measurement; a loss that runs away may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class RankRun:
     """Lines that were torn or not ours."""
     dropped: int
     """Lines that the run could not write."""
-    loss_not_finite: int | None
-    """The first step whose loss was not a finite number."""
+    not_finite: npt.NDArray[np.int64]
+    """Where in the columns a loss is not a finite number."""
     earlier: int = 0
     """Runs that wrote to the same file before, and are left out."""
 
@@ -126,6 +128,12 @@ class Run:
     @property
     def first(self) -> RankRun:
         return self.ranks[0]
+
+    @property
+    def expected(self) -> int | None:
+        """Ranks that it has by its own account: by its newest boot, for it may have gone on with fewer or more."""
+        boots = [session.boot for rank in self.ranks for session in rank.sessions if world_size(session.boot)]
+        return world_size(max(boots, key=lambda boot: nan_to(number(boot.get("ts")), 0.0))) if boots else None
 
 
 def read_run(patterns: Sequence[str | Path]) -> Run:
@@ -183,7 +191,7 @@ class _Taken:
         self._first = self._last = math.nan
         self._dropped = 0
         self._health = ""
-        self._loss_not_finite: int | None = None
+        self._not_finite = array("q")
 
     def take(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
@@ -198,15 +206,18 @@ class _Taken:
     def _may_begin_anew(self, line: Mapping[str, Any]) -> bool:
         """Whether a line may be the first one of another run that writes to the same file."""
         again = line.get("rotated") is True or line.get("resumed") is True
-        return line["msg"] == "boot" and not again and len(self._steps) > 0
+        return line["msg"] == "boot" and not again and self.lines > 0
 
     def _decide(self, step: float) -> None:
         """The first step after a boot: it tells a run that goes on from one that begins, of which a report is."""
         held, self._held = self._held, []
         if step <= 1:
-            earlier = self.earlier + 1
+            # Some of those may have ended before their first step: what they met is not this one's either.
+            starts = [at for at, line in enumerate(held) if self._may_begin_anew(line)]
+            earlier = self.earlier + len(starts)
             self.__init__()  # type: ignore[misc]
             self.earlier = earlier
+            held = held[starts[-1] :]
         self._take(held)
 
     def _take(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -235,7 +246,7 @@ class _Taken:
     def _progress(self, line: Mapping[str, Any], step: int) -> None:
         session = self._session()
         for name in NUMBERS:
-            self._columns[name].append(number(line.get(name)))
+            self._columns[name].append(number(line.get(name)) if name != "loss" else self._loss(line))
         self._columns["mono"].append(number(line.get("mono")))
         self._columns["paused_s"].append(sum(v for v in numbers(line.get("paused")).values() if v > 0))
         waits = numbers(line.get("wait_by_stage"))
@@ -244,10 +255,15 @@ class _Taken:
                 self._waits[name] = array("d", bytes(8 * len(self._steps)))
         for name, column in self._waits.items():
             column.append(max(0.0, waits.get(name, 0.0)))
-        if self._loss_not_finite is None and isinstance(line.get("loss"), str):
-            self._loss_not_finite = step
         self._steps.append(step)
         session.end = len(self._steps)
+
+    def _loss(self, line: Mapping[str, Any]) -> float:
+        loss = loss_number(line.get("loss"))
+        if loss is not None and not math.isfinite(loss):
+            self._not_finite.append(len(self._steps))
+            return math.nan
+        return math.nan if loss is None else loss
 
     def _beat(self, line: Mapping[str, Any], step: int) -> None:
         session = self._session()
@@ -320,7 +336,7 @@ class _Taken:
             lines=self.lines,
             skipped=skipped,
             dropped=self._dropped,
-            loss_not_finite=self._loss_not_finite,
+            not_finite=np.asarray(self._not_finite, dtype=np.int64),
             earlier=self.earlier,
         )
 

@@ -66,7 +66,7 @@ def stretches(rank: RankRun, most: int = STRETCHES) -> list[tuple[slice, float, 
     total = max(1, len(rank.step))
     found = []
     for session in rank.sessions:
-        end = _superseded(rank, session)
+        end = superseded(rank, session)
         n = end - session.begin
         if n <= 0:
             continue
@@ -77,7 +77,7 @@ def stretches(rank: RankRun, most: int = STRETCHES) -> list[tuple[slice, float, 
     return found
 
 
-def _superseded(rank: RankRun, session: Session) -> int:
+def superseded(rank: RankRun, session: Session) -> int:
     """Where the steps of a session end that no later session did again."""
     later = [rank.step[other.begin] for other in rank.sessions if other.begin >= session.end and other.steps]
     if not later or not session.steps:

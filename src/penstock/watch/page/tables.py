@@ -18,6 +18,7 @@ from penstock.watch.page.page import Cell, card, facts, prose, table, text, warn
 from penstock.watch.page.run import STAGES, Event, RankRun, Run, number, numbers
 from penstock.watch.page.units import count, percent, seconds, size, when
 from penstock.watch.page.words import Words
+from penstock.watch.view.fields import number as loss_number
 
 MOST_ROWS = 30
 """Events of one kind that are listed from the beginning, and as many from the end."""
@@ -242,7 +243,7 @@ def describe(event: Event) -> str:
         case "prewarm":
             return f"model and optimizer warm after {_s(said, 'seconds')}"
         case "eval":
-            return f"validation loss {number(said.get('loss')):.4f} over {said.get('batches', '?')} batches"
+            return f"validation loss {_loss(said.get('loss'))} over {said.get('batches', '?')} batches"
         case "saved":
             return f"{said.get('folder', '?')} in {_s(said, 'seconds')}"
         case "steady_state":
@@ -255,6 +256,12 @@ def describe(event: Event) -> str:
             why = f"; {said['verdict']}" if said.get("verdict") else ""
             return f"{said.get('reason', '?')} after {said.get('steps', '?')} steps{why}"
     return ", ".join(f"{name} {value}" for name, value in said.items())
+
+
+def _loss(value: Any) -> str:
+    """A number beyond all measure is a loss too."""
+    loss = loss_number(value)
+    return "?" if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
 def _s(fields: Mapping[str, Any], name: str) -> str:

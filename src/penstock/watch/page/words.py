@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.watch.page.numbers import RankNumbers, RunNumbers
 from penstock.watch.page.units import count, percent, seconds
+from penstock.watch.world import missing
 
 MATTERS_PCT = 5.0
 """A change of a run's speed that is worth a warning."""
@@ -83,7 +84,9 @@ def warnings(run: RunNumbers) -> list[str]:
     for one in run.ranks:
         for what in _own_warnings(one):
             shared.setdefault(what, []).append(one.rank)
-    said = [f"{_which(ranks)}: {what}" if len(run.ranks) > 1 else _upper(what) for what, ranks in shared.items()]
+    lacking = missing(run.ranks_expected, {one.rank for one in run.ranks})
+    said = [f"{lacking}. What is said here is of those that did."] if lacking else []
+    said += [f"{_which(ranks)}: {what}" if len(run.ranks) > 1 else _upper(what) for what, ranks in shared.items()]
     if any(one.steps for one in run.ranks) and run.ended is None:
         quiet = [one.rank for one in run.ranks if one.ended is None]
         who = f" from {_which(quiet).lower()}" if len(run.ranks) > 1 else ""
@@ -96,7 +99,8 @@ def warnings(run: RunNumbers) -> list[str]:
 
 def _own_warnings(one: RankNumbers) -> Iterator[str]:
     if one.loss_not_finite is not None:
-        yield f"the loss is not a finite number, first at step {one.loss_not_finite:,}."
+        again = "; it is finite again" if one.loss_not_finite_from is None else ""
+        yield f"the loss {'was' if again else 'is'} not a finite number {not_finite(one)}{again}."
     for change in one.shape.changes:
         if abs(change["pct"]) >= MATTERS_PCT:
             way = "slower" if change["pct"] > 0 else "faster"
@@ -105,8 +109,10 @@ def _own_warnings(one: RankNumbers) -> Iterator[str]:
             yield f"steps became about {about} % {way} at step {int(change['step']):,}."
     if one.shape.kind == "slowdown" and not one.shape.changes and one.shape.drift_per_1000_pct is not None:
         yield f"steps become slower and slower, {one.shape.drift_per_1000_pct:.1f} % in 1,000 steps."
-    if one.events.get("fallback"):
+    if one.fell_back:
         yield "it fell back to synthetic data; see the events."
+    elif one.events.get("fallback"):
+        yield "it came back from synthetic data; since when it had that is not recorded."
     if errors := one.events.get("error"):
         yield f"the loader reported {errors} {'error' if errors == 1 else 'errors'}; see the events."
     if one.earlier_runs:
@@ -114,6 +120,16 @@ def _own_warnings(one: RankNumbers) -> Iterator[str]:
         yield f"{runs} wrote to the same file; this report leaves what they wrote out."
     if one.dropped_lines:
         yield f"{one.dropped_lines:,} lines could not be written and are missing here."
+
+
+def not_finite(one: RankNumbers) -> str:
+    """At which steps the loss is not a finite number, if there are any."""
+    first, since = one.loss_not_finite, one.loss_not_finite_from
+    if first is None or first == since:
+        return f"from step {first or 0:,} on"
+    n = one.loss_not_finite_steps
+    at = f"at step {first:,}" if n == 1 else f"at {n:,} steps, first at step {first:,}"
+    return at if since is None else f"{at}, and from step {since:,} on"
 
 
 def _which(ranks: list[int]) -> str:

@@ -187,6 +187,8 @@ def _settled(
     """The first step from which on the series keeps to the level of the reference steps. `edge`: where that changed."""
     told = x[reference]
     base = level(told)
+    if base <= 0:
+        return None  # steps without a time have no level that others could be measured by
     low, high = np.quantile(told, (0.15, 0.85))
     width = 9 if high - low < 0.16 * base else 15
     limit = max((1 + SETTLED) * base, float(np.quantile(running_median(told, width), 0.97)))

@@ -26,6 +26,8 @@ COUNTERS = ("optimizer_state", "compiles", "alloc_retries")
 KINDS = (*COUNTERS, "data_wait_s", "pause", "resume")
 BEFORE = -1
 """The step of an event that says what a counter was before the first step."""
+LEAST_S = 1e-100
+"""A step that takes less takes nothing: other steps divided by it would be no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def step_times(times: Any) -> Floats:
     if bad.any():
         index = int(np.argmax(bad))
         raise ConfigError(f"times[{index}] = {array[index]}: needs seconds, from 0 to {LONGEST_STEP_S:.0e}")
-    return array
+    return np.where(array < LEAST_S, 0.0, array)
 
 
 def step_tokens(tokens: Any, n: int) -> Floats | None:

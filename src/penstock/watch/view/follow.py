@@ -20,6 +20,8 @@ from penstock.watch.view.fields import text
 
 LOOK_S = 2.0
 """How often new files are looked for; a listing may be slow on a shared disk."""
+HELD = 64
+"""Files that stay open between two looks. A process may often have 1,024 of them, and a run more ranks than that."""
 
 
 class Follower:
@@ -47,7 +49,7 @@ class Follower:
         if not self._tails or self._looked is None or now - self._looked >= LOOK_S:
             self._looked = now
             for path in expand(self._patterns):
-                self._tails.setdefault(path, Tail(path))
+                self._tails.setdefault(path, Tail(path, hold=len(self._tails) < HELD))
         lines: list[Line] = []
         for path, tail in self._tails.items():
             try:

@@ -22,9 +22,9 @@ def plain(view: RunView, now: float, rank: int | None = None) -> list[str]:
     missing = view.expected - len(view.ranks)
     if missing:
         lines.append(f"{missing} of {view.expected} ranks have not been heard of")
-    how_far = progress_line(view.progress(now))
-    if how_far:
-        lines.append(f"run: {how_far}; {view.warmth()}")
+    progress = view.progress(now)
+    if progress is not None:
+        lines.append(f"run: {'; '.join(filter(None, (progress_line(progress), view.warmth())))}")
     verdict = view.verdict(now, rank)
     if verdict:
         lines.append(f"verdict: {verdict}")
@@ -55,11 +55,14 @@ def progress_line(progress: Progress | None) -> str:
     """How far, how fast, how long still."""
     if progress is None:
         return ""
-    share = "" if progress.share is None else f"{100 * progress.share:.1f} %, "
     of = "" if progress.total is None else f" of {rate(progress.total)}"
-    left = "" if progress.eta_s is None else f"{span(progress.eta_s)} left, "
-    fast = "" if progress.tokens_per_s is None else f", {rate(progress.tokens_per_s)} tokens/s"
-    return f"{share}{left}{rate(progress.tokens)}{of} tokens{fast}"
+    parts = (
+        "" if progress.share is None else f"{100 * progress.share:.1f} %",
+        "" if progress.eta_s is None else f"{span(progress.eta_s)} left",
+        "" if progress.tokens is None else f"{rate(progress.tokens)}{of} tokens",
+        "" if progress.tokens_per_s is None else f"{rate(progress.tokens_per_s)} tokens/s",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def loss(value: float | None) -> str:

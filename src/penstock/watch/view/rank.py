@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.watch.spans import RANKS, STAGES
-from penstock.watch.view.fields import LONGEST_STEP_S, finite, kind, mapping, number, text, whole
+from penstock.watch.view.fields import LONGEST_STEP_S, MOST_TOKENS, finite, kind, mapping, number, text, whole
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch
@@ -38,7 +38,7 @@ class Pace(NamedTuple):
 
     mono: float
     step: int
-    tokens: float
+    tokens: float | None
 
 
 class StageShare(NamedTuple):
@@ -67,8 +67,8 @@ class RankView:
     data_wait_pct: float | None = None
     queue_depth: float | None = None
     queue_capacity: float | None = None
-    tokens: float = 0.0
-    """Trained on so far, those before a resume included."""
+    tokens: float | None = None
+    """Trained on so far, those before a resume included; None while no line has said how many."""
     tokens_a_step: float | None = None
     verdict: str = ""
     waiting: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +87,8 @@ class RankView:
     _waited_for_ranks: float = 0.0
     _before: float | None = None
     """Tokens of the steps before this process, which its own count leaves out."""
+    _counted: float = 0.0
+    """Tokens of this process, as it says or as they add up."""
     _pace: deque[Pace] = field(default_factory=deque)
     _beats: deque[tuple[float, Mapping[str, Any]]] = field(default_factory=deque)
     _steady: SteadyWatch | None = None
@@ -174,7 +176,9 @@ class RankView:
         if len(self._pace) < 2:
             return None
         first, last = self._pace[0], self._pace[-1]
-        return (last.tokens - first.tokens) / (last.mono - first.mono) if last.mono > first.mono else None
+        if first.tokens is None or last.tokens is None or last.tokens < first.tokens or last.mono <= first.mono:
+            return None
+        return (last.tokens - first.tokens) / (last.mono - first.mono)
 
     def stages(self) -> list[StageShare]:
         """What the stages did in the last minute, in their order; nothing before the second beat."""
@@ -208,7 +212,7 @@ class RankView:
             None
         )
         self.synthetic, self.health, self.verdict, self.waiting = False, "", "", {}
-        self._waited = self._waited_for_ranks = 0.0
+        self._waited = self._waited_for_ranks = self._counted = 0.0
         self._pace.clear()
         self._beats.clear()
 
@@ -221,10 +225,13 @@ class RankView:
         self.waiting = {}
         tokens, total = finite(line.get("tokens")), finite(line.get("tokens_total"))
         self.tokens_a_step = self.tokens_a_step if tokens is None else tokens
+        if total is None and tokens is not None and 0 <= tokens <= MOST_TOKENS:
+            total = self._counted + tokens
         if total is not None:
             if self._before is None:
                 # A process that resumed counts its own tokens only: what is missing at its first step was before it.
                 self._before = max(0.0, (self.step - 1) * (tokens or 0.0) - (total - (tokens or 0.0)))
+            self._counted = total
             self.tokens = self._before + total
         waits = {stage: max(0.0, finite(s) or 0.0) for stage, s in mapping(line.get("wait_by_stage")).items()}
         self._waited = FADE * self._waited + sum(waits.values())
