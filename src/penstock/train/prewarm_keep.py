@@ -16,7 +16,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.train.prewarm_bits import alike, copy_of, write
+from penstock.train.prewarm_bits import alike, copy_of, memory, opaque, same, write
 
 cuda: Any = torch.cuda  # partly without types
 xpu: Any = torch.xpu
@@ -46,18 +46,16 @@ def kept(model: nn.Module, parameters: Iterable[nn.Parameter], copied: Iterable[
         stack.callback(set_random_states, random_states())
         stack.callback(tracker_kept())
         stack.callback(torch.clear_autocast_cache)  # casts of weights, of an autocast that is still open outside
-        for tensor in [*copied, *unique(model.buffers())]:
-            stack.callback(content_kept(tensor))
-        weights = {local_data(p).untyped_storage().data_ptr() for p in parameters if not p.is_meta}
+        for tensor in copied:
+            stack.callback(content_kept(tensor, "a parameter"))
+        for name, buffer in model.named_buffers():
+            stack.callback(content_kept(buffer, f"buffer {name!r}"))
+        weights = {place(parameter) for parameter in parameters} - {None}
         for name, module in model.named_modules():
             stack.callback(module_kept(name, module, weights))
         for parameter in parameters:
             stack.callback(gradient_kept(parameter))
         yield
-
-
-def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def random_states() -> dict[str, Any]:
@@ -101,19 +99,44 @@ def tracker_kept() -> Undo:
     return undo
 
 
-def content_kept(tensor: Tensor) -> Undo:
-    if tensor.layout is not torch.strided:
-        whole = tensor.detach().clone()
-        return lambda: tensor.detach().copy_(whole)
-    saved = copy_of(tensor)
-    return lambda: write(tensor, saved)
+def content_kept(tensor: Tensor, what: str) -> Undo:
+    """The bits of a tensor; and its memory, should it be given another. `what` it is, for errors."""
+    if opaque(tensor):
+        raise ConfigError(
+            f"prewarm: {what} is a {type(tensor).__name__} whose memory cannot be seen, so it cannot be promised that a pass "
+            "leaves it as it was. Keep it outside the model, or train without prewarm."
+        )
+    if tensor.is_mkldnn:  # its memory can be copied but not looked at
+        return partial(mkldnn_restored, tensor, tensor.detach().clone())
+    before, saved = tensor.detach(), copy_of(tensor)
+
+    def undo() -> None:
+        now = memory(tensor)
+        if not saved or same(now, saved):
+            return
+        with suppress(RuntimeError, ValueError):  # whether it worked is seen below
+            if tensor.is_quantized or [piece.shape for piece in now] != [piece.shape for piece in saved]:
+                tensor.data = before  # the old memory, and by what it is divided
+            write(tensor, saved)
+        if not same(memory(tensor), saved):
+            raise ConfigError(
+                f"prewarm: a pass changes {what} in a way that cannot be undone. Make the model again, and train it without "
+                "prewarm."
+            )
+
+    return undo
+
+
+def mkldnn_restored(tensor: Tensor, saved: Tensor) -> None:
+    if not alike(tensor, saved):
+        tensor.detach().copy_(saved)
 
 
 def gradient_kept(parameter: nn.Parameter) -> Undo:
     """Gives a gradient back that was there. Its bits are copied: the next backward pass writes to the buckets of DDP,
     and it may be part of one."""
     grad = parameter.grad
-    restore = None if grad is None else content_kept(grad)
+    restore = None if grad is None else content_kept(grad, "a gradient")
 
     def undo() -> None:
         parameter.grad = grad
@@ -123,7 +146,7 @@ def gradient_kept(parameter: nn.Parameter) -> Undo:
     return undo
 
 
-def module_kept(name: str, module: nn.Module, weights: set[int]) -> Undo:
+def module_kept(name: str, module: nn.Module, weights: set[int | None]) -> Undo:
     """A module's mode, its own tables of parameters, buffers and children, and what a user's class keeps besides,
     unless it lies in the memory of `weights`."""
     training = module.training
@@ -132,7 +155,7 @@ def module_kept(name: str, module: nn.Module, weights: set[int]) -> Undo:
     undo_names, undo_extra = None, extra_state_kept(name, module)
     # A wrapper of torch's (DDP, a compiled module) is to stay warm; its layers keep all in parameters and buffers.
     if is_users(module):
-        undo_names = names_kept(vars(module), OF_TORCH, weights)
+        undo_names = names_kept(vars(module), f"module {name or 'model'!r}", OF_TORCH, weights)
 
     def undo() -> None:
         for restore in tables:
@@ -149,9 +172,13 @@ def module_kept(name: str, module: nn.Module, weights: set[int]) -> Undo:
     return undo
 
 
-def local_data(tensor: Tensor) -> Tensor:
+def place(tensor: Tensor) -> int | None:
+    """Where the memory of a tensor begins, if it is in one place."""
     inner = getattr(tensor, "_local_tensor", None)  # not by to_local(): this is done for every module
-    return tensor.detach() if inner is None else inner
+    plain = tensor.detach() if inner is None else inner
+    if plain.layout is not torch.strided or hasattr(plain, "__tensor_flatten__") or opaque(plain):
+        return None
+    return plain.untyped_storage().data_ptr()
 
 
 def is_users(module: nn.Module) -> bool:
@@ -178,10 +205,16 @@ def extra_state_kept(name: str, module: nn.Module) -> Undo:
     return undo
 
 
-def names_kept(namespace: dict[str, Any], skip: frozenset[str] = frozenset(), weights: set[int] | None = None) -> Undo:
+def names_kept(
+    namespace: dict[str, Any], owner: str, skip: frozenset[str] = frozenset(), weights: set[int | None] | None = None
+) -> Undo:
     """The values of attributes: the objects, and the contents of those whose kind is known to change in place."""
     saved = {name: value for name, value in namespace.items() if name not in skip}
-    contents = [undo for value in saved.values() if (undo := value_kept(value, weights or set())) is not None]
+    contents = [
+        undo
+        for name, value in saved.items()
+        if (undo := value_kept(value, f"attribute {name!r} of {owner}", weights or set())) is not None
+    ]
 
     def undo_all() -> None:
         for name in [name for name in namespace if name not in saved and name not in skip]:
@@ -195,20 +228,22 @@ def names_kept(namespace: dict[str, Any], skip: frozenset[str] = frozenset(), we
     return undo_all
 
 
-def value_kept(value: Any, weights: set[int]) -> Undo | None:
+def value_kept(value: Any, what: str, weights: set[int | None]) -> Undo | None:
     """How to bring back what a value holds, or None for what does not change in place or is looked after elsewhere."""
     if isinstance(value, Tensor):
         ours = isinstance(value, nn.Parameter) or value.is_meta or value.grad_fn is not None
-        if ours or local_data(value).untyped_storage().data_ptr() in weights:
-            return None
-        return content_kept(value)
+        return None if ours or place(value) in weights else content_kept(value, what)
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, value.copy())
+        return array_kept(value) if value.flags.writeable else None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        source = value.bit_generator
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator | np.random.BitGenerator):
+        source: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
         return partial(setattr, source, "state", source.state)
+    if isinstance(value, random.SystemRandom):
+        return None  # nothing that could be put back
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if isinstance(value, list | deque):
@@ -218,6 +253,18 @@ def value_kept(value: Any, weights: set[int]) -> Undo | None:
     if isinstance(value, set):
         return set_kept(value)
     return None
+
+
+def array_kept(value: np.ndarray[Any, Any]) -> Undo:
+    saved = value.copy()
+
+    def undo() -> None:
+        if not value.flags.writeable:
+            value.flags.writeable = True  # as it was
+        if not alike(value, saved):
+            value[...] = saved
+
+    return undo
 
 
 def sequence_kept(value: list[Any] | deque[Any]) -> Undo:

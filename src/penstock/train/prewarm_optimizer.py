@@ -6,7 +6,7 @@ Where: the trainer's thread.
 State: for the time of the step, group values, attributes, hooks, and copies of weights where needed.
 
 The step has gradients of zero, a rate of zero and no weight decay, so weights get zeros added. That leaves their bits
-alone unless they contain -0.0 or NaN: those tensors are copied. Of an optimizer that is not listed here all weights
+alone unless they are `sensitive`, as -0.0 and NaN are: those tensors are copied. Of an optimizer that is not listed here all weights
 are copied and compared, and its state is dropped: it had none, so none is what a fresh one has.
 """
 
@@ -102,7 +102,7 @@ def zero_step(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> int:
             f"{suspicious[0]!r}{f' and {len(suspicious) - 1} more' if suspicious[1:] else ''}. Everything is put back. Pass "
             "optimizer=None to warm the model alone."
         )
-    return sum(nbytes(saved) for _, saved in copies)
+    return sum(nbytes(piece) for _, saved in copies for piece in saved)
 
 
 def calm(group: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ def calm(group: dict[str, Any]) -> None:
         if name in group:
             old = group[name]
             group[name] = torch.full_like(old, value) if isinstance(old, Tensor) else value
-    if isinstance(group.get("eps"), float | int) and group["eps"] == 0:
-        group["eps"] = 1.0  # zero over zero
+    if isinstance(group.get("eps"), float | int):
+        group["eps"] = 1.0  # the usual 1e-8 is 0 in float16, and zero over zero is NaN
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def step_kept(optimizer: Optimizer) -> Iterator[None]:
     """Put back group values and attributes (a scheduler notes there that a step was taken), and call no hooks."""
     with ExitStack() as stack:
         for group in optimizer.param_groups:
-            stack.callback(names_kept(group, frozenset({"params"})))
-        stack.callback(names_kept(vars(optimizer), frozenset({"state", "param_groups"})))
+            stack.callback(names_kept(group, f"a group of {type(optimizer).__name__}", frozenset({"params"})))
+        stack.callback(names_kept(vars(optimizer), type(optimizer).__name__, frozenset({"state", "param_groups"})))
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(optimizer):
                 setattr(optimizer, name, OrderedDict())

@@ -121,13 +121,15 @@ def copy_batch(value: Any) -> Any:
 def copy_tensor(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     twin = plain.clone()
-    if type(tensor) is Tensor and plain.layout is torch.strided and twin.stride() != plain.stride():
+    ordinary = type(tensor) is Tensor and plain.layout is torch.strided and not plain.is_nested
+    if ordinary and twin.stride() != plain.stride():
         # A compiled model asks for the strides it has seen; rows cut out of longer ones keep theirs.
         if all(stride > 0 for stride, size in zip(plain.stride(), plain.shape, strict=True) if size > 1):
             twin = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device).copy_(plain)
         else:
             twin = plain
-    vars(twin).update(vars(tensor))  # marks of torch.compile, such as which sizes vary
+    # Marks of torch.compile, such as which sizes vary; but not what the copy has of its own, as the memory of a jagged one.
+    vars(twin).update({name: value for name, value in vars(tensor).items() if name not in vars(twin)})
     return twin.requires_grad_(tensor.requires_grad)
 
 

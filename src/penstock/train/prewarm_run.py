@@ -9,7 +9,7 @@ State: none afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.train.prewarm import How, Prewarmed
-from penstock.train.prewarm_bits import checksum, nbytes
+from penstock.train.prewarm_bits import checksum, nbytes, opaque
 from penstock.train.prewarm_keep import kept, names_kept
 from penstock.train.prewarm_optimizer import has_state, make_fresh, refuse, zero_step
 from penstock.train.prewarm_pass import Clock, Pass, default_loss, in_ddp, reset_sharded, unsettled
@@ -53,14 +53,16 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
 
     copied = list(names) if how.copy_parameters else _written_by_their_module(model)
     step_copies = 0
-    sums = {parameter: checksum(parameter) for parameter in names}
+    looked_after = set(map(id, copied))
+    sums = _sums(parameter for parameter in names if id(parameter) not in looked_after)
     clock = Clock(device)
     one_pass = Pass(model, batch, how.loss or default_loss, how.accumulate, how.autocast, how.scaler, device, exchange)
     state_bytes = 0
+    fault: str | None = None
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         for helper in [how.scaler, *_as_list(how.scheduler)]:
             if helper is not None:
-                stack.callback(names_kept(vars(helper)))
+                stack.callback(names_kept(vars(helper), type(helper).__name__))
         for ddp in in_ddp(model):
             # After a pass without exchange it would not send its buffers to the other ranks in the next.
             stack.callback(setattr, ddp, "require_forward_param_sync", ddp.require_forward_param_sync)
@@ -70,16 +72,20 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
         for number in range(passes):
             _no_gradients(names)
             one_pass.run(clock)
-            if number < how.steps:
+            fault = fault or _fault(sums, names, _WRITES_TO_ITSELF)
+            if number < how.steps and stepping:
                 for one in stepping:
                     with clock.time("optimizer_s"):
                         step_copies = max(step_copies, zero_step(one, names))
+                # Apart from the pass, or the model would be blamed for what a step has done.
+                fault = fault or _fault(sums, names, _STEP_CHANGED_IT)
         for one in stepping:
             made, dropped = make_fresh(one)
             state_bytes += made
             if dropped is not None:
                 skipped["optimizer state"] = dropped
-    _check(sums, names)
+        if fault is not None:  # no earlier: the other ranks may have seen nothing, and would wait in the next pass
+            raise ConfigError(fault)
     return Prewarmed(
         forward_s=clock.forward_s,
         backward_s=clock.backward_s,
@@ -98,9 +104,8 @@ def verify_prewarm(
     """See `penstock.verify_prewarm`."""
     optimizers = _as_list(optimizer)
     names = _names(model, optimizers)
+    _refuse_count("real_steps", real_steps, "verify_prewarm")
     _refuse(model, optimizers, names, how.steps, how.accumulate)
-    if real_steps < 1:
-        raise ConfigError(f"verify_prewarm: real_steps={real_steps} must be 1 or more")
 
     def default() -> None:
         prewarm(model, optimizer, batch, how)
@@ -132,21 +137,30 @@ def _names(model: nn.Module, optimizers: list[Any]) -> dict[nn.Parameter, str]:
     return names
 
 
+def _refuse_count(setting: str, value: Any, caller: str = "prewarm") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{caller}: {setting}={value!r} must be a whole number from 1 on")
+
+
 def _refuse(
     model: nn.Module, optimizers: list[Any], names: Mapping[nn.Parameter, str], steps: int, accumulate: int
 ) -> None:
-    for setting, value in (("steps", steps), ("accumulate", accumulate)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"prewarm: {setting}={value!r} must be a whole number from 1 on")
+    _refuse_count("steps", steps)
+    _refuse_count("accumulate", accumulate)
     if not any(parameter.requires_grad for parameter in names):
         raise ConfigError("prewarm: no parameter requires a gradient, so there is no training step to warm")
-    for parameter, name in names.items():
-        if is_lazy(parameter):
+    for tensor, name in [*names.items(), *((buffer, name) for name, buffer in model.named_buffers())]:
+        if is_lazy(tensor):
             raise ConfigError(
                 f"prewarm: {name!r} has no shape yet, and the pass that gives it one draws random numbers. Run the model "
                 "once, then make the optimizer, then call prewarm."
             )
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if opaque(tensor):
+            raise ConfigError(
+                f"prewarm: {name!r} is a {type(tensor).__name__} whose memory cannot be seen, so it cannot be promised that "
+                "its bits stay. Train without prewarm."
+            )
+        if getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"prewarm: {name!r} has a hook that runs when its gradient is ready, and may take an optimizer step with "
                 "it. Register such hooks after prewarm."
@@ -219,11 +233,21 @@ def _sharded_again_on_failure(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _check(sums: Mapping[nn.Parameter, int], names: Mapping[nn.Parameter, str]) -> None:
-    for parameter, before in sums.items():
-        if checksum(parameter) != before:
-            raise ConfigError(
-                f"prewarm: the model writes to its parameter {names[parameter]!r} in a forward or backward pass. Parameters "
-                "are not copied unless asked for, so its old bits are gone: load or make the model again, and pass "
-                "copy_parameters=True."
+_WRITES_TO_ITSELF = "the model writes to its parameter {name!r} in a forward or backward pass"
+_STEP_CHANGED_IT = "an optimizer step with gradients of zero, lr 0 and weight_decay 0 changed parameter {name!r}"
+
+
+def _sums(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Hashable]:
+    drawn: dict[torch.device, Tensor] = {}
+    return {parameter: checksum(parameter, drawn) for parameter in parameters}
+
+
+def _fault(sums: Mapping[nn.Parameter, Hashable], names: Mapping[nn.Parameter, str], what: str) -> str | None:
+    """What to say of the first parameter that is not what it was, if there is one."""
+    for parameter, now in _sums(sums).items():
+        if now != sums[parameter]:
+            return (
+                f"prewarm: {what.format(name=names[parameter])}. Parameters are not copied unless asked for, so its old bits "
+                "are gone: load or make the model again, and pass copy_parameters=True."
             )
+    return None

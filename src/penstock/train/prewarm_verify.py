@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.train.prewarm_bits import alike, local
+from penstock.train.prewarm_bits import alike, form, local, memory
 from penstock.train.prewarm_keep import OF_TORCH, is_users, kept, names_kept, random_states
 from penstock.train.prewarm_optimizer import has_state, step_kept
 from penstock.train.prewarm_pass import Clock, Pass, unsettled
@@ -54,7 +54,7 @@ def prove(
     def undone() -> Iterator[None]:
         with ExitStack() as stack:
             for helper in [*schedulers, *([] if one_pass.scaler is None else [one_pass.scaler])]:
-                stack.callback(names_kept(vars(helper)))
+                stack.callback(names_kept(vars(helper), type(helper).__name__))
             for optimizer in optimizers:
                 stack.enter_context(step_kept(optimizer))
                 stack.callback(state_kept(optimizer))
@@ -124,7 +124,7 @@ def everything(
         for key, value in vars(module).items():
             if key in HOOKS:
                 facts[f"{key!r} of module {name or 'model'!r}"] = list(value)
-            elif key not in OF_TORCH and is_users(module) and isinstance(value, PLAIN):
+            elif key not in OF_TORCH and is_users(module) and comparable(value):
                 facts[f"attribute {key!r} of module {name or 'model'!r}"] = snapshot(value)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             facts[f"extra state of module {name or 'model'!r}"] = snapshot(module.get_extra_state())
@@ -143,8 +143,18 @@ def everything(
     return facts
 
 
+def comparable(value: Any) -> bool:
+    # A copy of an array of objects holds other objects.
+    return isinstance(value, PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+
+
 def snapshot(value: Any) -> Any:
-    return local(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    plain = local(value)
+    if not memory(plain):
+        return form(plain)
+    return copy.deepcopy(plain) if plain.is_quantized else plain.clone()  # torch clones only some that are quantized
 
 
 def first_difference(one: Facts, other: Facts, skip: tuple[str, ...] = ()) -> str | None:
@@ -159,7 +169,10 @@ def first_difference(one: Facts, other: Facts, skip: tuple[str, ...] = ()) -> st
 
 def state_kept(optimizer: Optimizer) -> Callable[[], None]:
     """The state of an optimizer, tables and tensors."""
-    tables = [(key, value, names_kept(value)) for key, value in optimizer.state.items()]
+    tables = [
+        (key, value, names_kept(value, f"the state of {type(optimizer).__name__}"))
+        for key, value in optimizer.state.items()
+    ]
 
     def undo() -> None:
         optimizer.state.clear()
