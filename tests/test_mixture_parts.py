@@ -17,7 +17,7 @@ from penstock import AsyncDataLoader, ConfigError, Mixture, Remote, SourceChange
 from penstock.config import cache_dir
 from penstock.feed.pool import ThreadPool
 from penstock.read.cache import entries
-from penstock.sources.mixture import MixLanes
+from penstock.sources.mixed_lanes import MixLanes
 from penstock.testing import HubServer
 from tests.reading import bytes_of, write_jsonl
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, PenstockError, Shard, StateFormat, StateMismatch, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    Mixture,
+    PenstockError,
+    Shard,
+    StateFormat,
+    StateMismatch,
+    SyntheticDataset,
+    TextDataset,
+)
 from tests import contracts
 from tests.corpus import train_vocabulary
 
@@ -172,6 +183,70 @@ def test_a_place_beyond_the_data_ends_in_a_typed_error_or_goes_on(corpus: Path) 
         with loader(corpus) as stream:
             stream.load_state_dict(state | {"at": {"0": place}})
             assert stream.next_batch(timeout=60) is not None
+
+
+def _go_on(stream: AsyncDataLoader, state: dict[str, Any]) -> None:
+    stream.load_state_dict(state)
+    stream.next_batch(timeout=60)
+
+
+def test_a_chunk_number_that_no_file_has_is_refused(tmp_path: Path) -> None:
+    for name, record in (("a.txt.gz", b"a text|"), ("a.jsonl.gz", b'{"text": "a text"}\n')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(gzip.compress(record * 300))
+        about = {"path": folder, "seq_len": 8} | ({"separator": "|"} if "txt" in name else {})
+        state = state_after(folder, 2, about=about)
+        for chunk in (1 << 48, 1 << 62):
+            beyond = state | {"at": {"0": [0, 0, chunk, 0, 0, 0, 0]}}
+            with loader(folder, about) as stream, pytest.raises(StateFormat, match="no stream is that long"):
+                _go_on(stream, beyond)
+
+
+def test_an_epoch_that_no_lane_reaches_is_refused() -> None:
+    def make() -> AsyncDataLoader:
+        data = TextDataset.from_iterable(["a text"] * 40, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts")
+        return AsyncDataLoader(data, batch_size=2, lanes=2)
+
+    with make() as stream:
+        contracts.take(stream, 2)
+        state = json.loads(json.dumps(stream.state_dict()))
+    state["at"]["1"][0] = 10**9
+    with make() as stream, pytest.raises(StateFormat, match="no stream is that long"):
+        stream.load_state_dict(state)
+
+
+class Samples:
+    """An iterable of samples, anew for each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"input_ids": [1, 2, i]} for i in range(10)])
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "text": lambda: TextDataset.from_iterable(["abc" * 10] * 10, tokenizer="byte", seq_len=8, name="texts"),
+    "rows": lambda: SyntheticDataset(9, 8, 10),
+    "map-style": lambda: [{"input_ids": [1, 2, i]} for i in range(10)],
+    "samples": Samples,
+    "mixture": lambda: Mixture({"a": (SyntheticDataset(9, 8, 10), 1)}, on_end="stop"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(kind: str) -> None:
+    def make(epochs: int) -> AsyncDataLoader:
+        return AsyncDataLoader(KINDS[kind](), batch_size=2, epochs=epochs)
+
+    with make(1) as stream:
+        assert contracts.take(stream, 100)
+        at_end = stream.state_dict()
+    with make(1) as stream:
+        stream.load_state_dict(at_end)
+        assert stream.next_batch(timeout=60) is None
+    with make(3) as stream:
+        past = next(batch for batch in stream if batch.epoch == 2).state_dict()
+    with make(1) as stream, pytest.raises(StateMismatch, match="past the end"):
+        stream.load_state_dict(past)
 
 
 @pytest.mark.parametrize("world", [3, 5, 16])

@@ -73,7 +73,7 @@ def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dic
     loaded = loaded.with_places(source.check_place)
     source.check_state(loaded)
     if options.epochs is not None:
-        furthest = max((place.epoch for place in loaded.places.values()), default=loaded.first)
+        furthest = _furthest(source, loaded)
         if furthest > loaded.first + options.epochs:
             raise StateMismatch(
                 f"the state is past the end of a stream of epochs={options.epochs}: it stands in epoch {furthest}, and "
@@ -81,6 +81,17 @@ def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dic
             )
     own = loaded.for_shard(_own_lanes(options, loaded.lanes) if source.by_lane else [])
     return replace(own, skip=source.skip | own.skip)
+
+
+def _furthest(source: Source, loaded: State) -> int:
+    """The epoch in which a stream stands, or the one of its lanes that is furthest."""
+    if source.by_lane:
+        return max((place.epoch for place in loaded.places.values()), default=loaded.first)
+    length = source.length()
+    if length is not None:
+        return loaded.first + loaded.row // length
+    epoch: int = loaded.source["epoch"]  # an iterable, which has checked it
+    return epoch
 
 
 def _stream_id(source: Source, options: Options) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def reweighted(
     if at < state.batch:
         raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
     row = state.row + (at - state.batch) * options.batch_size * options.shard.mod
-    return replace(state, weights=mixture.schedule(state.weights, state.row, row, state.lanes, weights))
+    return mixture.reweighted(state, row, weights)
 
 
 def _own_lanes(options: Options, lanes: int) -> list[int]:

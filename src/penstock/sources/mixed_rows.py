@@ -5,6 +5,10 @@ Out:   rows in their order, each of which knows the place of every part before i
 Where: the producer thread.
 State: the number of the lane's next row; which parts have left; rows of a part that were fetched
        when another one ended, and are given out next.
+
+That a part has ended is found when a row is wanted of it, and belongs to that row: the place before
+the row knows nothing of it yet. So a place is the same however far has been read ahead, and weights
+that change with the row are those under which the end is found again.
 """
 
 from __future__ import annotations
@@ -133,9 +137,13 @@ class MixRows:
     credits: list[tuple[int, ...]] | None
     """What is owed before each row, where a part has left."""
     left: tuple[int, ...]
+    begin: Marked | None
+    """Where the first row begins, if a part was found to end there: what is above holds after that."""
 
-    def mark(self, row: int) -> MixMark:
+    def mark(self, row: int) -> Marked:
         row = row % len(self.parts)
+        if row == 0 and self.begin is not None:
+            return self.begin
         number = self.first + row
         marks = tuple(stretch.mark(row) for stretch in self.stretches)
         credits = self.credits[row] if self.credits is not None else (0,) * len(marks)
@@ -196,6 +204,8 @@ class MixPacker:
         self._ended = end_epoch is not None and start.epoch >= end_epoch
         self._given_in_pass = 1 if start.row else 0
         self._start = start
+        self._before_end: Marked | None = None
+        """Where the next row begins, if a part was found to end there."""
         self._parts: list[Part] = []
         self._packed = PackCounts()
         self.given = [0] * len(first_places)
@@ -228,8 +238,10 @@ class MixPacker:
         return 0  # they come in pieces
 
     def mark(self) -> Marked:
+        if self._before_end is not None:
+            return self._before_end
         if not self._parts:
-            at_start: Marked = self._start._replace(epoch=self._epoch, row=self._row)
+            at_start: Marked = self._start
             return at_start
         number = self._row * self._lanes
         return MixMark(
@@ -264,9 +276,13 @@ class MixPacker:
         if cut:
             self._row += cut
             self._given_in_pass += cut
+            self._before_end = None
             if credits is not None:
                 self._credits = list(credits[cut])
         if ending >= 0:
+            # Worked out now, as it should not keep the pass in memory that it may be the end of. Of several
+            # ends before one row, the first counts.
+            self._before_end = self.mark().place()
             self._end_of(ending)
         self._chooser.forget(self._own)
         return made
@@ -295,7 +311,7 @@ class MixPacker:
         told = self._chooser.told(int(numbers[n - 1]))
         return MixRows(
             ids, valid, self._epoch, self._row, self._lanes, stretches, chosen[:n], told, credits,
-            tuple(self._left),
+            tuple(self._left), self._before_end,
         )  # fmt: skip
 
     def _weights(self, row: int) -> tuple[int, ...]:
@@ -343,21 +359,13 @@ class MixPacker:
         self._given_in_pass = 0
         self._credits = [0] * len(self._parts)
         self._left = [0] * len(self._parts)
-        places = [first(self._epoch) for first in self._first_places]
         if self._end_epoch is not None and self._epoch >= self._end_epoch:
             self._ended = True
             for part in self._parts:
                 _add(self._packed, part.packer.counts)
             self._parts = []
-            number = self._row * self._lanes
-            self._start = self._start._replace(
-                counts=self._chooser.told(number).counts(number),
-                credits=tuple(self._credits),
-                left=tuple(self._left),
-                places=tuple(places),
-            )
             return
-        self._open(places)
+        self._open([first(self._epoch) for first in self._first_places])
 
 
 def _add(into: PackCounts, more: PackCounts) -> None:

@@ -11,23 +11,23 @@ Cost:  one more copy of each row in its narrow type, and about a microsecond for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from penstock.config import one_of, whole_number
 from penstock.errors import ConfigError, StateFormat
-from penstock.feed.pool import Pool, Scoped, Works
-from penstock.order.mix import UNIT, Chooser, Schedule, whole_weights
+from penstock.feed.pool import Pool, Works
+from penstock.order.mix import UNIT, whole_weights
 from penstock.order.shuffle import mix
 from penstock.read.tape import only_one
 from penstock.sources.indexed import IndexedSource
 from penstock.sources.indexed_lanes import IndexedRowSource
-from penstock.sources.mixed_rows import MixPacker
+from penstock.sources.mixed_lanes import MixLanes
 from penstock.sources.skipped import of_mixture, of_part
-from penstock.sources.source import Lanes, RowSource, Run, Source
+from penstock.sources.source import RowSource, Run, Source
 from penstock.state import State, is_count, show
 from penstock.types import Address
 
@@ -132,14 +132,22 @@ class MixtureSource(RowSource):
 
     # Weights
 
-    def schedule(self, weights: Schedule, now: int, row: int, lanes: int, changed: Mapping[str, float]) -> Schedule:
-        """The weights with those that hold from `row` on, or from the next round of lanes on if it lies
-        within one. Later changes that were planned stay; what was over before `now` goes."""
+    def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
+        """A state with weights that hold from `row` on, or from the next round of lanes on if it lies within
+        one. Later changes that were planned stay; what no lane needs any more goes."""
+        lanes, now = state.lanes, state.row // state.lanes
         row = -(-row // lanes) * lanes
         new = (row, whole_weights(changed, self.names))
-        over = max(begin for begin, _ in weights if begin <= now // lanes * lanes)
-        kept = [(begin, w) for begin, w in weights if begin != row and begin >= over]
-        return tuple(sorted([*kept, new]))
+        # A lane that is at its end stays behind the others, and its end is found again by the weights it met it with.
+        rounds = {now, *(place.row for place in state.places.values() if place.row < now)}
+        held = {max(begin for begin, _ in state.weights if begin <= n * lanes) for n in rounds}
+        kept = [(begin, w) for begin, w in state.weights if begin != row and (begin in held or begin > now * lanes)]
+        none = (0,) * len(self.parts)
+        places = {
+            lane: place._replace(counts=none) if place.row * lanes == row else place
+            for lane, place in state.places.items()
+        }
+        return replace(state, weights=tuple(sorted([*kept, new])), places=places)
 
     def check_state(self, state: State) -> None:
         """Weights for each part, beginning with the first row; lanes where the stream is."""
@@ -221,12 +229,16 @@ class MixtureSource(RowSource):
         return MixLanes(self, run, self._runs(run), pool, work)
 
     def _runs(self, run: Run) -> dict[str, Run]:
-        """How each part is run: in an order of its own, with its share of the memory."""
+        """How each part is run: in an order of its own, with its share of the memory.
+
+        Parts keep their last row, whatever is done with the last batch: where a part that ends is followed by
+        others, its end is within the stream, which has to be the same for any number of ranks.
+        """
         share = max(1, run.read_ahead_bytes // len(self.parts))
         return {
             name: replace(
                 run, seed=mix(run.seed, 5, i) >> 1, read_ahead_bytes=share, narrow=False, end_epoch=None,
-                skip=of_part(run.skip, name, self.names),
+                drop_last=False, skip=of_part(run.skip, name, self.names),
             )
             for i, name in enumerate(self.names)
         }  # fmt: skip
@@ -240,160 +252,3 @@ def _with_seq_len(sources: Mapping[str, Source]) -> dict[str, Any]:
         if hasattr(data, "seq_len"):
             found[name] = data
     return found
-
-
-@dataclass(slots=True)
-class _Child:
-    """One part of a run: how to open its lanes."""
-
-    source: Any
-    run: Run
-    pool: Pool
-    work: Any
-
-    def open(self, lanes: Sequence[int], places: Mapping[int, Any], end_epoch: int | None) -> Lanes:
-        # Lanes that are opened one by one share the memory of the part.
-        share = max(1, self.run.read_ahead_bytes * len(lanes) // len(self.run.own_lanes))
-        run = replace(self.run, places=places, end_epoch=end_epoch, read_ahead_bytes=share)
-        if len(lanes) == 1:
-            run = replace(run, shard=type(run.shard)(run.lanes, lanes[0]))
-        opened: Lanes = self.source.open_lanes(run, self.pool, self.work)
-        return opened
-
-
-class MixLanes:
-    """The lanes of one run."""
-
-    def __init__(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
-        self._opened: dict[tuple[int, int], Lanes] = {}
-        self._over: list[dict[str, int]] = [{}, {}]
-        self._names = source.names
-        self.packers: list[MixPacker] = []
-        try:
-            self._open(source, run, runs, pool, work)
-        except BaseException:
-            self.stop()
-            self.close()
-            raise
-
-    def _open(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
-        own = list(run.own_lanes)
-        children = [
-            _Child(part, runs[name], Scoped(pool, name), work.named(name))
-            for name, part in zip(source.names, source.parts, strict=True)
-        ]
-        places: Mapping[int, MixPlace] = run.places
-        behind = min((places[lane] for lane in own), key=lambda place: place.row)
-        chooser = Chooser(run.weights, behind.row * run.lanes, behind.counts)
-        endless = source.mixture.on_end == "restart"
-        if endless:
-            # All lanes of a part at once: they share what it reads.
-            at = [{lane: places[lane].places[i] for lane in own} for i in range(len(children))]
-            together = [
-                self._keep(i, -1, c.open(own, p, None)).packers
-                for i, (c, p) in enumerate(zip(children, at, strict=True))
-            ]
-
-        def opener(lane: int) -> Callable[[int, int, Any], Any]:
-            def open_part(part: int, epoch: int, place: Any) -> Any:
-                if endless:
-                    return together[part][own.index(lane)]
-                return self._keep(part, lane, children[part].open([lane], {lane: place}, epoch + 1)).packers[0]
-
-            return open_part
-
-        self.packers = [
-            MixPacker(
-                lane=lane,
-                lanes=run.lanes,
-                own=len(own),
-                start=places[lane],
-                chooser=chooser,
-                schedule=run.weights,
-                on_end=source.mixture.on_end,
-                end_epoch=run.end_epoch,
-                first_places=[part.first_place for part in source.parts],
-                open_part=opener(lane),
-                width=source.seq_len + 1,
-                dtype=source.dtype,
-            )
-            for lane in own
-        ]
-
-    def _keep(self, part: int, lane: int, lanes: Lanes) -> Lanes:
-        """Know the lanes of a part, in place of those of the pass before."""
-        over = self._opened.get((part, lane))
-        if over is not None:
-            over.stop()
-            over.close()
-            for into, counts in zip(self._over, (_of_lanes(over), over.bad()), strict=True):
-                _add(into, counts)
-        self._opened[part, lane] = lanes
-        return lanes
-
-    def totals(self) -> dict[str, int]:
-        totals = dict(self._over[0])
-        opened = list(self._opened.items())
-        for _, lanes in opened:
-            _add(totals, _of_lanes(lanes))
-        # All lanes of a part share its work, so what that counts is counted once.
-        for lanes in {part: lanes for (part, _), lanes in opened}.values():
-            if hasattr(lanes, "of_work"):
-                _add(totals, lanes.of_work())
-        for i, name in enumerate(self._names):
-            totals[f"rows of {name}"] = sum(packer.given[i] for packer in self.packers)
-        return totals
-
-    def ahead(self) -> tuple[int, int]:
-        """Pieces of work of all parts: those that are ready, and those asked for."""
-        parts = [lanes.ahead() for lanes in list(self._opened.values()) if hasattr(lanes, "ahead")]
-        return sum(ready for ready, _ in parts), sum(asked for _, asked in parts)
-
-    @property
-    def tight(self) -> bool:
-        """Whether a part is held back by its share of the memory."""
-        return any(getattr(lanes, "tight", False) for lanes in list(self._opened.values()))
-
-    @property
-    def fetches(self) -> int:
-        """Requests that a part may have under way at once: of the one with most."""
-        fetches = [0] * len(self._names)
-        for (part, _), lanes in list(self._opened.items()):
-            fetches[part] += getattr(lanes, "fetches", 0)
-        return max(fetches)
-
-    @property
-    def cached(self) -> bool:
-        """Whether every part that can keep token chunks on disk does."""
-        kept = [getattr(lanes, "cached", None) for lanes in list(self._opened.values())]
-        return True in kept and False not in kept
-
-    def fetch_times(self) -> dict[str, Any] | None:
-        """Of the part that fetches most."""
-        known = [lanes.fetch_times() for lanes in list(self._opened.values()) if hasattr(lanes, "fetch_times")]
-        return max(filter(None, known), key=lambda times: int(times["requests"]), default=None)
-
-    def bad(self) -> dict[str, int]:
-        bad = dict(self._over[1])
-        for lanes in list(self._opened.values()):
-            _add(bad, lanes.bad())
-        return bad
-
-    def stop(self) -> None:
-        for lanes in list(self._opened.values()):
-            lanes.stop()
-
-    def close(self) -> None:
-        for lanes in self._opened.values():
-            lanes.close()
-
-
-def _of_lanes(lanes: Lanes) -> dict[str, int]:
-    """What was counted for these lanes alone."""
-    counts: dict[str, int] = lanes.of_lanes() if hasattr(lanes, "of_lanes") else lanes.totals()
-    return counts
-
-
-def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, n in more.items():
-        into[name] = into.get(name, 0) + n

@@ -33,6 +33,11 @@ from penstock.types import Bad, ChunkRef, Packing, TokenChunk
 
 log = logging.getLogger("penstock")
 
+EPOCHS = 10**9
+"""No stream comes this far. A place that says so would have an iterable read again for years, for its other lanes."""
+CHUNKS = 1 << 31
+"""No file has this many for a lane. Byte offsets stay within 63 bits up to here, of 4 MiB for each of 1,023 lanes."""
+
 
 class PackSettings(NamedTuple):
     """How documents become rows."""
@@ -255,6 +260,8 @@ def check_place(value: Any) -> Place:
     if not fits or not all(is_count(n) for n in value[:7]):
         raise StateFormat(f"a lane's place is not 7 counts: {show(value)}")
     place = Place(*value)
+    if place.epoch >= EPOCHS or place.chunk >= CHUNKS:
+        raise StateFormat(f"a lane stands at chunk {place.chunk} of epoch {place.epoch}: no stream is that long")
     said = place.source
     if said is not None and (not isinstance(said, dict) or not is_count(said.get("taken"))):
         raise StateFormat(f"a lane's place does not say where its iterable stands: {show(said)}")
