@@ -84,12 +84,13 @@ def _found_in_zeros(footer: pq.FileMetaData, size: int) -> Exception | None:
     take none: only as much address space as the file is long.
     """
     zeros = mmap.mmap(-1, min(size, MAX_SIZE), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    opened = pq.ParquetFile(pa.BufferReader(zeros), metadata=footer, pre_buffer=True)
     try:
-        with pa.BufferReader(pa.py_buffer(zeros)) as source:
-            opened = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
-            opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
+        opened.reader.read_row_groups(list(range(footer.num_row_groups)), use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        return error
+        return error.with_traceback(None)  # which would hold on to the zeros
+    finally:
+        opened.close(force=True)
     return None
 
 

@@ -19,6 +19,9 @@ from penstock.watch.spans import Segment, Track
 
 ENTRIES = ("import", "list", "open", "first_bytes", "first_tokens", "first_row", "first_batch", "first_copy")
 
+WORK = ("fetch", "decode", "tokenize", "pack", "batch")
+"""Stages without which there is no first batch of text."""
+
 
 class Ledger:
     """Written until the first batch is there."""
@@ -65,6 +68,9 @@ class Ledger:
         elif ready > opened:
             own = next((t for t in tracks if not t.name.startswith("penstock-")), None)
             parts |= charge(own, opened, ready, default="pack").seconds if own is not None else {}
+        for segment in segments:
+            if segment.stage in WORK:  # done before anybody came to wait for it
+                parts.setdefault(segment.stage, 0.0)
         self.parts = {name: round(seconds, 6) for name, seconds in parts.items()}
         origin = process_began()
         origin = min(self.marks.values()) if origin is None else origin
