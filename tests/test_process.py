@@ -26,7 +26,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import ConfigError, LoaderClosed, MissingExtra, WorkerDied
-from penstock.feed import channel
+from penstock.feed import channel, worker
 from penstock.feed.pool import make_pool
 from penstock.feed.process import ProcessPool, describe
 from penstock.types import ChunkRef, FileRef
@@ -733,3 +733,16 @@ def test_a_call_is_described_by_what_it_was_asked_for() -> None:
     ref = ChunkRef(FileRef("data/a.parquet", "a.parquet", 10, "parquet"), 3, 100)
     assert describe("make", (ref, 1)) == "make(data/a.parquet, row group 3, 1)"
     assert len(describe("make", ("x" * 10_000, np.arange(10**6), b"y" * 10_000))) < 600
+
+
+BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+
+def test_what_is_being_started_takes_no_notice_of_ctrl_c_until_it_leaves_it_to_the_parent() -> None:
+    """The server of worker processes would print a traceback while it imports."""
+    command = [sys.executable, "-c", BLOCKED]
+    with worker._undisturbed():
+        assert subprocess.check_output(command, text=True, timeout=60).strip() == "True"
+    assert subprocess.check_output(command, text=True, timeout=60).strip() == "False"
+    with processes() as pool:
+        assert pool.submit("heeds_ctrl_c").result() == (False, True)

@@ -37,6 +37,11 @@ class Work:
     def who(self) -> int:
         return os.getpid()
 
+    def heeds_ctrl_c(self) -> tuple[bool, bool]:
+        """Whether Ctrl-C is held back from this process, and whether it is ignored here."""
+        blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return blocked, signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
     def thread(self) -> str:
         return threading.current_thread().name
 

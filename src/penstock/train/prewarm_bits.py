@@ -137,9 +137,8 @@ def summed(piece: Tensor, drawn: dict[torch.device, Tensor]) -> int:
     # In the order of memory, where it has no gaps; a part of another tensor is copied.
     flat = piece.as_strided((span,), (1,)) if span == piece.numel() else piece.flatten()
     if flat.element_size() == 8:
-        flat = flat.view(
-            torch.int32
-        )  # two sign bits of 64 would cancel each other out, whatever they are multiplied by
+        # Two sign bits of 64 would cancel each other out, whatever they are multiplied by.
+        flat = flat.view(torch.int32)
     if flat.device not in drawn:
         drawn[flat.device] = odd_numbers(PIECE if flat.device.type == "cpu" else LARGE_PIECE, flat.device)
     factors = drawn[flat.device]
