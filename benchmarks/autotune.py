@@ -72,7 +72,9 @@ class Taken:
 
     def rate(self, since: float, until: float) -> float:
         """Tokens a second between two moments, in seconds after the first batch."""
-        first, last = (self.tokens[bisect_right(self.times, self.begun + at)] for at in (since, until))
+        first, last = (
+            self.tokens[bisect_right(self.times, self.begun + at)] for at in (since, until)
+        )
         return (last - first) / (until - since)
 
 
@@ -80,7 +82,12 @@ class Loader:
     """One run at a time, each with a loader of its own."""
 
     def __init__(
-        self, data: dict[str, Any], loader: dict[str, Any], seconds: float, step_s: float, autotune: bool
+        self,
+        data: dict[str, Any],
+        loader: dict[str, Any],
+        seconds: float,
+        step_s: float,
+        autotune: bool,
     ) -> None:
         # Before anything is imported: where listings and footers are kept.
         self._kept = tempfile.mkdtemp(prefix="penstock-bench-")
@@ -161,7 +168,11 @@ class Trial:
 
 def remote(endpoint: str) -> Trial:
     def case(fetches: int, **loader: Any) -> dict[str, Any]:
-        data = {"urls": f"hf://datasets/{REPOSITORY}", "tokenizer": "byte", "remote": {"fetches": fetches}}
+        data = {
+            "urls": f"hf://datasets/{REPOSITORY}",
+            "tokenizer": "byte",
+            "remote": {"fetches": fetches},
+        }
         return {"endpoint": endpoint, "data": data, "loader": loader, "step_s": 0.0}
 
     fixed = {f"fetches={n}": case(n) for n in FETCHES}
@@ -205,7 +216,9 @@ class Bench:
 
             tuned = start(trial.bad, self._seconds, True)
             fixed = {name: start(case, self._fixed_s, False) for name, case in trial.fixed.items()}
-            asking: dict[str, Callable[[], float]] = {name: _rate(process) for name, process in fixed.items()}
+            asking: dict[str, Callable[[], float]] = {
+                name: _rate(process) for name, process in fixed.items()
+            }
             before = interleave(1, asking)
             answer = tuned.measure()
             after = interleave(1, asking)
@@ -235,7 +248,10 @@ class Bench:
         for decision in decisions:
             word = {None: "tried", True: "kept", False: "undone"}[decision["kept"]]
             change = f"{decision['what']} {decision['from']} → {decision['to']}"
-            print(f"# {case}, {decision['at_s']:5.1f} s: {change} {word}: {decision['why']}", flush=True)
+            print(
+                f"# {case}, {decision['at_s']:5.1f} s: {change} {word}: {decision['why']}",
+                flush=True,
+            )
         print(f"# {case}, at the end: {verdict}", flush=True)
 
 
@@ -247,7 +263,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, help="of a run that tunes itself (60)")
     options.add_argument("--fixed-seconds", type=float, help="of a run with fixed settings (10)")
-    options.add_argument("--only", nargs="+", choices=(REMOTE, TOKENIZE, CONSUMER), help="not all three")
+    options.add_argument(
+        "--only", nargs="+", choices=(REMOTE, TOKENIZE, CONSUMER), help="not all three"
+    )
     args = options.parse_args()
     if args.contender is not None:
         contend(args.contender)
@@ -264,7 +282,9 @@ def main() -> None:
     bench = Bench(report, seconds, fixed_s, args.quick)
     wanted = args.only or (REMOTE, TOKENIZE, CONSUMER)
     if REMOTE in wanted:
-        with Hub(folder, FILES, "--latency-ms", str(LATENCY_MS), "--bandwidth-mb", str(BANDWIDTH_MB)) as hub:
+        with Hub(
+            folder, FILES, "--latency-ms", str(LATENCY_MS), "--bandwidth-mb", str(BANDWIDTH_MB)
+        ) as hub:
             bench.run(remote(hub.endpoint))
     if TOKENIZE in wanted:
         bench.run(tokenize(corpus, str(folder)))

@@ -76,7 +76,11 @@ def narrow(ids: Any) -> Iterator[Any]:
         yield ids[at : at + size].copy(), None
 
 
-COPIERS: dict[str, Callable[[Any], Iterator[Any]]] = {ROWS: by_rows, WHOLE: by_batches, NARROW: narrow}
+COPIERS: dict[str, Callable[[Any], Iterator[Any]]] = {
+    ROWS: by_rows,
+    WHOLE: by_batches,
+    NARROW: narrow,
+}
 
 
 class Bare:
@@ -98,7 +102,12 @@ class Bare:
                 pass
         seconds = time.perf_counter() - begun
         tokens = self._passes * (len(self._ids) - 1)
-        return {"seconds": seconds, "tokens": tokens, "cpu": time.process_time() - cpu, "sum": self._sum}
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "cpu": time.process_time() - cpu,
+            "sum": self._sum,
+        }
 
 
 # The loader
@@ -107,7 +116,9 @@ class Bare:
 class Loader:
     """Penstock: a new loader for each measurement, from one dataset."""
 
-    def __init__(self, url: str, tokenizer: str, shuffle: bool, workers: int, cached: bool, passes: int) -> None:
+    def __init__(
+        self, url: str, tokenizer: str, shuffle: bool, workers: int, cached: bool, passes: int
+    ) -> None:
         from penstock import AsyncDataLoader, TextDataset
 
         self._new = AsyncDataLoader
@@ -172,7 +183,9 @@ class Fill:
 
 def contend(case: dict[str, Any]) -> None:
     """Be one contender."""
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # that the workers do not keep up is the point
+    logging.getLogger("penstock").setLevel(
+        logging.ERROR
+    )  # that the workers do not keep up is the point
     os.environ |= case.pop("environment", {})
     what = case.pop("what")
     if what == "bare":
@@ -193,7 +206,12 @@ def cases(loader: dict[str, Any], url: str, disk: str, ids: str, passes: int) ->
     }  # fmt: skip
     for order, shuffle in ORDERS.items():
         found[order] = loader | {"url": url, "shuffle": shuffle, "cached": True, "passes": passes}
-        found[f"{FRESH}, {order}"] = loader | {"url": disk, "shuffle": shuffle, "cached": False, "passes": 1}
+        found[f"{FRESH}, {order}"] = loader | {
+            "url": disk,
+            "shuffle": shuffle,
+            "cached": False,
+            "passes": 1,
+        }
     return found
 
 
@@ -230,7 +248,13 @@ def main() -> None:
         with Hub(hosted, copies) as hub:
             url = f"hf://datasets/{REPOSITORY}@{hub.commit()}"
             environment = {"PENSTOCK_CACHE": kept, "HF_ENDPOINT": hub.endpoint}
-            fill = {"what": "fill", "url": url, "tokenizer": tokenizer, "ids": ids, "environment": environment}
+            fill = {
+                "what": "fill",
+                "url": url,
+                "tokenizer": tokenizer,
+                "ids": ids,
+                "environment": environment,
+            }
             with Contender(__file__, fill, args.quick) as process:
                 filled = process.ready().measure()
         disk = folder / "disk"
@@ -238,7 +262,12 @@ def main() -> None:
         for i in range(copies):
             link(hosted / HOSTED, disk / f"{i:02}.parquet")
         # By the Hub's address, under which the listing is kept. Nobody is there any more: a request would fail.
-        loader = {"what": "loader", "tokenizer": tokenizer, "workers": args.workers, "environment": environment}
+        loader = {
+            "what": "loader",
+            "tokenizer": tokenizer,
+            "workers": args.workers,
+            "environment": environment,
+        }
         everyone = cases(loader, url, str(disk), ids, passes)
         processes = {
             name: stack.enter_context(Contender(__file__, case, args.quick)) for name, case in everyone.items()
@@ -263,12 +292,19 @@ def main() -> None:
     report.close()
 
 
-def compare(report: Report, rates: dict[str, list[float]], answers: dict[str, list[dict[str, Any]]]) -> None:
+def compare(
+    report: Report, rates: dict[str, list[float]], answers: dict[str, list[dict[str, Any]]]
+) -> None:
     """Rates, then what those of the cache are of a bare copy, and of tokenizing."""
     for name, values in rates.items():
         case = f"from the cache, {name}" if name in ORDERS else name
         report.add(case, "rate", values, "M tokens/s")
-        report.add(case, "CPU, all threads", [1e9 * a["cpu"] / a["tokens"] for a in answers[name]], "ns/token")
+        report.add(
+            case,
+            "CPU, all threads",
+            [1e9 * a["cpu"] / a["tokens"] for a in answers[name]],
+            "ns/token",
+        )
         if name not in ORDERS:
             continue
         for bare in COPIERS:

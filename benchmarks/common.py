@@ -38,8 +38,14 @@ Kind = Literal["parquet", "jsonl"]
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every script has."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    made.add_argument("--quick", action="store_true", help="tiny sizes: shows that the script runs, measures nothing")
-    made.add_argument("--repeats", type=int, help="rounds; every round measures each contender once")
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes: shows that the script runs, measures nothing",
+    )
+    made.add_argument(
+        "--repeats", type=int, help="rounds; every round measures each contender once"
+    )
     made.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
     return made
 

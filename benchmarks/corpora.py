@@ -77,7 +77,9 @@ class Corpus:
             with _made(folder) as temporary:
                 temporary.mkdir()
                 path = temporary / HOSTED
-                pq.write_table(pa.table(columns), path, row_group_size=documents, compression=compression)
+                pq.write_table(
+                    pa.table(columns), path, row_group_size=documents, compression=compression
+                )
         return folder
 
     def texts(self) -> Any:
@@ -102,7 +104,9 @@ def load_corpus(quick: bool = False) -> Corpus:
 
         table = pq.ParquetFile(full.parquet).read_row_group(0)
         with _made(path) as temporary:
-            pq.write_table(table, temporary, row_group_size=max(1, len(table) // 4), compression="zstd")
+            pq.write_table(
+                table, temporary, row_group_size=max(1, len(table) // 4), compression="zstd"
+            )
     return Corpus(f"{full.name}, first row group", folder, path, full.tokenizer)
 
 
@@ -206,7 +210,9 @@ def text_ranges(path: Path) -> list[tuple[int, int]]:
     ranges = []
     for i in range(footer.num_row_groups):
         group = footer.row_group(i)
-        text = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "text")
+        text = next(
+            c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "text"
+        )
         start = text.data_page_offset
         if text.has_dictionary_page and text.dictionary_page_offset:
             start = min(start, text.dictionary_page_offset)

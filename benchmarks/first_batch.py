@@ -149,7 +149,11 @@ class Starts:
 
     def __init__(self, endpoint: str, folder: Path) -> None:
         self._folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PENSTOCK_", "USE_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "PENSTOCK_", "USE_"))
+        }
         self._environment = kept | {
             "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0",
         }  # fmt: skip
@@ -159,7 +163,11 @@ class Starts:
         """One child. It runs in an empty folder, so that it finds nothing to import there."""
         with tempfile.TemporaryDirectory(dir=self._folder) as fresh:
             kept = str(case.kept or fresh)
-            environment = self._environment | {"PENSTOCK_CACHE": kept, "HF_HOME": kept} | dict(case.environment)
+            environment = (
+                self._environment
+                | {"PENSTOCK_CACHE": kept, "HF_HOME": kept}
+                | dict(case.environment)
+            )
             begun = time.monotonic()
             process = subprocess.run(
                 [sys.executable, "-c", FRAME.format(body=case.code)],
@@ -179,7 +187,9 @@ class Starts:
 class Cases:
     """Every kind of start, prepared."""
 
-    def __init__(self, starts: Starts, folder: Path, file: Path, tokenizer: Path, commit: str) -> None:
+    def __init__(
+        self, starts: Starts, folder: Path, file: Path, tokenizer: Path, commit: str
+    ) -> None:
         self._starts = starts
         self._folder = folder
         self._file = str(file)
@@ -189,34 +199,48 @@ class Cases:
     def prepare(self) -> dict[str, Case]:
         """All of them. What earlier runs leave behind is left behind here; so everything is compiled, too."""
         branch, pinned = f"hf://datasets/{REPOSITORY}", f"hf://datasets/{REPOSITORY}@{self._commit}"
-        best: dict[str, Any] = {"data_files": "data/*.parquet", "revision": self._commit, "columns": ["text"]}
+        best: dict[str, Any] = {
+            "data_files": "data/*.parquet",
+            "revision": self._commit,
+            "columns": ["text"],
+        }
         no_torch = {"USE_TORCH": "0"}
         return {
             "Penstock, on disk": self._kept("disk", self._penstock(self._file)),
             "Penstock, cold": Case(self._penstock(branch)),
             "Penstock, manifest": self._kept("manifest", self._penstock(branch, cache=False)),
-            "Penstock, manifest, pinned": self._kept("manifest-pinned", self._penstock(pinned, cache=False)),
+            "Penstock, manifest, pinned": self._kept(
+                "manifest-pinned", self._penstock(pinned, cache=False)
+            ),
             "Penstock, tokens, pinned": self._kept(
-                "tokens", self._penstock(pinned), self._penstock(pinned, more=FILL.format(chunks=FILL_CHUNKS))
+                "tokens",
+                self._penstock(pinned),
+                self._penstock(pinned, more=FILL.format(chunks=FILL_CHUNKS)),
             ),
             "datasets, cold": Case(self._datasets({})),
             "datasets, warm": self._kept("warm", self._datasets({})),
             "datasets at its best, cold": Case(self._datasets(best), environment=no_torch),
-            "datasets at its best, warm": self._kept("warm-best", self._datasets(best), environment=no_torch),
+            "datasets at its best, warm": self._kept(
+                "warm-best", self._datasets(best), environment=no_torch
+            ),
         }
 
     def in_order(self) -> int:
         """The checksum of the first batch if nothing is shuffled: that of `datasets` has to be the same."""
         return self._starts.run(Case(self._penstock(self._file, shuffle=False))).crc
 
-    def _kept(self, name: str, code: str, before: str = "", environment: Mapping[str, str] | None = None) -> Case:
+    def _kept(
+        self, name: str, code: str, before: str = "", environment: Mapping[str, str] | None = None
+    ) -> Case:
         kept = self._folder / name
         kept.mkdir()
         case = Case(code, kept, environment or {})
         self._starts.run(Case(before or code, kept, environment or {}))
         return case
 
-    def _penstock(self, url: str, *, cache: bool | str = "auto", shuffle: bool = True, more: str = "") -> str:
+    def _penstock(
+        self, url: str, *, cache: bool | str = "auto", shuffle: bool = True, more: str = ""
+    ) -> str:
         return PENSTOCK.format(
             url=url, tokenizer=self._tokenizer, seq_len=SEQ_LEN, cache=cache, batch_size=BATCH_SIZE, shuffle=shuffle,
             more=more,
@@ -269,7 +293,9 @@ def after_the_text(run: Run, file_bytes: int, latency_s: float, bytes_per_s: flo
     """Seconds from when the first text was here, by arithmetic, to the first batch; None if none was asked for."""
     for request in run.asked():
         if purpose(request, file_bytes) == "text asked for":
-            return run.first_batch - float(request["at"] + latency_s + request["sent"] / bytes_per_s)
+            return run.first_batch - float(
+                request["at"] + latency_s + request["sent"] / bytes_per_s
+            )
     return None
 
 
@@ -279,7 +305,13 @@ def print_timeline(name: str, run: Run, file_bytes: int) -> None:
     lines = [(at, part, "") for part, at in run.marks if at <= run.first_batch]
     for request in run.asked():
         details = f"{request['method']} {request['status']}, {show(request['sent'])} bytes, "
-        lines.append((request["at"], purpose(request, file_bytes), details + f"connection {request['connection']}"))
+        lines.append(
+            (
+                request["at"],
+                purpose(request, file_bytes),
+                details + f"connection {request['connection']}",
+            )
+        )
     before = 0.0
     for at, what, details in sorted(lines, key=lambda line: line[0]):
         print(f"  {at:7.3f}  +{at - before:5.3f}  {what:32}  {details}".rstrip())
@@ -294,8 +326,12 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--files", type=int, help="in the dataset (2400)")
     options.add_argument("--latency-ms", type=float, default=50.0, help="before each answer")
-    options.add_argument("--connect-latency-ms", type=float, default=0.0, help="once more on a new connection")
-    options.add_argument("--bandwidth-mb", type=float, default=100.0, help="MB/s of all connections together")
+    options.add_argument(
+        "--connect-latency-ms", type=float, default=0.0, help="once more on a new connection"
+    )
+    options.add_argument(
+        "--bandwidth-mb", type=float, default=100.0, help="MB/s of all connections together"
+    )
     options.add_argument("--documents", type=int, default=DOCUMENTS, help="in a row group")
     args = options.parse_args()
     repeats = args.repeats or (1 if args.quick else 5)
@@ -330,10 +366,13 @@ def main() -> None:
     for name, case in cases.items():
         for run in case.runs:
             run.requests = [
-                request | {"at": request["time"] - run.begun} for request in hub.between(run.begun, run.ended)
+                request | {"at": request["time"] - run.begun}
+                for request in hub.between(run.begun, run.ended)
             ]
             if name.startswith("datasets") and run.crc != crc:
-                raise RuntimeError(f"{name}: its first batch has other ids than Penstock's in order: not the same work")
+                raise RuntimeError(
+                    f"{name}: its first batch has other ids than Penstock's in order: not the same work"
+                )
     compare(report, seconds)
     for name, case in cases.items():
         account(report, name, case.runs, file_bytes, args.latency_ms / 1e3, args.bandwidth_mb * MB)
@@ -344,7 +383,9 @@ def main() -> None:
     asked = [request for run in cases["Penstock, tokens, pinned"].runs for request in run.requests]
     if asked:
         what = ", ".join(sorted({purpose(request, file_bytes) for request in asked}))
-        raise RuntimeError(f"with the tokens at hand {len(asked)} requests were made, and none is needed: {what}")
+        raise RuntimeError(
+            f"with the tokens at hand {len(asked)} requests were made, and none is needed: {what}"
+        )
 
 
 def compare(report: Report, seconds: Mapping[str, list[float]]) -> None:
@@ -352,7 +393,11 @@ def compare(report: Report, seconds: Mapping[str, list[float]]) -> None:
     for name, values in seconds.items():
         warm = name == "Penstock, tokens, pinned"
         report.add(name, "first batch after", values, "s", Goal("<=", 0.8) if warm else None)
-    pairs = [("Penstock, cold", "cold"), ("Penstock, manifest", "warm"), ("Penstock, tokens, pinned", "warm")]
+    pairs = [
+        ("Penstock, cold", "cold"),
+        ("Penstock, manifest", "warm"),
+        ("Penstock, tokens, pinned", "warm"),
+    ]
     for name, state in pairs:
         for peer in ("datasets", "datasets at its best"):
             goal = Goal("<=", 0.2) if state == "cold" and peer == "datasets at its best" else None
@@ -361,7 +406,12 @@ def compare(report: Report, seconds: Mapping[str, list[float]]) -> None:
 
 
 def account(
-    report: Report, name: str, runs: Sequence[Run], file_bytes: int, latency_s: float, bytes_per_s: float
+    report: Report,
+    name: str,
+    runs: Sequence[Run],
+    file_bytes: int,
+    latency_s: float,
+    bytes_per_s: float,
 ) -> None:
     """The ledger of a case: what was asked for, and when what happened."""
     report.add(name, "process gone after", [run.ended - run.begun for run in runs], "s")
@@ -373,7 +423,9 @@ def account(
         in_a_row(requests, latency_s, run.first_batch) for run, requests in zip(runs, asked, strict=True)
     ]  # fmt: skip
     report.add(name, "requests, in a row", chains, "")
-    report.add(name, "connections", [len({r["connection"] for r in requests}) for requests in asked], "")
+    report.add(
+        name, "connections", [len({r["connection"] for r in requests}) for requests in asked], ""
+    )
     report.add(name, "bytes", [sum(r["sent"] for r in requests) / MB for requests in asked], "MB")
     if name not in LEDGERS:
         return

@@ -79,30 +79,65 @@ class Trained:
 
 
 def trained(
-    *options: str, steps: int, kept: Path | None = None, environment: Mapping[str, str] | None = None
+    *options: str,
+    steps: int,
+    kept: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Trained:
     """Run it, in an empty folder of its own. `kept`: a cache that earlier runs have filled; else an empty one."""
-    named = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PENSTOCK_", "NSA_"))}
+    named = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "PENSTOCK_", "NSA_"))
+    }
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         fresh = Path(name)
         cache = str(kept or fresh / "cache")
-        places = {"PENSTOCK_CACHE": cache, "HF_HOME": cache, "TORCHINDUCTOR_CACHE_DIR": str(fresh / "inductor")}
-        command = [sys.executable, "-m", "penstock.cli.main", "train", "--out", "run", "--save-last", "0"]
-        command += ["--seq-len", str(SEQ_LEN), "--batch", str(BATCH), "--steps", str(steps), *options]
+        places = {
+            "PENSTOCK_CACHE": cache,
+            "HF_HOME": cache,
+            "TORCHINDUCTOR_CACHE_DIR": str(fresh / "inductor"),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.cli.main",
+            "train",
+            "--out",
+            "run",
+            "--save-last",
+            "0",
+        ]
+        command += [
+            "--seq-len",
+            str(SEQ_LEN),
+            "--batch",
+            str(BATCH),
+            "--steps",
+            str(steps),
+            *options,
+        ]
         begun = time.monotonic()
         process = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S, cwd=fresh,
             env=named | places | dict(environment or {}),
         )  # fmt: skip
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)}: ended with code {process.returncode}:\n{process.stdout[-4000:]}")
-        lines = [json.loads(line) for line in (fresh / "run" / "heartbeat_rank0.jsonl").read_text().splitlines()]
+            raise RuntimeError(
+                f"{' '.join(command)}: ended with code {process.returncode}:\n{process.stdout[-4000:]}"
+            )
+        lines = [
+            json.loads(line)
+            for line in (fresh / "run" / "heartbeat_rank0.jsonl").read_text().splitlines()
+        ]
     events: dict[str, dict[str, Any]] = {}
     for line in lines:
         events.setdefault(line["msg"], line)
     taken = [line for line in lines if line["msg"] == "progress"]
     if [line["step"] for line in taken] != list(range(1, steps + 1)):
-        raise RuntimeError(f"{' '.join(command)}: its heartbeat has {len(taken)} steps instead of {steps}")
+        raise RuntimeError(
+            f"{' '.join(command)}: its heartbeat has {len(taken)} steps instead of {steps}"
+        )
     if any(line.get("synthetic") for line in taken):
         raise RuntimeError(f"{' '.join(command)}: went on without its data")
     return Trained(begun, taken, events)
@@ -110,7 +145,9 @@ def trained(
 
 def same_work(case: str, runs: Mapping[str, Sequence[Trained]]) -> None:
     """All runs of a case have computed the same numbers."""
-    (known, first), *others = [(name, run.losses()) for name, several in runs.items() for run in several]
+    (known, first), *others = [
+        (name, run.losses()) for name, several in runs.items() for run in several
+    ]
     for name, losses in others:
         if losses != first:
             at = next(i for i, (a, b) in enumerate(zip(first, losses, strict=True), 1) if a != b)
@@ -125,9 +162,14 @@ def same_work(case: str, runs: Mapping[str, Sequence[Trained]]) -> None:
 
 def cases(endpoint: str, full: bool) -> dict[str, Callable[..., Trained]]:
     """Each takes further options of the trainer."""
-    far = functools.partial(trained, "--dataset", f"hf://datasets/{REPOSITORY}", environment={"HF_ENDPOINT": endpoint})
+    far = functools.partial(
+        trained, "--dataset", f"hf://datasets/{REPOSITORY}", environment={"HF_ENDPOINT": endpoint}
+    )
     disk = functools.partial(trained, "--dataset", "stdlib", kept=bench_folder("train-cache"))
-    made: dict[str, Callable[..., Trained]] = {"eager, data on disk": disk, "eager, data far away": far}
+    made: dict[str, Callable[..., Trained]] = {
+        "eager, data on disk": disk,
+        "eager, data far away": far,
+    }
     if full:
         made |= {
             "compiled, data on disk": functools.partial(disk, "--compile"),
@@ -147,16 +189,27 @@ def account(report: Report, case: str, runs: Mapping[str, Sequence[Trained]], af
         goal = GOAL if name == "prewarm" else None
         report.add(title, "first over steady", ratios(firsts, steadies), "x", goal)
         if name == "prewarm":
-            report.add(title, "the prewarm itself", [run.events["prewarm"]["seconds"] for run in several], "s")
-        report.add(title, "wait for the first batch", [run.steps[0]["dt_fetch_s"] for run in several], "s")
+            report.add(
+                title,
+                "the prewarm itself",
+                [run.events["prewarm"]["seconds"] for run in several],
+                "s",
+            )
+        report.add(
+            title, "wait for the first batch", [run.steps[0]["dt_fetch_s"] for run in several], "s"
+        )
         for step in (1, steps):
-            report.add(title, f"step {step} done after", [run.done_after(step) for run in several], "s")
+            report.add(
+                title, f"step {step} done after", [run.done_after(step) for run in several], "s"
+            )
     for step in (1, steps):
         saved = [
             plain.done_after(step) - warmed.done_after(step)
             for plain, warmed in zip(runs["plain"], runs["prewarm"], strict=True)
         ]
-        report.add(f"{case}, prewarm against plain", f"step {step} sooner by (below 0: later)", saved, "s")
+        report.add(
+            f"{case}, prewarm against plain", f"step {step} sooner by (below 0: later)", saved, "s"
+        )
 
 
 def main() -> None:
@@ -187,7 +240,9 @@ def main() -> None:
             seen[case] = {"plain": [], "prewarm": []}
             for name, given in (("plain", ()), ("prewarm", ("--prewarm",))):
                 contenders[f"{case}, {name}"] = measuring(run, given, steps, seen[case][name])
-        trained("--dataset", "stdlib", steps=1, kept=bench_folder("train-cache"))  # writes the text, compiles byte code
+        trained(
+            "--dataset", "stdlib", steps=1, kept=bench_folder("train-cache")
+        )  # writes the text, compiles byte code
         interleave(repeats, contenders)
     for case, runs in seen.items():
         same_work(case, runs)

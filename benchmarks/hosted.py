@@ -34,17 +34,30 @@ class Hub:
         self._log = Path(tempfile.mkdtemp(prefix="penstock-bench-")) / "requests.jsonl"
         self.requests: list[dict[str, Any]] = []
         """What it was asked for, in the order of arrival, with the fields that docs/testing.md names."""
-        command = [sys.executable, "-m", "penstock.testing", "hub", "--dir", str(folder), "--repo", REPOSITORY]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.testing",
+            "hub",
+            "--dir",
+            str(folder),
+            "--repo",
+            REPOSITORY,
+        ]
         command += ["--copies", str(copies), "--log", str(self._log), *options]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.endpoint = self._process.stdout.readline().strip()
         if not self.endpoint:
-            raise RuntimeError(f"the Hub ended with code {self._process.wait()}; see its error above")
+            raise RuntimeError(
+                f"the Hub ended with code {self._process.wait()}; see its error above"
+            )
 
     def commit(self) -> str:
         """What its branch stands for."""
-        with urllib.request.urlopen(f"{self.endpoint}/api/datasets/{REPOSITORY}/revision/main", timeout=30) as reply:
+        with urllib.request.urlopen(
+            f"{self.endpoint}/api/datasets/{REPOSITORY}/revision/main", timeout=30
+        ) as reply:
             return str(json.load(reply)["sha"])
 
     def cpu_s(self) -> float:
@@ -75,6 +88,9 @@ class Hub:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -98,13 +98,17 @@ class Flat:
                 seconds = timed(lambda: count(self._n))
                 self.cpu_s.setdefault(name, []).append(time.thread_time() - cpu)
                 self.core_s.setdefault(name, []).append(core_wait_s() - core)
-                self.per_s.setdefault(name, []).append((sum(g.rounds for g in gates) - done) / seconds)
+                self.per_s.setdefault(name, []).append(
+                    (sum(g.rounds for g in gates) - done) / seconds
+                )
             return seconds
 
         return measure
 
 
-def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: float, ahead: int) -> None:
+def flat_out(
+    report: Report, loaders: dict[int, Any], repeats: int, seconds: float, ahead: int
+) -> None:
     """`ahead`: batches taken before the count begins, so that the workers are at work and not the stock of chunks."""
     buffer = bytes(1 << 20)
     flat = Flat(calibrate(seconds))
@@ -112,8 +116,12 @@ def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: flo
     hashers = [Gate(lambda: hashlib.sha256(buffer)) for _ in range(max(WORKERS))]
     contenders = {"nothing": flat.against("nothing", [], 0)}
     for n in WORKERS:
-        contenders[f"{n} hashing thread(s)"] = flat.against(f"{n} hashing thread(s)", hashers[:n], 5)
-        contenders[f"loader, {n} worker(s)"] = flat.against(f"loader, {n} worker(s)", [takers[n]], ahead)
+        contenders[f"{n} hashing thread(s)"] = flat.against(
+            f"{n} hashing thread(s)", hashers[:n], 5
+        )
+        contenders[f"loader, {n} worker(s)"] = flat.against(
+            f"loader, {n} worker(s)", [takers[n]], ahead
+        )
     took = interleave(repeats, contenders)
     wait_until_quiet()
     for gate in (*takers.values(), *hashers):
@@ -126,7 +134,12 @@ def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: flo
         slower = [100 * (ratio - 1) for ratio in ratios(values, took["nothing"])]
         report.add(case, "slower by", slower, "%")
         cpu, core = flat.cpu_s[name], flat.core_s[name]
-        report.add(case, "waiting for a core", [100 * c / v for c, v in zip(core, values, strict=True)], "% of wall")
+        report.add(
+            case,
+            "waiting for a core",
+            [100 * c / v for c, v in zip(core, values, strict=True)],
+            "% of wall",
+        )
         gil = [100 * max(0.0, v - u - c) / v for v, u, c in zip(values, cpu, core, strict=True)]
         report.add(case, "waiting for the GIL", gil, "% of wall")
         if name.startswith("loader"):
@@ -134,7 +147,9 @@ def flat_out(report: Report, loaders: dict[int, Any], repeats: int, seconds: flo
             report.add(case, "the loader gives", tokens, "M tokens/s")
 
 
-def in_step(report: Report, loaders: dict[int, Any], repeats: int, steps: int, step_s: float) -> None:
+def in_step(
+    report: Report, loaders: dict[int, Any], repeats: int, steps: int, step_s: float
+) -> None:
     n = calibrate(step_s)
     made = [next(loaders[WORKERS[0]]) for _ in range(8)]
     sources: dict[str, Iterator[Any]] = {"a list of batches": itertools.cycle(made)}
@@ -175,13 +190,20 @@ def main() -> None:
     from penstock import AsyncDataLoader, TextDataset
 
     corpus = load_corpus(args.quick)
-    settings = {"corpus": corpus.name, "batch": [BATCH_SIZE, SEQ_LEN], "steps": steps, "repeats": repeats}
+    settings = {
+        "corpus": corpus.name,
+        "batch": [BATCH_SIZE, SEQ_LEN],
+        "steps": steps,
+        "repeats": repeats,
+    }
     report = Report("interference", args.quick, settings)
     with ExitStack() as stack:
         loaders = {}
         for n in WORKERS:
             data = TextDataset(corpus.copies(COPIES), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
-            loaders[n] = stack.enter_context(AsyncDataLoader(data, BATCH_SIZE, n_workers=n, output="numpy"))
+            loaders[n] = stack.enter_context(
+                AsyncDataLoader(data, BATCH_SIZE, n_workers=n, output="numpy")
+            )
             for _ in range(20 if args.quick else 500):
                 next(loaders[n])
         flat_out(report, loaders, repeats, 0.1 if args.quick else 1.0, 20 if args.quick else 600)

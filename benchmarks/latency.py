@@ -33,7 +33,10 @@ def step(source: Iterator[Any], steps: int) -> dict[str, Any]:
         next(source)
         waits.append(time.perf_counter_ns() - asked)
     wall = time.perf_counter_ns() - begun
-    return {"waits_us": [wait / 1e3 for wait in waits], "data_wait_percent": 100 * sum(waits) / wall}
+    return {
+        "waits_us": [wait / 1e3 for wait in waits],
+        "data_wait_percent": 100 * sum(waits) / wall,
+    }
 
 
 def contend(case: dict[str, Any], quick: bool) -> None:
@@ -64,7 +67,12 @@ def main() -> None:
     corpus = load_corpus(args.quick)
     corpus.copies(COPIES)
     outputs = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
-    settings = {"corpus": corpus.name, "batch": [BATCH_SIZE, SEQ_LEN], "steps": steps, "repeats": repeats}
+    settings = {
+        "corpus": corpus.name,
+        "batch": [BATCH_SIZE, SEQ_LEN],
+        "steps": steps,
+        "repeats": repeats,
+    }
     report = Report("latency", args.quick, settings | {"step_ms": 1e3 * STEP_S})
     cases: dict[str, dict[str, Any]] = {
         "a list of batches": {"what": "list", "shuffle": False, "output": "numpy", "steps": steps}
@@ -78,7 +86,10 @@ def main() -> None:
     }  # fmt: skip
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     with ExitStack() as stack:
-        processes = {n: stack.enter_context(Contender(__file__, case, args.quick)) for n, case in cases.items()}
+        processes = {
+            n: stack.enter_context(Contender(__file__, case, args.quick))
+            for n, case in cases.items()
+        }
 
         def asking(name: str) -> Callable[[], float]:
             def measure() -> float:

@@ -30,7 +30,9 @@ Chunk = Callable[[], Any]
 class Limit:
     """Decode and gigatoken alone, on N threads."""
 
-    def __init__(self, corpus: Corpus, kind: Kind, workers: int, copies: int, passes: int, warm: bool) -> None:
+    def __init__(
+        self, corpus: Corpus, kind: Kind, workers: int, copies: int, passes: int, warm: bool
+    ) -> None:
         import awkward
         import gigatoken
         import pyarrow.compute  # noqa: F401 (else the first cast imports it, within the clock)
@@ -43,7 +45,11 @@ class Limit:
         files = sorted(folder.iterdir())
         # For each thread the same list of chunks, read through files of its own.
         self._chunks: list[list[Chunk]] = [
-            [chunk for file in files for chunk in (_row_groups(file) if kind == "parquet" else _blocks(file))]
+            [
+                chunk
+                for file in files
+                for chunk in (_row_groups(file) if kind == "parquet" else _blocks(file))
+            ]
             for _ in range(workers)
         ]
         self._instances: list[Any] = [load() for _ in range(workers)]
@@ -101,7 +107,11 @@ def _row_groups(path: Path) -> Iterator[Chunk]:
     file = pq.ParquetFile(path, memory_map=True)
 
     def read(i: int) -> Any:
-        return file.read_row_group(i, columns=["text"], use_threads=False).column("text").cast(pa.large_string())
+        return (
+            file.read_row_group(i, columns=["text"], use_threads=False)
+            .column("text")
+            .cast(pa.large_string())
+        )
 
     return (partial(read, i) for i in range(file.num_row_groups))
 
@@ -112,7 +122,9 @@ def _blocks(path: Path) -> Iterator[Chunk]:
 
     file = open(path, "rb")  # noqa: SIM115 (open as long as the process)
     fd = file.fileno()
-    parse = pj.ParseOptions(explicit_schema=pa.schema([("text", pa.string())]), unexpected_field_behavior="ignore")
+    parse = pj.ParseOptions(
+        explicit_schema=pa.schema([("text", pa.string())]), unexpected_field_behavior="ignore"
+    )
 
     def read(lo: int, hi: int, held: Any = file) -> Any:
         block = os.pread(fd, hi - lo, lo)

@@ -55,13 +55,21 @@ COMPUTE, NO_COMPUTE = "a matmul of 5 ms", "no compute"
 
 
 @contextmanager
-def penstock(data: Any, batch_size: int, workers: int, kind: str = "thread", prefetch: int = 8) -> Iterator[Any]:
+def penstock(
+    data: Any, batch_size: int, workers: int, kind: str = "thread", prefetch: int = 8
+) -> Iterator[Any]:
     """Batches of an endless stream."""
     from penstock import AsyncDataLoader
 
     given: Any = kind
     loader = AsyncDataLoader(
-        data, batch_size, shuffle=True, n_workers=workers, workers=given, prefetch_size=prefetch, output="torch"
+        data,
+        batch_size,
+        shuffle=True,
+        n_workers=workers,
+        workers=given,
+        prefetch_size=prefetch,
+        output="torch",
     )
     with loader:
         yield iter(loader)
@@ -73,8 +81,12 @@ def dataloader(data: Any, batch_size: int, workers: int, persistent: bool = Fals
     from torch.utils.data import DataLoader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
-        loader: Any = DataLoader(data, batch_size, shuffle=True, num_workers=workers, persistent_workers=persistent)
+        warnings.filterwarnings(
+            "ignore", "This DataLoader will create"
+        )  # more workers than cores: they mostly wait
+        loader: Any = DataLoader(
+            data, batch_size, shuffle=True, num_workers=workers, persistent_workers=persistent
+        )
         # Its workers end with its iterator, once the caller lets go of what it was given.
         yield itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -99,14 +111,19 @@ class FlatOut:
             "processes": lambda: penstock(data, FLAT_BATCH, workers, "process"),
             "DataLoader": lambda: dataloader(data, FLAT_BATCH, workers),
         }
-        rates = interleave(self._repeats, {name: self._rating(made, workers, turns) for name, made in opens.items()})
+        rates = interleave(
+            self._repeats,
+            {name: self._rating(made, workers, turns) for name, made in opens.items()},
+        )
         case = f"flat out, a sample {kind} {ms:g} ms, {workers} workers"
         for name, values in rates.items():
             self._report.add(case, name, values, "samples/s")
         for name in ("threads", "processes"):
             # Threads cannot share work that holds the GIL; that is what processes are for.
             goal = None if kind == "works" and name == "threads" else FLAT_GOAL
-            self._report.add(case, f"{name} over DataLoader", ratios(rates[name], rates["DataLoader"]), "x", goal)
+            self._report.add(
+                case, f"{name} over DataLoader", ratios(rates[name], rates["DataLoader"]), "x", goal
+            )
 
     @staticmethod
     def _rating(opens: Callable[[], Any], workers: int, turns: int) -> Callable[[], float]:
@@ -129,7 +146,9 @@ class FlatOut:
             "threads": lambda: penstock(data, FLAT_BATCH, workers),
             "processes": lambda: penstock(data, FLAT_BATCH, workers, "process"),
             "DataLoader, default": lambda: dataloader(data, FLAT_BATCH, workers),
-            "DataLoader, persistent workers": lambda: dataloader(data, FLAT_BATCH, workers, persistent=True),
+            "DataLoader, persistent workers": lambda: dataloader(
+                data, FLAT_BATCH, workers, persistent=True
+            ),
         }
 
         def costing(made: Callable[[], Any]) -> Callable[[], float]:
@@ -145,8 +164,12 @@ class FlatOut:
 
             return measure
 
-        for name, values in interleave(self._repeats, {n: costing(made) for n, made in opens.items()}).items():
-            self._report.add(f"end of an epoch, a sample waits {ms:g} ms, {workers} workers", name, values, "ms")
+        for name, values in interleave(
+            self._repeats, {n: costing(made) for n, made in opens.items()}
+        ).items():
+            self._report.add(
+                f"end of an epoch, a sample waits {ms:g} ms, {workers} workers", name, values, "ms"
+            )
 
 
 # In step
@@ -179,7 +202,13 @@ class InStep:
             return measure
 
         rates = interleave(self._repeats, {which: stepping(which) for which in seen})
-        self._show(f"{name}, load {share:g} of compute, {kind}", kinds, rates, seen, name.startswith("slow"))
+        self._show(
+            f"{name}, load {share:g} of compute, {kind}",
+            kinds,
+            rates,
+            seen,
+            name.startswith("slow"),
+        )
 
     def _show(
         self,
@@ -199,14 +228,30 @@ class InStep:
             goals = which == "processes" or len(kinds) == 1
             gain = [100 * (r - 1) for r in ratios(rates[which], rates["sync"])]
             add(case, f"{which}, improvement", gain, "%")
-            add(case, f"{which}, achieved of ideal", ratios(rates[which], ideals), "x", IDEAL_GOAL if goals else None)
+            add(
+                case,
+                f"{which}, achieved of ideal",
+                ratios(rates[which], ideals),
+                "x",
+                IDEAL_GOAL if goals else None,
+            )
         for which, rounds in seen.items():
             # Of the accelerator's own time: a loop that comes back late because of the GIL has it idle too.
             used = [100 * own["compute"] / s["wall"] for own, s in zip(sync, rounds, strict=True)]
             add(case, f"{which}, utilisation", used, "%")
         for which, rounds in seen.items():
-            goal = WAIT_GOAL if waiting and which != "sync" and (which == "processes" or len(kinds) == 1) else None
-            add(case, f"{which}, data wait", [100 * s["load"] / s["wall"] for s in rounds], "%", goal)
+            goal = (
+                WAIT_GOAL
+                if waiting and which != "sync" and (which == "processes" or len(kinds) == 1)
+                else None
+            )
+            add(
+                case,
+                f"{which}, data wait",
+                [100 * s["load"] / s["wall"] for s in rounds],
+                "%",
+                goal,
+            )
 
 
 def step(batches: Iterator[Any], steps: int, compute: float) -> dict[str, float]:
@@ -303,13 +348,18 @@ def null_case(report: Report, quick: bool, repeats: int, seconds: float, rows: i
     size = matmul_size(0.005)
     for data in ("a list of rows", "an array of ids"):
         given = {"data": data, "matmul": size, "seconds": seconds, "rows": rows}
-        rates: dict[str, dict[str, list[float]]] = {t: {n: [] for n in contenders} for t in (COMPUTE, NO_COMPUTE)}
+        rates: dict[str, dict[str, list[float]]] = {
+            t: {n: [] for n in contenders} for t in (COMPUTE, NO_COMPUTE)
+        }
         with ExitStack() as stack:
             processes = {
-                name: stack.enter_context(Contender(__file__, case | given, quick)) for name, case in contenders.items()
+                name: stack.enter_context(Contender(__file__, case | given, quick))
+                for name, case in contenders.items()
             }
 
-            def asking(name: str, process: Contender, into: dict[str, dict[str, list[float]]]) -> Callable[[], float]:
+            def asking(
+                name: str, process: Contender, into: dict[str, dict[str, list[float]]]
+            ) -> Callable[[], float]:
                 def measure() -> float:
                     answer = process.measure()
                     for title, rate in answer.items():
@@ -318,21 +368,32 @@ def null_case(report: Report, quick: bool, repeats: int, seconds: float, rows: i
 
                 return measure
 
-            interleave(repeats, {name: asking(name, process.ready(), rates) for name, process in processes.items()})
+            interleave(
+                repeats,
+                {name: asking(name, process.ready(), rates) for name, process in processes.items()},
+            )
         for title, of in rates.items():
             case = f"in memory, {data}, {title}"
             for name, values in of.items():
                 report.add(case, name, values, "steps/s", matmul=size)
             for name, under in itertools.product(list(of)[2:], list(of)[:2]):
-                report.add(case, f"{name} over {under}", ratios(of[name], of[under]), "x", NULL_GOAL)
+                report.add(
+                    case, f"{name} over {under}", ratios(of[name], of[under]), "x", NULL_GOAL
+                )
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--seconds", type=float, help="how long each is measured in a round, about")
-    options.add_argument("--only", nargs="+", choices=("flat", "step", "memory"), default=("flat", "step", "memory"))
+    options.add_argument(
+        "--seconds", type=float, help="how long each is measured in a round, about"
+    )
+    options.add_argument(
+        "--only", nargs="+", choices=("flat", "step", "memory"), default=("flat", "step", "memory")
+    )
     args = options.parse_args()
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # that the workers do not keep up is the point
+    logging.getLogger("penstock").setLevel(
+        logging.ERROR
+    )  # that the workers do not keep up is the point
     if args.contender is not None:
         contend(args.contender)
         return
@@ -356,7 +417,11 @@ def main() -> None:
         in_step.shape("slow load, batch 8", "works")
     if "memory" in args.only:
         null_case(
-            report, args.quick, repeats if args.quick else 2 * repeats, seconds / 2, 500 if args.quick else NULL_ROWS
+            report,
+            args.quick,
+            repeats if args.quick else 2 * repeats,
+            seconds / 2,
+            500 if args.quick else NULL_ROWS,
         )
     report.close()
 

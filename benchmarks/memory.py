@@ -44,7 +44,9 @@ def new_words(files: int, groups: int) -> Path:
         random = np.random.default_rng(i)
         size = DOC_BYTES * GROUP_DOCS
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with pq.ParquetWriter(temporary, pa.schema([("text", pa.large_string())]), compression="zstd") as writer:
+        with pq.ParquetWriter(
+            temporary, pa.schema([("text", pa.large_string())]), compression="zstd"
+        ) as writer:
             for _ in range(groups):
                 letters = random.integers(ord("a"), ord("z") + 1, size, np.uint8)
                 blanks = np.cumsum(random.integers(5, 14, size // 5))
@@ -52,7 +54,9 @@ def new_words(files: int, groups: int) -> Path:
                 offsets = np.arange(0, size + 1, DOC_BYTES, dtype=np.int64)
                 buffers = [None, pa.py_buffer(offsets), pa.py_buffer(letters)]
                 writer.write_table(
-                    pa.table({"text": pa.Array.from_buffers(pa.large_string(), GROUP_DOCS, buffers)}),
+                    pa.table(
+                        {"text": pa.Array.from_buffers(pa.large_string(), GROUP_DOCS, buffers)}
+                    ),
                     row_group_size=GROUP_DOCS,
                 )
         os.replace(temporary, path)
@@ -66,7 +70,11 @@ def contend(case: dict[str, Any], quick: bool) -> None:
     from penstock import AsyncDataLoader, TextDataset
 
     corpus = load_corpus(quick)
-    folder = corpus.copies(COPIES) if case["kind"] == "corpus" else new_words(case["files"], case["groups"])
+    folder = (
+        corpus.copies(COPIES)
+        if case["kind"] == "corpus"
+        else new_words(case["files"], case["groups"])
+    )
     data = TextDataset(folder, tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
     engine: Any = data.tokenizer.engine
 
@@ -80,14 +88,18 @@ def contend(case: dict[str, Any], quick: bool) -> None:
             while True:
                 now = process_memory()
                 at = time.monotonic() - begun
-                samples.append([at, now["anonymous"] / MB, now["rss"] / MB, pa.total_allocated_bytes() / MB])
+                samples.append(
+                    [at, now["anonymous"] / MB, now["rss"] / MB, pa.total_allocated_bytes() / MB]
+                )
                 if ended.wait(max(0.0, len(samples) - at)):
                     return
 
         sampler = threading.Thread(target=sample)
         sampler.start()
         try:
-            with AsyncDataLoader(data, BATCH_SIZE, shuffle=True, n_workers=case["workers"], output="numpy") as loader:
+            with AsyncDataLoader(
+                data, BATCH_SIZE, shuffle=True, n_workers=case["workers"], output="numpy"
+            ) as loader:
                 while time.monotonic() < begun + case["seconds"]:
                     next(loader)
                 ended.set()
@@ -109,7 +121,9 @@ def contend(case: dict[str, Any], quick: bool) -> None:
 
 def theil_sen(points: Sequence[tuple[float, float]]) -> float:
     """The median of the slopes between all pairs."""
-    return statistics.median((d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if c > a)
+    return statistics.median(
+        (d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if c > a
+    )
 
 
 def main() -> None:
@@ -126,7 +140,12 @@ def main() -> None:
     corpus.copies(COPIES)
     new_words(**size)
     words_mb = DOC_BYTES * GROUP_DOCS * size["files"] * size["groups"] // MB
-    settings = {"corpus": corpus.name, "seconds": seconds, "workers": args.workers, "new_words_mb": words_mb}
+    settings = {
+        "corpus": corpus.name,
+        "seconds": seconds,
+        "workers": args.workers,
+        "new_words_mb": words_mb,
+    }
     report = Report("memory", args.quick, settings)
     for kind in KINDS:
         case = {"kind": kind, "seconds": seconds, "workers": args.workers, **size}

@@ -48,7 +48,9 @@ class Turns:
                 if heartbeat is not None:
                     from penstock.feed.beat import Heartbeat
 
-                    tell = stack.enter_context(Heartbeat(heartbeat, observed=loader.telemetry)).progress
+                    tell = stack.enter_context(
+                        Heartbeat(heartbeat, observed=loader.telemetry)
+                    ).progress
                 cpu, begun = time.process_time(), time.perf_counter()
                 self._run(loader, tell)
                 wall = time.perf_counter() - begun
@@ -65,12 +67,24 @@ class Turns:
             if tell is not None:
                 tell(step, loss=loss)
 
-    def report(self, report: Report, case: str, name: str, wall_s: dict[str, list[float]], goal: Goal | None) -> None:
+    def report(
+        self,
+        report: Report,
+        case: str,
+        name: str,
+        wall_s: dict[str, list[float]],
+        goal: Goal | None,
+    ) -> None:
         """One contender against the one that measures nothing."""
-        for metric, seconds, bound in (("wall time", wall_s, goal), ("CPU time of the process", self.cpu_s, None)):
+        for metric, seconds, bound in (
+            ("wall time", wall_s, goal),
+            ("CPU time of the process", self.cpu_s, None),
+        ):
             more = [100 * (ratio - 1) for ratio in ratios(seconds[name], seconds["off"])]
             report.add(case, f"{metric}, added", more, "%", bound)
-        added = [1e6 * (a - b) / self._steps for a, b in zip(wall_s[name], wall_s["off"], strict=True)]
+        added = [
+            1e6 * (a - b) / self._steps for a, b in zip(wall_s[name], wall_s["off"], strict=True)
+        ]
         report.add(case, "added to a step", added, "us")
 
 
@@ -84,10 +98,14 @@ def make(corpus: Corpus, shape: tuple[int, int], telemetry: bool) -> Any:
 def flat_out(report: Report, corpus: Corpus, repeats: int, steps: int) -> None:
     turns = Turns(steps, 0)
     with ExitStack() as stack:
-        loaders = {name: stack.enter_context(make(corpus, SMALL, name == "on")) for name in ("off", "on")}
+        loaders = {
+            name: stack.enter_context(make(corpus, SMALL, name == "on")) for name in ("off", "on")
+        }
         for loader in loaders.values():
             turns._run(loader, None)
-        wall_s = interleave(repeats, {name: turns.of(name, loader) for name, loader in loaders.items()})
+        wall_s = interleave(
+            repeats, {name: turns.of(name, loader) for name, loader in loaders.items()}
+        )
     report.add("flat out", "a batch, not measured", [1e6 * s / steps for s in wall_s["off"]], "us")
     turns.report(report, "flat out", "on", wall_s, None)
     tokens = steps * SMALL[0] * SMALL[1]
@@ -100,11 +118,16 @@ def in_step(report: Report, corpus: Corpus, repeats: int, steps: int) -> None:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         names = ("off", "on", "heartbeat")
-        loaders = {n: stack.enter_context(make(corpus, (BATCH_SIZE, SEQ_LEN), n != "off")) for n in names}
+        loaders = {
+            n: stack.enter_context(make(corpus, (BATCH_SIZE, SEQ_LEN), n != "off")) for n in names
+        }
         for loader in loaders.values():
             for _ in range(min(steps, WARMUP_STEPS)):
                 next(loader)
-        wall_s = interleave(repeats, {n: turns.of(n, loaders[n], folder if n == "heartbeat" else None) for n in names})
+        wall_s = interleave(
+            repeats,
+            {n: turns.of(n, loaders[n], folder if n == "heartbeat" else None) for n in names},
+        )
     report.add("in step", "a step, not measured", [1e6 * s / steps for s in wall_s["off"]], "us")
     turns.report(report, "in step", "on", wall_s, GOAL)
     turns.report(report, "in step, with a heartbeat", "heartbeat", wall_s, None)
@@ -112,7 +135,9 @@ def in_step(report: Report, corpus: Corpus, repeats: int, steps: int) -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, help="steps of 5 ms a turn; flat out, a hundred times as many batches")
+    options.add_argument(
+        "--steps", type=int, help="steps of 5 ms a turn; flat out, a hundred times as many batches"
+    )
     args = options.parse_args()
     repeats = args.repeats or (2 if args.quick else 40)
     steps = args.steps or (10 if args.quick else 100)

@@ -46,7 +46,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def _busy_percent(seconds: float = 0.5) -> float:
@@ -93,7 +96,9 @@ class Goal:
     bound: float
 
     def met(self, value: float) -> bool:
-        return {"<=": value <= self.bound, "<": value < self.bound, ">=": value >= self.bound}[self.sense]
+        return {"<=": value <= self.bound, "<": value < self.bound, ">=": value >= self.bound}[
+            self.sense
+        ]
 
     def __str__(self) -> str:
         return f"{self.sense} {self.bound:g}"
@@ -114,15 +119,25 @@ class Report:
         self._begun = time.perf_counter()
         print(f"# {self.name}  {json.dumps(self.settings)}")
         print(
-            f"# {about['cores']} cores, {about['cpu']}, Python {about['python']}, commit {about['commit']}", flush=True
+            f"# {about['cores']} cores, {about['cpu']}, Python {about['python']}, commit {about['commit']}",
+            flush=True,
         )
         if self.quick:
             print("# quick: tiny sizes, the numbers mean nothing")
         elif about["others_busy_percent"] > 10:
-            print(f"# others keep the cores {about['others_busy_percent']} % busy: the numbers will be off", flush=True)
+            print(
+                f"# others keep the cores {about['others_busy_percent']} % busy: the numbers will be off",
+                flush=True,
+            )
 
     def add(
-        self, case: str, metric: str, values: float | Sequence[float], unit: str, goal: Goal | None = None, **more: Any
+        self,
+        case: str,
+        metric: str,
+        values: float | Sequence[float],
+        unit: str,
+        goal: Goal | None = None,
+        **more: Any,
     ) -> float:
         """Record one result; several values are repeats of one measurement. Gives their median."""
         listed = [float(v) for v in values] if isinstance(values, Sequence) else [float(values)]
@@ -137,7 +152,11 @@ class Report:
         self._write(line)
         spread = f"{show(min(listed))} to {show(max(listed))}" if len(listed) > 1 else ""
         reached = (
-            "" if goal is None else str(goal) if self.quick else f"{goal}  {'met' if goal.met(median) else 'MISSED'}"
+            ""
+            if goal is None
+            else str(goal)
+            if self.quick
+            else f"{goal}  {'met' if goal.met(median) else 'MISSED'}"
         )
         self._rows.append((case, metric, show(median), unit, spread, reached))
         return median
@@ -145,7 +164,9 @@ class Report:
     def note(self, case: str, words: Mapping[str, str], **more: Any) -> None:
         """Record what is no number."""
         line = {"bench": self.name, "case": case, "words": dict(words)}
-        self._write(line | more | {"settings": self.settings, "quick": self.quick, "machine": machine()})
+        self._write(
+            line | more | {"settings": self.settings, "quick": self.quick, "machine": machine()}
+        )
 
     def _write(self, line: Mapping[str, Any]) -> None:
         RESULTS.mkdir(exist_ok=True)
@@ -155,7 +176,10 @@ class Report:
     def close(self) -> None:
         """Print the table."""
         print(table(("case", "metric", "median", "unit", "min to max", "goal"), self._rows))
-        print(f"# {time.perf_counter() - self._begun:.0f} s; appended to {RESULTS / self.name}.jsonl\n", flush=True)
+        print(
+            f"# {time.perf_counter() - self._begun:.0f} s; appended to {RESULTS / self.name}.jsonl\n",
+            flush=True,
+        )
 
 
 def show(value: float) -> str:
@@ -163,7 +187,11 @@ def show(value: float) -> str:
     size = abs(value)
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}" if size >= 0.01 else f"{value:.2g}"
+    return (
+        f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}"
+        if size >= 0.01
+        else f"{value:.2g}"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -177,5 +205,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         if n > 1:
             cells[0], before = ("" if row[0] == before else row[0]), row[0]
         pairs = zip(head, cells, widths, strict=True)
-        lines.append("  ".join(c.rjust(w) if name in right else c.ljust(w) for name, c, w in pairs).rstrip())
+        lines.append(
+            "  ".join(c.rjust(w) if name in right else c.ljust(w) for name, c, w in pairs).rstrip()
+        )
     return "\n".join(lines)

@@ -46,7 +46,12 @@ DOCUMENTS = 500
 FAULTS = ("--fault-rate", "0.01", "--fault-kinds", "status,slow,reset,stall")
 FETCHED_GOAL = Goal("<=", 1.02)
 
-DOWNLOADER, IN_ORDER, SHUFFLED, FAULTY = "plain downloader", "in order", "shuffled", "in order, 1 % faults"
+DOWNLOADER, IN_ORDER, SHUFFLED, FAULTY = (
+    "plain downloader",
+    "in order",
+    "shuffled",
+    "in order, 1 % faults",
+)
 DISK_IN_ORDER, DISK_SHUFFLED = "local disk, in order", "local disk, shuffled"
 NEAREST = {IN_ORDER: DISK_IN_ORDER, SHUFFLED: DISK_SHUFFLED, FAULTY: DISK_IN_ORDER}
 """What reads from the Hub, and what does the same from disk."""
@@ -59,7 +64,9 @@ LINK_GOALS = {IN_ORDER: Goal(">=", 0.9), SHUFFLED: Goal(">=", 0.9), FAULTY: Goal
 class Loader:
     """Penstock: a new loader for each measurement, from one dataset."""
 
-    def __init__(self, url: str, tokenizer: str, shuffle: bool, fetches: int, documents: int) -> None:
+    def __init__(
+        self, url: str, tokenizer: str, shuffle: bool, fetches: int, documents: int
+    ) -> None:
         # Before anything is imported: where listings and footers are kept.
         self._kept = tempfile.mkdtemp(prefix="penstock-bench-")
         os.environ["PENSTOCK_CACHE"] = self._kept
@@ -68,7 +75,9 @@ class Loader:
         self._new = AsyncDataLoader
         self._shuffle = shuffle
         self._documents = documents
-        self._data = TextDataset(url, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=False, remote=Remote(fetches=fetches))
+        self._data = TextDataset(
+            url, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=False, remote=Remote(fetches=fetches)
+        )
         with self._loader() as loader:  # all imports are made, and the vocabulary is loaded
             next(loader)
 
@@ -87,8 +96,14 @@ class Loader:
             cpu = time.process_time() - cpu
             stats = loader.stats()
         if stats.documents != self._documents:
-            raise RuntimeError(f"{stats.documents} documents were read, there are {self._documents}")
-        counts = {"hedges": stats.hedges, "retry_wait_ms": stats.retry_wait_ms, "faults": stats.faults}
+            raise RuntimeError(
+                f"{stats.documents} documents were read, there are {self._documents}"
+            )
+        counts = {
+            "hedges": stats.hedges,
+            "retry_wait_ms": stats.retry_wait_ms,
+            "faults": stats.faults,
+        }
         return {"begun": begun, "ended": ended, "cpu": cpu, "counts": counts}
 
     def close(self) -> None:
@@ -101,7 +116,9 @@ class Downloader:
 
     def __init__(self, endpoint: str, file: str, files: int, fetches: int) -> None:
         self._endpoint = endpoint
-        self._ranges = [(name, *span) for name in hosted_names(files) for span in text_ranges(Path(file))]
+        self._ranges = [
+            (name, *span) for name in hosted_names(files) for span in text_ranges(Path(file))
+        ]
         self._fetches = fetches
         self._addresses: dict[str, Future[str]] = {}
         self._own = threading.local()
@@ -139,8 +156,12 @@ class Downloader:
         parts = urlsplit(url)
         if not hasattr(self._own, "open"):
             self._own.open = {}
-        connection = self._own.open.setdefault(parts.netloc, http.client.HTTPConnection(parts.netloc, timeout=60))
-        connection.request("GET", f"{parts.path}?{parts.query}" if parts.query else parts.path, headers=headers)
+        connection = self._own.open.setdefault(
+            parts.netloc, http.client.HTTPConnection(parts.netloc, timeout=60)
+        )
+        connection.request(
+            "GET", f"{parts.path}?{parts.query}" if parts.query else parts.path, headers=headers
+        )
         reply: http.client.HTTPResponse = connection.getresponse()
         if reply.status != status:
             raise RuntimeError(f"{parts.path}: {reply.status} instead of {status}")
@@ -157,7 +178,9 @@ def hosted_names(files: int) -> list[str]:
 
 def contend(case: dict[str, Any]) -> None:
     """Be one contender."""
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # that the workers do not keep up is the point
+    logging.getLogger("penstock").setLevel(
+        logging.ERROR
+    )  # that the workers do not keep up is the point
     what = case.pop("what")
     if "endpoint" in case:
         os.environ["HF_ENDPOINT"] = case["endpoint"]
@@ -195,11 +218,18 @@ class Bench:
         self._tokenizer = str(corpus.tokenizer) if args.tokenizer == "bpe" else args.tokenizer
 
     def run(self) -> None:
-        link = ["--latency-ms", str(self._args.latency_ms), "--bandwidth-mb", str(self._args.bandwidth_mb)]
+        link = [
+            "--latency-ms",
+            str(self._args.latency_ms),
+            "--bandwidth-mb",
+            str(self._args.bandwidth_mb),
+        ]
         answers: dict[str, list[dict[str, Any]]] = {}
         with ExitStack() as hubs:
             hub = hubs.enter_context(Hub(self._folder, self._files, *link))
-            faulty = hubs.enter_context(Hub(self._folder, self._files, *link, *FAULTS, "--seed", str(self._args.seed)))
+            faulty = hubs.enter_context(
+                Hub(self._folder, self._files, *link, *FAULTS, "--seed", str(self._args.seed))
+            )
             with ExitStack() as stack:
                 disk = stack.enter_context(tempfile.TemporaryDirectory())
                 cases = self._cases(hub.endpoint, faulty.endpoint, self._copies(Path(disk)))
@@ -211,7 +241,9 @@ class Bench:
                     process.ready()
                 answers = {name: [] for name in cases}
                 asking = {
-                    name: self._asking(processes[name], faulty if name == FAULTY else hub, answers[name])
+                    name: self._asking(
+                        processes[name], faulty if name == FAULTY else hub, answers[name]
+                    )
                     for name in cases
                 }
                 rates = interleave(self._repeats, asking)
@@ -243,7 +275,9 @@ class Bench:
             DISK_SHUFFLED: loader | {"url": disk, "shuffle": True},
         }  # fmt: skip
 
-    def _asking(self, process: Contender, hub: Hub, into: list[dict[str, Any]]) -> Callable[[], float]:
+    def _asking(
+        self, process: Contender, hub: Hub, into: list[dict[str, Any]]
+    ) -> Callable[[], float]:
         def measure() -> float:
             before = hub.cpu_s()
             answer = process.measure()
@@ -254,7 +288,11 @@ class Bench:
         return measure
 
     def _compare(
-        self, rates: dict[str, list[float]], answers: dict[str, list[dict[str, Any]]], hub: Hub, faulty: Hub
+        self,
+        rates: dict[str, list[float]],
+        answers: dict[str, list[dict[str, Any]]],
+        hub: Hub,
+        faulty: Hub,
     ) -> None:
         link = float(self._args.bandwidth_mb)
         add = self._report.add
@@ -269,7 +307,10 @@ class Bench:
             if name in NEAREST:
                 add(case, "of the plain downloader", ratios(values, rates[DOWNLOADER]), "x")
                 add(case, "of the local disk", ratios(values, rates[NEAREST[name]]), "x")
-                lowest = [min(link, a, b) for a, b in zip(rates[DOWNLOADER], rates[NEAREST[name]], strict=True)]
+                lowest = [
+                    min(link, a, b)
+                    for a, b in zip(rates[DOWNLOADER], rates[NEAREST[name]], strict=True)
+                ]
                 add(case, "of the nearest limit", ratios(values, lowest), "x")
             self._account(case, name, answers[name], faulty if name == FAULTY else hub)
 
@@ -280,7 +321,9 @@ class Bench:
         goal = FETCHED_GOAL if name in (IN_ORDER, SHUFFLED) else None
         of_column = [total / self._column_bytes for total in sent]
         counts = [answer["counts"] for answer in answers]
-        self._report.add(case, "bytes fetched of the text column's", of_column, "x", goal, counts=counts)
+        self._report.add(
+            case, "bytes fetched of the text column's", of_column, "x", goal, counts=counts
+        )
         self._report.add(case, "requests", [len(requests) for requests in each], "")
         if name == FAULTY:
             struck = [sum(bool(r["fault"]) for r in requests) for requests in each]
@@ -293,12 +336,23 @@ class Bench:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--mb", type=float, help="of the text column, in each measurement (400)")
-    options.add_argument("--compression", nargs="+", default=["none", "snappy"], help="of the files: none snappy zstd")
-    options.add_argument("--tokenizer", default="byte", help="byte, or bpe for the corpus's own vocabulary")
+    options.add_argument(
+        "--compression",
+        nargs="+",
+        default=["none", "snappy"],
+        help="of the files: none snappy zstd",
+    )
+    options.add_argument(
+        "--tokenizer", default="byte", help="byte, or bpe for the corpus's own vocabulary"
+    )
     options.add_argument("--latency-ms", type=float, default=50.0, help="before each answer")
-    options.add_argument("--bandwidth-mb", type=float, default=125.0, help="MB/s of all connections together")
+    options.add_argument(
+        "--bandwidth-mb", type=float, default=125.0, help="MB/s of all connections together"
+    )
     options.add_argument("--documents", type=int, default=DOCUMENTS, help="in a row group")
-    options.add_argument("--fetches", type=int, default=8, help="requests in flight, of loader and downloader")
+    options.add_argument(
+        "--fetches", type=int, default=8, help="requests in flight, of loader and downloader"
+    )
     options.add_argument("--seed", type=int, default=1, help="of the faults")
     args = options.parse_args()
     if args.contender is not None:

@@ -39,7 +39,13 @@ class Stream:
         from penstock import AsyncDataLoader
 
         return AsyncDataLoader(
-            self._data, BATCH_SIZE, shuffle=self._shuffle, seed=7, lanes=self._lanes, epochs=1, output="numpy"
+            self._data,
+            BATCH_SIZE,
+            shuffle=self._shuffle,
+            seed=7,
+            lanes=self._lanes,
+            epochs=1,
+            output="numpy",
         )
 
     def pass_over(self, most: int | None = None) -> None:
@@ -94,10 +100,14 @@ def main() -> None:
 
     corpus = load_corpus(args.quick)
     copies = 2 if args.quick else COPIES
-    report = Report("resume", args.quick, {"corpus": corpus.name, "files": copies, "repeats": repeats})
+    report = Report(
+        "resume", args.quick, {"corpus": corpus.name, "files": copies, "repeats": repeats}
+    )
     data = TextDataset(corpus.copies(copies), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
     for shuffle in (False, True):
-        time_resumes(report, Stream(data, shuffle, lanes=1), f"shuffle {'on' if shuffle else 'off'}", repeats)
+        time_resumes(
+            report, Stream(data, shuffle, lanes=1), f"shuffle {'on' if shuffle else 'off'}", repeats
+        )
     for lanes in LANES:
         weigh_states(report, Stream(data, True, lanes), lanes, 20 if args.quick else 500)
     report.close()
@@ -115,9 +125,22 @@ def time_resumes(report: Report, stream: Stream, case: str, repeats: int) -> Non
         stream.first_batch(after)
     times = interleave(repeats, {name: starting(after) for name, after in points.items()})
     for name, values in times.items():
-        report.add(case, f"first batch, {name}", values, "ms", batch=points[name], batches=len(stream.states))
+        report.add(
+            case,
+            f"first batch, {name}",
+            values,
+            "ms",
+            batch=points[name],
+            batches=len(stream.states),
+        )
         if name != "fresh":
-            report.add(case, f"of a fresh start, {name}", ratios(values, times["fresh"]), "x", Goal("<=", 1.3))
+            report.add(
+                case,
+                f"of a fresh start, {name}",
+                ratios(values, times["fresh"]),
+                "x",
+                Goal("<=", 1.3),
+            )
 
 
 def weigh_states(report: Report, stream: Stream, lanes: int, batches: int) -> None:
@@ -125,10 +148,14 @@ def weigh_states(report: Report, stream: Stream, lanes: int, batches: int) -> No
     stream.pass_over(batches)
     sizes = [len(json.dumps(state)) for state in stream.states]
     report.add(case, "size", sizes, "bytes")
-    report.add(case, "size for each lane", [size / lanes for size in sizes], "bytes", Goal("<=", 1000))
+    report.add(
+        case, "size for each lane", [size / lanes for size in sizes], "bytes", Goal("<=", 1000)
+    )
     at_rest = stream.take_at_rest(-(-batches // CALLS))
     for when, times in (("at rest", at_rest), ("loader flat out", stream.taking_us)):
-        report.add(case, f"state_dict(), {when}", times, "us", Goal("<=", 50), p99=percentile(times, 0.99))
+        report.add(
+            case, f"state_dict(), {when}", times, "us", Goal("<=", 50), p99=percentile(times, 0.99)
+        )
         report.add(case, f"state_dict(), {when}, p99", percentile(times, 0.99), "us")
 
 

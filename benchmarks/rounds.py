@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 
-def interleave(repeats: int, contenders: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+def interleave(
+    repeats: int, contenders: Mapping[str, Callable[[], float]]
+) -> dict[str, list[float]]:
     """Measure each contender once a round, so that all see the same weather; each is first in its turn."""
     values: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -67,7 +69,9 @@ def wait_until_quiet(deadline_s: float = 10.0) -> None:
     quiet = 0
     while quiet < 3:
         if time.monotonic() > end:
-            raise RuntimeError(f"a loader was still at work {deadline_s:.0f} s after nobody asked it any more")
+            raise RuntimeError(
+                f"a loader was still at work {deadline_s:.0f} s after nobody asked it any more"
+            )
         before = time.process_time()
         time.sleep(0.02)
         quiet = quiet + 1 if time.process_time() - before < 0.001 else 0
@@ -82,8 +86,16 @@ class Contender:
 
     def __init__(self, script: str, case: Mapping[str, Any], quick: bool) -> None:
         self._case = dict(case)
-        command = [sys.executable, script, "--contender", json.dumps(self._case), *(["--quick"] if quick else [])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            script,
+            "--contender",
+            json.dumps(self._case),
+            *(["--quick"] if quick else []),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ready(self) -> Self:
         """Wait until it is prepared."""
@@ -119,7 +131,10 @@ class Contender:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -16,8 +16,17 @@ SCRIPTS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that they run, measures nothing")
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help=", ".join(SCRIPTS))
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that they run, measures nothing"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SCRIPTS,
+        default=SCRIPTS,
+        metavar="NAME",
+        help=", ".join(SCRIPTS),
+    )
     args = parser.parse_args()
     here = Path(__file__).resolve().parent
     failed = []
@@ -26,7 +35,10 @@ def main() -> int:
         command = [sys.executable, str(here / f"{name}.py"), *(["--quick"] if args.quick else [])]
         if subprocess.run(command).returncode:
             failed.append(name)
-    print(f"# all in {time.monotonic() - begun:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"# all in {time.monotonic() - begun:.0f} s"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 1 if failed else 0
 
 

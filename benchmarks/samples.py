@@ -63,7 +63,9 @@ class SlowBatches(Slow):
         return [self._row for _ in indices]
 
 
-def slow(kind: Kind, seconds: float, rate: float, length: int = 1 << 20, batches: bool = False) -> Any:
+def slow(
+    kind: Kind, seconds: float, rate: float, length: int = 1 << 20, batches: bool = False
+) -> Any:
     """Samples of so many seconds each."""
     loops = max(1, round(seconds * rate)) if kind == "works" else 0
     return (SlowBatches if batches else Slow)(length, seconds, loops)

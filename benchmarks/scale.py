@@ -32,7 +32,18 @@ from common import MB, REPOSITORY, bench_folder, parser
 from corpora import Corpus, load_corpus
 from hosted import Hub
 from record import Goal, Report, show
-from scale_ranks import DEADLINE_S, GROUP_ROWS, HOSTS, OWN_LANES, PER_HOST, ROW_BYTES, WORLD, host_rank, list_only, rank
+from scale_ranks import (
+    DEADLINE_S,
+    GROUP_ROWS,
+    HOSTS,
+    OWN_LANES,
+    PER_HOST,
+    ROW_BYTES,
+    WORLD,
+    host_rank,
+    list_only,
+    rank,
+)
 
 HOST_FILES = 10_000
 HOST_DOCUMENTS = 500
@@ -61,7 +72,9 @@ AXES = {
     "documents": [Point(100_000, n, 4096) for n in (10, 100, 1_000, 10_000)],
     "ranks": [Point(100_000, 10_000, n) for n in (1, 64, 4096)],
     "ranks, fewer than 8 files for each": [Point(2_400, 10_000, n) for n in (64, 1024, 4096)],
-    "documents, fewer than 8 files for each rank": [Point(2_400, n, 1024) for n in (10_000, 100_000)],
+    "documents, fewer than 8 files for each rank": [
+        Point(2_400, n, 1024) for n in (10_000, 100_000)
+    ],
 }
 QUICK = {
     "files": [Point(n, 100, 8) for n in (100, 1_000)],
@@ -93,12 +106,20 @@ FLAT = {"list_s", "held", "plan_ms", "first_s", "resume_s", "state", "peak"}
 
 def run(kind: str, cases: Sequence[Mapping[str, Any]], endpoint: str) -> list[dict[str, Any]]:
     """Children side by side: what each of them told, and when they ran."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PENSTOCK_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "PENSTOCK_"))
+    }
     begun = time.monotonic()
     processes = []
     for case in cases:
         command = [sys.executable, __file__, "--contender", json.dumps({"kind": kind, **case})]
-        own = environment | {"HF_ENDPOINT": endpoint, "PENSTOCK_CACHE": case["cache"], "HF_HOME": case["cache"]}
+        own = environment | {
+            "HF_ENDPOINT": endpoint,
+            "PENSTOCK_CACHE": case["cache"],
+            "HF_HOME": case["cache"],
+        }
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own))
     told = [process.communicate(timeout=10 * DEADLINE_S)[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -115,7 +136,12 @@ def small_file(rows: int) -> Path:
 
         texts = [sha256(b"%d" % i).hexdigest()[:ROW_BYTES] for i in range(rows)]
         made = Path(tempfile.mkdtemp(dir=folder.parent))
-        pq.write_table(pa.table({"text": texts}), made / "text.parquet", row_group_size=GROUP_ROWS, compression="none")
+        pq.write_table(
+            pa.table({"text": texts}),
+            made / "text.parquet",
+            row_group_size=GROUP_ROWS,
+            compression="none",
+        )
         made.rename(folder)
     return folder
 
@@ -124,7 +150,13 @@ def asked(requests: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Requests and megabytes, by the Hub's three kinds of addresses."""
     found = dict.fromkeys(("api", "resolve", "cdn", "api MB", "cdn MB"), 0.0)
     for request in requests:
-        kind = "cdn" if request["port"] == "cdn" else "api" if request["path"].startswith("/api/") else "resolve"
+        kind = (
+            "cdn"
+            if request["port"] == "cdn"
+            else "api"
+            if request["path"].startswith("/api/")
+            else "resolve"
+        )
         found[kind] += 1
         found["api MB" if kind == "api" else "cdn MB"] += request["sent"] / 1e6
     return found
@@ -133,7 +165,9 @@ def asked(requests: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 # Sizes
 
 
-def measure_sizes(axes: Mapping[str, Sequence[Point]], repeats: int) -> dict[Point, dict[str, list[float]]]:
+def measure_sizes(
+    axes: Mapping[str, Sequence[Point]], repeats: int
+) -> dict[Point, dict[str, list[float]]]:
     """Each point once a repeat; points with the same files share a Hub and its kept listing."""
     points = list(dict.fromkeys(point for axis in axes.values() for point in axis))
     found: dict[Point, dict[str, list[float]]] = {point: {} for point in points}
@@ -153,7 +187,9 @@ def measure_sizes(axes: Mapping[str, Sequence[Point]], repeats: int) -> dict[Poi
                     told = run("rank", [case], hub.endpoint)[0]
                     windows.append((point, told.pop("window"), repeat == repeats))
                     # Tracing takes time and memory of its own, so the last repeat tells nothing else.
-                    names = {"held", "refs"} if repeat == repeats else set(COLUMNS) - {"held", "refs"}
+                    names = (
+                        {"held", "refs"} if repeat == repeats else set(COLUMNS) - {"held", "refs"}
+                    )
                     for name in names & told.keys():
                         if told[name] is not None:
                             found[point].setdefault(name, []).append(told[name])
@@ -167,11 +203,15 @@ def measure_sizes(axes: Mapping[str, Sequence[Point]], repeats: int) -> dict[Poi
     return found
 
 
-def report_sizes(report: Report, axes: Mapping[str, Sequence[Point]], found: Mapping[Point, Any]) -> None:
+def report_sizes(
+    report: Report, axes: Mapping[str, Sequence[Point]], found: Mapping[Point, Any]
+) -> None:
     """Every number once, and along each axis the ratios."""
     more = {"list requests": "", "list MB": "MB", "packed MB": "MB", "pack_s": "s"}
     for point, values in found.items():
-        for name, (label, unit) in (COLUMNS | {name: (name, unit) for name, unit in more.items()}).items():
+        for name, (label, unit) in (
+            COLUMNS | {name: (name, unit) for name, unit in more.items()}
+        ).items():
             if name in values:
                 report.add(str(point), label, values[name], unit)
     for axis, points in axes.items():
@@ -197,9 +237,16 @@ class Host(NamedTuple):
 
     def totals(self) -> list[float]:
         """Of all hosts: requests for listings, for addresses, and gigabytes of data."""
-        one = {name: statistics.median(counts[name] for counts in self.asked) for name in ("api", "resolve", "cdn MB")}
+        one = {
+            name: statistics.median(counts[name] for counts in self.asked)
+            for name in ("api", "resolve", "cdn MB")
+        }
         share = WORLD / self.ranks
-        return [one["api"] * (1 if self.shared else HOSTS), share * one["resolve"], share * one["cdn MB"] / 1e3]
+        return [
+            one["api"] * (1 if self.shared else HOSTS),
+            share * one["resolve"],
+            share * one["cdn MB"] / 1e3,
+        ]
 
 
 def measure_hosts(corpus: Corpus, files: int, per_host: int, quick: bool) -> list[Host]:
@@ -212,13 +259,19 @@ def measure_hosts(corpus: Corpus, files: int, per_host: int, quick: bool) -> lis
         pinned = f"hf://datasets/{REPOSITORY}@{hub.commit()}/data"
 
         def host(number: int, url: str, *caches: str, **more: Any) -> list[dict[str, Any]]:
-            own = [f"{place}/{cache}" for cache in caches] * (per_host // len(caches) if not more else 1)
+            own = [f"{place}/{cache}" for cache in caches] * (
+                per_host // len(caches) if not more else 1
+            )
             cases = [{"url": url, "tokenizer": tokenizer, "rank": number * PER_HOST + i, "cache": cache,
                       "still_s": still_s, **more} for i, cache in enumerate(own)]  # fmt: skip
             return run("host_rank", cases, hub.endpoint)
 
         begun.append(
-            ("cold, a branch name", per_host, [host(i, branch, f"host-{i}") for i in range(1 if quick else 2)])
+            (
+                "cold, a branch name",
+                per_host,
+                [host(i, branch, f"host-{i}") for i in range(1 if quick else 2)],
+            )
         )
         begun.append(("again, a branch name", per_host, [host(0, branch, "host-0")]))
         begun.append(("again, the commit", per_host, [host(0, pinned, "host-0")]))
@@ -227,7 +280,9 @@ def measure_hosts(corpus: Corpus, files: int, per_host: int, quick: bool) -> lis
         if importlib.util.find_spec("torch"):
             shared = host(0, branch, "shared-0", "shared-1", meet=f"{place}/meet", world=2)
             begun.append((SHARED, 2, [shared]))
-        begun.append(("staging of one rank, the commit", 1, [host(0, pinned, "staged", stage=STAGED_BYTES)]))
+        begun.append(
+            ("staging of one rank, the commit", 1, [host(0, pinned, "staged", stage=STAGED_BYTES)])
+        )
         begun.append(("one rank, staged, the commit", 1, [host(0, pinned, "staged", alone=True)]))
     done = []
     for name, ranks, runs in begun:
@@ -255,7 +310,13 @@ def report_hosts(report: Report, hosts: Sequence[Host]) -> None:
     for host in hosts:
         for what in host.asked[0]:
             values = [counts[what] for counts in host.asked]
-            report.add(f"first minute, {host.name}", what, values, units.get(what, "requests"), ranks=host.ranks)
+            report.add(
+                f"first minute, {host.name}",
+                what,
+                values,
+                units.get(what, "requests"),
+                ranks=host.ranks,
+            )
         for what, value in zip(("api", "resolve", "cdn GB"), host.totals(), strict=True):
             report.add(f"first minute, {host.name}", f"all {HOSTS} hosts: {what}", value, "")
 
@@ -263,7 +324,9 @@ def report_hosts(report: Report, hosts: Sequence[Host]) -> None:
 # For docs/scale.md
 
 
-def page(axes: Mapping[str, Sequence[Point]], sizes: Mapping[Point, Any], hosts: Sequence[Host]) -> None:
+def page(
+    axes: Mapping[str, Sequence[Point]], sizes: Mapping[Point, Any], hosts: Sequence[Host]
+) -> None:
     """The tables of the page, to be copied there."""
     for axis, points in axes.items():
         rows = []
@@ -273,14 +336,21 @@ def page(axes: Mapping[str, Sequence[Point]], sizes: Mapping[Point, Any], hosts:
                 rows.append([f"{label}, {unit}" if unit else label, *cells])
         markdown([axis, *(f"{p.files:,} × {p.rows:,}, {p.ranks:,}" for p in points)], rows)
     names = ("list requests", "list MB", "packed MB", "pack_s")
-    listed = [[f"{p.files:,}", *(show(sizes[p][name][0]) for name in names)] for p in axes.get("files", ())]
-    markdown(["files", "requests", "MB", "packed for other ranks, MB", "to pack and unpack, s"], listed)
+    listed = [
+        [f"{p.files:,}", *(show(sizes[p][name][0]) for name in names)]
+        for p in axes.get("files", ())
+    ]
+    markdown(
+        ["files", "requests", "MB", "packed for other ranks, MB", "to pack and unpack, s"], listed
+    )
     counted = ("api", "api MB", "resolve", "cdn", "cdn MB")
     lines = []
     for host in hosts:
         one = [statistics.median(counts[name] for counts in host.asked) for name in counted]
         lines.append([host.name, *map(show, [host.ranks, *one, *host.totals()])])
-    markdown(["how it begins", "ranks", *counted, f"{HOSTS} hosts: api", "resolve", "cdn GB"], lines)
+    markdown(
+        ["how it begins", "ranks", *counted, f"{HOSTS} hosts: api", "resolve", "cdn GB"], lines
+    )
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -302,7 +372,11 @@ def main() -> None:
     repeats = args.repeats or (1 if args.quick else 3)
     per_host = 2 if args.quick else PER_HOST
     corpus = load_corpus(args.quick)
-    report = Report("scale", args.quick, {"repeats": repeats, "corpus": corpus.name, "ranks of a host": per_host})
+    report = Report(
+        "scale",
+        args.quick,
+        {"repeats": repeats, "corpus": corpus.name, "ranks of a host": per_host},
+    )
     sizes = measure_sizes(axes, repeats)
     report_sizes(report, axes, sizes)
     hosts = [] if args.only == "sizes" else measure_hosts(corpus, HOST_FILES, per_host, args.quick)

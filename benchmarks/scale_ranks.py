@@ -48,7 +48,12 @@ WORLD = HOSTS * PER_HOST
 
 def rank(case: Mapping[str, Any]) -> dict[str, Any]:
     """One rank of a large run: list, plan, the first batch, a resume."""
-    for name in ("penstock.sources.far", "penstock.sources.files", "penstock.encode.tokenize", "penstock.loader"):
+    for name in (
+        "penstock.sources.far",
+        "penstock.sources.files",
+        "penstock.encode.tokenize",
+        "penstock.loader",
+    ):
         importlib.import_module(name)  # none of which is what is measured
     from penstock import AsyncDataLoader, Shard, TextDataset
     from penstock.order.plan import Plan
@@ -68,10 +73,14 @@ def rank(case: Mapping[str, Any]) -> dict[str, Any]:
         return Plan(files=data.files, lanes=ranks, shuffle=True, seed=seed)
 
     groups = plan().groups(number, 0)
-    told["plan_ms"] = 1e3 * statistics.median(timed(lambda: plan().groups(number, 0)) for _ in range(5))
+    told["plan_ms"] = 1e3 * statistics.median(
+        timed(lambda: plan().groups(number, 0)) for _ in range(5)
+    )
     own = range(number, ranks, max(1, ranks // OWN_LANES))
     dealt = plan()
-    told["lanes_ms"] = 1e3 * timed(lambda: [dealt.groups(lane, 0) for lane in own]) if len(own) > 1 else None
+    told["lanes_ms"] = (
+        1e3 * timed(lambda: [dealt.groups(lane, 0) for lane in own]) if len(own) > 1 else None
+    )
 
     def loader() -> AsyncDataLoader:
         return AsyncDataLoader(data, 1, True, seed, 1, 1, shard=Shard(ranks, number), lanes=ranks, output="numpy",
@@ -144,14 +153,28 @@ def host_rank(case: Mapping[str, Any]) -> dict[str, Any]:
             "gloo", init_method=f"file://{meet}", rank=case["rank"], world_size=case["world"]
         )
     begun = time.perf_counter()
-    data = TextDataset(case["url"], tokenizer=case["tokenizer"], seq_len=SEQ_LEN, share_listing=bool(meet))
+    data = TextDataset(
+        case["url"], tokenizer=case["tokenizer"], seq_len=SEQ_LEN, share_listing=bool(meet)
+    )
     loader = AsyncDataLoader(
-        data, BATCH_SIZE, True, 7, 1, shard=Shard(WORLD, case["rank"]), lanes=WORLD, output="numpy", report_docs=0
+        data,
+        BATCH_SIZE,
+        True,
+        7,
+        1,
+        shard=Shard(WORLD, case["rank"]),
+        lanes=WORLD,
+        output="numpy",
+        report_docs=0,
     )
     if case.get("stage"):
         done = stage(loader, case["stage"])
         told = {"chunks": done.chunks, "M tokens": done.bytes / data.tokenizer.dtype.itemsize / 1e6}
-        return {"first_s": time.perf_counter() - begun, "staged": told, "peak": process_memory()["peak"] / 1e6}
+        return {
+            "first_s": time.perf_counter() - begun,
+            "staged": told,
+            "peak": process_memory()["peak"] / 1e6,
+        }
     with loader:
         next(loader)
         first = time.perf_counter() - begun

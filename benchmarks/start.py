@@ -77,7 +77,9 @@ Marks = list[tuple[str, float]]
 def run(code: str, folder: str) -> Marks:
     """One child. It runs in an empty folder, so that it finds nothing to import there."""
     begun = time.monotonic_ns()
-    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=folder)
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=folder
+    )
     return [(part, (at - begun) / 1e9) for part, at in json.loads(process.stdout)]
 
 
@@ -111,7 +113,11 @@ def children(quick: bool) -> dict[str, str]:
 def main() -> None:
     args = parser(__doc__).parse_args()
     repeats = args.repeats or (1 if args.quick else 15)
-    report = Report("start", args.quick, {"corpus": load_corpus(args.quick).name, "files": COPIES, "repeats": repeats})
+    report = Report(
+        "start",
+        args.quick,
+        {"corpus": load_corpus(args.quick).name, "files": COPIES, "repeats": repeats},
+    )
     codes = children(args.quick)
     collected: dict[str, list[Marks]] = {name: [] for name in codes}
     with tempfile.TemporaryDirectory() as folder:

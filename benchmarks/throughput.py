@@ -44,15 +44,26 @@ class Loader:
     """Penstock: a new loader for each measurement, all from one dataset, whose engine keeps its instances."""
 
     def __init__(
-        self, corpus: Corpus, kind: Kind, workers: int, copies: int, passes: int, warm: bool, shuffle: bool
+        self,
+        corpus: Corpus,
+        kind: Kind,
+        workers: int,
+        copies: int,
+        passes: int,
+        warm: bool,
+        shuffle: bool,
     ) -> None:
         from penstock import AsyncDataLoader, TextDataset
 
         self._new = AsyncDataLoader
-        self.dataset = TextDataset(corpus.copies(copies, kind), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
+        self.dataset = TextDataset(
+            corpus.copies(copies, kind), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN
+        )
         self.engine: Any = self.dataset.tokenizer.engine
         if self.engine.name != "gigatoken":
-            raise RuntimeError(f"the loader would use {self.engine.name} for {corpus.tokenizer}: nothing to compare")
+            raise RuntimeError(
+                f"the loader would use {self.engine.name} for {corpus.tokenizer}: nothing to compare"
+            )
         self._workers, self._passes, self._shuffle = workers, passes, shuffle
         self._see(corpus.texts() if warm else one_word(), workers)
 
@@ -85,7 +96,12 @@ class Loader:
             stats = loader.stats()
         # The last id is nobody's input, and each document that is not empty ends with a separator.
         ids = stats.tokens - stats.padded_tokens + 1 - (stats.documents - stats.empty)
-        return {"seconds": seconds, "ids": ids, "process_cpu": cpu, "replaced": self.engine.replaced - replaced}
+        return {
+            "seconds": seconds,
+            "ids": ids,
+            "process_cpu": cpu,
+            "replaced": self.engine.replaced - replaced,
+        }
 
 
 class Ledger:
@@ -177,7 +193,10 @@ class Plain:
                 self._done += 1
                 while len(buffer) > wanted:
                     ids = np.array(buffer[: wanted + 1])
-                    yield ids[:-1].reshape(BATCH_SIZE, SEQ_LEN), ids[1:].reshape(BATCH_SIZE, SEQ_LEN)
+                    yield (
+                        ids[:-1].reshape(BATCH_SIZE, SEQ_LEN),
+                        ids[1:].reshape(BATCH_SIZE, SEQ_LEN),
+                    )
                     del buffer[:wanted]
             if self._done >= self._documents:
                 break
@@ -215,11 +234,16 @@ class Bench:
         """Limit, loader and plain loop side by side, everything warmed up."""
         setting = {"kind": kind, "workers": workers, "warm": True, **self._size}
         cases: dict[str, dict[str, Any]] = {"limit": {"what": "limit", **setting}}
-        cases |= {name: {"what": "loader", "shuffle": shuffle, **setting} for name, shuffle in EVERY.items()}
+        cases |= {
+            name: {"what": "loader", "shuffle": shuffle, **setting}
+            for name, shuffle in EVERY.items()
+        }
         if kind == "parquet":
             cases["plain"] = self._plain
         with ExitStack() as stack:
-            processes = {name: stack.enter_context(self._contender(case)) for name, case in cases.items()}
+            processes = {
+                name: stack.enter_context(self._contender(case)) for name, case in cases.items()
+            }
             for process in processes.values():
                 process.ready()
             answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
@@ -232,7 +256,10 @@ class Bench:
         """The first pass of a fresh process over text it has never seen."""
         setting = {"kind": kind, "workers": workers, "warm": False, "copies": 1, "passes": 1}
         cases: dict[str, dict[str, Any]] = {"limit": {"what": "limit", **setting}}
-        cases |= {name: {"what": "loader", "shuffle": shuffle, **setting} for name, shuffle in EVERY.items()}
+        cases |= {
+            name: {"what": "loader", "shuffle": shuffle, **setting}
+            for name, shuffle in EVERY.items()
+        }
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
 
         def fresh(name: str) -> Callable[[], float]:
@@ -252,11 +279,15 @@ class Bench:
         cases["ledger"] = {"what": "ledger", "shuffle": True, **setting}
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
         with ExitStack() as stack:
-            processes = {name: stack.enter_context(self._contender(case)) for name, case in cases.items()}
+            processes = {
+                name: stack.enter_context(self._contender(case)) for name, case in cases.items()
+            }
             for process in processes.values():
                 process.ready()
             rounds = min(3, self._repeats)
-            interleave(rounds, {name: self._asking(processes[name], answers[name]) for name in cases})
+            interleave(
+                rounds, {name: self._asking(processes[name], answers[name]) for name in cases}
+            )
         for name, title in (("limit", "limit"), ("ledger", "loader, shuffle on")):
             case = f"{kind}, {workers} worker(s), CPU of the {title}"
             for part in answers[name][0]["cpu"]:
@@ -297,12 +328,18 @@ class Bench:
                 )
             replaced = statistics.median(answer["replaced"] for answer in answers[name])
             shuffle = f"shuffle {name}"
-            self._report.add(case, f"loader, {shuffle}", rates[name], unit, instances_replaced_per_run=replaced)
+            self._report.add(
+                case, f"loader, {shuffle}", rates[name], unit, instances_replaced_per_run=replaced
+            )
             of_limit = ratios(rates[name], rates["limit"])
-            self._report.add(case, f"of the limit, {shuffle}", of_limit, "x", GOALS[kind] if goals else None)
+            self._report.add(
+                case, f"of the limit, {shuffle}", of_limit, "x", GOALS[kind] if goals else None
+            )
             if "plain" in rates:
                 times = ratios(rates[name], rates["plain"])
-                self._report.add(case, f"of the plain loop, {shuffle}", times, "x", PLAIN_GOAL if goals else None)
+                self._report.add(
+                    case, f"of the plain loop, {shuffle}", times, "x", PLAIN_GOAL if goals else None
+                )
 
 
 def main() -> None:
@@ -316,7 +353,12 @@ def main() -> None:
     repeats = args.repeats or (1 if args.quick else 7)
     documents = 20 if args.quick else 300
     corpus = load_corpus(args.quick)
-    settings = {"corpus": corpus.name, "batch": [BATCH_SIZE, SEQ_LEN], "repeats": repeats, "plain_documents": documents}
+    settings = {
+        "corpus": corpus.name,
+        "batch": [BATCH_SIZE, SEQ_LEN],
+        "repeats": repeats,
+        "plain_documents": documents,
+    }
     report = Report("throughput", args.quick, settings)
     bench = Bench(report, args.quick, repeats, documents)
     kinds: tuple[Kind, ...] = ("parquet", "jsonl")

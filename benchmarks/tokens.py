@@ -111,7 +111,9 @@ def dataloader(path: Path, workers: int) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     data: Any = Slices(path)
-    loader = DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        data, BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
     while True:
         yield from loader
 
@@ -128,7 +130,8 @@ def contend(case: dict[str, Any], quick: bool) -> None:
         else:
             source = dataloader(path, case["workers"])
         total = sum(
-            int(inputs.sum()) + int(targets.sum()) for inputs, targets in itertools.islice(source, case["batches"])
+            int(inputs.sum()) + int(targets.sum())
+            for inputs, targets in itertools.islice(source, case["batches"])
         )
 
         def measure() -> dict[str, Any]:
@@ -148,7 +151,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, help="how long each is measured in a round")
     args = options.parse_args()
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # that the workers do not keep up is the point
+    logging.getLogger("penstock").setLevel(
+        logging.ERROR
+    )  # that the workers do not keep up is the point
     if args.contender is not None:
         contend(args.contender, args.quick)
         return
@@ -156,7 +161,12 @@ def main() -> None:
     seconds = args.seconds or (0.05 if args.quick else 0.6)
     batches = 60 if args.quick else BATCHES
     size = make_file(batches).stat().st_size
-    settings = {"file_mb": round(size / MB, 1), "batch": [BATCH_SIZE, SEQ_LEN], "repeats": repeats, "seconds": seconds}
+    settings = {
+        "file_mb": round(size / MB, 1),
+        "batch": [BATCH_SIZE, SEQ_LEN],
+        "repeats": repeats,
+        "seconds": seconds,
+    }
     report = Report("tokens", args.quick, settings)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
     with ExitStack() as stack:
@@ -178,14 +188,23 @@ def main() -> None:
         rates = interleave(repeats, {name: asking(name) for name in CASES})
     sums = {name: answer[0]["sum"] for name, answer in answers.items()}
     if len(set(sums.values())) > 1:
-        raise RuntimeError(f"a pass has to give every row once, and the sums of the ids differ: {sums}")
+        raise RuntimeError(
+            f"a pass has to give every row once, and the sums of the ids differ: {sums}"
+        )
     compare(report, rates, answers)
     report.close()
 
 
-def compare(report: Report, rates: dict[str, list[float]], answers: dict[str, list[dict[str, Any]]]) -> None:
+def compare(
+    report: Report, rates: dict[str, list[float]], answers: dict[str, list[dict[str, Any]]]
+) -> None:
     """Rates, then what they are of the bare loop's and of the better DataLoader's, round by round."""
-    best = [max(pair) for pair in zip(*(v for name, v in rates.items() if name.startswith("DataLoader")), strict=True)]
+    best = [
+        max(pair)
+        for pair in zip(
+            *(v for name, v in rates.items() if name.startswith("DataLoader")), strict=True
+        )
+    ]
     for name, values in rates.items():
         report.add(name, "rate", values, "M tokens/s")
         if not name.startswith("DataLoader"):  # whose workers' time is not in it
@@ -193,9 +212,17 @@ def compare(report: Report, rates: dict[str, list[float]], answers: dict[str, li
             report.add(name, "CPU, all threads", cpu, "us/batch")
         if name.startswith("Penstock"):
             goals = CASES[name]["workers"] > 0
-            report.add(name, "of the bare loop", ratios(values, rates["bare loop"]), "x", BARE_GOAL if goals else None)
+            report.add(
+                name,
+                "of the bare loop",
+                ratios(values, rates["bare loop"]),
+                "x",
+                BARE_GOAL if goals else None,
+            )
             of_best = ratios(values, best)
-            report.add(name, "of the better DataLoader", of_best, "x", DATALOADER_GOAL if goals else None)
+            report.add(
+                name, "of the better DataLoader", of_best, "x", DATALOADER_GOAL if goals else None
+            )
 
 
 if __name__ == "__main__":

@@ -72,22 +72,33 @@ class Runs:
         self._after = min(10, steps // 2)
 
     def measure(self, corpus: Corpus) -> None:
-        disk = functools.partial(trained, "--dataset", str(corpus.parquet), kept=bench_folder("train-cache"))
+        disk = functools.partial(
+            trained, "--dataset", str(corpus.parquet), kept=bench_folder("train-cache")
+        )
         memory = functools.partial(trained, "--dataset", "synthetic")
         hosted = corpus.hosted("zstd", 1)
-        latency_ms = 1e3 * self._latency_s(corpus, disk("--set", "prefetch=false", steps=self._steps))
+        latency_ms = 1e3 * self._latency_s(
+            corpus, disk("--set", "prefetch=false", steps=self._steps)
+        )
         with Hub(hosted, FILES, "--latency-ms", f"{latency_ms:.1f}") as hub:
             address = f"hf://datasets/{REPOSITORY}"
-            far = functools.partial(trained, "--dataset", address, environment={"HF_ENDPOINT": hub.endpoint})
+            far = functools.partial(
+                trained, "--dataset", address, environment={"HF_ENDPOINT": hub.endpoint}
+            )
             cases: dict[str, Callable[..., Trained]] = {
                 f"runs, text on a Hub of {latency_ms:.0f} ms": far,
                 "runs, text on disk": disk,
                 "runs, made-up ids": memory,
             }
-            seen: dict[str, dict[str, list[Trained]]] = {case: {mode: [] for mode in MODES} for case in cases}
+            seen: dict[str, dict[str, list[Trained]]] = {
+                case: {mode: [] for mode in MODES} for case in cases
+            }
             contenders = {
                 f"{case}, {mode}": measuring(
-                    run, ("--set", f"prefetch={'true' if mode == 'async' else 'false'}"), self._steps, seen[case][mode]
+                    run,
+                    ("--set", f"prefetch={'true' if mode == 'async' else 'false'}"),
+                    self._steps,
+                    seen[case][mode],
                 )
                 for case, run in cases.items()
                 for mode in MODES
@@ -113,7 +124,9 @@ class Runs:
             waits[mode] = [self._wait(run) for run in several]
             add(case, f"{mode}, rate", rates[mode], "tokens/s")
         for mode in MODES:
-            add(case, f"{mode}, data wait", waits[mode], "%", WAIT_GOAL if mode == "async" else None)
+            add(
+                case, f"{mode}, data wait", waits[mode], "%", WAIT_GOAL if mode == "async" else None
+            )
         faster = ratios(rates["async"], rates["sync"])
         add(case, "async over sync", faster, "x", NULL_GOAL if null else None)
         ideal = [1 / (1 - wait / 100) for wait in waits["sync"]]
@@ -128,7 +141,11 @@ class Runs:
         return float(sum(line["tokens"] for line in run.steps[self._after :])) / self._wall(run)
 
     def _wait(self, run: Trained) -> float:
-        return 100 * float(sum(line["dt_fetch_s"] for line in run.steps[self._after :])) / self._wall(run)
+        return (
+            100
+            * float(sum(line["dt_fetch_s"] for line in run.steps[self._after :]))
+            / self._wall(run)
+        )
 
 
 # A loop with a stand-in for the accelerator, in a process of its own
@@ -138,9 +155,17 @@ def make(case: Mapping[str, Any]) -> Any:
     """A loader of text."""
     from penstock import AsyncDataLoader, TextDataset
 
-    data = TextDataset(case["urls"], tokenizer=case["tokenizer"], engine=case["engine"], seq_len=SEQ_LEN, cache=False)
+    data = TextDataset(
+        case["urls"],
+        tokenizer=case["tokenizer"],
+        engine=case["engine"],
+        seq_len=SEQ_LEN,
+        cache=False,
+    )
     workers: dict[str, Any] = {} if case["mode"] == "async" else {"n_workers": 0}
-    return AsyncDataLoader(data, case["batch"], shuffle=False, output="numpy", report_docs=0, **workers)
+    return AsyncDataLoader(
+        data, case["batch"], shuffle=False, output="numpy", report_docs=0, **workers
+    )
 
 
 def step(batches: Iterator[Any], steps: int, wait_s: float) -> dict[str, Any]:
@@ -204,7 +229,11 @@ def against(
     """The answers of each contender; with `fresh`, from a new process for each."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     with ExitStack() as stack:
-        opened = {} if fresh else {n: stack.enter_context(Contender(__file__, c, quick)) for n, c in cases.items()}
+        opened = (
+            {}
+            if fresh
+            else {n: stack.enter_context(Contender(__file__, c, quick)) for n, c in cases.items()}
+        )
 
         def asking(name: str) -> Callable[[], float]:
             def measure() -> float:
@@ -236,33 +265,56 @@ def accelerator(report: Report, corpus: Corpus, quick: bool, repeats: int, secon
         case = given | {"batch": batch, "before": 4}
         # Whole row groups, several of them: their tokens come all at once.
         some = max(4, 400 // batch) if quick else max(20, 4000 // batch)
-        flat = against(1 if quick else 3, quick, {"sync": case | {"mode": "sync", "steps": some, "wait_s": 0.0}})[
-            "sync"
-        ]
+        flat = against(
+            1 if quick else 3,
+            quick,
+            {"sync": case | {"mode": "sync", "steps": some, "wait_s": 0.0}},
+        )["sync"]
         load = statistics.median(each["wall"] for each in flat) / some
         wait_s = load * busy / (1 - busy)
         steps = max(some, round(seconds / (wait_s + load)))
         answers = against(
-            repeats, quick, {mode: case | {"mode": mode, "steps": steps, "wait_s": wait_s} for mode in MODES}
+            repeats,
+            quick,
+            {mode: case | {"mode": mode, "steps": steps, "wait_s": wait_s} for mode in MODES},
         )
         title = f"stand-in of {1e3 * wait_s:.0f} ms, batch {batch}"
-        rates = {mode: [each["tokens"] / each["wall"] for each in several] for mode, several in answers.items()}
+        rates = {
+            mode: [each["tokens"] / each["wall"] for each in several]
+            for mode, several in answers.items()
+        }
         for mode, several in answers.items():
             report.add(title, f"{mode}, rate", rates[mode], "tokens/s", steps=steps, load_s=load)
             used = [100 * wait_s * steps / each["wall"] for each in several]
             report.add(title, f"{mode}, utilisation", used, "%")
             waits = [100 * sum(each["fetches"]) / each["wall"] for each in several]
-            report.add(title, f"{mode}, data wait", waits, "%", WAIT_GOAL if mode == "async" else None)
+            report.add(
+                title, f"{mode}, data wait", waits, "%", WAIT_GOAL if mode == "async" else None
+            )
         gain = [100 * (ratio - 1) for ratio in ratios(rates["async"], rates["sync"])]
         report.add(title, "improvement", gain, "%", Goal(">=", GAINS[batch]))
         ideal = steps * max(wait_s, load / workers)
-        report.add(title, "achieved of ideal", [ideal / each["wall"] for each in answers["async"]], "x", IDEAL_GOAL)
+        report.add(
+            title,
+            "achieved of ideal",
+            [ideal / each["wall"] for each in answers["async"]],
+            "x",
+            IDEAL_GOAL,
+        )
 
 
-def steady(report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: int, steps: int) -> None:
+def steady(
+    report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: int, steps: int
+) -> None:
     """A fetch, over many steps."""
-    case = remote(corpus, endpoint) | {"before": 5 if quick else 50, "steps": steps, "wait_s": STEP_S}
-    for mode, several in against(repeats, quick, {mode: case | {"mode": mode} for mode in MODES}).items():
+    case = remote(corpus, endpoint) | {
+        "before": 5 if quick else 50,
+        "steps": steps,
+        "wait_s": STEP_S,
+    }
+    for mode, several in against(
+        repeats, quick, {mode: case | {"mode": mode} for mode in MODES}
+    ).items():
         for metric, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("longest", 1.0)):
             values = [1e3 * percentile(each["fetches"], share) for each in several]
             goal = P95_GOAL if (mode, metric) == ("async", "p95") else None
@@ -275,18 +327,29 @@ def warmup(report: Report, corpus: Corpus, endpoint: str, quick: bool, repeats: 
     """What a warmup costs and saves."""
     case = remote(corpus, endpoint) | {"mode": "async", "steps": FIRST_STEPS, "wait_s": STEP_S}
     answers = against(repeats, quick, {str(n): case | {"warmup": n} for n in WARMED}, fresh=True)
-    waited = {name: [1e3 * sum(each["fetches"]) for each in several] for name, several in answers.items()}
+    waited = {
+        name: [1e3 * sum(each["fetches"]) for each in several] for name, several in answers.items()
+    }
     for name, several in answers.items():
         title = f"warmup of {name}" if name != "0" else "no warmup"
         report.add(title, "first batch", [each["first"] for each in several], "s")
         if name != "0":
             cost = [each["warmup_ms"] for each in several]
-            report.add(title, "warmup costs", cost, "ms", WARMUP_GOAL, filled=[each["filled"] for each in several])
+            report.add(
+                title,
+                "warmup costs",
+                cost,
+                "ms",
+                WARMUP_GOAL,
+                filled=[each["filled"] for each in several],
+            )
         report.add(title, f"waited in the first {FIRST_STEPS} steps", waited[name], "ms")
         if name != "0":
             saved = [none - own for none, own in zip(waited["0"], waited[name], strict=True)]
             report.add(title, "warmup saves there", saved, "ms")
-        report.add(title, f"step {FIRST_STEPS} done after", [each["total"] for each in several], "s")
+        report.add(
+            title, f"step {FIRST_STEPS} done after", [each["total"] for each in several], "s"
+        )
 
 
 def remote(corpus: Corpus, endpoint: str) -> dict[str, Any]:
@@ -300,10 +363,18 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--steps", type=int, help="of a real run (60)")
-    options.add_argument("--seconds", type=float, help="of a turn with the stand-in, at least about (10)")
-    options.add_argument("--latency-ms", type=float, default=50.0, help="of the Hub, in steady and warmup")
-    options.add_argument("--bandwidth-mb", type=float, default=100.0, help="the same, of all connections together")
-    options.add_argument("--threads", type=int, help="of torch's own, in real runs (as torch chooses)")
+    options.add_argument(
+        "--seconds", type=float, help="of a turn with the stand-in, at least about (10)"
+    )
+    options.add_argument(
+        "--latency-ms", type=float, default=50.0, help="of the Hub, in steady and warmup"
+    )
+    options.add_argument(
+        "--bandwidth-mb", type=float, default=100.0, help="the same, of all connections together"
+    )
+    options.add_argument(
+        "--threads", type=int, help="of torch's own, in real runs (as torch chooses)"
+    )
     args = options.parse_args()
     if args.contender is not None:
         contend(args.contender)
@@ -321,18 +392,29 @@ def main() -> None:
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     if "runs" in args.only:
-        Runs(report, steps, repeats).measure(load_corpus(quick=True))  # a thousand documents: more than a run reads
+        Runs(report, steps, repeats).measure(
+            load_corpus(quick=True)
+        )  # a thousand documents: more than a run reads
     if "accelerator" in args.only:
         accelerator(report, corpus, args.quick, repeats, seconds)
     if {"steady", "warmup"} & set(args.only):
         network = ["--latency-ms", str(args.latency_ms), "--bandwidth-mb", str(args.bandwidth_mb)]
         with Hub(corpus.hosted("zstd", LARGE_GROUP), FILES, *network) as hub:
             if "steady" in args.only:
-                steady(report, corpus, hub.endpoint, args.quick, max(1, repeats // 2), 50 if args.quick else 1000)
+                steady(
+                    report,
+                    corpus,
+                    hub.endpoint,
+                    args.quick,
+                    max(1, repeats // 2),
+                    50 if args.quick else 1000,
+                )
             if "warmup" in args.only:
                 warmup(report, corpus, hub.endpoint, args.quick, repeats)
     report.close()
-    print("# stand-in, steady and warmup: a timed wait stands in for the accelerator, of which there is none here\n")
+    print(
+        "# stand-in, steady and warmup: a timed wait stands in for the accelerator, of which there is none here\n"
+    )
 
 
 if __name__ == "__main__":

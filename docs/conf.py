@@ -54,7 +54,9 @@ def bulleted(lines: list[str]) -> Iterator[str]:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
 
-    def listed(_: Any, kind: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    def listed(
+        _: Any, kind: str, name: str, documented: Any, options: Any, lines: list[str]
+    ) -> None:
         lines[:] = [PAGE.sub(r":doc:`\1`", line) for line in bulleted(lines)]
 
     def outside(_: Any, name: str, source: list[str]) -> None:

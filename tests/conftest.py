@@ -25,7 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the user's cache, and no launcher's variables leak in."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (
+        "HF_TOKEN",
+        "HF_ENDPOINT",
+        "HF_HUB_OFFLINE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -36,7 +44,9 @@ def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def connect(sock: socket.socket, address: Any) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            assert ip_address(address[0].partition("%")[0]).is_loopback, f"a test reached for {address}"
+            assert ip_address(address[0].partition("%")[0]).is_loopback, (
+                f"a test reached for {address}"
+            )
         real(sock, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
@@ -47,7 +57,11 @@ def no_thread_left() -> Iterator[None]:
     """Fails a test that leaves one of our threads running; servers may outlive a test, and check their own."""
     yield
     names = [t.name for t in threading.enumerate()]
-    left = [name for name in names if name.startswith("penstock-") and not name.startswith("penstock-testing-")]
+    left = [
+        name
+        for name in names
+        if name.startswith("penstock-") and not name.startswith("penstock-testing-")
+    ]
     assert not left, f"threads left behind: {left}"
 
 

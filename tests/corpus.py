@@ -42,7 +42,9 @@ def write_corpus(folder: Path) -> None:
     (folder / "many").mkdir()
     for i in range(24):
         part = documents[i::24]
-        pq.write_table(pa.table({"text": part}), folder / "many" / f"{i:03}.parquet", row_group_size=2)
+        pq.write_table(
+            pa.table({"text": part}), folder / "many" / f"{i:03}.parquet", row_group_size=2
+        )
     train_vocabulary(folder / "tokenizer.json")
 
 

@@ -19,7 +19,9 @@ WAIT_S = 30.0
 class Numbers:
     """Rows that hold their own number. From `wall` on they wait for `opened`, or are a fault."""
 
-    def __init__(self, length: int = 1000, wall: int | None = None, fault: Exception | None = None) -> None:
+    def __init__(
+        self, length: int = 1000, wall: int | None = None, fault: Exception | None = None
+    ) -> None:
         self.length, self.wall, self.fault = length, wall, fault
         self.opened = threading.Event()
 
@@ -41,4 +43,8 @@ def loader(data: Any, rank: int = 0, world: int = 1, **more: Any) -> AsyncDataLo
 
 def rows(batches: Sequence[Batch]) -> list[int]:
     """The numbers of the rows in batches; of made-up ones, the step with a minus."""
-    return [int(np.ravel(row)[0]) for batch in batches for row in (batch.inputs if batch.data is None else batch.data)]
+    return [
+        int(np.ravel(row)[0])
+        for batch in batches
+        for row in (batch.inputs if batch.data is None else batch.data)
+    ]

@@ -25,7 +25,9 @@ def bytes_of(path: Path | str | list[Any], **settings: Any) -> TextDataset:
 
 def open_loader(dataset: TextDataset, **how: Any) -> AsyncDataLoader:
     """One pass without threads, unless told otherwise."""
-    return AsyncDataLoader(dataset, **{"batch_size": 1, "n_workers": 0, "epochs": 1, "output": "numpy", **how})
+    return AsyncDataLoader(
+        dataset, **{"batch_size": 1, "n_workers": 0, "epochs": 1, "output": "numpy", **how}
+    )
 
 
 def ids_of(loader: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -90,5 +92,7 @@ def chunk(file: FileRef, index: int = 0, **where: Any) -> ChunkRef:
 
 def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
     """A text a line, without escapes."""
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8"
+    )
     return path

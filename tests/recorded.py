@@ -17,7 +17,16 @@ from typing import Any
 
 STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
 START = 1_790_000_000.0
-LEDGER = ("import", "list", "open", "first_bytes", "first_tokens", "first_row", "first_batch", "first_copy")
+LEDGER = (
+    "import",
+    "list",
+    "open",
+    "first_bytes",
+    "first_tokens",
+    "first_row",
+    "first_batch",
+    "first_copy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +86,17 @@ def texts(run: Recording, rank: int = 0) -> Iterator[str]:
     """The file of a rank, torn lines and all."""
     chance = random.Random(f"torn {run.seed} {rank}")
     rows = list(lines(run, rank)) if run.torn else lines(run, rank)
-    torn = set(chance.sample(range(1, len(rows)), min(run.torn, len(rows) - 1))) if isinstance(rows, list) else set()
+    torn = (
+        set(chance.sample(range(1, len(rows)), min(run.torn, len(rows) - 1)))
+        if isinstance(rows, list)
+        else set()
+    )
     for index, line in enumerate(rows):
         text = json.dumps(line)
         if index in torn:
-            yield ("Traceback (most recent call last):" if index % 2 else text[: len(text) // 2]) + "\n"
+            yield (
+                "Traceback (most recent call last):" if index % 2 else text[: len(text) // 2]
+            ) + "\n"
         yield text + "\n"
     if run.torn:
         yield text[: len(text) // 3]  # killed in the middle of the last one
@@ -94,13 +109,24 @@ def lines(run: Recording, rank: int = 0) -> Iterator[dict[str, Any]]:
         return
     first = _Session(run, rank, 1, min(run.steps, run.resumed_at + 10), START, False, False)
     yield from first.lines()
-    yield from _Session(run, rank, run.resumed_at + 1, run.steps, first.now + 60.0, True, run.ended).lines()
+    yield from _Session(
+        run, rank, run.resumed_at + 1, run.steps, first.now + 60.0, True, run.ended
+    ).lines()
 
 
 class _Session:
     """A process of the run, from its boot to its end."""
 
-    def __init__(self, run: Recording, rank: int, begin: int, end: int, now: float, resumed: bool, ended: bool) -> None:
+    def __init__(
+        self,
+        run: Recording,
+        rank: int,
+        begin: int,
+        end: int,
+        now: float,
+        resumed: bool,
+        ended: bool,
+    ) -> None:
         self._run, self._rank, self._begin, self._end = run, rank, begin, end
         self.now = now
         self._resumed, self._ended = resumed, ended
@@ -110,12 +136,18 @@ class _Session:
         self._together = random.Random(f"{run.seed} {begin}")  # ranks step in time with each other
         self._total = 0
         self._waited = self._wall = 0.0
-        self._stages = {name: dict.fromkeys(("busy_s", "blocked_in_s", "blocked_out_s"), 0.0) for name in STAGES}
+        self._stages = {
+            name: dict.fromkeys(("busy_s", "blocked_in_s", "blocked_out_s"), 0.0) for name in STAGES
+        }
         self._recent: list[float] = []
         self._beaten = now
 
     def _line(self, msg: str, **fields: Any) -> dict[str, Any]:
-        iso = datetime.fromtimestamp(self.now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        iso = (
+            datetime.fromtimestamp(self.now, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
         known = {
             "ts": round(self.now, 3),
             "iso": iso,
@@ -151,7 +183,14 @@ class _Session:
         if run.bare:
             yield self._line("boot")
             return
-        settings = {"prefetch_size": 8, "n_workers": 2, "batch_size": 16, "seq_len": 1024, "shuffle": True, "seed": 42}
+        settings = {
+            "prefetch_size": 8,
+            "n_workers": 2,
+            "batch_size": 16,
+            "seq_len": 1024,
+            "shuffle": True,
+            "seed": 42,
+        }
         yield self._line(
             "boot",
             settings=settings | run.settings,
@@ -165,12 +204,20 @@ class _Session:
         for name, span in zip(LEDGER, spans, strict=True):
             reached += span
             ledger[name] = round(reached, 3)
-        parts = dict(zip(("import", "list", "open", "fetch", "decode", "tokenize", "pack"), spans, strict=False))
+        parts = dict(
+            zip(
+                ("import", "list", "open", "fetch", "decode", "tokenize", "pack"),
+                spans,
+                strict=False,
+            )
+        )
         self.now += reached
         yield self._line("loader_ready", dt=ledger["first_batch"], parts=parts, ledger=ledger)
         self.now += 0.4
         filled = {"requested": 8, "filled": 8, "wait_ms": 412.5}
-        yield self._line("loader_warmup", **filled, fetch_warmup_batches=8, fetch_warmup_wait_ms=412.5)
+        yield self._line(
+            "loader_warmup", **filled, fetch_warmup_batches=8, fetch_warmup_wait_ms=412.5
+        )
 
     def _one(self, step: int) -> Iterator[dict[str, Any]]:
         """A step, and what happened around it."""
@@ -186,13 +233,18 @@ class _Session:
             if self._rank == run.slow_rank:
                 wait *= 4
             else:
-                wait, blame = wait * 4, {name: share / 4 for name, share in blame.items()} | {"ranks": 0.75}
+                wait, blame = (
+                    wait * 4,
+                    {name: share / 4 for name, share in blame.items()} | {"ranks": 0.75},
+                )
         if step in run.stalls:
             wait, blame = wait + 2.0, {"fetch": 1.0}
             self.now += 1.5
             self._step = step - 1
             where = run.stall_file
-            yield self._line("stall", stage="fetch", where=where, wait_s=1.5, verdict="waits 1.5 s for fetch")
+            yield self._line(
+                "stall", stage="fetch", where=where, wait_s=1.5, verdict="waits 1.5 s for fetch"
+            )
             self.now -= 1.5
         took = max(compute, 1e-4) + wait
         self.now += took
@@ -204,7 +256,9 @@ class _Session:
         yield self._progress(step, took, wait, blame, index)
         yield from self._around(step, index)
 
-    def _progress(self, step: int, took: float, wait: float, blame: dict[str, float], index: int) -> dict[str, Any]:
+    def _progress(
+        self, step: int, took: float, wait: float, blame: dict[str, float], index: int
+    ) -> dict[str, Any]:
         run = self._run
         if run.bare:
             return self._line("progress", dt_step_s=round(took, 6))
@@ -214,7 +268,11 @@ class _Session:
         loss: float | str = round(2.2 + 8.0 * math.exp(-step / 80) + self._chance.gauss(0, 0.04), 4)
         if run.nan_loss_from is not None and step >= run.nan_loss_from:
             loss = "nan"
-        paused = {"checkpoint": 3.0} if run.checkpoint_every and index and step % run.checkpoint_every == 1 else {}
+        paused = (
+            {"checkpoint": 3.0}
+            if run.checkpoint_every and index and step % run.checkpoint_every == 1
+            else {}
+        )
         return self._line(
             "progress",
             loss=loss,
@@ -249,18 +307,26 @@ class _Session:
             rate = run.tokens / run.step_s
             at = self._begin + run.warmup
             near = {"tokens_per_s": rate, "low": 0.99 * rate, "high": 1.01 * rate}
-            yield self._line("steady_state", at_step=at, overhead_s=40 * run.step_s, **near, kind="warmup")
+            yield self._line(
+                "steady_state", at_step=at, overhead_s=40 * run.step_s, **near, kind="warmup"
+            )
             yield self._line("health", status="ok", reasons=[], grace=False)
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             self.now += 3.0
             yield self._line("pause", name="checkpoint", seconds=3.0)
         if step == run.slower_from:
-            yield self._line("health", status="warn", reasons=["tokens/s fell below the limit"], grace=False)
+            yield self._line(
+                "health", status="warn", reasons=["tokens/s fell below the limit"], grace=False
+            )
         if step == run.fallback_at:
             yield self._line("fallback", to="synthetic", reason="no batch within 60 s")
-            yield self._line("loader_error", error="RemoteError: 503", stage="fetch", where=run.stall_file)
+            yield self._line(
+                "loader_error", error="RemoteError: 503", stage="fetch", where=run.stall_file
+            )
         if index == 60:
-            yield self._line("tune", what="n_workers", **{"from": 2, "to": 3}, why="tokenize is busy", kept=True)
+            yield self._line(
+                "tune", what="n_workers", **{"from": 2, "to": 3}, why="tokenize is busy", kept=True
+            )
 
     def _account(self, took: float, wait: float, blame: dict[str, float]) -> None:
         for name, stage in self._stages.items():
@@ -271,7 +337,10 @@ class _Session:
 
     def _stage_fields(self) -> dict[str, Any]:
         counts = {"items": self._total // 1024, "bytes": self._total * 4}
-        return {name: {key: round(s, 4) for key, s in stage.items()} | counts for name, stage in self._stages.items()}
+        return {
+            name: {key: round(s, 4) for key, s in stage.items()} | counts
+            for name, stage in self._stages.items()
+        }
 
     def _verdict(self) -> str:
         pct = 100 * self._waited / max(self._wall, 1e-9)
@@ -296,7 +365,11 @@ class _Session:
             | {"p99_ms": 840.0, "requests": 40 + self._step, "retries": 6},
             queues={
                 "batches": {"depth": depth, "capacity": 8, "occupancy": round(depth / 8, 3)},
-                "chunks": {"depth": depth // 2, "capacity": 6, "occupancy": round(depth // 2 / 6, 3)},
+                "chunks": {
+                    "depth": depth // 2,
+                    "capacity": 6,
+                    "occupancy": round(depth // 2 / 6, 3),
+                },
             },
             verdict=self._verdict(),
             rss_bytes=900_000_000 + 40_000 * self._step,

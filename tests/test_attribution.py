@@ -96,7 +96,9 @@ def test_a_delay_in_one_stage_is_charged_to_that_stage(
     usual = sum(run(data, **how).values())
     delay(monkeypatch, *PLACES[stage])
     found = run(data, **how)
-    exposed = sum(found.values()) - usual  # what the delay added; a busy machine waits without it too
+    exposed = (
+        sum(found.values()) - usual
+    )  # what the delay added; a busy machine waits without it too
     assert exposed > 0.5
     assert found[stage] >= 0.95 * exposed, (found, usual)
 
@@ -144,7 +146,9 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
     far: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", far.endpoint)
-    data = TextDataset("hf://datasets/org/data", tokenizer="byte", seq_len=64, cache=False, remote={"fetches": 1})
+    data = TextDataset(
+        "hf://datasets/org/data", tokenizer="byte", seq_len=64, cache=False, remote={"fetches": 1}
+    )
     with AsyncDataLoader(data, 4, output="numpy", n_workers=1) as loader:
         for _ in range(480):
             next(loader)
@@ -152,7 +156,10 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
     far.latency_s = 0.0
     exposed = sum(found.values()) - sum(run(data, 480, n_workers=1).values())
     assert exposed > 0.5
-    assert found["fetch"] >= 0.8 * exposed, (found, exposed)  # a busy machine waits for other things too
+    assert found["fetch"] >= 0.8 * exposed, (
+        found,
+        exposed,
+    )  # a busy machine waits for other things too
     assert stats.fetch["first_byte_s"] > stats.fetch["connect_s"]
     assert stats.fetch["first_byte_s"] > stats.fetch["body_s"]
     assert stats.fetch["p95_ms"] >= 90
@@ -193,9 +200,17 @@ def prepared(sample: Any) -> Any:
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize(("slow", "stage"), [("fetch", "fetch"), ("preprocess", "decode")])
-def test_samples_of_the_users_own_are_charged_by_the_same_names(slow: str, stage: str, workers: Any) -> None:
+def test_samples_of_the_users_own_are_charged_by_the_same_names(
+    slow: str, stage: str, workers: Any
+) -> None:
     preprocess: Callable[[Any], Any] | None = prepared if slow == "preprocess" else None
-    how: dict[str, Any] = {"steps": 12, "shuffle": False, "n_workers": 1, "workers": workers, "prefetch_size": 1}
+    how: dict[str, Any] = {
+        "steps": 12,
+        "shuffle": False,
+        "n_workers": 1,
+        "workers": workers,
+        "prefetch_size": 1,
+    }
     usual = sum(run(Samples("nowhere"), **how).values())
     found = run(Samples(slow), preprocess=preprocess, **how)
     exposed = sum(found.values()) - usual
@@ -208,7 +223,12 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(slow: str, stage
 
 def trail(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> Trail:
     made = Trail()
-    made.begun, made.ended, made.done, made.before = begun, done[-1].end if done else begun, list(done), before
+    made.begun, made.ended, made.done, made.before = (
+        begun,
+        done[-1].end if done else begun,
+        list(done),
+        before,
+    )
     return made
 
 
@@ -219,7 +239,9 @@ def track_of(segments: list[Segment]) -> Track:
 
 
 def test_while_work_waits_for_a_worker_what_that_worker_does_is_to_blame() -> None:
-    chunk = trail(4.0, Segment(4, 5, "decode"), Segment(5, 6, "tokenize"), before=(Segment(0, 4, "tokenize"),))
+    chunk = trail(
+        4.0, Segment(4, 5, "decode"), Segment(5, 6, "tokenize"), before=(Segment(0, 4, "tokenize"),)
+    )
     found = charge(track_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
     assert found.seconds == {"tokenize": 4.0, "decode": 1.0}
 
@@ -228,7 +250,9 @@ def test_a_wait_for_a_wait_is_followed_to_its_end() -> None:
     fetched = trail(0, Segment(0, 7, "fetch", "a.parquet"))
     chunk = trail(0, Segment(0, 7, WAIT, fetched), Segment(7, 8, "decode"))
     producer = Track("penstock-producer")
-    producer.recent.extend([Segment(0, 8, WAIT, chunk), Segment(8, 9, "pack"), Segment(9, 10, "batch")])
+    producer.recent.extend(
+        [Segment(0, 8, WAIT, chunk), Segment(8, 9, "pack"), Segment(9, 10, "batch")]
+    )
     found = charge(track_of([Segment(0, 10, WAIT, producer)]), 0, 10)
     assert found.seconds == {"fetch": 7.0, "decode": 1.0, "pack": 1.0, "batch": 1.0}
     assert found.worst() == ("fetch", "a.parquet")
@@ -236,7 +260,10 @@ def test_a_wait_for_a_wait_is_followed_to_its_end() -> None:
 
 def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
     packing = track_of([Segment(0, 10, "pack", cpu=2.0)])
-    busy = [track_of([Segment(-5, 15, "tokenize", cpu=19.0)]), track_of([Segment(0, 10, "tokenize", cpu=9.0)])]
+    busy = [
+        track_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
+        track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
+    ]
     found = charge(packing, 0, 10, tracks=[packing, *busy], cores=2)
     # The others had 18.5 of 20 seconds of a core, and it had 2: the 8 that it lacked were theirs.
     assert found.seconds == pytest.approx({"pack": 2.0, "tokenize": 8.0})
@@ -244,7 +271,10 @@ def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
 
 def test_a_thread_that_sleeps_while_a_core_is_free_is_to_blame_itself() -> None:
     packing = track_of([Segment(0, 10, "pack", cpu=0.1)])
-    busy = [track_of([Segment(0, 10, "tokenize", cpu=9.0)]), track_of([Segment(0, 10, "decode", cpu=0.5)])]
+    busy = [
+        track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
+        track_of([Segment(0, 10, "decode", cpu=0.5)]),
+    ]
     assert charge(packing, 0, 10, tracks=[packing, *busy], cores=2).seconds == {"pack": 10.0}
 
 
@@ -294,7 +324,10 @@ def test_bands(share: float, name: str) -> None:
 def test_a_verdict_names_the_stages_their_shares_and_what_to_do() -> None:
     known = Known(n_workers=2, cores=4, remote=True, fetch_p95_ms=840, retries=6)
     verdict = judge(1.4, 10.0, {"tokenize": 1.1, "fetch": 0.3}, known)
-    assert verdict.line == "input-bound 14 %: tokenize 11 %, fetch 3 % (p95 840 ms, 6 retries): raise n_workers 2 → 3"
+    assert (
+        verdict.line
+        == "input-bound 14 %: tokenize 11 %, fetch 3 % (p95 840 ms, 6 retries): raise n_workers 2 → 3"
+    )
     assert sum(verdict.shares.values()) == pytest.approx(verdict.data_wait)
     assert verdict.band == "fair"
 
@@ -329,5 +362,6 @@ def test_advice_fits_the_stage_and_what_is_known(stage: str, known: Known, advic
 def test_on_a_device_that_cannot_tell_the_hosts_number_is_called_an_upper_bound() -> None:
     assert "upper bound" in judge(3.0, 10.0, {"fetch": 3.0}, Known(device=True)).line
     assert (
-        "the device itself waited 2.0 %" in judge(3.0, 10.0, {"fetch": 3.0}, Known(device=True, device_wait=0.02)).line
+        "the device itself waited 2.0 %"
+        in judge(3.0, 10.0, {"fetch": 3.0}, Known(device=True, device_wait=0.02)).line
     )

@@ -26,7 +26,9 @@ from tests import contracts
 class Machine:
     """A run whose rate is a function of its settings, on a clock of its own."""
 
-    def __init__(self, rate: Any, stage: str = "fetch", wait: float = 0.5, **values: tuple[int, int]) -> None:
+    def __init__(
+        self, rate: Any, stage: str = "fetch", wait: float = 0.5, **values: tuple[int, int]
+    ) -> None:
         self.rate = rate
         self.stage = stage
         self.wait = wait
@@ -41,7 +43,9 @@ class Machine:
         def put(value: int) -> None:
             self.values[name] = value
 
-        return Knob(name, lambda: self.values[name], put, lambda: most, frozenset({"fetch", "tokenize"}))
+        return Knob(
+            name, lambda: self.values[name], put, lambda: most, frozenset({"fetch", "tokenize"})
+        )
 
     def verdict(self) -> Verdict:
         return judge(self.wait, 1.0, {self.stage: self.wait}, Known())
@@ -69,7 +73,12 @@ def test_a_knob_is_turned_until_it_no_longer_helps() -> None:
 def test_what_does_not_help_is_undone_and_not_tried_again_at_once() -> None:
     machine = Machine(lambda v: 50_000, a=(2, 8), b=(4, 64)).run(AGAIN_S / 2)
     assert machine.values == {"a": 2, "b": 4}
-    assert [(e["what"], e["kept"]) for e in machine.events] == [("a", None), ("a", False), ("b", None), ("b", False)]
+    assert [(e["what"], e["kept"]) for e in machine.events] == [
+        ("a", None),
+        ("a", False),
+        ("b", None),
+        ("b", False),
+    ]
     machine.run(AGAIN_S)
     assert len(machine.events) > 4
 
@@ -172,7 +181,9 @@ def test_the_names_of_the_knobs_by_kind_of_data(corpus: Path, hub: HubServer) ->
 @pytest.fixture
 def hub(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with HubServer() as server:
-        files = {path.name: path.read_bytes() for path in sorted((corpus / "parquet").glob("*.parquet"))}
+        files = {
+            path.name: path.read_bytes() for path in sorted((corpus / "parquet").glob("*.parquet"))
+        }
         server.add("org/data", files)
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
@@ -190,7 +201,9 @@ def test_requests_in_flight_may_change_at_any_time(hub: HubServer) -> None:
 
 def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=1024)
-    with AsyncDataLoader(data, 8, output="numpy", n_workers=1, memory_limit=8 << 20, autotune=True) as loader:
+    with AsyncDataLoader(
+        data, 8, output="numpy", n_workers=1, memory_limit=8 << 20, autotune=True
+    ) as loader:
         assert loader._tuner is not None
         knob = next(k for k in loader._tuner.knobs if k.name == "prefetch_size")
         batch = 8 * 1024 * 16

@@ -61,14 +61,24 @@ def unchecked(texts: list[bytes], kind: pa.DataType) -> pa.Array:
     """A column of bytes that claims to be text; Arrow's own constructors would refuse it."""
     width = np.int64 if kind in (pa.large_string(), pa.large_binary()) else np.int32
     offsets = np.cumsum([0, *map(len, texts)]).astype(width)
-    return pa.Array.from_buffers(kind, len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))])
+    return pa.Array.from_buffers(
+        kind, len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
+    )
 
 
 def parquet_case(bad: bytes, reason: str, kind: pa.DataType, row_group_size: int) -> Case:
     column = unchecked([*GOOD[:2], bad, *GOOD[2:]], kind)
     group, row = divmod(2, row_group_size)
     where = f"a.parquet, row group {group}, row {row}: "
-    return Case("a.parquet", parquet_bytes(column, row_group_size=row_group_size), reason, where, {}, group, row)
+    return Case(
+        "a.parquet",
+        parquet_bytes(column, row_group_size=row_group_size),
+        reason,
+        where,
+        {},
+        group,
+        row,
+    )
 
 
 BROKEN_UTF8 = b"broken \xff\xfe bytes"
@@ -87,7 +97,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "list for text": lambda: jsonl_case(b'{"text": ["x"]}', "not_a_string"),
     "object for text": lambda: jsonl_case(b'{"text": {"text": "x"}}', "not_a_string"),
     "boolean for text": lambda: jsonl_case(b'{"text": true}', "not_a_string"),
-    "invalid utf-8 in jsonl": lambda: jsonl_case(b'{"text": "' + BROKEN_UTF8 + b'"}', "invalid_utf8"),
+    "invalid utf-8 in jsonl": lambda: jsonl_case(
+        b'{"text": "' + BROKEN_UTF8 + b'"}', "invalid_utf8"
+    ),
     "cut character in jsonl": lambda: jsonl_case(b'{"text": "\xf0\x9f\x99"}', "invalid_utf8"),
     "encoded surrogate in jsonl": lambda: jsonl_case(b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),
     "lone high surrogate": lambda: jsonl_case(b'{"text": "a \\ud83d b"}', "invalid_utf8"),
@@ -96,9 +108,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "invalid utf-8 in text": lambda: text_case(BROKEN_UTF8, "invalid_utf8"),
     "too long in text": lambda: text_case(TOO_LONG, "too_long"),
     "much too long in text": lambda: text_case(TOO_LONG * 500, "too_long"),
-    "invalid utf-8 in a string column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.string(), 100),
-    "invalid utf-8 in a large_string column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.large_string(), 3),
-    "invalid utf-8 in a binary column": lambda: parquet_case(BROKEN_UTF8, "invalid_utf8", pa.binary(), 2),
+    "invalid utf-8 in a string column": lambda: parquet_case(
+        BROKEN_UTF8, "invalid_utf8", pa.string(), 100
+    ),
+    "invalid utf-8 in a large_string column": lambda: parquet_case(
+        BROKEN_UTF8, "invalid_utf8", pa.large_string(), 3
+    ),
+    "invalid utf-8 in a binary column": lambda: parquet_case(
+        BROKEN_UTF8, "invalid_utf8", pa.binary(), 2
+    ),
     "too long in parquet": lambda: parquet_case(TOO_LONG, "too_long", pa.string(), 100),
     "too long in a binary column": lambda: parquet_case(TOO_LONG, "too_long", pa.large_binary(), 2),
 }
@@ -138,11 +156,18 @@ def test_skip_counts_by_reason(tmp_path: Path, case: str) -> None:
 def test_quarantine_writes_address_and_reason_and_keeps_the_rest(tmp_path: Path, case: str) -> None:
     made = CASES[case]()
     where = tmp_path / "deep" / "bad.jsonl"
-    assert documents(dataset_of(tmp_path, made, on_bad_record="quarantine", quarantine=where)) == GOOD
+    assert (
+        documents(dataset_of(tmp_path, made, on_bad_record="quarantine", quarantine=where)) == GOOD
+    )
     (line,) = where.read_text().splitlines()
     record = json.loads(line)
     assert record.pop("detail")
-    assert record == {"file": made.name, "row_group": made.row_group, "row": made.row, "reason": made.reason}
+    assert record == {
+        "file": made.name,
+        "row_group": made.row_group,
+        "row": made.row,
+        "reason": made.reason,
+    }
 
 
 @pytest.mark.parametrize("bad", [b"", b"x" * (MAX_DOC + 1), BROKEN_UTF8])
@@ -175,14 +200,27 @@ def test_a_text_of_just_the_longest_length_is_kept(tmp_path: Path) -> None:
     longest = b"\xc3\xa9" * (MAX_DOC // 2)
     data = parquet_bytes(pa.array([longest.decode(), "x" * (MAX_DOC + 1)]))
     (tmp_path / "a.parquet").write_bytes(data)
-    assert documents(bytes_of(tmp_path / "a.parquet", max_doc_bytes=MAX_DOC, on_bad_record="skip")) == [longest]
+    assert documents(
+        bytes_of(tmp_path / "a.parquet", max_doc_bytes=MAX_DOC, on_bad_record="skip")
+    ) == [longest]
 
 
 def test_reasons_are_counted_apart_and_empty_texts_are_not_bad(tmp_path: Path) -> None:
-    bad = [b"{", b"{", b'{"a": 1}', b'{"text": 1}', b'{"text": ""}', b'{"text": null}', b"", LONG_LINE]
+    bad = [
+        b"{",
+        b"{",
+        b'{"a": 1}',
+        b'{"text": 1}',
+        b'{"text": ""}',
+        b'{"text": null}',
+        b"",
+        LONG_LINE,
+    ]
     data, _ = lines(b"\n".join(bad))
     (tmp_path / "a.jsonl").write_bytes(data)
-    with open_loader(bytes_of(tmp_path / "a.jsonl", on_bad_record="skip", max_doc_bytes=MAX_DOC)) as loader:
+    with open_loader(
+        bytes_of(tmp_path / "a.jsonl", on_bad_record="skip", max_doc_bytes=MAX_DOC)
+    ) as loader:
         assert split_ids(ids_of(loader)) == GOOD
         stats = loader.stats()
     assert stats.bad == {"invalid_json": 2, "missing_field": 1, "not_a_string": 1, "too_long": 1}
@@ -198,7 +236,9 @@ def test_a_long_record_whose_end_is_not_looked_for_does_not_change_the_count_of_
     # The last record of the chunk goes on for a megabyte, so its end is never read.
     path.write_bytes(empty + b'{"text": "' + b"x" * (1 << 20))
     with open_loader(
-        bytes_of(path, on_bad_record="skip", max_doc_bytes=MAX_DOC, chunk_bytes=1024, separator="\n")
+        bytes_of(
+            path, on_bad_record="skip", max_doc_bytes=MAX_DOC, chunk_bytes=1024, separator="\n"
+        )
     ) as loader:
         assert split_ids(ids_of(loader)) == [b"a"]
         assert (loader.stats().empty, loader.stats().bad) == (1, {"too_long": 1})
@@ -215,20 +255,27 @@ def test_every_epoch_counts_what_it_leaves_out(tmp_path: Path) -> None:
 def test_quarantine_is_appended_to(tmp_path: Path) -> None:
     where = tmp_path / "bad.jsonl"
     where.write_text("an earlier run\n")
-    documents(dataset_of(tmp_path, CASES["json array"](), on_bad_record="quarantine", quarantine=where))
+    documents(
+        dataset_of(tmp_path, CASES["json array"](), on_bad_record="quarantine", quarantine=where)
+    )
     assert len(where.read_text().splitlines()) == 2
 
 
 def test_a_quarantine_that_cannot_be_written_is_an_error_before_any_batch(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     data = dataset_of(
-        tmp_path, CASES["json array"](), on_bad_record="quarantine", quarantine=tmp_path / "file" / "bad.jsonl"
+        tmp_path,
+        CASES["json array"](),
+        on_bad_record="quarantine",
+        quarantine=tmp_path / "file" / "bad.jsonl",
     )
     with pytest.raises(ConfigError, match=r"cannot write quarantine=.*bad\.jsonl"):
         open_loader(data).start()
 
 
-@pytest.mark.parametrize("how", [{"on_bad_record": "quarantine"}, {"quarantine": "x.jsonl"}, {"on_bad_record": "no"}])
+@pytest.mark.parametrize(
+    "how", [{"on_bad_record": "quarantine"}, {"quarantine": "x.jsonl"}, {"on_bad_record": "no"}]
+)
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, how: dict[str, Any]) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
     with pytest.raises(ConfigError, match="on_bad_record"):
@@ -239,12 +286,17 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, how: dict
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
-@pytest.mark.parametrize("case", ["broken json", "invalid utf-8 in a string column", "too long in text"])
+@pytest.mark.parametrize(
+    "case", ["broken json", "invalid utf-8 in a string column", "too long in text"]
+)
 def test_an_error_arrives_through_next_as_its_own_type_with_stage_and_file(
     tmp_path: Path, case: str, n_workers: int
 ) -> None:
     made = CASES[case]()
-    with open_loader(dataset_of(tmp_path, made), n_workers=n_workers) as loader, pytest.raises(BadRecord) as caught:
+    with (
+        open_loader(dataset_of(tmp_path, made), n_workers=n_workers) as loader,
+        pytest.raises(BadRecord) as caught,
+    ):
         next(loader)
     (note,) = caught.value.__notes__
     assert "stage fetch, decode" in note
@@ -256,7 +308,10 @@ def test_batches_before_the_bad_record_arrive_first(tmp_path: Path, n_workers: i
     good = "".join(json.dumps({"text": f"{i} " * 100}) + "\n" for i in range(200))
     (tmp_path / "a.jsonl").write_text(good + "{\n")
     batches: list[Any] = []
-    with open_loader(bytes_of(tmp_path, chunk_bytes=4096), n_workers=n_workers) as loader, pytest.raises(BadRecord):
+    with (
+        open_loader(bytes_of(tmp_path, chunk_bytes=4096), n_workers=n_workers) as loader,
+        pytest.raises(BadRecord),
+    ):
         batches.extend(loader)
     assert len(batches) * 512 > len(good) // 2
 
@@ -270,11 +325,19 @@ def test_an_error_is_raised_again_by_the_next_call(tmp_path: Path, n_workers: in
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
-def test_a_file_that_cannot_be_opened_at_all_is_raised_with_its_stage(tmp_path: Path, n_workers: int) -> None:
+def test_a_file_that_cannot_be_opened_at_all_is_raised_with_its_stage(
+    tmp_path: Path, n_workers: int
+) -> None:
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with open_loader(bytes_of(tmp_path), n_workers=n_workers) as loader, pytest.raises(CorruptFile) as caught:
+    with (
+        open_loader(bytes_of(tmp_path), n_workers=n_workers) as loader,
+        pytest.raises(CorruptFile) as caught,
+    ):
         next(loader)
-    assert any("stage fetch" in note and "a.parquet" in note for note in getattr(caught.value, "__notes__", []))
+    assert any(
+        "stage fetch" in note and "a.parquet" in note
+        for note in getattr(caught.value, "__notes__", [])
+    )
 
 
 # Files and row groups that cannot be read
@@ -300,7 +363,11 @@ def flip_page(data: bytes, row_group: int) -> bytes:
 def flipped(tmp_path: Path) -> Path:
     """A file of four row groups, the second of which is damaged."""
     data = parquet_bytes(
-        pa.array(TEXTS), row_group_size=100, write_page_checksum=True, compression="none", use_dictionary=False
+        pa.array(TEXTS),
+        row_group_size=100,
+        write_page_checksum=True,
+        compression="none",
+        use_dictionary=False,
     )
     path = tmp_path / "a.parquet"
     path.write_bytes(flip_page(data, 1))
@@ -326,10 +393,17 @@ def test_a_flipped_page_is_written_to_the_quarantine(flipped: Path) -> None:
 @pytest.mark.parametrize("compression", ["snappy", "zstd"])
 def test_a_flipped_bit_in_a_compressed_page_is_found(tmp_path: Path, compression: str) -> None:
     data = parquet_bytes(
-        pa.array(TEXTS), row_group_size=100, write_page_checksum=True, compression=compression, use_dictionary=False
+        pa.array(TEXTS),
+        row_group_size=100,
+        write_page_checksum=True,
+        compression=compression,
+        use_dictionary=False,
     )
     (tmp_path / "a.parquet").write_bytes(flip_page(data, 2))
-    assert documents(bytes_of(tmp_path / "a.parquet", on_bad_record="skip")) == ENCODED[:200] + ENCODED[300:]
+    assert (
+        documents(bytes_of(tmp_path / "a.parquet", on_bad_record="skip"))
+        == ENCODED[:200] + ENCODED[300:]
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
@@ -337,7 +411,10 @@ def test_a_truncated_parquet_file_is_raised_by_name(tmp_path: Path, kept: int) -
     data = parquet_bytes(pa.array(TEXTS))
     (tmp_path / "a.parquet").write_bytes(data[:kept])
     size = len(data[:kept])
-    with pytest.raises(CorruptFile, match=rf"a\.parquet is no readable Parquet file \({size} bytes\).*fetch it again"):
+    with pytest.raises(
+        CorruptFile,
+        match=rf"a\.parquet is no readable Parquet file \({size} bytes\).*fetch it again",
+    ):
         documents(bytes_of(tmp_path / "a.parquet"))
 
 
@@ -378,7 +455,9 @@ def bomb(folder: Path) -> Path:
 
 
 def test_a_bomb_is_raised_by_name_and_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CorruptFile, match=r"a\.jsonl\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"):
+    with pytest.raises(
+        CorruptFile, match=r"a\.jsonl\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"
+    ):
         documents(bytes_of(bomb(tmp_path), max_ratio=10))
 
 
@@ -395,7 +474,9 @@ def test_honest_data_under_the_ratio_is_read_to_its_end(tmp_path: Path) -> None:
 def write_repeating(folder: Path) -> Path:
     """A dictionary-encoded column: a megabyte on disk, a hundred and more when written out."""
     value = "x" * (1 << 20)
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100 + [1], pa.int32()), pa.array([value, "end"]))
+    column = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 100 + [1], pa.int32()), pa.array([value, "end"])
+    )
     path = folder / "a.parquet"
     pq.write_table(pa.table({"text": column}), path, compression="zstd")
     return path
@@ -403,7 +484,8 @@ def write_repeating(folder: Path) -> Path:
 
 def test_a_parquet_file_that_repeats_one_big_value_is_a_bomb(tmp_path: Path) -> None:
     with pytest.raises(
-        CorruptFile, match=r"a\.parquet, row group 0: \d+ bytes on disk decode to more than .*max_ratio"
+        CorruptFile,
+        match=r"a\.parquet, row group 0: \d+ bytes on disk decode to more than .*max_ratio",
     ):
         documents(bytes_of(write_repeating(tmp_path), max_ratio=10))
 
@@ -428,5 +510,7 @@ def test_a_plain_string_column_that_repeats_one_big_value_is_a_bomb_too(tmp_path
 def test_a_compressed_parquet_file_that_expands_too_far_is_a_bomb(tmp_path: Path) -> None:
     data = parquet_bytes(pa.array(["x" * (66 << 20)]), compression="none", use_dictionary=False)
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(data, 1))
-    with pytest.raises(CorruptFile, match=r"a\.parquet\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"):
+    with pytest.raises(
+        CorruptFile, match=r"a\.parquet\.gz: \d+ bytes decompress to more than \d+.*raise max_ratio"
+    ):
         documents(bytes_of(tmp_path / "a.parquet.gz", max_ratio=1))

@@ -62,13 +62,17 @@ def pages(n: int, size: int) -> list[str]:
     """Longer documents, made faster."""
     rng = random.Random(size)
     text = " ".join(documents(400))
-    return [text[(at := rng.randrange(len(text) // 2)) : at + rng.randrange(size)] for _ in range(n)]
+    return [
+        text[(at := rng.randrange(len(text) // 2)) : at + rng.randrange(size)] for _ in range(n)
+    ]
 
 
 def parquet(path: Path, column: list[str | None] | list[str], rows: int = 20) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(
-        pa.table({"id": range(len(column)), "text": pa.array(column, pa.string())}), path, row_group_size=rows
+        pa.table({"id": range(len(column)), "text": pa.array(column, pa.string())}),
+        path,
+        row_group_size=rows,
     )
     return path
 
@@ -99,7 +103,9 @@ def command(*args: Any, code: str = EAGER) -> list[str]:
 
 
 def run(*args: Any, code: str = EAGER) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args, code=code), capture_output=True, text=True, timeout=DEADLINE_S)
+    return subprocess.run(
+        command(*args, code=code), capture_output=True, text=True, timeout=DEADLINE_S
+    )
 
 
 def wait_for(what: Any, process: subprocess.Popen[Any] | None = None) -> None:
@@ -130,7 +136,9 @@ def test_a_line_is_what_json_dumps_gives() -> None:
 
 
 @pytest.mark.parametrize("goal", [1, 2_000, 30_000, 1 << 40])
-def test_the_file_is_that_of_a_plain_loop(goal: int, source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_the_file_is_that_of_a_plain_loop(
+    goal: int, source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     done = bootstrap(source[0], tmp_path / "out.jsonl", goal)
     content = (tmp_path / "out.jsonl").read_bytes()
     assert content == loop(source[1], goal)
@@ -140,7 +148,9 @@ def test_the_file_is_that_of_a_plain_loop(goal: int, source: tuple[Path, list[st
     assert leftovers(tmp_path / "out.jsonl") == ["out.jsonl", "out.jsonl.progress.json"]
 
 
-def test_a_goal_that_a_line_just_reaches_ends_with_that_line(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_goal_that_a_line_just_reaches_ends_with_that_line(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     for number in (1, 17, 18, 19, 40):  # row groups have 20 rows, some of them empty
         expected = b"".join(loop(source[1]).splitlines(keepends=True)[:number])
         for goal in (len(expected) - 1, len(expected)):
@@ -152,12 +162,16 @@ def test_a_goal_that_a_line_just_reaches_ends_with_that_line(source: tuple[Path,
 @pytest.mark.parametrize("name", ["parquet", "docs.jsonl", "docs.jsonl.gz", "many"])
 def test_every_format_can_be_the_source(name: str, corpus: Path, tmp_path: Path) -> None:
     bootstrap(corpus / name, tmp_path / "out.jsonl", 1 << 40)
-    expected = [text for i in range(24) for text in texts()[i::24]] if name == "many" else list(texts())
+    expected = (
+        [text for i in range(24) for text in texts()[i::24]] if name == "many" else list(texts())
+    )
     assert (tmp_path / "out.jsonl").read_bytes() == loop(expected)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_file_of_many_chunks_is_extended_from_the_middle_of_one(compressed: bool, tmp_path: Path) -> None:
+def test_a_file_of_many_chunks_is_extended_from_the_middle_of_one(
+    compressed: bool, tmp_path: Path
+) -> None:
     column = pages(3_500, 3000)
     data = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in column).encode()
     path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
@@ -259,7 +273,9 @@ def test_a_refresh_gives_what_a_fresh_start_gives_wherever_the_last_one_stopped(
     assert again.exhausted
 
 
-def test_readers_see_only_whole_lines_while_a_file_is_extended(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_readers_see_only_whole_lines_while_a_file_is_extended(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     bootstrap(source[0], out, 2000)
     versions: set[bytes] = set()
@@ -281,7 +297,9 @@ def test_readers_see_only_whole_lines_while_a_file_is_extended(source: tuple[Pat
     assert versions <= set(whole)
 
 
-def test_a_refresh_of_nothing_is_a_beginning(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_refresh_of_nothing_is_a_beginning(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     bootstrap(source[0], tmp_path / "new" / "out.jsonl", 5000, refresh=True)
     assert (tmp_path / "new" / "out.jsonl").read_bytes() == loop(source[1], 5000)
 
@@ -349,15 +367,21 @@ while True:
 """
 
 
-def killed_at_every_step(source: Path, folder: Path, ending: str, *goals: int) -> list[tuple[bytes | None, bytes]]:
+def killed_at_every_step(
+    source: Path, folder: Path, ending: str, *goals: int
+) -> list[tuple[bytes | None, bytes]]:
     """For each step: what readers found after the kill, and what there was in the end."""
     folder.mkdir()
     args = command(source, folder, ending, json.dumps(goals), code=ZYGOTE)
     done = subprocess.run(args, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(result[4] == [ending, f"{ending}.progress.json"] for result in results), results[0][4]
-    return [(bytes.fromhex(r[2]) if r[2] is not None else None, bytes.fromhex(r[3])) for r in results]
+    assert all(result[4] == [ending, f"{ending}.progress.json"] for result in results), results[0][
+        4
+    ]
+    return [
+        (bytes.fromhex(r[2]) if r[2] is not None else None, bytes.fromhex(r[3])) for r in results
+    ]
 
 
 def test_a_kill_at_any_step_leaves_no_trace(source: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -380,7 +404,9 @@ def test_a_kill_at_any_step_of_a_refresh_leaves_the_old_file_or_the_new(
     assert {final for _, final in results} == {new}
 
 
-def test_a_kill_at_any_step_gives_the_same_parquet(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_kill_at_any_step_gives_the_same_parquet(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     bootstrap(source[0], tmp_path / "whole.parquet", 6000)
     whole = (tmp_path / "whole.parquet").read_bytes()
     results = killed_at_every_step(source[0], tmp_path / "out", ".parquet", 6000)
@@ -401,14 +427,18 @@ def many(hub: HubServer, folder: Path, name: str = "org/name", files: int = 60) 
     return column
 
 
-def test_kills_again_and_again_while_it_comes_over_a_network(hub: HubServer, tmp_path: Path) -> None:
+def test_kills_again_and_again_while_it_comes_over_a_network(
+    hub: HubServer, tmp_path: Path
+) -> None:
     column = many(hub, tmp_path / "files")
     goal = len(loop(column)) - 1000
     out = tmp_path / "out.jsonl"
     hub.latency_s = 0.08
     sizes = []
     for kills in (1, 2):
-        process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", goal, "-q"))
+        process = subprocess.Popen(
+            command("hf://datasets/org/name", "--out", out, "--bytes", goal, "-q")
+        )
         wait_for(lambda n=kills: saved(out)["bytes"] > goal * n // 4, process)
         process.kill()
         process.wait()
@@ -420,7 +450,9 @@ def test_kills_again_and_again_while_it_comes_over_a_network(hub: HubServer, tmp
     bootstrap("hf://datasets/org/name", out, goal, progress=told.append)
     assert out.read_bytes() == loop(column, goal)
     assert told[0].began == sizes[1]
-    assert not any("000.parquet" in request.path for request in hub.log)  # what was there is not fetched again
+    assert not any(
+        "000.parquet" in request.path for request in hub.log
+    )  # what was there is not fetched again
 
 
 def saved(out: Path) -> dict[str, Any]:
@@ -448,7 +480,9 @@ def test_no_more_is_fetched_than_is_wanted(hub: HubServer, tmp_path: Path) -> No
     column = many(hub, tmp_path / "files")
     bootstrap("hf://datasets/org/name", tmp_path / "out.jsonl", 1000)
     assert (tmp_path / "out.jsonl").read_bytes() == loop(column, 1000)
-    asked = {request.path for request in hub.log if request.port == "hub" and "/resolve/" in request.path}
+    asked = {
+        request.path for request in hub.log if request.port == "hub" and "/resolve/" in request.path
+    }
     assert len([path for path in asked if path.endswith(".parquet")]) <= 4
 
 
@@ -476,7 +510,9 @@ def test_data_that_changed_is_refused_with_the_name_of_the_file(
     ) as told:
         bootstrap("hf://datasets/org/name", out, 2000, refresh=True)
     assert begun in str(told.value)
-    bootstrap(f"hf://datasets/org/name@{begun}", out, 2000, refresh=True)  # that commit is still there
+    bootstrap(
+        f"hf://datasets/org/name@{begun}", out, 2000, refresh=True
+    )  # that commit is still there
     assert out.read_bytes() == loop(source[1], 2000)
 
 
@@ -508,11 +544,15 @@ def half_done(source: Path, out: Path) -> int:
         with pytest.raises(Enough) as caught:
             bootstrap(source, out, 9000, progress=stop)
     size = Path(f"{out}.partial").stat().st_size
-    assert caught.value.__notes__ == [f"{size} bytes are safe in {out}.partial: the same again goes on from there"]
+    assert caught.value.__notes__ == [
+        f"{size} bytes are safe in {out}.partial: the same again goes on from there"
+    ]
     return size
 
 
-def test_another_goal_may_be_asked_for_on_the_way(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_another_goal_may_be_asked_for_on_the_way(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     size = half_done(source[0], out)
     with pytest.raises(ConfigError, match=f"has {size} bytes already, so 2000 are too few"):
@@ -521,11 +561,15 @@ def test_another_goal_may_be_asked_for_on_the_way(source: tuple[Path, list[str]]
     assert out.read_bytes() == loop(source[1], 12_000)
 
 
-def test_secrets_of_an_address_are_not_written_down(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_secrets_of_an_address_are_not_written_down(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     with FileServer({path.name: path for path in source[0].iterdir()}) as server:
         for signature in ("s3cret", "t0ken"):  # it may have expired in between
-            url = f"{server.url_of('0.parquet')}?signature={signature}".replace("//", "//user:passw0rd@")
+            url = f"{server.url_of('0.parquet')}?signature={signature}".replace(
+                "//", "//user:passw0rd@"
+            )
             done = bootstrap(url, out, 2000)
             assert done.already == (signature == "t0ken")
         with pytest.raises(SourceChanged):
@@ -548,7 +592,9 @@ def test_a_name_that_does_not_say_what_to_write_is_refused(name: str, tmp_path: 
         bootstrap(tmp_path, tmp_path / name, 1000)
 
 
-def test_a_file_of_somebody_else_is_not_touched(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_is_not_touched(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
     with pytest.raises(ConfigError, match="no bootstrap made it"):
@@ -563,18 +609,29 @@ def test_a_file_of_somebody_else_is_not_touched(source: tuple[Path, list[str]], 
     assert out.read_bytes() == loop(source[1], 1000) + b"mine\n"
 
 
-def test_a_progress_file_that_is_none_is_refused(source: tuple[Path, list[str]], tmp_path: Path) -> None:
-    for content in ("{", "[]", '{"version": 99}', '{"version": 1, "source": {}, "done": {"x": 1}, "doing": null}'):
+def test_a_progress_file_that_is_none_is_refused(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    for content in (
+        "{",
+        "[]",
+        '{"version": 99}',
+        '{"version": 1, "source": {}, "done": {"x": 1}, "doing": null}',
+    ):
         Path(tmp_path / "out.jsonl.progress.json").write_text(content)
         with pytest.raises(ConfigError, match="is not what was written there"):
             bootstrap(source[0], tmp_path / "out.jsonl", 1000)
 
 
-def test_one_process_at_a_time_and_the_second_names_the_first(hub: HubServer, tmp_path: Path) -> None:
+def test_one_process_at_a_time_and_the_second_names_the_first(
+    hub: HubServer, tmp_path: Path
+) -> None:
     column = many(hub, tmp_path / "files")
     out = tmp_path / "out.jsonl"
     hub.latency_s = 0.15
-    process = subprocess.Popen(command("hf://datasets/org/name", "--out", out, "--bytes", "60kB", "-q"))
+    process = subprocess.Popen(
+        command("hf://datasets/org/name", "--out", out, "--bytes", "60kB", "-q")
+    )
     try:
         wait_for(lambda: saved(out)["bytes"] > 0, process)
         with pytest.raises(ConfigError, match=f"is being written by process {process.pid}\\."):
@@ -595,7 +652,9 @@ def test_parquet_has_the_same_texts(source: tuple[Path, list[str]], tmp_path: Pa
     done = bootstrap(source[0], out, 20_000)
     file = pq.ParquetFile(out, page_checksum_verification=True)
     lines = loop(source[1], 20_000)
-    assert file.read().to_pydict() == {"text": [json.loads(line)["text"] for line in lines.splitlines()]}
+    assert file.read().to_pydict() == {
+        "text": [json.loads(line)["text"] for line in lines.splitlines()]
+    }
     assert file.metadata.row_group(0).column(0).compression == "ZSTD"
     assert done.bytes == len(lines)
     assert leftovers(out) == ["out.parquet", "out.parquet.progress.json"]
@@ -625,7 +684,9 @@ def test_parquet_has_row_groups_of_a_few_megabytes_with_checksums(tmp_path: Path
 # The command
 
 
-def test_the_command_ends_with_the_bytes_it_wrote(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_the_command_ends_with_the_bytes_it_wrote(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "deep" / "out.jsonl"
     done = run(source[0], "--out", out, "--bytes", "5kB")
     assert done.returncode == 0, done.stderr
@@ -664,9 +725,14 @@ def test_a_terminal_gets_a_bar(source: tuple[Path, list[str]], tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     line = command(source[0], "--out", out, "--bytes", "5000")
     with os.fdopen(ours, "rb", buffering=0) as screen:
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"COLUMNS": "200"})
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"COLUMNS": "200"}
+        )
         os.close(theirs)
-        assert process.communicate(timeout=DEADLINE_S)[0] == f"wrote bytes: {out.stat().st_size}\n".encode()
+        assert (
+            process.communicate(timeout=DEADLINE_S)[0]
+            == f"wrote bytes: {out.stat().st_size}\n".encode()
+        )
         shown = screen.read(1 << 20).decode()
     assert process.returncode == 0
     assert "5.0/5.0 kB" in shown
@@ -704,9 +770,22 @@ def test_the_script_of_the_runbooks_works(way: str, hub: HubServer, tmp_path: Pa
     packages = Path(pa.__file__).parent.parent
     options = ["-S"] if way == "not installed" else []  # without what a .pth file adds
     path = {"not installed": str(packages), "PYTHONPATH=.": "."}.get(way, "")
-    line = [sys.executable, *options, "scripts/automation/fwe_bootstrap.py", "--out", str(out), "--bytes", "5000"]
+    line = [
+        sys.executable,
+        *options,
+        "scripts/automation/fwe_bootstrap.py",
+        "--out",
+        str(out),
+        "--bytes",
+        "5000",
+    ]
     done = subprocess.run(
-        line, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=DEADLINE_S
+        line,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() == loop(column, 5000)
@@ -724,13 +803,29 @@ def traced(out: Path, inject: str, *args: Any) -> subprocess.CompletedProcess[st
     """The command, with something done to its system calls on the partial file."""
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
-    paths = [option for name in (f"{out}.partial", f"{out}.progress.json.new") for option in ("-P", name)]
-    line = ["strace", "-f", "-qq", "-o", os.devnull, "-e", "trace=write,fsync,rename", "-e", f"inject={inject}", *paths]
-    return subprocess.run([*line, *command(*args)], capture_output=True, text=True, timeout=DEADLINE_S)
+    paths = [
+        option for name in (f"{out}.partial", f"{out}.progress.json.new") for option in ("-P", name)
+    ]
+    line = [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        os.devnull,
+        "-e",
+        "trace=write,fsync,rename",
+        "-e",
+        f"inject={inject}",
+        *paths,
+    ]
+    return subprocess.run(
+        [*line, *command(*args)], capture_output=True, text=True, timeout=DEADLINE_S
+    )
 
 
 @pytest.mark.parametrize(
-    "inject", ["write:error=ENOSPC:when=4", "rename:error=EIO:when=3", slow("fsync:error=EIO:when=5")]
+    "inject",
+    ["write:error=ENOSPC:when=4", "rename:error=EIO:when=3", slow("fsync:error=EIO:when=5")],
 )
 def test_a_disk_that_fails_is_told_and_the_next_run_goes_on(
     inject: str, source: tuple[Path, list[str]], tmp_path: Path
@@ -749,10 +844,14 @@ def test_a_disk_that_fails_is_told_and_the_next_run_goes_on(
     assert out.read_bytes() == loop(source[1], 9000)
 
 
-def test_a_refresh_that_finds_the_disk_full_leaves_the_old_file(source: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_refresh_that_finds_the_disk_full_leaves_the_old_file(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     bootstrap(source[0], out, 3000)
-    failed = traced(out, "write:error=ENOSPC:when=4", source[0], "--out", out, "--bytes", "9000", "--refresh")
+    failed = traced(
+        out, "write:error=ENOSPC:when=4", source[0], "--out", out, "--bytes", "9000", "--refresh"
+    )
     assert failed.returncode == 1
     assert out.read_bytes() == loop(source[1], 3000)
     bootstrap(source[0], out, 9000, refresh=True)
@@ -760,7 +859,12 @@ def test_a_refresh_that_finds_the_disk_full_leaves_the_old_file(source: tuple[Pa
 
 
 @pytest.mark.parametrize(
-    "inject", ["write:signal=KILL:when=4", slow("fsync:signal=KILL:when=6"), slow("rename:signal=KILL:when=2")]
+    "inject",
+    [
+        "write:signal=KILL:when=4",
+        slow("fsync:signal=KILL:when=6"),
+        slow("rename:signal=KILL:when=2"),
+    ],
 )
 def test_a_kill_within_a_system_call_leaves_no_trace(
     inject: str, source: tuple[Path, list[str]], tmp_path: Path

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, Offline, RemoteError, SourceChanged
+from penstock.errors import (
+    AccessDenied,
+    ConfigError,
+    MissingExtra,
+    NoData,
+    Offline,
+    RemoteError,
+    SourceChanged,
+)
 from penstock.read.attempt import Answer, Patience, Remote
 from penstock.read.attempt import Fault as Failed
 from penstock.read.buckets import Buckets, place
@@ -68,7 +76,9 @@ def moto() -> Iterator[str]:
     for name, data in OBJECTS.items():
         obstore.put(store, name, data)
     # What consoles make to stand for a folder.
-    urllib.request.urlopen(urllib.request.Request(f"{url}/texts/data/deep/", data=b"", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{url}/texts/data/deep/", data=b"", method="PUT")
+    ).close()
     yield url
     server.stop()
 
@@ -92,7 +102,15 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    one = Client(Remote(metadata_budget=2.0, connect_timeout=2.0, stall_timeout=0.5, request_timeout=3.0, backoff=0.02))
+    one = Client(
+        Remote(
+            metadata_budget=2.0,
+            connect_timeout=2.0,
+            stall_timeout=0.5,
+            request_timeout=3.0,
+            backoff=0.02,
+        )
+    )
     yield one
     one.close()
 
@@ -102,11 +120,15 @@ def lister(client: Client, folder: Path, **more: Any) -> RemoteListing:
 
 
 def names(client: Client, folder: Path, urls: Any, **more: Any) -> list[str]:
-    return [file.name for file in list_files(urls, whole=False, remote=lister(client, folder), **more)]
+    return [
+        file.name for file in list_files(urls, whole=False, remote=lister(client, folder), **more)
+    ]
 
 
 def read(client: Client, file: FileRef, start: int, length: int) -> Answer:
-    return Buckets(client).read_range(file, start, length, Patience(client.limits, time.monotonic() + 60.0))
+    return Buckets(client).read_range(
+        file, start, length, Patience(client.limits, time.monotonic() + 60.0)
+    )
 
 
 TOP = FileRef("s3://texts/top.parquet", "top.parquet", 100_000, "parquet")
@@ -123,14 +145,19 @@ TOP = FileRef("s3://texts/top.parquet", "top.parquet", 100_000, "parquet")
         ("s3://bucket/a/b.parquet", ("s3://bucket", "a/b.parquet")),
         ("gs://bucket/a/*", ("gs://bucket", "a/*")),
         ("az://container/a/", ("az://container", "a")),
-        ("abfss://c@account.dfs.core.windows.net/a", ("abfss://c@account.dfs.core.windows.net", "a")),
+        (
+            "abfss://c@account.dfs.core.windows.net/a",
+            ("abfss://c@account.dfs.core.windows.net", "a"),
+        ),
     ],
 )
 def test_an_address_has_a_bucket_and_a_key(url: str, found: tuple[str, str]) -> None:
     assert place(url) == found
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///a", "s3://k:open-sesame@bucket/a", "s3://a b/c", "gs://u@bucket/a"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///a", "s3://k:open-sesame@bucket/a", "s3://a b/c", "gs://u@bucket/a"]
+)
 def test_a_malformed_bucket_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="needs the form") as caught:
         place(url)
@@ -151,12 +178,17 @@ def test_a_prefix_a_glob_and_a_file_are_listed(s3: str, client: Client, tmp_path
         ("s3://texts/*/*.parquet", [f"data/{name}" for name in numbers] + ["database/y.parquet"]),
         ("s3://texts/top.parquet", ["top.parquet"]),
         ("s3://texts/*.parquet", ["top.parquet"]),
-        ("s3://texts", [f"data/{name}" for name in everything] + ["database/y.parquet", "top.parquet"]),
+        (
+            "s3://texts",
+            [f"data/{name}" for name in everything] + ["database/y.parquet", "top.parquet"],
+        ),
     ):
         assert names(client, tmp_path, url) == expected
 
 
-def test_a_file_has_its_size_and_etag_however_it_was_found(s3: str, client: Client, tmp_path: Path) -> None:
+def test_a_file_has_its_size_and_etag_however_it_was_found(
+    s3: str, client: Client, tmp_path: Path
+) -> None:
     (one,) = list_files("s3://texts/top.parquet", remote=lister(client, tmp_path))
     (same,) = list_files("s3://texts/*.parquet", remote=lister(client, tmp_path))
     assert one == same
@@ -165,13 +197,17 @@ def test_a_file_has_its_size_and_etag_however_it_was_found(s3: str, client: Clie
     assert '"' not in one.etag
 
 
-def test_many_pages_are_listed(s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pages_are_listed(
+    s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
     assert len(names(client, tmp_path, "s3://texts")) == 9
     assert len(names(client, tmp_path, "s3://texts/data/*")) == 6
 
 
-def test_an_unknown_ending_in_a_bucket_needs_a_format(s3: str, client: Client, tmp_path: Path) -> None:
+def test_an_unknown_ending_in_a_bucket_needs_a_format(
+    s3: str, client: Client, tmp_path: Path
+) -> None:
     assert names(client, tmp_path, "s3://texts/data/_SUCCESS", format="text") == ["_SUCCESS"]
     assert names(client, tmp_path, "s3://texts/data/deep", format="text") == ["er/x.jsonl"]
     assert "deep" not in names(client, tmp_path, "s3://texts/data", format="text")
@@ -190,7 +226,9 @@ def test_what_is_not_there_is_named(s3: str, client: Client, tmp_path: Path) -> 
             names(client, tmp_path, url)
 
 
-def test_offline_lists_what_was_last_heard(s3: str, client: Client, tmp_path: Path, monkeypatch: Any) -> None:
+def test_offline_lists_what_was_last_heard(
+    s3: str, client: Client, tmp_path: Path, monkeypatch: Any
+) -> None:
     before = list_files("s3://texts/data", remote=lister(client, tmp_path))
     monkeypatch.setattr(Buckets, "_open", None)  # whoever asked now would fail
     assert list_files("s3://texts/data", remote=lister(client, tmp_path, offline=True)) == before
@@ -288,10 +326,22 @@ def test_without_any_credentials_requests_are_not_signed_and_come_at_once(
 @pytest.mark.parametrize(
     ("variables", "url", "word"),
     [
-        ({"AWS_ENDPOINT_URL": "", "AWS_SKIP_SIGNATURE": "true"}, "s3://texts/top.parquet", "AWS_PROFILE"),
-        ({"GOOGLE_BASE_URL": "", "GOOGLE_SKIP_SIGNATURE": "true"}, "gs://texts/top.parquet", "gcloud auth"),
         (
-            {"AZURE_STORAGE_ENDPOINT": "", "AZURE_STORAGE_ACCOUNT": "me", "AZURE_SKIP_SIGNATURE": "true"},
+            {"AWS_ENDPOINT_URL": "", "AWS_SKIP_SIGNATURE": "true"},
+            "s3://texts/top.parquet",
+            "AWS_PROFILE",
+        ),
+        (
+            {"GOOGLE_BASE_URL": "", "GOOGLE_SKIP_SIGNATURE": "true"},
+            "gs://texts/top.parquet",
+            "gcloud auth",
+        ),
+        (
+            {
+                "AZURE_STORAGE_ENDPOINT": "",
+                "AZURE_STORAGE_ACCOUNT": "me",
+                "AZURE_SKIP_SIGNATURE": "true",
+            },
             "az://texts/top.parquet",
             "az login",
         ),
@@ -304,7 +354,11 @@ def test_refused_access_says_what_to_set(
 ) -> None:  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value or plain.url)
-    plain.fault(Fault("status", code=status, method="*", times=None, body=b"<Error><Code>Nope</Code></Error>"))
+    plain.fault(
+        Fault(
+            "status", code=status, method="*", times=None, body=b"<Error><Code>Nope</Code></Error>"
+        )
+    )
     with pytest.raises(AccessDenied, match=rf"{url}: access is refused.*{word}"):
         names(client, tmp_path, url)
     with pytest.raises(Failed) as caught:
@@ -332,7 +386,9 @@ def test_a_missing_setting_is_named(client: Client, tmp_path: Path) -> None:
         names(client, tmp_path, "az://texts/data")
 
 
-def test_without_obstore_buckets_say_what_to_install(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_obstore_buckets_say_what_to_install(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -351,7 +407,9 @@ def test_a_range_is_read_exactly(s3: str, client: Client) -> None:
         assert answer.total == 100_000
 
 
-def test_reading_works_in_a_thread_that_runs_a_loop_of_its_own(plain: FileServer, client: Client) -> None:
+def test_reading_works_in_a_thread_that_runs_a_loop_of_its_own(
+    plain: FileServer, client: Client
+) -> None:
     async def in_a_notebook() -> Answer:
         return read(client, TOP, 5, 10)
 
@@ -395,7 +453,9 @@ def test_every_fault_ends_in_time_with_a_reason(
 
 
 @pytest.mark.parametrize("kind", ["silence", "stall", "drip"])
-def test_obstores_own_timeouts_end_what_blocks(plain: FileServer, client: Client, kind: str) -> None:
+def test_obstores_own_timeouts_end_what_blocks(
+    plain: FileServer, client: Client, kind: str
+) -> None:
     # Where the thread runs a loop of its own, nothing but these ends a read.
     plain.fault(Fault(kind, times=None))
 
@@ -408,17 +468,23 @@ def test_obstores_own_timeouts_end_what_blocks(plain: FileServer, client: Client
     assert time.monotonic() - began < 20.0
 
 
-def test_a_server_that_cannot_be_reached_is_a_fault(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_reached_is_a_fault(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     with pytest.raises(Failed, match="refused"):
         read(client, TOP, 0, 10)
 
 
-def test_listing_gives_up_within_its_budget_and_says_why(plain: FileServer, client: Client, tmp_path: Path) -> None:
+def test_listing_gives_up_within_its_budget_and_says_why(
+    plain: FileServer, client: Client, tmp_path: Path
+) -> None:
     plain.fault(Fault("status", code=503, method="*", times=None))
     began = time.monotonic()
-    with pytest.raises(RemoteError, match=r"s3://texts/top\.parquet cannot be fetched: .*status_503"):
+    with pytest.raises(
+        RemoteError, match=r"s3://texts/top\.parquet cannot be fetched: .*status_503"
+    ):
         names(client, tmp_path, "s3://texts/top.parquet")
     assert time.monotonic() - began < 30.0
 
@@ -443,7 +509,9 @@ def test_a_read_that_nobody_needs_any_more_ends_at_once(plain: FileServer, kind:
     client.close()
 
 
-def test_a_file_that_became_shorter_is_a_change_with_both_sizes(plain: FileServer, client: Client) -> None:
+def test_a_file_that_became_shorter_is_a_change_with_both_sizes(
+    plain: FileServer, client: Client
+) -> None:
     plain.put("texts/top.parquet", b"short now")
     for start in (0, 50_000):
         with pytest.raises(Failed) as caught:
@@ -466,7 +534,11 @@ def test_another_etag_comes_with_the_answer(plain: FileServer, client: Client) -
 
 
 def test_a_signature_in_an_azure_address_is_never_shown(
-    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plain: FileServer,
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", plain.url)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "me")
@@ -507,7 +579,9 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
 
     def stream(url: Any, **how: Any) -> tuple[list[str], Any]:
         data = TextDataset(url, tokenizer="byte", seq_len=32)
-        with AsyncDataLoader(data, 4, shuffle=True, seed=2, epochs=2, output="numpy", **how) as loader:
+        with AsyncDataLoader(
+            data, 4, shuffle=True, seed=2, epochs=2, output="numpy", **how
+        ) as loader:
             return take(loader, 10**6), loader.stats()
 
     local, _ = stream(corpus / form)
@@ -518,7 +592,9 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
     assert kept.cache_misses == 0
 
 
-def test_a_read_that_was_cancelled_ends_when_obstore_has_let_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_was_cancelled_ends_when_obstore_has_let_go_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A thread of obstore's that looks at it later would abort an interpreter that ends meanwhile."""
     from obstore.store import S3Store
 
@@ -526,7 +602,9 @@ def test_a_read_that_was_cancelled_ends_when_obstore_has_let_go_of_it(monkeypatc
 
     with FileServer({"texts/a": b"x" * 1000}) as server:
         server.fault(Fault("silence", path="*", times=None))
-        store = S3Store("texts", endpoint=server.url, client_options={"allow_http": True}, skip_signature=True)
+        store = S3Store(
+            "texts", endpoint=server.url, client_options={"allow_http": True}, skip_signature=True
+        )
 
         async def reading() -> Any:
             return await obstore.get_async(store, "a")

@@ -47,7 +47,11 @@ class Samples:
 
 
 def data(kind: str, corpus: Path, folder: Path) -> Any:
-    about: dict[str, Any] = {"tokenizer": str(corpus / "tokenizer.json"), "seq_len": 32, "chunk_bytes": 4096}
+    about: dict[str, Any] = {
+        "tokenizer": str(corpus / "tokenizer.json"),
+        "seq_len": 32,
+        "chunk_bytes": 4096,
+    }
     ids = folder / "ids.bin"
     (np.arange(5000) * 13 % 65_000).astype(np.uint16).tofile(ids)
     tokens = TokenFileDataset.from_binary_file(ids, seq_len=32)
@@ -64,9 +68,16 @@ def data(kind: str, corpus: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["text", "best_fit", "tokens", "synthetic", "samples", "mixture"])
 @pytest.mark.parametrize("n_workers", [0, 2])
-def test_what_arrives_is_what_would_have_stayed(kind: str, n_workers: int, corpus: Path, tmp_path: Path) -> None:
+def test_what_arrives_is_what_would_have_stayed(
+    kind: str, n_workers: int, corpus: Path, tmp_path: Path
+) -> None:
     made = data(kind, corpus, tmp_path)
-    how: dict[str, Any] = {"batch_size": 4, "seed": 1, "n_workers": n_workers, "pad": 0 if kind == "samples" else None}
+    how: dict[str, Any] = {
+        "batch_size": 4,
+        "seed": 1,
+        "n_workers": n_workers,
+        "pad": 0 if kind == "samples" else None,
+    }
     with AsyncDataLoader(made, **how) as here, AsyncDataLoader(made, device="cpu", **how) as there:
         for _ in range(20):
             a, b = next(here), next(there)
@@ -80,7 +91,8 @@ def test_what_arrives_is_what_would_have_stayed(kind: str, n_workers: int, corpu
             if kind == "samples":
                 assert b["name"] == a["name"]
                 assert all(
-                    torch.equal(a[key], b[key]) for key in ("input_ids", "labels", "weight", "mask", "image", "half")
+                    torch.equal(a[key], b[key])
+                    for key in ("input_ids", "labels", "weight", "mask", "image", "half")
                 )
                 assert b.inputs is b["input_ids"]  # it travels once
 
@@ -89,14 +101,20 @@ def test_a_stream_on_a_device_resumes_and_closes_like_any(corpus: Path, tmp_path
     made = data("best_fit", corpus, tmp_path)
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(made, **{"batch_size": 4, "n_workers": 2, "device": "cpu", "epochs": 1, **how})
+        return AsyncDataLoader(
+            made, **{"batch_size": 4, "n_workers": 2, "device": "cpu", "epochs": 1, **how}
+        )
 
     contracts.resumes_everywhere(make, 12, every=3)
     contracts.closes_cleanly(make)
-    contracts.same_for_any(make, 100, [{}, {"device": None}, {"device_prefetch": 3}, {"n_workers": 0}])
+    contracts.same_for_any(
+        make, 100, [{}, {"device": None}, {"device_prefetch": 3}, {"n_workers": 0}]
+    )
 
 
-def test_ids_are_narrow_until_they_are_there(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_narrow_until_they_are_there(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock.feed import device
 
     seen: list[int] = []

@@ -52,7 +52,9 @@ class Net(nn.Module):
 class Run:
     """A model in training. `model` is what is called, the net or what wraps it."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda net: net, width: int = WIDTH) -> None:
+    def __init__(
+        self, wrap: Callable[[nn.Module], nn.Module] = lambda net: net, width: int = WIDTH
+    ) -> None:
         torch.manual_seed(5)
         self.net = Net(width)
         self.model = wrap(self.net)
@@ -61,7 +63,9 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step) ** 0.5)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1.0 / (1 + step) ** 0.5
+        )
 
     def train(self, steps: int) -> list[str]:
         """The losses, as exact as they are. Every source of random numbers takes part."""
@@ -69,7 +73,9 @@ class Run:
         for _ in range(steps):
             ids = torch.randint(0, 23, (3, 6))
             ids[0, 0], ids[1, 0] = random.randrange(23), int(np.random.randint(23))
-            loss = nn.functional.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(
+                self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+            )
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -78,7 +84,10 @@ class Run:
         return losses
 
     def save(self, checkpoints: Checkpoints, step: int, **settings: Any) -> Path:
-        own, extra = {"rng": rng_state(), "rank": checkpoints.ranks.rank}, {"scheduler": self.scheduler}
+        own, extra = (
+            {"rng": rng_state(), "rank": checkpoints.ranks.rank},
+            {"scheduler": self.scheduler},
+        )
         return checkpoints.save(step, self.model, self.optimizer, extra, own, settings)
 
     def load(self, checkpoints: Checkpoints, one: Saved) -> None:
@@ -89,10 +98,19 @@ class Run:
         found = {f"parameter {name}": digest(p) for name, p in self.net.named_parameters()}
         found |= {f"buffer {name}": digest(b) for name, b in self.net.named_buffers()}
         for name, p in self.net.named_parameters():
-            found |= {f"{key} of {name}": digest(value) for key, value in self.optimizer.state.get(p, {}).items()}
+            found |= {
+                f"{key} of {name}": digest(value)
+                for key, value in self.optimizer.state.get(p, {}).items()
+            }
         for i, group in enumerate(self.optimizer.param_groups):
-            found |= {f"{key} of group {i}": repr(value) for key, value in group.items() if key != "params"}
-        found |= {f"scheduler {key}": repr(value) for key, value in self.scheduler.state_dict().items()}
+            found |= {
+                f"{key} of group {i}": repr(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+        found |= {
+            f"scheduler {key}": repr(value) for key, value in self.scheduler.state_dict().items()
+        }
         return found
 
 
@@ -120,7 +138,14 @@ def resume(folder: str) -> None:
 
 
 def python(code: str, *args: str) -> str:
-    command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *args]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}",
+        *args,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -160,7 +185,9 @@ def test_a_process_that_resumes_trains_on_bit_by_bit(checkpoints: Checkpoints) -
     losses = run.train(5)
     seed(99)
     facts_again, losses_again = json.loads(
-        python("from tests.test_checkpoint import resume; resume(sys.argv[1])", str(checkpoints.folder))
+        python(
+            "from tests.test_checkpoint import resume; resume(sys.argv[1])", str(checkpoints.folder)
+        )
     )
     assert facts_again == facts
     assert losses_again == losses
@@ -168,7 +195,9 @@ def test_a_process_that_resumes_trains_on_bit_by_bit(checkpoints: Checkpoints) -
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_saving_changes_nothing_in_the_run_that_is_saved(checkpoints: Checkpoints, steps: int) -> None:
+def test_saving_changes_nothing_in_the_run_that_is_saved(
+    checkpoints: Checkpoints, steps: int
+) -> None:
     losses = []
     for save in (False, True):
         seed(1)
@@ -182,7 +211,9 @@ def test_saving_changes_nothing_in_the_run_that_is_saved(checkpoints: Checkpoint
     assert losses[0] == losses[1]
 
 
-def test_a_run_saved_before_its_first_step_resumes_at_its_first_step(checkpoints: Checkpoints) -> None:
+def test_a_run_saved_before_its_first_step_resumes_at_its_first_step(
+    checkpoints: Checkpoints,
+) -> None:
     seed(1)
     run = Run()
     run.save(checkpoints, 0)
@@ -195,7 +226,9 @@ def test_a_run_saved_before_its_first_step_resumes_at_its_first_step(checkpoints
     assert again.train(3) == losses
 
 
-def test_a_parameter_without_gradient_so_far_has_no_state_after_loading(checkpoints: Checkpoints) -> None:
+def test_a_parameter_without_gradient_so_far_has_no_state_after_loading(
+    checkpoints: Checkpoints,
+) -> None:
     def make() -> tuple[nn.ModuleList, torch.optim.AdamW]:
         net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         return net, torch.optim.AdamW(net.parameters())
@@ -246,7 +279,11 @@ def cut(path: Path) -> None:
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     # In the middle of a number or of a tensor: a place that no parser would notice.
-    at = data.find(b'"step": ') + 8 if path.suffix == ".json" and b'"step": ' in data else len(data) // 2
+    at = (
+        data.find(b'"step": ') + 8
+        if path.suffix == ".json" and b'"step": ' in data
+        else len(data) // 2
+    )
     data[at] ^= 1
     path.write_bytes(data)
 
@@ -332,7 +369,11 @@ def test_a_step_that_is_saved_again_replaces_the_first(two: Checkpoints) -> None
 
 def test_leftovers_of_killed_saves_are_never_read_and_go_at_the_next_save(two: Checkpoints) -> None:
     whole = two.folder / "step-00000002"
-    for name in (".step-00000009.partial-0a1b2c3d", ".step-00000001.gone-0a1b2c3d", ".step-00000002.replaced-0a1b2c3d"):
+    for name in (
+        ".step-00000009.partial-0a1b2c3d",
+        ".step-00000001.gone-0a1b2c3d",
+        ".step-00000002.replaced-0a1b2c3d",
+    ):
         shutil.copytree(whole, two.folder / name)
     assert found(two).folder == whole
     Run().save(two, 3)
@@ -503,7 +544,9 @@ def test_a_file_that_may_not_grow_ends_in_an_error_that_says_so(two: Checkpoints
 
 def test_a_folder_that_cannot_be_made_ends_in_an_error_that_says_where(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SaveFailed, match=r"step 7 could not be saved in .*/file/checkpoints: NotADirectoryError"):
+    with pytest.raises(
+        SaveFailed, match=r"step 7 could not be saved in .*/file/checkpoints: NotADirectoryError"
+    ):
         Run().save(Checkpoints(tmp_path / "file" / "checkpoints", Alone()), 7)
 
 
@@ -519,26 +562,44 @@ def test_values_that_are_no_json_are_refused(two: Checkpoints) -> None:
 def test_a_checkpoint_of_another_model_is_refused(two: Checkpoints) -> None:
     deeper, bare = Run(), Run()
     deeper.net.more = nn.Linear(2, 2)
-    with pytest.raises(StateMismatch, match=r"model\.more\.weight is not in the checkpoint.*meta\.json"):
+    with pytest.raises(
+        StateMismatch, match=r"model\.more\.weight is not in the checkpoint.*meta\.json"
+    ):
         deeper.load(two, found(two))
-    with pytest.raises(StateMismatch, match=r"extra\.scheduler\..* is only in the checkpoint.* and \d+ more"):
+    with pytest.raises(
+        StateMismatch, match=r"extra\.scheduler\..* is only in the checkpoint.* and \d+ more"
+    ):
         two.load(found(two), bare.model, bare.optimizer, {})
     del bare.net.hidden
     with pytest.raises(StateMismatch, match=r"model\.hidden\.weight is only in the checkpoint"):
-        two.load(found(two), bare.model, torch.optim.AdamW(bare.model.parameters()), {"scheduler": bare.scheduler})
+        two.load(
+            found(two),
+            bare.model,
+            torch.optim.AdamW(bare.model.parameters()),
+            {"scheduler": bare.scheduler},
+        )
     wider, other = Run(width=2 * WIDTH), Run()
     with pytest.raises(
-        StateMismatch, match=r"hidden\.weight was saved as torch\.float32 \(16, 16\) and is .*\(32, 32\)"
+        StateMismatch,
+        match=r"hidden\.weight was saved as torch\.float32 \(16, 16\) and is .*\(32, 32\)",
     ):
         wider.load(two, found(two))
     other.net.to(torch.float64)
-    with pytest.raises(StateMismatch, match=r"was saved as torch\.float32 .* and is torch\.float64"):
+    with pytest.raises(
+        StateMismatch, match=r"was saved as torch\.float32 .* and is torch\.float64"
+    ):
         other.load(two, found(two))
 
 
 def test_random_numbers_continue_where_they_were() -> None:
     def draw() -> list[float]:
-        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.randn(1).item()]
+        return [
+            random.gauss(0, 1),
+            random.random(),
+            np.random.randn(),
+            np.random.rand(),
+            torch.randn(1).item(),
+        ]
 
     seed(3)
     draw()  # of the Gaussians every second is kept for later, which is part of the state
@@ -575,7 +636,11 @@ def test_settings_come_back_as_json_gives_them(two: Checkpoints) -> None:
     run = Run()
     settings = {"by size": {10: 1, 9: (1, None)}, "lr": 0.1, "name": "é\ud800"}
     two.save(3, run.model, run.optimizer, {}, {}, settings)
-    assert found(two).settings == {"by size": {"10": 1, "9": [1, None]}, "lr": 0.1, "name": "é\ud800"}
+    assert found(two).settings == {
+        "by size": {"10": 1, "9": [1, None]},
+        "lr": 0.1,
+        "name": "é\ud800",
+    }
 
 
 def test_what_is_on_disk_is_looked_at_without_torch(two: Checkpoints) -> None:

@@ -24,7 +24,12 @@ COMMANDS = [
 
 
 def run(*args: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PENSTOCK_CACHE": str(cache), "COLUMNS": "200", "OMP_NUM_THREADS": "1", **more}
+    env = os.environ | {
+        "PENSTOCK_CACHE": str(cache),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
     command = [sys.executable, "-m", "penstock.cli.main", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
 
@@ -37,9 +42,9 @@ def test_the_demo_trains_is_killed_resumes_and_reports(tmp_path: Path) -> None:
     assert (out / "report.html").stat().st_size > 1_000_000
     # Saved at 5, 10 and 15, killed after 17 or a little later.
     assert "[train] resumed from" in done.stdout
-    assert re.search(r"resume   steps 16 to 1[789] were run twice.*: bit for bit the same losses", done.stdout), (
-        done.stdout
-    )
+    assert re.search(
+        r"resume   steps 16 to 1[789] were run twice.*: bit for bit the same losses", done.stdout
+    ), done.stdout
     assert "Metrics:" in done.stdout
     assert (out / "report.html").absolute().as_uri() in done.stdout
     assert len(list((tmp_path / "stdlib").glob("*.parquet"))) == 1
@@ -56,7 +61,9 @@ def test_a_trained_vocabulary_gives_the_reference_ids(tmp_path: Path) -> None:
     path.write_text(train_tokenizer(text.encode(), 320))
     import pyarrow as pa
 
-    ids, _ = load_tokenizer(path, engine="gigatoken").engine.encode(pa.array([text], pa.large_string()))
+    ids, _ = load_tokenizer(path, engine="gigatoken").engine.encode(
+        pa.array([text], pa.large_string())
+    )
     assert ids.tolist() == Tokenizer.from_file(str(path)).encode(text).ids
 
 
@@ -119,7 +126,9 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = ('torch', 'numpy', 'pyarrow', 'gigatoken', 'tokenizers', 'huggingface_hub', 'plotly', 'asyncio')\n"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.strip() == "[]"
 
 
@@ -243,7 +252,9 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("line", "code"), SHOWN, ids=[line for line, _ in SHOWN])
-def test_debug_shows_where_it_came_from(line: str, code: int, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_where_it_came_from(
+    line: str, code: int, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for given in (["--debug", *line.split()], [*line.split(), "--debug"]):
         ended, _, err = said(capfd, *given)
         assert ended == code
@@ -264,7 +275,9 @@ def test_a_full_disk_is_one_line(place: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "penstock: No space left on device\n")
 
 
-@pytest.mark.parametrize("line", ["config", "train --help", "health bad_heartbeat.jsonl --json", "cache info --json"])
+@pytest.mark.parametrize(
+    "line", ["config", "train --help", "health bad_heartbeat.jsonl --json", "cache info --json"]
+)
 def test_a_reader_that_goes_ends_it_quietly(line: str, place: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
@@ -283,7 +296,9 @@ def test_a_reader_that_goes_ends_it_quietly(line: str, place: Path) -> None:
 )
 def test_ctrl_c_ends_it_without_a_traceback(line: str, loaded: str, place: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "penstock.cli.main", *line.split()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
     assert process.stderr is not None
     try:
         for imported in process.stderr:  # the command has begun once it has imported what it needs
@@ -338,7 +353,9 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
     (place / "cl100k_base.tiktoken").write_text("IQ== 0\n")
     path = f"{Path(penstock.__file__).parent.parent}{os.pathsep}{core_only}"
     command = [sys.executable, "-S", "-m", "penstock.cli.main", *line.split()]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == code, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert f"pip install 'penstock[{extra}]'" in done.stderr
@@ -351,7 +368,11 @@ def completed(line: str, shell: str = "bash") -> list[str]:
     """What a shell is told to offer after a line, by the protocol that its script uses."""
     bash = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
     more = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    env = os.environ | (bash if shell == "bash" else more) | {"_PENSTOCK_COMPLETE": f"complete_{shell}"}
+    env = (
+        os.environ
+        | (bash if shell == "bash" else more)
+        | {"_PENSTOCK_COMPLETE": f"complete_{shell}"}
+    )
     command = [sys.executable, "-m", "penstock.cli.main"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
@@ -379,11 +400,15 @@ def test_a_shell_offers_what_fits(line: str, offered: list[str]) -> None:
 
 def test_zsh_and_fish_are_offered_the_same() -> None:
     assert completed("penstock train --size m", "fish") == ["mini", "medium"]
-    assert re.findall(r'"(\w+)"', " ".join(completed("penstock train --size m", "zsh"))) == ["mini", "medium"]
+    assert re.findall(r'"(\w+)"', " ".join(completed("penstock train --size m", "zsh"))) == [
+        "mini",
+        "medium",
+    ]
 
 
 needs_command = pytest.mark.skipif(
-    shutil.which("bash") is None or not (BIN / "penstock").exists(), reason="no bash, or penstock is not installed"
+    shutil.which("bash") is None or not (BIN / "penstock").exists(),
+    reason="no bash, or penstock is not installed",
 )
 
 
@@ -397,4 +422,7 @@ def test_a_real_bash_completes_after_its_script_was_installed(tmp_path: Path) ->
     env = os.environ | {"HOME": str(tmp_path), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     line = ["bash", "--norc", str(tmp_path / "try.sh")]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["complete -o default -F _penstock_completion penstock", "mini medium"]
+    assert done.stdout.splitlines() == [
+        "complete -o default -F _penstock_completion penstock",
+        "mini medium",
+    ]

@@ -9,18 +9,29 @@ import pytest
 from penstock.read.columns import call, flags, scalar, widened
 
 VALUES = ["a", "", "two words", "é🙂", None, "x" * 300]
-KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()]
+KINDS = [
+    pa.string(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.binary(),
+    pa.large_binary(),
+    pa.binary_view(),
+]
 
 
 def column(kind: pa.DataType, nulls: bool) -> pa.Array:
     values = [value for value in VALUES if nulls or value is not None]
-    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    texts = (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
     return pa.array(values if texts else [None if v is None else v.encode() for v in values], kind)
 
 
 @pytest.mark.parametrize("nulls", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("part", [slice(None), slice(1, 4), slice(2, 2)], ids=["all", "some", "none"])
+@pytest.mark.parametrize(
+    "part", [slice(None), slice(1, 4), slice(2, 2)], ids=["all", "some", "none"]
+)
 def test_a_widened_column_has_the_same_values(kind: pa.DataType, nulls: bool, part: slice) -> None:
     narrow = column(kind, nulls)[part]
     wide = widened(narrow)

@@ -51,7 +51,9 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 each_codec = pytest.mark.parametrize("codec", list(COMPRESS))
 
 # Every text differs from all others, and the numbers keep it from compressing into nothing.
-TEXTS = [f"{i} é🙂 " + " ".join(str(j * j % 99991 * (i + 1)) for j in range(i % 60)) for i in range(400)]
+TEXTS = [
+    f"{i} é🙂 " + " ".join(str(j * j % 99991 * (i + 1)) for j in range(i % 60)) for i in range(400)
+]
 WANTED = [text.encode() for text in TEXTS]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 SEPARATED = "\n\n".join(TEXTS).encode()
@@ -65,12 +67,16 @@ def write(folder: Path, codec: str, data: bytes = JSONL, kind: str = "jsonl") ->
 
 @each_codec
 @pytest.mark.parametrize("chunk_bytes", [1024, 4093, 4 << 20])
-def test_compressed_jsonl_gives_the_same_documents(tmp_path: Path, codec: str, chunk_bytes: int) -> None:
+def test_compressed_jsonl_gives_the_same_documents(
+    tmp_path: Path, codec: str, chunk_bytes: int
+) -> None:
     assert documents(bytes_of(write(tmp_path, codec), chunk_bytes=chunk_bytes)) == WANTED
 
 
 @each_codec
-def test_compressed_text_with_separators_gives_the_same_documents(tmp_path: Path, codec: str) -> None:
+def test_compressed_text_with_separators_gives_the_same_documents(
+    tmp_path: Path, codec: str
+) -> None:
     path = write(tmp_path, codec, SEPARATED, "txt")
     assert documents(bytes_of(path, separator="\n\n", chunk_bytes=1024)) == WANTED
 
@@ -100,7 +106,9 @@ def test_concatenated_streams_are_read_to_the_last(tmp_path: Path, codec: str) -
 
 
 @each_codec
-def test_a_member_that_ends_with_a_block_is_followed_by_the_next(tmp_path: Path, codec: str) -> None:
+def test_a_member_that_ends_with_a_block_is_followed_by_the_next(
+    tmp_path: Path, codec: str
+) -> None:
     line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     data = line * (2 * BLOCK // len(line) + 1)
     path = tmp_path / f"a.jsonl.{codec}"
@@ -118,7 +126,9 @@ def test_an_empty_compressed_file_is_nothing_beside_others(tmp_path: Path, codec
 def test_files_of_every_codec_are_read_one_after_another(tmp_path: Path) -> None:
     for number, codec in enumerate(COMPRESS):
         lines = [json.dumps({"text": f"{codec} {i}"}) for i in range(50)]
-        (tmp_path / f"{number}.jsonl.{codec}").write_bytes(COMPRESS[codec]("\n".join(lines).encode()))
+        (tmp_path / f"{number}.jsonl.{codec}").write_bytes(
+            COMPRESS[codec]("\n".join(lines).encode())
+        )
     wanted = [f"{codec} {i}".encode() for codec in COMPRESS for i in range(50)]
     assert documents(bytes_of(tmp_path, chunk_bytes=1024)) == wanted
 
@@ -147,7 +157,15 @@ def test_reading_something_earlier_gives_the_right_bytes(tmp_path: Path, codec: 
     (file,) = list_files(write(tmp_path, codec, data, "txt"), whole=False)
     opened = CompressedFile(file, BLOCK, 1 << 30, threading.Event())
     try:
-        for at in (6 * BLOCK - 5, 3, 5 * BLOCK, len(data) - 10, len(data), 0, len(data) + 9 * BLOCK):
+        for at in (
+            6 * BLOCK - 5,
+            3,
+            5 * BLOCK,
+            len(data) - 10,
+            len(data),
+            0,
+            len(data) + 9 * BLOCK,
+        ):
             assert opened.read(at, 100_000) == data[at : at + 100_000]
     finally:
         opened.close()
@@ -170,14 +188,20 @@ def damaged(folder: Path, codec: str, how: str, data: bytes = JSONL, kind: str =
 
 
 # Codecs work block by block, so there must be some before the damage.
-MANY = [f"{i} " + " ".join(str((i * 7919 + j * 104729) % 1_000_003) for j in range(200)) for i in range(800)]
+MANY = [
+    f"{i} " + " ".join(str((i * 7919 + j * 104729) % 1_000_003) for j in range(200))
+    for i in range(800)
+]
 MANY_JSONL = "".join(json.dumps({"text": text}) + "\n" for text in MANY).encode()
 
 
 @each_codec
 def test_a_truncated_file_is_raised_by_name_and_says_what_to_do(tmp_path: Path, codec: str) -> None:
     path = damaged(tmp_path, codec, "truncated")
-    with pytest.raises(CorruptFile, match=rf"a\.jsonl\.{codec} cannot be decompressed past byte \d+.*fetch it again"):
+    with pytest.raises(
+        CorruptFile,
+        match=rf"a\.jsonl\.{codec} cannot be decompressed past byte \d+.*fetch it again",
+    ):
         documents(bytes_of(path))
 
 
@@ -196,7 +220,9 @@ def sound(got: list[bytes]) -> int:
 
 
 @each_codec
-def test_skipping_a_cut_keeps_the_documents_before_it_and_no_part_of_another(tmp_path: Path, codec: str) -> None:
+def test_skipping_a_cut_keeps_the_documents_before_it_and_no_part_of_another(
+    tmp_path: Path, codec: str
+) -> None:
     path = damaged(tmp_path, codec, "truncated", MANY_JSONL)
     got = documents(bytes_of(path, on_bad_record="skip", seq_len=65536))
     assert 440 < sound(got) == len(got) < 534
@@ -218,9 +244,16 @@ def test_skipping_flipped_bits_keeps_the_documents_before_them(tmp_path: Path, c
 # Arrow writes zstd without a checksum, so flipped bits in it may pass for text.
 @pytest.mark.parametrize(
     ("codec", "how"),
-    [*((codec, "truncated") for codec in COMPRESS), ("gz", "flipped"), ("bz2", "flipped"), ("xz", "flipped")],
+    [
+        *((codec, "truncated") for codec in COMPRESS),
+        ("gz", "flipped"),
+        ("bz2", "flipped"),
+        ("xz", "flipped"),
+    ],
 )
-def test_a_damaged_text_that_is_one_document_is_left_out_whole(tmp_path: Path, codec: str, how: str) -> None:
+def test_a_damaged_text_that_is_one_document_is_left_out_whole(
+    tmp_path: Path, codec: str, how: str
+) -> None:
     damaged(tmp_path, codec, how, "\n\n".join(MANY).encode(), "txt")
     (tmp_path / "b.txt").write_bytes(b"good")
     assert documents(bytes_of(tmp_path, on_bad_record="skip", seq_len=65536)) == [b"good"]
@@ -230,7 +263,9 @@ def test_a_damaged_text_that_is_one_document_is_left_out_whole(tmp_path: Path, c
 @pytest.mark.parametrize("chunk_bytes", [64 << 10, 4 << 20])
 def test_a_cut_is_counted_once(tmp_path: Path, codec: str, chunk_bytes: int) -> None:
     path = damaged(tmp_path, codec, "truncated", MANY_JSONL)
-    assert bad_of(bytes_of(path, on_bad_record="skip", seq_len=65536, chunk_bytes=chunk_bytes)) == {"corrupt": 1}
+    assert bad_of(bytes_of(path, on_bad_record="skip", seq_len=65536, chunk_bytes=chunk_bytes)) == {
+        "corrupt": 1
+    }
 
 
 def test_damage_behind_a_document_that_is_too_long_costs_no_other(tmp_path: Path) -> None:
@@ -245,7 +280,9 @@ def test_damage_behind_a_document_that_is_too_long_costs_no_other(tmp_path: Path
 
 
 @each_codec
-def test_a_file_that_is_not_compressed_at_all_is_corrupt_and_named(tmp_path: Path, codec: str) -> None:
+def test_a_file_that_is_not_compressed_at_all_is_corrupt_and_named(
+    tmp_path: Path, codec: str
+) -> None:
     path = tmp_path / f"a.jsonl.{codec}"
     path.write_bytes(JSONL)
     with pytest.raises(CorruptFile, match=rf"a\.jsonl\.{codec} cannot be decompressed"):
@@ -280,7 +317,9 @@ def test_resuming_within_a_compressed_file_gives_the_same_tail(tmp_path: Path, c
 
 @each_codec
 @pytest.mark.parametrize("lanes", [2, 4])
-def test_lanes_of_one_compressed_file_are_disjoint_and_complete(tmp_path: Path, codec: str, lanes: int) -> None:
+def test_lanes_of_one_compressed_file_are_disjoint_and_complete(
+    tmp_path: Path, codec: str, lanes: int
+) -> None:
     dealt = documents_of_lanes(bytes_of(write(tmp_path, codec), chunk_bytes=1024), lanes)
     assert sorted(text for lane in dealt for text in lane) == sorted(WANTED)
     assert all(dealt)
@@ -332,8 +371,12 @@ def test_memory_is_bounded_by_chunks_and_not_by_the_file(tmp_path: Path, codec: 
     text = 80 << 20
     path = tmp_path / f"a.jsonl.{codec}"
     # Members of the same bytes: compressing all of it would take longer than the test.
-    path.write_bytes(COMPRESS[codec](line * (2**20 // len(line))) * (text // (2**20 // len(line) * len(line))))
-    ran = subprocess.run([sys.executable, "-c", READ_ALL, path], capture_output=True, text=True, check=True)
+    path.write_bytes(
+        COMPRESS[codec](line * (2**20 // len(line))) * (text // (2**20 // len(line) * len(line)))
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", READ_ALL, path], capture_output=True, text=True, check=True
+    )
     tokens, growth = map(int, ran.stdout.split())
     assert tokens > 0.98 * text
     assert growth < text // 2

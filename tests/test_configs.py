@@ -26,7 +26,9 @@ def no_settings_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def tables(path: Path) -> dict[str, Any]:
     text = path.read_text()
-    read: dict[str, Any] = tomllib.loads(text) if path.suffix == ".toml" else json.loads(without_comments(text))
+    read: dict[str, Any] = (
+        tomllib.loads(text) if path.suffix == ".toml" else json.loads(without_comments(text))
+    )
     return read
 
 
@@ -34,7 +36,9 @@ def data_for(path: Path, folder: Path) -> TextDataset | None:
     """Data for a file that names none."""
     if "data" in tables(path):
         return None
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts() * 10))
+    (folder / "docs.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts() * 10)
+    )
     return TextDataset(folder / "docs.jsonl", tokenizer="byte", seq_len=64)
 
 
@@ -49,7 +53,9 @@ def test_the_files_that_documents_name_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_loader_made_from_the_file_gives_the_batches_it_describes(path: Path, tmp_path: Path) -> None:
+def test_a_loader_made_from_the_file_gives_the_batches_it_describes(
+    path: Path, tmp_path: Path
+) -> None:
     written = tables(path)
     settings = written.get("loader", {}) | written.get("training", {})
     data = data_for(path, tmp_path)
@@ -62,7 +68,9 @@ def test_a_loader_made_from_the_file_gives_the_batches_it_describes(path: Path, 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_whole_pass_over_the_files_data_ends(path: Path, tmp_path: Path) -> None:
-    with AsyncDataLoader.from_config(path, data_for(path, tmp_path), output="numpy", epochs=1) as loader:
+    with AsyncDataLoader.from_config(
+        path, data_for(path, tmp_path), output="numpy", epochs=1
+    ) as loader:
         batches = sum(1 for _ in loader)
         assert batches > 4
         assert next(loader, None) is None
@@ -70,7 +78,9 @@ def test_a_whole_pass_over_the_files_data_ends(path: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_preset_runs_and_gives_the_same_batches(path: Path, preset: str, tmp_path: Path) -> None:
+def test_every_preset_runs_and_gives_the_same_batches(
+    path: Path, preset: str, tmp_path: Path
+) -> None:
     settings = load(path, preset=preset).settings
     assert (settings.n_workers, settings.prefetch_size) == PRESETS[preset]
     data = data_for(path, tmp_path)

@@ -22,9 +22,16 @@ SOURCES = {
 PACKINGS = ("concat", "bos", "best_fit")
 
 
-def maker(corpus: Path, source: str, packing: str = "concat", shuffle: bool = False, **fixed: Any) -> contracts.Make:
+def maker(
+    corpus: Path, source: str, packing: str = "concat", shuffle: bool = False, **fixed: Any
+) -> contracts.Make:
     """Builds loaders of one stream."""
-    about = {"chunk_bytes": 4096, "shuffle_chunks": 4, "seq_len": 64, "tokenizer": str(corpus / "tokenizer.json")}
+    about = {
+        "chunk_bytes": 4096,
+        "shuffle_chunks": 4,
+        "seq_len": 64,
+        "tokenizer": str(corpus / "tokenizer.json"),
+    }
     loader = {"batch_size": 8, "seed": 5, "n_workers": 2, "output": "numpy"}
     for name in [
         name
@@ -57,7 +64,10 @@ matrix = pytest.mark.parametrize(
     [
         # Packing knows nothing of where text comes from: all pairs of the two are left to `make test-slow`.
         pytest.param(
-            source, packing, shuffle, marks=[] if packing == "concat" or source == "parquet" else [pytest.mark.slow]
+            source,
+            packing,
+            shuffle,
+            marks=[] if packing == "concat" or source == "parquet" else [pytest.mark.slow],
         )
         for source in SOURCES
         for packing in PACKINGS
@@ -67,8 +77,12 @@ matrix = pytest.mark.parametrize(
 
 
 @matrix
-def test_every_batch_of_two_epochs_resumes_exactly(corpus: Path, source: str, packing: str, shuffle: bool) -> None:
-    contracts.resumes_everywhere(maker(corpus, source, packing, shuffle, epochs=2, seq_len=256), n=1000, every=3)
+def test_every_batch_of_two_epochs_resumes_exactly(
+    corpus: Path, source: str, packing: str, shuffle: bool
+) -> None:
+    contracts.resumes_everywhere(
+        maker(corpus, source, packing, shuffle, epochs=2, seq_len=256), n=1000, every=3
+    )
 
 
 @matrix
@@ -80,10 +94,14 @@ def test_resuming_many_times_in_a_row_gives_the_whole_stream(
 
 
 @matrix
-def test_the_stream_is_the_same_however_it_is_run(corpus: Path, source: str, packing: str, shuffle: bool) -> None:
+def test_the_stream_is_the_same_however_it_is_run(
+    corpus: Path, source: str, packing: str, shuffle: bool
+) -> None:
     make = maker(corpus, source, packing, shuffle)
     ways = [{"n_workers": 0, "prefetch_size": 1}]
-    ways += [{"n_workers": w, "prefetch_size": p} for w, p in ((1, 1), (1, 16), (2, 3), (3, 8), (8, 2))]
+    ways += [
+        {"n_workers": w, "prefetch_size": p} for w, p in ((1, 1), (1, 16), (2, 3), (3, 8), (8, 2))
+    ]
     contracts.same_for_any(make, 40, ways)
 
 
@@ -97,12 +115,16 @@ def test_the_global_stream_is_the_same_for_any_world_size(
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_restoring_at_every_single_batch_of_an_epoch(corpus: Path, source: str) -> None:
-    contracts.resumes_everywhere(maker(corpus, source, "concat", True, epochs=1, seq_len=512), n=1000)
+    contracts.resumes_everywhere(
+        maker(corpus, source, "concat", True, epochs=1, seq_len=512), n=1000
+    )
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_positions_resume_with_the_ids(corpus: Path, packing: str) -> None:
-    contracts.resumes_everywhere(maker(corpus, "parquet", packing, True, positions=True, epochs=1), n=60, every=7)
+    contracts.resumes_everywhere(
+        maker(corpus, "parquet", packing, True, positions=True, epochs=1), n=60, every=7
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -119,7 +141,9 @@ def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_
 def test_lanes_that_do_not_divide_the_batch_keep_the_stream(corpus: Path) -> None:
     make = maker(corpus, "parquet", shuffle=True, lanes=6)
     contracts.same_for_any_world(make, batches=5, global_batch=6, worlds=(1, 2, 3, 6))
-    contracts.resumes_everywhere(maker(corpus, "parquet", shuffle=True, lanes=6, batch_size=5), n=40, every=3)
+    contracts.resumes_everywhere(
+        maker(corpus, "parquet", shuffle=True, lanes=6, batch_size=5), n=40, every=3
+    )
 
 
 def stream_of(make: contracts.Make, **how: Any) -> list[int]:
@@ -143,7 +167,9 @@ def reference_ids(corpus: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("source", ["parquet", "jsonl", "gz", "text"])
-def test_concat_gives_every_token_of_every_document_once_and_in_order(corpus: Path, source: str) -> None:
+def test_concat_gives_every_token_of_every_document_once_and_in_order(
+    corpus: Path, source: str
+) -> None:
     expected = [id for document in reference_ids(corpus) for id in document]
     assert stream_of(maker(corpus, source)) == expected
 
@@ -159,7 +185,9 @@ def documents_of(ids: list[int], eos: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_shuffled_concat_gives_the_same_documents_in_another_order(corpus: Path, source: str) -> None:
+def test_shuffled_concat_gives_the_same_documents_in_another_order(
+    corpus: Path, source: str
+) -> None:
     reference = [tuple(document) for document in reference_ids(corpus)]
     ids = stream_of(maker(corpus, source, shuffle=True))
     shuffled = documents_of(ids, reference[0][-1])
@@ -197,4 +225,6 @@ def test_another_seed_gives_another_order(corpus: Path) -> None:
 def test_every_single_batch_resumes_with_every_source_packing_and_order(
     corpus: Path, source: str, packing: str, shuffle: bool
 ) -> None:
-    contracts.resumes_everywhere(maker(corpus, source, packing, shuffle, epochs=2, seq_len=128), n=400)
+    contracts.resumes_everywhere(
+        maker(corpus, source, packing, shuffle, epochs=2, seq_len=128), n=400
+    )

@@ -33,11 +33,15 @@ def text(path: Any, **about: Any) -> TextDataset:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_rank_has_its_share_of_a_file_smaller_than_a_chunk(tmp_path: Path, shuffle: bool) -> None:
+def test_every_rank_has_its_share_of_a_file_smaller_than_a_chunk(
+    tmp_path: Path, shuffle: bool
+) -> None:
     data = text(write(tmp_path / "small.jsonl", 1500))
     shares = []
     for rank in range(8):
-        with AsyncDataLoader(data, 1, shard=Shard(8, rank), shuffle=shuffle, epochs=1, output="numpy") as loader:
+        with AsyncDataLoader(
+            data, 1, shard=Shard(8, rank), shuffle=shuffle, epochs=1, output="numpy"
+        ) as loader:
             shares.append(sum(batch.tokens for batch in loader))
     assert min(shares) > 0.5 * max(shares)
 
@@ -51,12 +55,16 @@ def test_compressed_files_of_one_lane_each_are_decompressed_once(
     opened = []
     real = CompressedFile._rewind
     monkeypatch.setattr(CompressedFile, "_rewind", lambda self: (opened.append(self), real(self)))
-    with AsyncDataLoader(text(tmp_path, chunk_bytes=32768), 4, lanes=lanes, n_workers=2, epochs=1) as loader:
+    with AsyncDataLoader(
+        text(tmp_path, chunk_bytes=32768), 4, lanes=lanes, n_workers=2, epochs=1
+    ) as loader:
         assert sum(1 for _ in loader) > 0
     assert len(opened) == 8
 
 
-def test_shutdown_ends_a_decompression_that_would_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_a_decompression_that_would_take_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.jsonl.gz", 20_000, words=200)
     passed = threading.Event()
     go_on = threading.Event()
@@ -138,14 +146,18 @@ def test_the_epoch_of_a_batch_does_not_depend_on_how_many_are_made_at_once(tmp_p
     data = text(write(tmp_path / "a.jsonl", 300))
     epochs = []
     for prefetch in (1, 2, 16):
-        with AsyncDataLoader(data, 1, lanes=3, shuffle=True, prefetch_size=prefetch, output="numpy") as loader:
+        with AsyncDataLoader(
+            data, 1, lanes=3, shuffle=True, prefetch_size=prefetch, output="numpy"
+        ) as loader:
             epochs.append([next(loader).epoch for _ in range(2000)])
     assert epochs[0] == epochs[1] == epochs[2]
     assert epochs[0][-1] > 0
 
 
 def test_the_index_goes_on_in_the_second_pass(tmp_path: Path) -> None:
-    with AsyncDataLoader(text(write(tmp_path / "a.jsonl", 50)), 4, epochs=1, output="numpy") as loader:
+    with AsyncDataLoader(
+        text(write(tmp_path / "a.jsonl", 50)), 4, epochs=1, output="numpy"
+    ) as loader:
         first = [batch.index for batch in loader]
         second = [batch.index for batch in loader]
     assert first + second == list(range(2 * len(first)))
@@ -168,7 +180,9 @@ def test_everything_before_a_damaged_file_is_given_out_however_it_is_run(tmp_pat
     broken.write_bytes(broken.read_bytes()[:-20])
     ledgers = []
     for n_workers, prefetch in ((0, 1), (1, 1), (2, 16), (4, 3)):
-        with AsyncDataLoader(text(tmp_path), 3, n_workers=n_workers, prefetch_size=prefetch, output="numpy") as loader:
+        with AsyncDataLoader(
+            text(tmp_path), 3, n_workers=n_workers, prefetch_size=prefetch, output="numpy"
+        ) as loader:
             got: list[str] = []
             with pytest.raises(CorruptFile, match=r"6\.parquet"):
                 got.extend(contracts.digest(batch) for batch in loader)
@@ -264,7 +278,9 @@ def test_an_interrupted_loader_without_threads_goes_on_where_it_was(
         ({"skip": [5]}, "skip: not an address"),
     ],
 )
-def test_a_setting_of_the_wrong_kind_is_named(tmp_path: Path, wrong: dict[str, Any], says: str) -> None:
+def test_a_setting_of_the_wrong_kind_is_named(
+    tmp_path: Path, wrong: dict[str, Any], says: str
+) -> None:
     path = write(tmp_path / "a.jsonl", 5)
     with pytest.raises(ConfigError) as caught:
         text(path, **wrong)

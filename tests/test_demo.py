@@ -33,23 +33,32 @@ BOOT, AGAIN = {"msg": "boot"}, {"msg": "boot", "rotated": True}
 # Which steps were run twice
 
 
-def test_a_heartbeat_that_was_rotated_is_still_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_heartbeat_that_was_rotated_is_still_two_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "heartbeat_rank0.jsonl"
     lines(tmp_path / "heartbeat_rank0.jsonl.2", BOOT, *steps(1, 5))
     lines(tmp_path / "heartbeat_rank0.jsonl.1", AGAIN, *steps(6, 8), BOOT, *steps(6, 9))
     lines(file, AGAIN, *steps(10, 20))
     assert demo._compare(tmp_path) == 0
-    assert "steps 6 to 8 were run twice, before the kill and after it: bit for bit the same" in capsys.readouterr().out
+    assert (
+        "steps 6 to 8 were run twice, before the kill and after it: bit for bit the same"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_difference_before_a_rotation_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_before_a_rotation_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines(tmp_path / "heartbeat_rank0.jsonl.1", BOOT, *steps(1, 8), BOOT, *steps(6, 9, loss=8.0))
     lines(tmp_path / "heartbeat_rank0.jsonl", AGAIN, *steps(10, 20))
     assert demo._compare(tmp_path) == 1
     assert "NOT the same losses" in capsys.readouterr().out
 
 
-def test_a_run_that_was_not_resumed_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_not_resumed_shows_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its oldest part is gone, too: a file is rotated away in the end."""
     lines(tmp_path / "heartbeat_rank0.jsonl", AGAIN, *steps(6, 20))
     assert demo._compare(tmp_path) == 1
@@ -87,4 +96,7 @@ def test_a_run_that_makes_no_more_steps_is_given_up(
     with pytest.raises(typer.Exit) as ended:
         demo._kill(WAITS, tmp_path, 20)
     assert ended.value.exit_code == 1
-    assert "no step for 600 s: it came to step 3, and should come to step 20" in capsys.readouterr().out
+    assert (
+        "no step for 600 s: it came to step 3, and should come to step 20"
+        in capsys.readouterr().out
+    )

@@ -54,7 +54,9 @@ class Crate:
 
 def crate(number: int, rows: int = 3, columns: int = 5) -> Crate:
     ids = (np.arange(rows * columns).reshape(rows, columns) + 1000 * (number + 1)) % 65536
-    return Crate(number, ids.astype(np.uint16), np.linspace(number, number + 1, rows, dtype=np.float32))
+    return Crate(
+        number, ids.astype(np.uint16), np.linspace(number, number + 1, rows, dtype=np.float32)
+    )
 
 
 def content(number: int, rows: int = 3, columns: int = 5) -> tuple[list[Any], list[Any], list[Any]]:
@@ -67,7 +69,9 @@ def content(number: int, rows: int = 3, columns: int = 5) -> tuple[list[Any], li
 class Source:
     """Gives crates. An exception among them is raised, again and again, when its turn comes."""
 
-    def __init__(self, items: Iterable[Crate | BaseException], rng: random.Random | None = None) -> None:
+    def __init__(
+        self, items: Iterable[Crate | BaseException], rng: random.Random | None = None
+    ) -> None:
         self.items = deque(items)
         self.rng = rng
         self.ended = False
@@ -163,9 +167,13 @@ class SlowDevice:
         self.allocated += 1
         return SlowMemory(nbytes)
 
-    def send(self, staging: SlowMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]) -> SlowTicket:
+    def send(
+        self, staging: SlowMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]
+    ) -> SlowTicket:
         self.same_thread()
-        assert all(copy.copied for copy in staging.copies), "a staging buffer was reused while it was read"
+        assert all(copy.copied for copy in staging.copies), (
+            "a staging buffer was reused while it was read"
+        )
         self.sent += 1
         assert self.sent - self.handed_over <= self.prefetch + 1, "more in flight than asked for"
         ticket = SlowTicket(self)
@@ -210,11 +218,17 @@ class SlowDevice:
 
     def step(self, batch: Crate) -> None:
         """Queue what reads the batch, as a training step does."""
-        self.queue(lambda: self.seen.append((batch.inputs.tolist(), batch.targets.tolist(), batch.weights.tolist())))
+        self.queue(
+            lambda: self.seen.append(
+                (batch.inputs.tolist(), batch.targets.tolist(), batch.weights.tolist())
+            )
+        )
 
 
 def opened(
-    items: Iterable[Crate | BaseException], prefetch: int = 1, hook: Callable[[Crate], Crate | None] | None = None
+    items: Iterable[Crate | BaseException],
+    prefetch: int = 1,
+    hook: Callable[[Crate], Crate | None] | None = None,
 ) -> tuple[SlowDevice, Source, DeviceFeed[Crate]]:
     device, source = SlowDevice(prefetch), Source(items)
     return device, source, DeviceFeed(device, source.take, source.poll, prefetch, hook)
@@ -257,7 +271,9 @@ def test_every_batch_arrives_whole_and_in_order_whatever_the_timing(
     for batch in held:
         device.step(batch)
     device.drain()
-    assert device.seen[len(shapes) :] == device.seen[: len(shapes)], "a batch changed while it was held"
+    assert device.seen[len(shapes) :] == device.seen[: len(shapes)], (
+        "a batch changed while it was held"
+    )
     assert device.sent == len(shapes), "not one copy a batch"
 
 
@@ -280,7 +296,9 @@ def test_next_does_not_wait_for_the_batch_after() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_the_host_waits_for_a_staging_buffer_only_when_every_one_is_being_read(prefetch: int) -> None:
+def test_the_host_waits_for_a_staging_buffer_only_when_every_one_is_being_read(
+    prefetch: int,
+) -> None:
     device, _, feed = opened(map(crate, range(9)), prefetch)
     feed.next()
     assert (device.sent, feed.stalls) == (prefetch + 1, 0)
@@ -359,12 +377,15 @@ def test_the_hook_runs_on_the_side_stream_before_the_hand_over() -> None:
         device.step(batch)
     device.drain()
     assert ran_on == [("side", 0, 0), ("side", 1, 0), ("side", 2, 1)]
-    assert [inputs for inputs, _, _ in device.seen] == [(2 * np.array(content(i)[0])).tolist() for i in range(3)]
+    assert [inputs for inputs, _, _ in device.seen] == [
+        (2 * np.array(content(i)[0])).tolist() for i in range(3)
+    ]
 
 
 def test_the_hook_may_give_another_batch() -> None:
     _, _, feed = opened(
-        map(crate, range(3)), hook=lambda batch: Crate(-batch.number, None, batch.weights, batch.inputs, batch.targets)
+        map(crate, range(3)),
+        hook=lambda batch: Crate(-batch.number, None, batch.weights, batch.inputs, batch.targets),
     )
     batches = list(iter(feed.next, None))
     assert [batch.number for batch in batches] == [0, -1, -2]
@@ -462,7 +483,9 @@ def test_close_waits_for_the_copies_that_run_and_lets_go_of_everything(prefetch:
 
 def test_the_logic_does_not_import_torch() -> None:
     code = "import sys, penstock.feed.device; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert out.stdout.strip() == "False"
 
 
@@ -539,7 +562,9 @@ def test_batches_on_the_cpu_share_no_memory() -> None:
     batches = list(iter(feed.next, None))
     batches[0].inputs.zero_()
     batches[0].weights.zero_()
-    assert [tuple(t.tolist() for t in b.tensors()) for b in batches[1:]] == [content(i) for i in range(1, 6)]
+    assert [tuple(t.tolist() for t in b.tensors()) for b in batches[1:]] == [
+        content(i) for i in range(1, 6)
+    ]
     assert batches[0].targets.tolist() == content(0)[1]
 
 
@@ -548,9 +573,16 @@ def test_batches_on_the_meta_device_have_shapes_and_types() -> None:
 
     source = Source([crate(0, 3, 5), crate(1, 0, 2)])
     feed = DeviceFeed(open_device("meta"), source.take, source.poll)
-    described = [[(str(t.device), str(t.dtype), tuple(t.shape)) for t in b.tensors()] for b in iter(feed.next, None)]
+    described = [
+        [(str(t.device), str(t.dtype), tuple(t.shape)) for t in b.tensors()]
+        for b in iter(feed.next, None)
+    ]
     assert described == [
-        [("meta", "torch.int64", (n, m)), ("meta", "torch.int64", (n, m)), ("meta", "torch.float32", (n,))]
+        [
+            ("meta", "torch.int64", (n, m)),
+            ("meta", "torch.int64", (n, m)),
+            ("meta", "torch.float32", (n,)),
+        ]
         for n, m in [(3, 4), (0, 1)]
     ]
 
@@ -710,12 +742,16 @@ def simulated_cuda(seed: int) -> Iterator[tuple[SimulatedCuda, Any]]:
     cuda = SimulatedCuda(random.Random(seed))
 
     class Queued(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             kwargs = kwargs or {}
             if cuda.running:
                 return func(*args, **kwargs)
             if func is torch.ops.aten.empty.memory_format:
-                return cuda.allocate(args[0], kwargs.get("dtype"), pinned=bool(kwargs.get("pin_memory")))
+                return cuda.allocate(
+                    args[0], kwargs.get("dtype"), pinned=bool(kwargs.get("pin_memory"))
+                )
             changes = func._schema.returns[0].alias_info
             if changes is not None and not changes.is_write:
                 return func(*args, **kwargs)  # a view
@@ -731,7 +767,9 @@ def simulated_cuda(seed: int) -> Iterator[tuple[SimulatedCuda, Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_device, "cuda", cuda)
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: cuda.record(tensor, stream))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: cuda.record(tensor, stream)
+        )
         with Queued():
             yield cuda, torch_device.CudaDevice(torch.device("cpu"))
 
@@ -770,7 +808,9 @@ def test_no_order_of_streams_shows_a_training_step_anything_but_its_batch(
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), speed=st.integers(0, 40))
-def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(seed: int, speed: int) -> None:
+def test_the_device_tells_late_how_long_it_stood_still_and_is_never_waited_for(
+    seed: int, speed: int
+) -> None:
     with simulated_cuda(seed) as (cuda, device):
         source = Source(map(crate, range(6)))
         feed = DeviceFeed(device, source.take, source.poll, prefetch=1)
@@ -883,4 +923,6 @@ def test_a_hook_sees_what_was_made_before_the_first_batch(seed: int, prefetch: i
         batches = list(iter(feed.next, None))
         feed.close()
         cuda.drain()
-    assert [b.inputs.tolist() for b in batches] == [(np.array(content(i)[0]) + 7).tolist() for i in range(3)]
+    assert [b.inputs.tolist() for b in batches] == [
+        (np.array(content(i)[0]) + 7).tolist() for i in range(3)
+    ]

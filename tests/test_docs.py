@@ -29,7 +29,8 @@ from tests.train.runs import ROOT, environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(
-    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -45,7 +46,9 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     found = []
     for each in FENCE.finditer(page.read_text()):
         prompt = not each["language"] and each["text"].startswith("$ ")
-        found.append(Block("console" if prompt else each["language"], each["text"], each["mark"] or ""))
+        found.append(
+            Block("console" if prompt else each["language"], each["text"], each["mark"] or "")
+        )
     return [block for block in found if not languages or block.language in languages]
 
 
@@ -59,11 +62,19 @@ NOT_RUN = {"not run: streaming": "streaming", "not run: litdata": "litdata"}
 """How a block is marked that needs a library which the tests do not install: it is compiled, and not run."""
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 of itself
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # Lightning 2.6
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")  # DCP in one process
+@pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated:UserWarning"
+)  # torchdata 0.11 of itself
+@pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+)  # Lightning 2.6
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable:UserWarning"
+)  # DCP in one process
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_the_code_of_a_page_runs(page: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(
+    page: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Read once, when `datasets` is imported: a place that lasts as long as the process.
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path.parent / "datasets"))
     shutil.copytree(corpus / "parquet", tmp_path / "corpus")
@@ -82,12 +93,18 @@ def test_the_code_of_a_page_runs(page: Path, corpus: Path, tmp_path: Path, monke
 
 
 def test_only_blocks_that_need_a_library_we_lack_are_not_run() -> None:
-    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "dev"
+    ]
     for page in PAGES:
         for block in blocks(page, "python"):
             assert block.mark in NOT_RUN or not block.mark, f"{page.name}: {block.mark}"
             if block.mark:
-                imported = {n.module for n in ast.walk(ast.parse(block.text)) if isinstance(n, ast.ImportFrom)}
+                imported = {
+                    n.module
+                    for n in ast.walk(ast.parse(block.text))
+                    if isinstance(n, ast.ImportFrom)
+                }
                 assert NOT_RUN[block.mark] in imported
                 assert not any(NOT_RUN[block.mark] in requirement for requirement in dev)
 
@@ -193,7 +210,11 @@ def commands(page: Path) -> list[Command]:
 
 def chosen(slow: bool) -> list[Any]:
     """What is to be run: each command once, however often it stands somewhere."""
-    each = {command.name: (page, command) for page in reversed(PAGES) for command in reversed(commands(page))}
+    each = {
+        command.name: (page, command)
+        for page in reversed(PAGES)
+        for command in reversed(commands(page))
+    }
     return [
         pytest.param(command, id=f"{page.stem}: {name}")
         for name, (page, command) in sorted(each.items(), key=lambda item: item[1][0])
@@ -205,7 +226,9 @@ def chosen(slow: bool) -> list[Any]:
 def hub() -> Iterator[HubServer]:
     texts = documents()
     folders = ("data", "sample/10BT")
-    files = {f"{folder}/{n:03}.parquet": parquet(texts[n::3]) for folder in folders for n in range(3)}
+    files = {
+        f"{folder}/{n:03}.parquet": parquet(texts[n::3]) for folder in folders for n in range(3)
+    }
     content = "".join(json.dumps({"content": text}) + "\n" for text in texts)
     with HubServer() as hub:
         hub.add("HuggingFaceFW/fineweb-edu", files, card=CARD)
@@ -233,12 +256,16 @@ def prepare(folder: Path, corpus: Path) -> Path:
 
 def run(command: Command, folder: Path, hub: HubServer) -> None:
     """A line as it is typed at a prompt."""
-    variables = environment(folder / "cache", HF_ENDPOINT=hub.endpoint, HF_HOME=str(folder / "home"))
+    variables = environment(
+        folder / "cache", HF_ENDPOINT=hub.endpoint, HF_HOME=str(folder / "home")
+    )
     line = command.line.replace(" /data/", f" {folder}/data/")
     if line.startswith("export "):
         line += "; penstock config run.toml"  # which refuses what it does not know
     shell = ["/bin/sh", "-c", line]
-    done = subprocess.run(shell, cwd=folder, env=variables, capture_output=True, text=True, timeout=1000)
+    done = subprocess.run(
+        shell, cwd=folder, env=variables, capture_output=True, text=True, timeout=1000
+    )
     said = [each.rstrip() for each in (done.stdout + done.stderr).splitlines()]
     assert done.returncode in command.exits, said
     if "penstock config" in command.name:  # says the same on every machine
@@ -246,13 +273,17 @@ def run(command: Command, folder: Path, hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("command", chosen(slow=False))
-def test_a_command_of_a_page_runs(command: Command, corpus: Path, hub: HubServer, tmp_path: Path) -> None:
+def test_a_command_of_a_page_runs(
+    command: Command, corpus: Path, hub: HubServer, tmp_path: Path
+) -> None:
     run(command, prepare(tmp_path, corpus), hub)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", chosen(slow=True))
-def test_a_long_command_of_a_page_runs(command: Command, corpus: Path, hub: HubServer, tmp_path: Path) -> None:
+def test_a_long_command_of_a_page_runs(
+    command: Command, corpus: Path, hub: HubServer, tmp_path: Path
+) -> None:
     run(command, prepare(tmp_path, corpus), hub)
 
 
@@ -266,8 +297,21 @@ def test_what_is_said_of_commands_is_of_commands_that_stand_somewhere() -> None:
 
 def test_a_command_stands_in_a_block_that_says_so() -> None:
     """Or it would never be run."""
-    known = {"", "python", "bash", "console", "text", "toml", "json", "yaml", "{toctree}", "{eval-rst}"}
-    looks_like_one = re.compile(r"^(\$ |(penstock|python|pip|make|torchrun|export) [a-z-])", re.MULTILINE)
+    known = {
+        "",
+        "python",
+        "bash",
+        "console",
+        "text",
+        "toml",
+        "json",
+        "yaml",
+        "{toctree}",
+        "{eval-rst}",
+    }
+    looks_like_one = re.compile(
+        r"^(\$ |(penstock|python|pip|make|torchrun|export) [a-z-])", re.MULTILINE
+    )
     for page in PAGES:
         for block in blocks(page):
             assert block.language in known, f"{page.name}: ```{block.language}"
@@ -276,7 +320,9 @@ def test_a_command_stands_in_a_block_that_says_so() -> None:
 
 
 def test_extras_that_pages_name_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = {
         name
         for page in PAGES
@@ -291,7 +337,9 @@ def test_extras_that_pages_name_exist() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("toml", "json", "yaml"))
-def test_settings_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_page_are_accepted(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "toml", "json", "yaml"):
         if block.language == "yaml":  # for others to read
@@ -300,7 +348,9 @@ def test_settings_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeypatch
         path = tmp_path / f"run.{block.language}"
         path.write_text(block.text)
         resolved = load(path)
-        assert any(source.startswith("file ") for source in resolved.sources.values()) or resolved.data
+        assert (
+            any(source.startswith("file ") for source in resolved.sources.values()) or resolved.data
+        )
 
 
 def test_every_setting_is_documented_with_its_cost() -> None:
@@ -324,8 +374,13 @@ def messages() -> list[tuple[re.Pattern[str], int]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(v.value) if isinstance(v, ast.Constant) else None for v in node.values]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # perhaps with places for a logger
-                parts = [None if part.startswith("%") else part for part in re.split(r"(%[.0-9]*[a-z])", node.value)]
+            elif isinstance(node, ast.Constant) and isinstance(
+                node.value, str
+            ):  # perhaps with places for a logger
+                parts = [
+                    None if part.startswith("%") else part
+                    for part in re.split(r"(%[.0-9]*[a-z])", node.value)
+                ]
             else:
                 continue
             fixed = sum(len(part) for part in parts if part)
@@ -337,11 +392,15 @@ def messages() -> list[tuple[re.Pattern[str], int]]:
 
 def test_every_message_that_the_troubleshooting_page_quotes_is_one() -> None:
     quoted = [
-        line for block in blocks(ROOT / "docs" / "troubleshooting.md", "text") for line in block.text.splitlines()
+        line
+        for block in blocks(ROOT / "docs" / "troubleshooting.md", "text")
+        for line in block.text.splitlines()
     ]
     assert len(quoted) > 30
     for line in quoted:
-        assert any(fixed * 5 >= len(line) and pattern.fullmatch(line) for pattern, fixed in messages()), line
+        assert any(
+            fixed * 5 >= len(line) and pattern.fullmatch(line) for pattern, fixed in messages()
+        ), line
 
 
 def test_every_advice_of_a_verdict_is_on_the_troubleshooting_page() -> None:
@@ -400,5 +459,8 @@ def test_the_api_has_every_public_name(site: Path) -> None:
 
 def test_nothing_in_the_pages_is_asked_of_a_network(site: Path) -> None:
     for page in site.glob("*.html"):
-        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"|<link[^>]*\shref="([^"]+)"', page.read_text())
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"|<link[^>]*\shref="([^"]+)"',
+            page.read_text(),
+        )
         assert not [url for pair in loaded for url in pair if "//" in url], page.name

@@ -17,7 +17,15 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from penstock import AsyncDataLoader, ConfigError, NoData, Remote, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock import (
+    AsyncDataLoader,
+    ConfigError,
+    NoData,
+    Remote,
+    SyntheticDataset,
+    TextDataset,
+    TokenFileDataset,
+)
 from penstock.cli.doctor import _row, doctor
 from penstock.config import cache_dir
 from penstock.doctor.examine import Diagnosis, examine
@@ -57,7 +65,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": texts() * 12}), sink, row_group_size=40)
     with HubServer(latency_s=0.01, bandwidth=20e6) as server:
-        server.add("org/name", {f"data/{i}.parquet": sink.getvalue().to_pybytes() for i in range(3)})
+        server.add(
+            "org/name", {f"data/{i}.parquet": sink.getvalue().to_pybytes() for i in range(3)}
+        )
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
 
@@ -78,16 +88,25 @@ def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_parquet_is_tried_stage_by_stage(corpus: Path) -> None:
-    code, found = look(corpus / "parquet", "--tokenizer", corpus / "tokenizer.json", "--seq-len", 64, "--shuffle")
+    code, found = look(
+        corpus / "parquet", "--tokenizer", corpus / "tokenizer.json", "--seq-len", 64, "--shuffle"
+    )
     assert code == 0
     assert found["files"] == 2
     assert found["bytes"] == sum(path.stat().st_size for path in (corpus / "parquet").iterdir())
     alone = found["alone"]
     assert alone["footer_ms"] > 0
     unknown = {name for name, value in alone.items() if value is None}
-    assert unknown == {"in_flight_bytes_per_s", "fetch_p50_ms", "fetch_p95_ms", "first_byte_ms"}  # there is no network
+    assert unknown == {
+        "in_flight_bytes_per_s",
+        "fetch_p50_ms",
+        "fetch_p95_ms",
+        "first_byte_ms",
+    }  # there is no network
     assert {"fetch_bytes_per_s", "decode_bytes_per_s", "pack_tokens_per_s"} <= alone.keys()
-    assert all(alone[name] > 0 for name in alone if name.endswith("_per_s") and alone[name] is not None)
+    assert all(
+        alone[name] > 0 for name in alone if name.endswith("_per_s") and alone[name] is not None
+    )
     assert 1 < alone["bytes_per_token"] < 10
     assert alone["cropped_share"] == alone["padded_share"] == 0
     assert found["tokens_per_s"] > 0
@@ -123,7 +142,9 @@ def test_remote_text_is_fetched_one_and_many_at_a_time(hub: HubServer) -> None:
     assert alone["remote"]
     assert alone["in_flight"] == Remote().fetches
     assert alone["in_flight_bytes_per_s"] > 0
-    assert alone["fetch_p95_ms"] >= alone["fetch_p50_ms"] >= 10  # the server waits so long before it answers
+    assert (
+        alone["fetch_p95_ms"] >= alone["fetch_p50_ms"] >= 10
+    )  # the server waits so long before it answers
     assert alone["first_byte_ms"] >= 10
     assert alone["footer_ms"] >= 10
     assert found["recommended"]["fetches"] >= alone["in_flight"]
@@ -134,7 +155,10 @@ def test_data_of_other_kinds_is_run_as_a_whole(tmp_path: Path) -> None:
     import numpy as np
 
     np.arange(50_000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    for data in (SyntheticDataset(100, 64, 5000), TokenFileDataset.from_binary_file(tmp_path / "ids.bin", 64)):
+    for data in (
+        SyntheticDataset(100, 64, 5000),
+        TokenFileDataset.from_binary_file(tmp_path / "ids.bin", 64),
+    ):
         found = examine(data, 4, **QUICK)
         assert found.alone is None
         assert found.tokens_per_s > 0
@@ -172,15 +196,22 @@ def test_rates_are_of_the_settings_that_are_given(corpus: Path, tmp_path: Path) 
     assert "--tokenizer" in found["error"]
 
 
-def test_a_file_without_a_batch_size_is_tried_with_the_default(corpus: Path, tmp_path: Path) -> None:
-    data = f"[data]\nkind = 'text'\nurls = '{corpus / 'parquet'}'\ntokenizer = 'byte'\nseq_len = 64\n"
+def test_a_file_without_a_batch_size_is_tried_with_the_default(
+    corpus: Path, tmp_path: Path
+) -> None:
+    data = (
+        f"[data]\nkind = 'text'\nurls = '{corpus / 'parquet'}'\ntokenizer = 'byte'\nseq_len = 64\n"
+    )
     (tmp_path / "run.toml").write_text(data)
     code, found = look(tmp_path / "run.toml")
     assert code == 0
     assert found["tokens_per_s"] > 0
     refused = run(tmp_path / "run.toml", "--seq-len", "8")
     assert refused.exit_code == 2
-    assert f"--seq-len: the data is described in {tmp_path / 'run.toml'}; change it there" in refused.stderr
+    assert (
+        f"--seq-len: the data is described in {tmp_path / 'run.toml'}; change it there"
+        in refused.stderr
+    )
 
 
 def test_listing_is_told_whether_or_not_a_loader_has_told_it_before(corpus: Path) -> None:
@@ -220,7 +251,9 @@ def test_settings_to_paste_are_settings(corpus: Path, tmp_path: Path) -> None:
     assert pasted["data"]["cache"] is True  # tokens that are at hand are what would help
     config = tmp_path / "run.toml"
     text = "\n".join(lines).replace("[loader]", "[loader]\nbatch_size = 4")
-    config.write_text(f'{text}\nkind = "text"\nurls = "{corpus}/parquet"\ntokenizer = "byte"\nseq_len = 64\n')
+    config.write_text(
+        f'{text}\nkind = "text"\nurls = "{corpus}/parquet"\ntokenizer = "byte"\nseq_len = 64\n'
+    )
     with AsyncDataLoader.from_config(config, output="numpy") as loader:
         assert next(loader).inputs.shape == (4, 64)
 
@@ -271,21 +304,25 @@ def test_an_address_nobody_answers_at_is_given_up_after_the_doctors_own_patience
 def test_a_step_that_would_end_after_the_time_is_an_error_and_not_waited_for(rate: float) -> None:
     loader = AsyncDataLoader(SyntheticDataset(100, 64, 5000), 4, output="numpy")
     with pytest.raises(
-        LoaderTimeout, match=rf"256 tokens takes .* s at {rate:g} tokens a second, and [0-9.]+ s are left"
+        LoaderTimeout,
+        match=rf"256 tokens takes .* s at {rate:g} tokens a second, and [0-9.]+ s are left",
     ):
         drain(loader, 0.2, by=time.monotonic() + 60, tokens_per_s=rate)
 
 
 def test_a_rate_too_low_to_be_tried_is_one_line_and_exit_code_2(corpus: Path) -> None:
     """Exit code 1 says that the trainer cannot be fed."""
-    code, found = look(corpus / "docs.jsonl", "--tokens-per-second", "1e-320", "--what-if", "synthetic")
+    code, found = look(
+        corpus / "docs.jsonl", "--tokens-per-second", "1e-320", "--what-if", "synthetic"
+    )
     assert code == found["exit_code"] == 2
     assert "LoaderTimeout" in found["error"]
     assert "--seconds" in found["error"]
 
 
 @pytest.mark.parametrize(
-    ("rate", "shown"), [(54_321.4, "54,321"), (999_999, "999,999"), (1e6, "1.00 M"), (1.2345e9, "1,234.50 M")]
+    ("rate", "shown"),
+    [(54_321.4, "54,321"), (999_999, "999,999"), (1e6, "1.00 M"), (1.2345e9, "1,234.50 M")],
 )
 def test_rates_are_shown_in_millions_from_a_million_on(rate: float, shown: str) -> None:
     assert _row("altogether", "", rate).split(None, 1)[1] == shown
@@ -293,7 +330,13 @@ def test_rates_are_shown_in_millions_from_a_million_on(rate: float, shown: str) 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"seconds": 0}, {"seconds": float("nan")}, {"tokens_per_second": -1}, {"what_if": "magic"}, {"batch_size": 0}],
+    [
+        {"seconds": 0},
+        {"seconds": float("nan")},
+        {"tokens_per_second": -1},
+        {"what_if": "magic"},
+        {"batch_size": 0},
+    ],
     ids=str,
 )
 def test_arguments_that_do_not_fit_are_refused(corpus: Path, wrong: dict[str, Any]) -> None:
@@ -349,10 +392,28 @@ def test_beside_a_timed_step_the_two_agree_as_well(corpus: Path) -> None:
 
 def test_without_a_table_there_is_the_same_in_words(corpus: Path) -> None:
     done = run(
-        corpus / "parquet", "--seq-len", 64, "--seconds", "0.2", "--tokens-per-second", 1e15, "--what-if", "cached"
+        corpus / "parquet",
+        "--seq-len",
+        64,
+        "--seconds",
+        "0.2",
+        "--tokens-per-second",
+        1e15,
+        "--what-if",
+        "cached",
     )
     assert done.exit_code == 1
-    for word in ("footer", "decode", "tokenize", "pack", "memory", "altogether", "wanted", "if cached", "points apart"):
+    for word in (
+        "footer",
+        "decode",
+        "tokenize",
+        "pack",
+        "memory",
+        "altogether",
+        "wanted",
+        "if cached",
+        "points apart",
+    ):
         assert word in done.stdout, word
     assert "n_workers = " in done.stdout
 
@@ -363,7 +424,9 @@ def test_without_a_table_there_is_the_same_in_words(corpus: Path) -> None:
 @pytest.mark.usefixtures("slow_tokenizer")
 def test_a_rate_is_never_above_what_the_slowest_stage_allows(tmp_path: Path) -> None:
     """A chunk's batches come all at once, and yet a short look counts no chunk that it did not wait for."""
-    pq.write_table(pa.table({"text": ["x" * 999] * 600}), tmp_path / "equal.parquet", row_group_size=10)
+    pq.write_table(
+        pa.table({"text": ["x" * 999] * 600}), tmp_path / "equal.parquet", row_group_size=10
+    )
     data = TextDataset(tmp_path / "equal.parquet", tokenizer="byte", seq_len=64)
     for seconds in (0.12, 0.2):
         loader = AsyncDataLoader(data, 4, n_workers=1, output="numpy")
@@ -377,7 +440,9 @@ def test_a_cache_with_a_part_of_the_data_is_read_again_and_again(tmp_path: Path)
     (tmp_path / "large.jsonl").write_text(
         "".join(json.dumps({"text": f"{i} many words " * 60}) + "\n" for i in range(4000))
     )
-    data = TextDataset(tmp_path / "large.jsonl", tokenizer="byte", seq_len=512, chunk_bytes=64 << 10)
+    data = TextDataset(
+        tmp_path / "large.jsonl", tokenizer="byte", seq_len=512, chunk_bytes=64 << 10
+    )
     found = examine(data, 16, n_workers=1, what_if="cached", seconds=0.4)
     assert found.what_if is not None
     assert found.what_if.attributed > 0.5

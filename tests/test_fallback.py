@@ -67,7 +67,9 @@ def try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def feeds() -> Iterator[Callable[..., SharedFeed]]:
     with ExitStack() as stack:
 
-        def make(create: Callable[[], Any], limits: Limits | None = None, **more: Any) -> SharedFeed:
+        def make(
+            create: Callable[[], Any], limits: Limits | None = None, **more: Any
+        ) -> SharedFeed:
             feed = SharedFeed(create, limits or Limits(), **more)
             stack.callback(feed.close)
             feed.join(fallback.Alone(), made_up)
@@ -103,7 +105,9 @@ def test_whoever_is_told_to_stop_waits_for_no_batch(feeds: Callable[..., SharedF
 class Ranks:
     """Two feeds that take their steps in two threads."""
 
-    def __init__(self, feeds: Callable[..., SharedFeed], data: Sequence[Numbers], limits: Limits, **more: Any) -> None:
+    def __init__(
+        self, feeds: Callable[..., SharedFeed], data: Sequence[Numbers], limits: Limits, **more: Any
+    ) -> None:
         self.events: list[list[tuple[str, Any]]] = [[] for _ in data]
         self.feeds = []
         for rank, peers in enumerate(Together.several(len(data))):
@@ -120,11 +124,15 @@ class Ranks:
             self.feeds.append(feed)
         self._pool = ThreadPoolExecutor(len(data))
 
-    def next(self, step: int, count: int = 1, stopping: Sequence[bool] = (False, False)) -> list[Turn]:
+    def next(
+        self, step: int, count: int = 1, stopping: Sequence[bool] = (False, False)
+    ) -> list[Turn]:
         """What each does. Raises what the first raises."""
         return [each.result(WAIT_S) for each in self.asked(step, count, stopping)]
 
-    def asked(self, step: int, count: int = 1, stopping: Sequence[bool] = (False, False)) -> list[Any]:
+    def asked(
+        self, step: int, count: int = 1, stopping: Sequence[bool] = (False, False)
+    ) -> list[Any]:
         return [
             self._pool.submit(feed.next, step, count, stopping=stop)
             for feed, stop in zip(self.feeds, stopping, strict=True)
@@ -137,7 +145,9 @@ class Ranks:
         self._pool.shutdown()
 
 
-def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(feeds: Callable[..., SharedFeed]) -> None:
+def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     data = [Numbers(), Numbers(wall=4)]
     with Ranks(feeds, data, SYNTHETIC) as ranks:
         assert [rows(turn.batches) for turn in ranks.next(1)] == [[0, 2], [1, 3]]
@@ -161,7 +171,9 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(feeds: Callabl
             assert not feed.substituting
 
 
-def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(feeds: Callable[..., SharedFeed]) -> None:
+def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     data = [Numbers(), Numbers(wall=12)]
     with Ranks(feeds, data, SYNTHETIC) as ranks:
         assert [rows(turn.batches) for turn in ranks.next(1, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -175,7 +187,9 @@ def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(feeds: Callable
         assert [rows(turn.batches) for turn in turns] == [[8, 10, 12, 14], [9, 11, 13, 15]]
 
 
-def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(feeds: Callable[..., SharedFeed]) -> None:
+def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     with Ranks(feeds, [Numbers(), Numbers()], Limits()) as ranks:
         ranks.next(1)
         before = [feed.state_dict() for feed in ranks.feeds]
@@ -190,7 +204,9 @@ def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(feeds: Callable[...
         assert rows([batch]) == [4, 5]
 
 
-def test_the_rank_with_the_least_data_ends_the_run_for_all(feeds: Callable[..., SharedFeed]) -> None:
+def test_the_rank_with_the_least_data_ends_the_run_for_all(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     with Ranks(feeds, [Numbers(20), Numbers(12)], Limits(), epochs=1, drop_last=True) as ranks:
         for step in (1, 2, 3):
             assert all(len(turn.batches) == 1 for turn in ranks.next(step))
@@ -216,7 +232,9 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
     assert isinstance(errors[culprit].__cause__, OSError)
 
 
-def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(feeds: Callable[..., SharedFeed]) -> None:
+def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     data = [Numbers(wall=0), Numbers(wall=0, fault=OSError("gone"))]
     with Ranks(feeds, data, Limits(first_timeout_s=1.5)) as ranks:
         errors = [each.exception(WAIT_S) for each in ranks.asked(1)]
@@ -225,16 +243,26 @@ def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(feeds: Callab
     assert told.startswith("rank 0 and rank 1 of 2 had no data: rank 1: OSError: gone")
 
 
-def test_a_single_rank_that_stalls_says_how_long_it_waited_and_for_what(feeds: Callable[..., SharedFeed]) -> None:
+def test_a_single_rank_that_stalls_says_how_long_it_waited_and_for_what(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     data = Numbers(wall=2)
-    feed = feeds(lambda: loader(data), Limits(stall_timeout_s=0.05), blame=lambda seconds: "waiting for tokenize")
+    feed = feeds(
+        lambda: loader(data),
+        Limits(stall_timeout_s=0.05),
+        blame=lambda seconds: "waiting for tokenize",
+    )
     feed.next(1)
-    with pytest.raises(FeedStopped, match=r"^no data: no batch within 0\.05 s \(waiting for tokenize\)\. All"):
+    with pytest.raises(
+        FeedStopped, match=r"^no data: no batch within 0\.05 s \(waiting for tokenize\)\. All"
+    ):
         feed.next(2)
     data.opened.set()
 
 
-def test_a_loader_that_failed_is_opened_again_where_it_stood(feeds: Callable[..., SharedFeed]) -> None:
+def test_a_loader_that_failed_is_opened_again_where_it_stood(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     data = Numbers(wall=7, fault=ConnectionError("reset"))
     feed = feeds(lambda: loader(data), SYNTHETIC)
     assert [rows(feed.next(step).batches) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
@@ -270,7 +298,9 @@ def test_a_loader_that_cannot_be_opened_again_at_first_still_goes_on_where_it_st
     assert rows(turn.batches) == [4, 5]
 
 
-def test_data_that_could_not_be_opened_at_first_begins_at_its_beginning(feeds: Callable[..., SharedFeed]) -> None:
+def test_data_that_could_not_be_opened_at_first_begins_at_its_beginning(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     there = threading.Event()
 
     def create() -> AsyncDataLoader:
@@ -286,7 +316,9 @@ def test_data_that_could_not_be_opened_at_first_begins_at_its_beginning(feeds: C
     assert rows(turn.batches) == [0, 1]
 
 
-def test_data_that_takes_too_long_to_open_is_substituted_and_then_taken(feeds: Callable[..., SharedFeed]) -> None:
+def test_data_that_takes_too_long_to_open_is_substituted_and_then_taken(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     there = threading.Event()
 
     def create() -> AsyncDataLoader:
@@ -398,11 +430,15 @@ def test_what_ranks_saved_is_put_together_again() -> None:
     before = {"loader": [{"at": 5}, {"at": 6}], "substituted": []}
     assert states_of([state(1), state(2)]) == [{"at": 1}, {"at": 2}]
     assert states_of([state(1), unread]) is None, "nobody had trained on anything yet"
-    assert states_of([state(5), before]) == [{"at": 5}, {"at": 6}], "one never got to open its loader"
+    assert states_of([state(5), before]) == [{"at": 5}, {"at": 6}], (
+        "one never got to open its loader"
+    )
     assert states_of([before, before]) == [{"at": 5}, {"at": 6}]
 
 
-def test_a_rank_that_never_opened_its_data_saves_what_it_was_to_begin_with(feeds: Callable[..., SharedFeed]) -> None:
+def test_a_rank_that_never_opened_its_data_saves_what_it_was_to_begin_with(
+    feeds: Callable[..., SharedFeed],
+) -> None:
     there, resumed = threading.Event(), [{"at": 5}, {"at": 6}]
 
     def create() -> AsyncDataLoader:

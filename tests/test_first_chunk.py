@@ -31,8 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files whose chunks have many documents, some of them empty."""
     folder = tmp_path_factory.mktemp("chunks")
     documents = [*texts(), "", "", "the end"]
-    pq.write_table(pa.table({"text": documents}), folder / "a.parquet", row_group_size=len(documents) // 2 + 1)
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    pq.write_table(
+        pa.table({"text": documents}), folder / "a.parquet", row_group_size=len(documents) // 2 + 1
+    )
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
     (folder / "a.txt").write_bytes(b"\0\0".join(text.encode() for text in documents))
     (folder / "texts").mkdir()
     for i, text in enumerate(documents):
@@ -56,19 +60,33 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChunkRef, int]]:
 
 def data(folder: Path, kind: str, **how: Any) -> TextDataset:
     if kind in ("txt", "texts"):
-        path, more = (folder / "a.txt", {"separator": "\0\0"}) if kind == "txt" else (folder / "texts", {})
+        path, more = (
+            (folder / "a.txt", {"separator": "\0\0"}) if kind == "txt" else (folder / "texts", {})
+        )
         return TextDataset(path, tokenizer="byte", seq_len=SEQ_LEN, **more, **how)
     return TextDataset(folder / f"a.{kind}", tokenizer="byte", seq_len=SEQ_LEN, **how)
 
 
 def stream(dataset: Any, n_workers: int = 2, **how: Any) -> list[Any]:
     """Everything that can be known of each batch of an epoch."""
-    with AsyncDataLoader(dataset, 2, output="numpy", n_workers=n_workers, epochs=1, drop_last=True, **how) as loader:
+    with AsyncDataLoader(
+        dataset, 2, output="numpy", n_workers=n_workers, epochs=1, drop_last=True, **how
+    ) as loader:
         found = []
         for batch in loader:
-            extras = [None if x is None else x.tolist() for x in (batch.positions, batch.cu_seqlens)]
+            extras = [
+                None if x is None else x.tolist() for x in (batch.positions, batch.cu_seqlens)
+            ]
             state = loader.state_dict()
-            found.append((batch.inputs.tolist(), batch.targets.tolist(), extras, batch.provenance(), state["lanes"]))
+            found.append(
+                (
+                    batch.inputs.tolist(),
+                    batch.targets.tolist(),
+                    extras,
+                    batch.provenance(),
+                    state["lanes"],
+                )
+            )
         stats = loader.stats()
         return [*found, (stats.documents, stats.text_bytes, stats.empty)]
 
@@ -84,7 +102,9 @@ def test_the_stream_and_its_states_are_those_of_a_whole_chunk(
     assert not divided, "without workers nobody could go on meanwhile"
     parted = stream(dataset, lanes=lanes)
     assert parted[:-1] == whole[:-1]
-    assert parted[-1] == whole[-1] or lanes > 1  # one lane ends first, however far the other has come
+    assert (
+        parted[-1] == whole[-1] or lanes > 1
+    )  # one lane ends first, however far the other has come
     assert 1 <= len(divided) <= lanes
 
 
@@ -94,17 +114,23 @@ def test_however_much_is_divided_off_every_state_goes_on_exactly(
 ) -> None:
     monkeypatch.setattr(files, "FIRST_BYTES", bytes_a_token)
     dataset = data(folder, "parquet")
-    with AsyncDataLoader(dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True) as loader:
+    with AsyncDataLoader(
+        dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True
+    ) as loader:
         given = [(batch.inputs.tolist(), loader.state_dict()) for batch in loader]
     assert len(divided) == 1
     assert 0 < divided[0][1] < 60
     for at in range(0, len(given) - 1, 7):
-        with AsyncDataLoader(dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True) as again:
+        with AsyncDataLoader(
+            dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True
+        ) as again:
             again.load_state_dict(given[at][1])
             assert next(again).inputs.tolist() == given[at + 1][0]
 
 
-def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(
+    tmp_path: Path,
+) -> None:
     for number in range(16):
         lines = [json.dumps({"text": f"<{number}:{i}>"}) for i in range(400)]
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
@@ -125,17 +151,25 @@ def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize(
-    "how", [{"shuffle": True}, {"packing": "best_fit"}, {"workers": "process"}], ids=["shuffled", "best_fit", "process"]
+    "how",
+    [{"shuffle": True}, {"packing": "best_fit"}, {"workers": "process"}],
+    ids=["shuffled", "best_fit", "process"],
 )
-def test_what_is_needed_as_a_whole_is_not_divided(divided: list[Any], folder: Path, how: dict[str, Any]) -> None:
+def test_what_is_needed_as_a_whole_is_not_divided(
+    divided: list[Any], folder: Path, how: dict[str, Any]
+) -> None:
     packing = how.pop("packing", "concat")
-    with AsyncDataLoader(data(folder, "parquet", packing=packing), 2, output="numpy", n_workers=1, **how) as loader:
+    with AsyncDataLoader(
+        data(folder, "parquet", packing=packing), 2, output="numpy", n_workers=1, **how
+    ) as loader:
         for _ in range(200):
             next(loader)
     assert not divided
 
 
-def test_the_first_batch_is_there_while_the_rest_is_tokenized(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_first_batch_is_there_while_the_rest_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     calls, go_on = 0, threading.Event()
     usual = ByteEngine.encode
 
@@ -168,7 +202,9 @@ def test_no_worker_begins_with_what_comes_after_the_rest(
     told: list[tuple[str, ChunkRef]] = []
     usual = Tokenizer.encode
 
-    def encode(tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None) -> TokenChunk:
+    def encode(
+        tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None
+    ) -> TokenChunk:
         told.append(("begins", ref))
         chunk = usual(tokenizer, ref, documents, doc_batch)
         told.append(("ends", ref))
@@ -176,7 +212,9 @@ def test_no_worker_begins_with_what_comes_after_the_rest(
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=SEQ_LEN)
-    with AsyncDataLoader(dataset, 2 * lanes, output="numpy", n_workers=workers, lanes=lanes, epochs=1) as loader:
+    with AsyncDataLoader(
+        dataset, 2 * lanes, output="numpy", n_workers=workers, lanes=lanes, epochs=1
+    ) as loader:
         assert sum(1 for _ in loader)
     first = {ref for _, ref in told[: 2 * lanes]}
     assert len(first) == lanes
@@ -190,7 +228,9 @@ def test_a_rest_that_cannot_be_tokenized_is_an_error_after_what_came_before(
 ) -> None:
     usual = Tokenizer.encode
 
-    def encode(tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None) -> TokenChunk:
+    def encode(
+        tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None
+    ) -> TokenChunk:
         if len(documents.texts) > 20:
             raise ValueError("too many of them")
         return usual(tokenizer, ref, documents, doc_batch)
@@ -220,15 +260,21 @@ def test_what_is_kept_of_a_divided_chunk_is_the_whole_of_it(
     monkeypatch: pytest.MonkeyPatch, divided: list[Any], folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    with AsyncDataLoader(data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1) as loader:
+    with AsyncDataLoader(
+        data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1
+    ) as loader:
         assert sum(1 for _ in loader)
         stats = loader.stats()
-    assert (stats.cache_hits, stats.cache_misses) == (0, 2), "a chunk is one chunk, however it was made"
+    assert (stats.cache_hits, stats.cache_misses) == (0, 2), (
+        "a chunk is one chunk, however it was made"
+    )
     assert len(divided) == 1
     first = stream(data(folder, "parquet", cache=True))
     again = stream(data(folder, "parquet", cache=True))
     assert again == first == stream(data(folder, "parquet"), n_workers=0)
-    with AsyncDataLoader(data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1) as loader:
+    with AsyncDataLoader(
+        data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1
+    ) as loader:
         assert sum(1 for _ in loader)
         stats = loader.stats()
     assert (stats.cache_hits, stats.cache_misses) == (2, 0)
@@ -248,8 +294,12 @@ def test_what_is_kept_of_a_divided_chunk_is_the_whole_of_it(
         ([0, 0, 0], 1, None),
     ],
 )
-def test_documents_are_divided_where_there_is_enough(lengths: list[int], enough: int, first: int | None) -> None:
-    column = pa.array(["x" * n for n in [7, *lengths]], pa.large_string())[1:]  # as a slice of something longer
+def test_documents_are_divided_where_there_is_enough(
+    lengths: list[int], enough: int, first: int | None
+) -> None:
+    column = pa.array(["x" * n for n in [7, *lengths]], pa.large_string())[
+        1:
+    ]  # as a slice of something longer
     documents = Documents(column, np.arange(len(lengths)), last=True, empty=3)
     begun, rest = _divided(documents, enough)
     if first is None:
@@ -259,7 +309,13 @@ def test_documents_are_divided_where_there_is_enough(lengths: list[int], enough:
     assert rest is not None
     assert begun.texts.to_pylist() + rest.texts.to_pylist() == column.to_pylist()
     assert [*begun.rows, *rest.rows] == list(range(len(lengths)))
-    assert (len(begun.texts), begun.last, rest.last, begun.empty, rest.empty) == (first, False, True, 3, 0)
+    assert (len(begun.texts), begun.last, rest.last, begun.empty, rest.empty) == (
+        first,
+        False,
+        True,
+        3,
+        0,
+    )
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])
@@ -286,9 +342,13 @@ def test_the_vocabulary_is_loaded_beside_the_first_decoding(
     assert events.index("read") < events.index("loaded")
 
 
-def test_who_is_shut_down_does_not_wait_for_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_shut_down_does_not_wait_for_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_work, "BESIDE_S", 3600.0)
-    monkeypatch.setattr(Storage, "plain", lambda storage, file: PlainFile(file))  # which tells nobody
+    monkeypatch.setattr(
+        Storage, "plain", lambda storage, file: PlainFile(file)
+    )  # which tells nobody
     loader = AsyncDataLoader(data(folder, "parquet"), 2, n_workers=2, output="numpy")
     next(loader)
     loader.shutdown()

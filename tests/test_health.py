@@ -38,7 +38,15 @@ class Run:
 
     def line(self, msg: str, **fields: Any) -> dict[str, Any]:
         ts = START + self.mono
-        first = {"ts": ts, "iso": iso(ts), "mono": self.mono, "pid": self.pid, "rank": 0, "step": self.step, "msg": msg}
+        first = {
+            "ts": ts,
+            "iso": iso(ts),
+            "mono": self.mono,
+            "pid": self.pid,
+            "rank": 0,
+            "step": self.step,
+            "msg": msg,
+        }
         return first | fields
 
     def steps(
@@ -83,7 +91,9 @@ def fed(gate: HealthGate, lines: Iterator[dict[str, Any]]) -> list[Verdict]:
 
 
 def first_fail(run: Run, verdicts: list[Verdict], lines: list[dict[str, Any]]) -> float | None:
-    return next((line["mono"] for line, v in zip(lines, verdicts, strict=True) if v.status == "fail"), None)
+    return next(
+        (line["mono"] for line, v in zip(lines, verdicts, strict=True) if v.status == "fail"), None
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -109,7 +119,9 @@ def test_no_alarm_during_compile_steps_at_the_start_and_in_the_middle(seed: int)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_injected_slow_down_is_an_alarm_within_the_stated_time(seed: int, slower: float) -> None:
     run, gate = Run(seed), HealthGate(LIMITS)
-    assert {verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(200)]))} == {"ok"}
+    assert {verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(200)]))} == {
+        "ok"
+    }
     begun = run.mono
     lines = list(run.steps(100, slower))
     at = first_fail(run, fed(gate, iter(lines)), lines)
@@ -160,7 +172,9 @@ def test_data_wait_and_fetch_are_judged_each_by_its_own_limit() -> None:
         (Limits(max_fetch_p95_ms=100.0), "ms, limit 100 ms"),
     ]:
         run, gate = Run(), HealthGate(limits)
-        assert {verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(100)]))} == {"ok"}
+        assert {
+            verdict.status for verdict in fed(gate, iter([*run.warm_up(), *run.steps(100)]))
+        } == {"ok"}
         assert fed(gate, run.steps(100, wait=0.3))[-1].status == "fail"
         assert reason in gate.verdict().reasons[0]
 
@@ -180,12 +194,18 @@ def test_the_grace_period_ends_at_its_cap_even_if_every_step_recompiles() -> Non
     limits = Limits(min_tokens_per_s=RATE, grace_s=60.0, for_s=10.0)
     run, gate = Run(), HealthGate(limits)
     times = random.Random(1)
-    lines = [run.line("boot"), *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True)]
+    lines = [
+        run.line("boot"),
+        *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True),
+    ]
     at = first_fail(run, fed(gate, iter(lines)), lines)
     assert at is not None
     assert at - 1000 <= 60 + 10 + 12 * 20 * STEP_S * 1.05
     run, gate = Run(), HealthGate(Limits(min_tokens_per_s=RATE, grace_steps=40, for_s=10.0))
-    lines = [run.line("boot"), *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True)]
+    lines = [
+        run.line("boot"),
+        *run.steps(300, lambda i: times.choice((2.0, 6.0, 20.0, 1.5)), compiling=True),
+    ]
     failed = [verdict.step for verdict in fed(gate, iter(lines)) if verdict.status == "fail"]
     assert failed
     assert failed[0] > 40
@@ -196,13 +216,19 @@ def test_a_resume_opens_the_grace_period_again() -> None:
     fed(gate, iter([*run.warm_up(), *run.steps(50)]))
     again = Run(pid=101, begin=5000.0)
     again.step = 100
-    lines = [again.line("boot", resumed=True), *again.steps(5, 60.0, compiling=True), *again.steps(80)]
+    lines = [
+        again.line("boot", resumed=True),
+        *again.steps(5, 60.0, compiling=True),
+        *again.steps(80),
+    ]
     verdicts = fed(gate, iter(lines))
     assert {verdict.status for verdict in verdicts} == {"ok"}
     assert (verdicts[0].grace, verdicts[-1].grace) == (True, False)
     assert "since resume" in verdicts[2].reasons[0]
     lost_boot = Run(pid=102, begin=9000.0)
-    assert {v.status for v in fed(gate, iter([*lost_boot.steps(5, 60.0), *lost_boot.steps(80)]))} == {"ok"}
+    assert {
+        v.status for v in fed(gate, iter([*lost_boot.steps(5, 60.0), *lost_boot.steps(80)]))
+    } == {"ok"}
 
 
 def test_a_rotated_file_is_no_new_run() -> None:
@@ -218,7 +244,10 @@ def test_a_loss_that_is_not_finite_fails_at_once_in_the_grace_period_too(loss: A
     verdict = gate.verdict()
     assert (verdict.status, verdict.grace) == ("fail", True)
     assert "since step 4" in verdict.reasons[0]
-    assert judge([run.line("boot"), *run.steps(1, loss=loss)], limits=Limits(finite_loss=False)).status == "ok"
+    assert (
+        judge([run.line("boot"), *run.steps(1, loss=loss)], limits=Limits(finite_loss=False)).status
+        == "ok"
+    )
     assert fed(gate, run.steps(1))[-1].status == "ok"
 
 
@@ -262,7 +291,9 @@ def test_a_process_that_follows_one_on_synthetic_data_begins_with_data() -> None
     assert judge([*lines, run.line("boot", resumed=True), *run.steps(1)]).status == "ok"
 
 
-@pytest.mark.parametrize("strange", [{"tokens": -1}, {"tokens": 1e300}, {"tokens": 10**17}, {"compiles": -5}], ids=str)
+@pytest.mark.parametrize(
+    "strange", [{"tokens": -1}, {"tokens": 1e300}, {"tokens": 10**17}, {"compiles": -5}], ids=str
+)
 def test_numbers_that_cannot_be_are_not_believed_and_end_nothing(strange: dict[str, Any]) -> None:
     run, gate = Run(), HealthGate(LIMITS)
     told = fed(gate, iter([run.line("boot"), *run.steps(120, **strange)]))
@@ -273,7 +304,10 @@ def test_numbers_that_cannot_be_are_not_believed_and_end_nothing(strange: dict[s
 def test_what_cannot_be_judged_is_said() -> None:
     run = Run()
     lines = [*run.warm_up(), *run.steps(100)]
-    bare = [{k: v for k, v in line.items() if k not in ("tokens", "dt_fetch_s", "dt_step_s")} for line in lines]
+    bare = [
+        {k: v for k, v in line.items() if k not in ("tokens", "dt_fetch_s", "dt_step_s")}
+        for line in lines
+    ]
     verdict = judge(bare, limits=LIMITS)
     assert verdict.status == "warn"
     assert len(verdict.reasons) == 2
@@ -286,7 +320,9 @@ def test_lines_of_any_shape_do_not_break_the_gate() -> None:
     gate = HealthGate(LIMITS)
     for value in (None, "x", -1, 1e400, True, [], {}, 10**400):
         gate.add(
-            dict.fromkeys(("ts", "mono", "pid", "rank", "dt_step_s", "tokens", "compiles", "paused"), value)
+            dict.fromkeys(
+                ("ts", "mono", "pid", "rank", "dt_step_s", "tokens", "compiles", "paused"), value
+            )
             | {"step": 1, "msg": "progress"}
         )
         gate.add({"msg": "beat", "since_step_s": value})
@@ -295,7 +331,13 @@ def test_lines_of_any_shape_do_not_break_the_gate() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"min_tokens_per_s": -1.0}, {"max_data_wait_pct": "5"}, {"for_steps": 0}, {"grace_s": None}, {"finite_loss": 1}],
+    [
+        {"min_tokens_per_s": -1.0},
+        {"max_data_wait_pct": "5"},
+        {"for_steps": 0},
+        {"grace_s": None},
+        {"finite_loss": 1},
+    ],
     ids=str,
 )
 def test_limits_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
@@ -312,11 +354,15 @@ def run_health(*args: str | Path) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def written(folder: Path, lines: list[dict[str, Any]], rank: int = 0, *, age_s: float = 5.0) -> Path:
+def written(
+    folder: Path, lines: list[dict[str, Any]], rank: int = 0, *, age_s: float = 5.0
+) -> Path:
     """A file whose last line is so old."""
     shift = time.time() - age_s - lines[-1]["ts"]
     path = folder / f"heartbeat_rank{rank}.jsonl"
-    path.write_bytes(b"".join(encode(line | {"ts": line["ts"] + shift, "rank": rank}) for line in lines))
+    path.write_bytes(
+        b"".join(encode(line | {"ts": line["ts"] + shift, "rank": rank}) for line in lines)
+    )
     return path
 
 
@@ -325,7 +371,9 @@ def test_a_run_that_is_well_gives_0_and_one_that_is_not_1(tmp_path: Path) -> Non
     lines = [*run.warm_up(), *run.steps(100)]
     written(tmp_path, lines)
     path = written(tmp_path, lines, 1)
-    done = run_health(tmp_path, "--min-tokens-per-s", "1000", "--max-data-wait", "5", "--max-fetch-p95-ms", "100")
+    done = run_health(
+        tmp_path, "--min-tokens-per-s", "1000", "--max-data-wait", "5", "--max-fetch-p95-ms", "100"
+    )
     assert done.exit_code == 0, done.output
     rows = done.stdout.splitlines()
     assert [row.split(":")[0] for row in rows] == ["rank 0", "rank 1", "healthy"]

@@ -24,11 +24,20 @@ def run_health(*args: str | Path) -> Result:
 
 
 def line(step: int, rank: int, msg: str = "progress", age_s: float = 1.0, **fields: Any) -> bytes:
-    known = {"ts": time.time() - age_s, "iso": "", "mono": float(step), "pid": 1, "rank": rank, "step": step}
+    known = {
+        "ts": time.time() - age_s,
+        "iso": "",
+        "mono": float(step),
+        "pid": 1,
+        "rank": rank,
+        "step": step,
+    }
     return encode(known | {"msg": msg, "dt_step_s": 0.25, "tokens": 1000, "loss": 2.0} | fields)
 
 
-def written(folder: Path, ranks: range | tuple[int, ...], world: int | None, **how: Any) -> list[Path]:
+def written(
+    folder: Path, ranks: range | tuple[int, ...], world: int | None, **how: Any
+) -> list[Path]:
     """Ranks that have begun with so many, after what is in their files already."""
     paths = [folder / f"heartbeat_rank{rank}.jsonl" for rank in ranks]
     for rank, path in zip(ranks, paths, strict=True):
@@ -89,7 +98,10 @@ def test_the_ranks_of_a_long_run_are_known_from_its_newest_start(tmp_path: Path)
         file.writelines(line(step, 0, text="x" * 100_000) for step in range(20, 220))
     assert path.stat().st_size > 18 * 2**20
     done = run_health(tmp_path)
-    assert (done.exit_code, done.stderr) == (2, "cannot tell: 3 of 4 ranks left no heartbeat here: 1, 2, 3\n")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "cannot tell: 3 of 4 ranks left no heartbeat here: 1, 2, 3\n",
+    )
     path.rename(f"{path}.1")
     path.write_bytes(line(220, 0))
     boot = last_boot(path)

@@ -41,7 +41,13 @@ def until(true: Callable[[], Any], timeout: float = LONG_S) -> None:
 
 
 def line(step: int, msg: str = "progress", **fields: Any) -> bytes:
-    first = {"ts": 1.79e9 + step, "iso": "2026-11-16T07:13:25.123Z", "mono": float(step), "pid": 7, "rank": 0}
+    first = {
+        "ts": 1.79e9 + step,
+        "iso": "2026-11-16T07:13:25.123Z",
+        "mono": float(step),
+        "pid": 7,
+        "rank": 0,
+    }
     return encode(first | {"step": step, "msg": msg} | fields)
 
 
@@ -62,7 +68,9 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
 
 
 def test_every_line_has_the_seven_fields_and_every_step_is_there(tmp_path: Path) -> None:
-    with Heartbeat(tmp_path, rank=3, world_size=4, settings={"batch_size": 8}, resumed=True) as heart:
+    with Heartbeat(
+        tmp_path, rank=3, world_size=4, settings={"batch_size": 8}, resumed=True
+    ) as heart:
         for step in range(1, 301):
             heart.progress(step=step, loss=1 / step, grad_norm=0.5, tokens=100, lr=1e-3)
     assert heart.path == tmp_path / "heartbeat_rank3.jsonl"
@@ -70,13 +78,25 @@ def test_every_line_has_the_seven_fields_and_every_step_is_there(tmp_path: Path)
     assert all(tuple(line)[:7] == FIRST for line in beats)
     assert beats.skipped == 0
     boot, shutdown = beats.lines[0], beats.lines[-1]
-    assert (boot["msg"], boot["settings"], boot["world_size"], boot["resumed"]) == ("boot", {"batch_size": 8}, 4, True)
+    assert (boot["msg"], boot["settings"], boot["world_size"], boot["resumed"]) == (
+        "boot",
+        {"batch_size": 8},
+        4,
+        True,
+    )
     assert boot["versions"].keys() >= {"python", "penstock"}
     assert boot["host"]
     progress = beats.of("progress")
     assert [line["step"] for line in progress] == list(range(1, 301))
     assert progress[-1]["tokens_total"] == 30_000
-    assert progress[-1].keys() >= {"loss", "grad_norm", "lr", "dt_step_s", "toks_per_s", "rss_bytes"}
+    assert progress[-1].keys() >= {
+        "loss",
+        "grad_norm",
+        "lr",
+        "dt_step_s",
+        "toks_per_s",
+        "rss_bytes",
+    }
     assert (shutdown["msg"], shutdown["reason"], shutdown["steps"]) == ("shutdown", "end", 300)
     assert shutdown["tokens_total"] == 30_000
 
@@ -85,7 +105,17 @@ def test_tokens_are_counted_whatever_number_they_are_and_lose_no_line(tmp_path: 
     import numpy as np
     import torch
 
-    given = [100, np.int64(100), torch.tensor(100), 100.0, float("nan"), float("inf"), True, "many", None]
+    given = [
+        100,
+        np.int64(100),
+        torch.tensor(100),
+        100.0,
+        float("nan"),
+        float("inf"),
+        True,
+        "many",
+        None,
+    ]
     with Heartbeat(tmp_path) as heart:
         for step, tokens in enumerate(given, 1):
             heart.progress(step=step, loss=0.5, tokens=tokens)
@@ -96,7 +126,10 @@ def test_tokens_are_counted_whatever_number_they_are_and_lose_no_line(tmp_path: 
 
 def test_the_loaders_fields_and_events_are_in_the_lines(tmp_path: Path) -> None:
     class Loader:
-        events: ClassVar = [(1.79e9, 5.0, "loader_ready", {"dt": 0.5}), (1.79e9, 6.0, "stall", {"stage": "fetch"})]
+        events: ClassVar = [
+            (1.79e9, 5.0, "loader_ready", {"dt": 0.5}),
+            (1.79e9, 6.0, "stall", {"stage": "fetch"}),
+        ]
 
         def step_fields(self) -> dict[str, Any]:
             return {"tokens": 64, "data_wait_pct": 2.5, "wait_by_stage": {"fetch": 0.01}}
@@ -143,7 +176,9 @@ def test_more_events_at_once_than_the_queue_holds_are_all_written(tmp_path: Path
     assert heart.dropped == 0
 
 
-def test_a_loader_whose_telemetry_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_whose_telemetry_fails_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Loader:
         def step_fields(self) -> dict[str, Any]:
             raise KeyError("step")
@@ -164,12 +199,16 @@ def test_it_beats_while_a_step_is_stuck(tmp_path: Path) -> None:
     with Heartbeat(tmp_path, every_s=0.02) as heart:
         heart.progress(1)
         until(lambda: sum(beat["step"] == 1 for beat in written(heart, "beat")) >= 5)
-    waits = [line["since_step_s"] for line in read_heartbeat(heart.path).of("beat") if line["step"] == 1]
+    waits = [
+        line["since_step_s"] for line in read_heartbeat(heart.path).of("beat") if line["step"] == 1
+    ]
     assert waits == sorted(waits)
     assert len(set(waits)) > 1
 
 
-@pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+@pytest.mark.parametrize(
+    ("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")]
+)
 def test_a_loss_that_is_not_finite_is_a_word_and_other_such_numbers_are_left_out(
     tmp_path: Path, loss: float, word: str
 ) -> None:
@@ -195,8 +234,12 @@ def test_whatever_the_trainer_gives_becomes_a_line(tmp_path: Path) -> None:
     circle: list[Any] = []
     circle.append(circle)
     with Heartbeat(tmp_path) as heart:
-        heart.progress("one", odd=Strange(), circle=circle, ts="mine", path=tmp_path, keys={(1, 2): {3}})  # type: ignore[arg-type]
-        heart.progress(2, loss=np.float32(1.5), tokens=np.int64(7), many=np.arange(10_000), big=10**400)
+        heart.progress(
+            "one", odd=Strange(), circle=circle, ts="mine", path=tmp_path, keys={(1, 2): {3}}
+        )  # type: ignore[arg-type]
+        heart.progress(
+            2, loss=np.float32(1.5), tokens=np.int64(7), many=np.arange(10_000), big=10**400
+        )
         heart.event("name", file="\udcff.parquet", text="x" * (2 * MAX_LINE_BYTES))
     beats = read_heartbeat(heart.path)
     first, second = beats.of("progress")
@@ -211,7 +254,9 @@ def test_whatever_the_trainer_gives_becomes_a_line(tmp_path: Path) -> None:
     assert beats.of("name")[0]["file"] == "?.parquet"
 
 
-def test_a_tensor_on_the_cpu_is_read_at_once_and_one_on_a_device_by_the_heartbeat(tmp_path: Path) -> None:
+def test_a_tensor_on_the_cpu_is_read_at_once_and_one_on_a_device_by_the_heartbeat(
+    tmp_path: Path,
+) -> None:
     torch = pytest.importorskip("torch")
 
     class OnDevice:
@@ -253,13 +298,18 @@ def test_compilations_are_counted(tmp_path: Path) -> None:
     assert counts[0] == counts[1] == counts[2] - 1
 
 
-def test_the_gate_writes_its_verdict_into_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_gate_writes_its_verdict_into_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Heartbeat(tmp_path, limits=Limits()) as heart:
         heart.progress(1, loss=1.0)
         heart.progress(2, loss=math.nan)
         heart.progress(3, loss=1.0)
     verdicts = read_heartbeat(heart.path).of("health")
-    assert [(line["step"], line["status"], line["grace"]) for line in verdicts] == [(2, "fail", True), (3, "ok", True)]
+    assert [(line["step"], line["status"], line["grace"]) for line in verdicts] == [
+        (2, "fail", True),
+        (3, "ok", True),
+    ]
     assert "loss is nan since step 2" in verdicts[0]["reasons"][0]
     assert said(caplog, "health: fail at step 2") == 1
 
@@ -317,14 +367,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 kB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_costs_lines_and_nothing_else(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_lines_and_nothing_else(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(48 * 1024))
     with Heartbeat(small_disk, queue=64, every_s=0.05) as heart:
@@ -339,7 +393,9 @@ def test_a_full_disk_costs_lines_and_nothing_else(small_disk: Path, caplog: pyte
     beats = read_heartbeat(heart.path)
     assert beats.of("shutdown")
     assert steps(heart.path) == sorted(set(steps(heart.path)))
-    assert beats.skipped == 0  # the line that was cut by the full disk was finished when there was room
+    assert (
+        beats.skipped == 0
+    )  # the line that was cut by the full disk was finished when there was room
     assert said(caplog, "cannot be written") == 1
 
 
@@ -362,14 +418,21 @@ def test_a_limit_on_the_size_of_files_ends_no_run(tmp_path: Path) -> None:
         "for step in range(200): heart.progress(step, text='x' * 800)\n"
         "print(heart.close(), heart.dropped > 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.split() == ["False", "True"], done.stderr
     assert (tmp_path / "heartbeat_rank0.jsonl").stat().st_size <= 8192
 
 
 def test_a_write_that_hangs_in_the_kernel_holds_neither_steps_nor_close(tmp_path: Path) -> None:
     strace = shutil.which("strace")
-    if strace is None or subprocess.run([strace, "-qq", "-o", "/dev/null", "true"], capture_output=True).returncode:
+    if (
+        strace is None
+        or subprocess.run(
+            [strace, "-qq", "-o", "/dev/null", "true"], capture_output=True
+        ).returncode
+    ):
         pytest.skip("needs strace, and the right to use it")
     code = (
         "import sys; from penstock.feed.beat import Heartbeat\n"
@@ -379,13 +442,26 @@ def test_a_write_that_hangs_in_the_kernel_holds_neither_steps_nor_close(tmp_path
     )
     path = tmp_path / "heartbeat_rank0.jsonl"
     path.touch()
-    slow = [strace, "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", "-e", "trace=write", "-P", path]
+    slow = [
+        strace,
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-e",
+        "trace=write",
+        "-P",
+        path,
+    ]
     slow += ["-e", "inject=write:delay_enter=2s", sys.executable, "-c", code, tmp_path]
     done = subprocess.run(slow, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
-def test_a_pipe_without_a_reader_holds_nobody_and_the_reader_that_comes_gets_whole_lines(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader_holds_nobody_and_the_reader_that_comes_gets_whole_lines(
+    tmp_path: Path,
+) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with Heartbeat(pipe) as heart:
@@ -397,7 +473,9 @@ def test_a_pipe_without_a_reader_holds_nobody_and_the_reader_that_comes_gets_who
         heart.progress(11)
     out, _ = reader.communicate(timeout=LONG_S)
     found = [decode(text) for text in out.splitlines()]
-    assert [line["step"] for line in found if line and line["msg"] == "progress"] == list(range(1, 12))
+    assert [line["step"] for line in found if line and line["msg"] == "progress"] == list(
+        range(1, 12)
+    )
     assert found[-1] is not None
     assert found[-1]["msg"] == "shutdown"
 
@@ -439,7 +517,9 @@ def test_a_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
     assert (boot["msg"], boot["rotated"], boot["settings"]) == ("boot", True, {"seed": 1})
 
 
-def test_a_file_where_the_folder_should_be_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_where_the_folder_should_be_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     with Heartbeat(tmp_path / "file" / "run") as heart:
         heart.progress(1)
@@ -463,13 +543,19 @@ while True:
 """
 
 
-def test_a_killed_process_leaves_at_most_one_torn_line_and_the_next_one_goes_on_cleanly(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_at_most_one_torn_line_and_the_next_one_goes_on_cleanly(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "heartbeat_rank0.jsonl"
     kills = 4
     for n in range(kills):
         size = path.stat().st_size if path.exists() else 0
         child = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path])
-        until(lambda size=size, n=n: path.exists() and path.stat().st_size > size + 100_000 + 7_919 * n)
+        until(
+            lambda size=size, n=n: (
+                path.exists() and path.stat().st_size > size + 100_000 + 7_919 * n
+            )
+        )
         child.send_signal(signal.SIGKILL)
         child.wait(timeout=LONG_S)
     with path.open("ab") as file:
@@ -492,7 +578,9 @@ def test_a_killed_process_leaves_at_most_one_torn_line_and_the_next_one_goes_on_
 # Hooks
 
 
-def test_a_hook_that_fails_is_said_once_and_called_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_fails_is_said_once_and_called_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[int] = []
 
     def hook(step: int, values: dict[str, float]) -> None:
@@ -510,7 +598,9 @@ def test_a_hook_that_fails_is_said_once_and_called_again(tmp_path: Path, caplog:
     assert len(steps(heart.path)) == 30
 
 
-def test_a_hook_that_always_fails_is_dropped_after_ten_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_always_fails_is_dropped_after_ten_times(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     good: list[int] = []
 
     def bad(step: int, values: dict[str, float]) -> None:
@@ -526,8 +616,17 @@ def test_a_hook_that_always_fails_is_dropped_after_ten_times(tmp_path: Path, cap
 
 def test_hooks_get_the_numbers_and_only_those(tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, float]]] = []
-    with Heartbeat(tmp_path, on_metrics=[lambda step, values: seen.append((step, values))]) as heart:
-        heart.progress(4, loss=2, tokens=10, name="text", flag=True, wait_by_stage={"fetch": 0.5, "where": "file"})
+    with Heartbeat(
+        tmp_path, on_metrics=[lambda step, values: seen.append((step, values))]
+    ) as heart:
+        heart.progress(
+            4,
+            loss=2,
+            tokens=10,
+            name="text",
+            flag=True,
+            wait_by_stage={"fetch": 0.5, "where": "file"},
+        )
     ((step, values),) = seen
     assert step == 4
     assert values.pop("rss_bytes") > 0
@@ -551,14 +650,18 @@ def test_lines_are_written_and_beats_go_on_between_the_calls_of_a_slow_hook(tmp_
             heart.progress(step)
         time.sleep(0.05)  # so that a beat is due
         go_on.release()
-        assert called.acquire(timeout=LONG_S)  # in its second call: what came during the first is written
+        assert called.acquire(
+            timeout=LONG_S
+        )  # in its second call: what came during the first is written
         written, beats = steps(heart.path), read_heartbeat(heart.path).of("beat")
         go_on.release(100)
     assert written == list(range(1, 12))
     assert beats
 
 
-def test_close_does_not_wait_for_a_hook_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_a_hook_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def hangs(step: int, values: dict[str, float]) -> None:
@@ -608,7 +711,9 @@ def test_a_heartbeat_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
     assert [line["msg"] for line in read_heartbeat(path)] == ["boot", "progress", "shutdown"]
 
 
-def test_a_process_that_ends_without_close_still_says_so_and_its_forked_child_does_not(tmp_path: Path) -> None:
+def test_a_process_that_ends_without_close_still_says_so_and_its_forked_child_does_not(
+    tmp_path: Path,
+) -> None:
     code = (
         "import os, sys, warnings; warnings.simplefilter('ignore')\n"
         "from penstock.feed.beat import Heartbeat\n"
@@ -617,7 +722,9 @@ def test_a_process_that_ends_without_close_still_says_so_and_its_forked_child_do
         "if not child: heart.progress(99); heart.event('child'); heart.close(); sys.exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0; heart.progress(2)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     beats = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl")
     assert steps(beats.path) == [1, 2]
@@ -650,7 +757,17 @@ def test_what_is_not_a_line_is_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat_rank0.jsonl"
     long = b'{"text": "' + b"x" * (2 * MAX_LINE_BYTES) + b'"}\n'
     torn = line(9)[:50]
-    path.write_bytes(line(1) + torn + b"\n\n" + b'{"step": 1}\n' + long + b"\xff\xfe\n" + b"[1]\n" + line(2) + torn)
+    path.write_bytes(
+        line(1)
+        + torn
+        + b"\n\n"
+        + b'{"step": 1}\n'
+        + long
+        + b"\xff\xfe\n"
+        + b"[1]\n"
+        + line(2)
+        + torn
+    )
     beats = read_heartbeat(path)
     assert steps(path) == [1, 2]
     assert len(beats) == 2
@@ -672,7 +789,9 @@ def test_the_last_bytes_are_read_from_a_whole_line_on_through_rotated_parts(tmp_
 
 
 def test_words_for_numbers_that_are_none_are_read_as_such() -> None:
-    text = line(1).replace(b'"step":1', b'"step":1,"loss":NaN,"a":1e999,"b":-Infinity,"c":' + b"9" * 500)
+    text = line(1).replace(
+        b'"step":1', b'"step":1,"loss":NaN,"a":1e999,"b":-Infinity,"c":' + b"9" * 500
+    )
     found = decode(text)
     assert found is not None
     assert (found["loss"], found["a"], found["b"]) == ("nan", "inf", "-inf")
@@ -687,7 +806,10 @@ def test_files_are_found_by_name_glob_and_folder(tmp_path: Path) -> None:
     wanted = [tmp_path / name for name in (*names, "heartbeat_rank11.jsonl")]
     assert [path for path in expand([tmp_path]) if path.suffix == ".jsonl"] == wanted
     assert expand([tmp_path / "heartbeat*.jsonl"]) == wanted[:3]
-    assert expand([wanted[0], f"{wanted[0]}.1", tmp_path / "nothing.jsonl", tmp_path / "*.none"]) == wanted[:1]
+    assert (
+        expand([wanted[0], f"{wanted[0]}.1", tmp_path / "nothing.jsonl", tmp_path / "*.none"])
+        == wanted[:1]
+    )
     odd = tmp_path / "run[1]"
     odd.mkdir()
     (odd / names[0]).touch()
@@ -702,7 +824,9 @@ def test_a_missing_file_and_a_pipe_are_refused(tmp_path: Path) -> None:
         list(read_heartbeat(tmp_path / "heartbeat_rank1.jsonl"))
 
 
-def test_a_tail_follows_through_rotations_without_losing_or_repeating_a_line(tmp_path: Path) -> None:
+def test_a_tail_follows_through_rotations_without_losing_or_repeating_a_line(
+    tmp_path: Path,
+) -> None:
     found: list[int] = []
     with Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart, Tail(heart.path) as tail:
         for step in range(1, 601):
@@ -718,7 +842,9 @@ def test_a_tail_follows_through_rotations_without_losing_or_repeating_a_line(tmp
     assert tail.skipped == 0
 
 
-def test_a_tail_waits_for_the_file_for_the_rest_of_a_line_and_begins_again_after_a_truncation(tmp_path: Path) -> None:
+def test_a_tail_waits_for_the_file_for_the_rest_of_a_line_and_begins_again_after_a_truncation(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "heartbeat_rank0.jsonl"
 
     def append(data: bytes) -> None:
@@ -762,17 +888,23 @@ def test_a_tail_that_was_closed_begins_again_without_what_it_had_begun(tmp_path:
         assert tail.skipped == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     pieces=st.lists(
         st.one_of(
             st.binary(max_size=50),
-            st.sampled_from([b"\n", b"{}", b"[" * 5000, line(1), line(2)[:-1], line(3)[5:], b'{"ts":1e999}\n']),
+            st.sampled_from(
+                [b"\n", b"{}", b"[" * 5000, line(1), line(2)[:-1], line(3)[5:], b'{"ts":1e999}\n']
+            ),
         ),
         max_size=12,
     )
 )
-def test_arbitrary_bytes_are_read_the_same_at_once_and_in_pieces(tmp_path: Path, pieces: list[bytes]) -> None:
+def test_arbitrary_bytes_are_read_the_same_at_once_and_in_pieces(
+    tmp_path: Path, pieces: list[bytes]
+) -> None:
     path = tmp_path / "heartbeat_rank0.jsonl"
     path.write_bytes(b"")
     with Tail(path) as tail:
@@ -791,8 +923,16 @@ def test_arbitrary_bytes_are_read_the_same_at_once_and_in_pieces(tmp_path: Path,
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -820,14 +960,18 @@ def test_a_file_that_is_rotated_while_it_is_read_is_read_whole(tmp_path: Path) -
     assert steps(path) == [0, 1, 2, 3]
 
 
-def test_nothing_is_logged_when_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_when_all_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG, "penstock"), Heartbeat(tmp_path) as heart:
         heart.progress(1)
     assert caplog.records == []
     assert not any(heart.counts().values())
 
 
-def test_two_heartbeats_on_one_file_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_heartbeats_on_one_file_are_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Heartbeat(tmp_path, rank=0) as first:
         first.progress(1)
         until(lambda: first.path.exists() and first.path.stat().st_size)

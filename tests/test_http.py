@@ -107,7 +107,15 @@ def http() -> Iterator[Http]:
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "SSL_CERT_FILE"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "no_proxy",
+        "NO_PROXY",
+        "SSL_CERT_FILE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -115,7 +123,9 @@ def patience(limits: Remote = LIMITS, seconds: float = 60.0) -> Patience:
     return Patience(limits, time.monotonic() + seconds)
 
 
-def get(http: Http, url: str | Target, limits: Remote = LIMITS, method: str = "GET", **headers: str) -> bytes:
+def get(
+    http: Http, url: str | Target, limits: Remote = LIMITS, method: str = "GET", **headers: str
+) -> bytes:
     target = url if isinstance(url, Target) else Target(url)
     with http.open(method, target, headers, patience(limits)) as response:
         return response.read(1 << 20)
@@ -138,7 +148,9 @@ def test_one_connection_serves_many_requests(http: Http) -> None:
         assert server.connections == [0] * 5
 
 
-def test_a_connection_closed_by_the_server_while_idle_is_replaced_without_a_fault(http: Http) -> None:
+def test_a_connection_closed_by_the_server_while_idle_is_replaced_without_a_fault(
+    http: Http,
+) -> None:
     def answer(head: str, sock: Any, number: int) -> bytes | None:
         sock.sendall(OK)
         return None
@@ -160,7 +172,9 @@ def test_a_server_that_never_answers_on_a_used_connection_is_asked_on_a_new_one(
 
 @pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
 @pytest.mark.parametrize("pause", [0.0, 0.05])
-def test_bytes_that_nobody_asked_for_never_become_another_answer(http: Http, into: bool, pause: float) -> None:
+def test_bytes_that_nobody_asked_for_never_become_another_answer(
+    http: Http, into: bool, pause: float
+) -> None:
     evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
     with Scripted(lambda head, sock, n: OK + evil) as server:
         for _ in range(3):
@@ -242,7 +256,9 @@ def test_a_cancel_after_the_last_byte_neither_harms_nor_keeps_the_connection(htt
         assert server.connections == [0, 1, 1, 1]
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Scripted(lambda head, sock, n: OK) as server:
         get(http, server.url)
         monkeypatch.setattr(http_module, "IDLE_S", 0.0)
@@ -250,7 +266,9 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(http: Http, monke
         assert server.connections == [0, 1]
 
 
-def test_nothing_is_kept_after_close_and_never_more_than_a_few(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_after_close_and_never_more_than_a_few(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_module, "IDLE", 2)
     with Scripted(lambda head, sock, n: OK) as server:
         opened = [http.open("GET", Target(server.url), {}, patience()) for _ in range(4)]
@@ -287,11 +305,19 @@ def test_five_hundred_requests_with_faults_leave_no_descriptor_and_no_thread(htt
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
     with FileServer({"a": DATA}) as server:
-        for kind, after in (("reset", 50), ("fin", -1), ("garbage", 0), ("truncated_chunked", 9), ("huge_headers", 0)):
+        for kind, after in (
+            ("reset", 50),
+            ("fin", -1),
+            ("garbage", 0),
+            ("truncated_chunked", 9),
+            ("huge_headers", 0),
+        ):
             server.fault(Wrong(kind, skip=20, times=30, after=after))
         got = 0
         before, threads = process.num_fds(), threading.active_count()
-        calm = replace(LIMITS, stall_timeout=20, request_timeout=30)  # a busy machine's pauses are no faults
+        calm = replace(
+            LIMITS, stall_timeout=20, request_timeout=30
+        )  # a busy machine's pauses are no faults
         for _ in range(500):
             try:
                 got += get(http, server.url_of("a"), calm) == DATA
@@ -327,7 +353,11 @@ def chunks(*parts: bytes, pause: float) -> Callable[[str, Any, int], bytes | Non
         ((b"HTTP/1.1 200",), 0.0, {"stall"}),
         ((OK[:-1],), 0.0, {"stall"}),
         ((b"HTTP/1.1 200 OK\r\nX: ", *[b"x"] * 1000), 0.03, {"stall", "slow"}),
-        ((b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", *[b"x"] * 1000), 0.03, {"stall", "slow"}),
+        (
+            (b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", *[b"x"] * 1000),
+            0.03,
+            {"stall", "slow"},
+        ),
     ],
     ids=["silence", "half a head", "half a body", "dripping head", "dripping body"],
 )
@@ -336,7 +366,10 @@ def test_silence_a_stall_and_a_drip_end_alike(
 ) -> None:
     # A drip goes on for half a minute: who waits for its end is too late.
     with Scripted(chunks(*parts, pause=pause)) as server:
-        assert fault_of(lambda: get(http, server.url, replace(LIMITS, request_timeout=60))).reason in reasons
+        assert (
+            fault_of(lambda: get(http, server.url, replace(LIMITS, request_timeout=60))).reason
+            in reasons
+        )
 
 
 def test_without_a_least_rate_silence_still_ends(http: Http) -> None:
@@ -349,20 +382,28 @@ def test_a_stream_that_is_fast_enough_may_pause_whenever_it_likes(http: Http) ->
     # Pauses shorter than the stall timeout, and longer than what is left of it at some of them.
     parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n", *[b"x" * 10_000] * 5]
     with Scripted(chunks(*parts, pause=0.9)) as server:
-        assert len(get(http, server.url, replace(LIMITS, stall_timeout=1.6, request_timeout=60))) == 50_000
+        assert (
+            len(get(http, server.url, replace(LIMITS, stall_timeout=1.6, request_timeout=60)))
+            == 50_000
+        )
 
 
 def test_no_request_outlives_its_deadline(http: Http) -> None:
     parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 500000\r\n\r\n", *[b"x" * 1000] * 40]
     with Scripted(chunks(*parts, pause=0.05)) as server:
-        fault = fault_of(lambda: get(http, server.url, replace(LIMITS, request_timeout=0.6, stall_timeout=5)))
+        fault = fault_of(
+            lambda: get(http, server.url, replace(LIMITS, request_timeout=0.6, stall_timeout=5))
+        )
         assert fault.reason == "deadline"
 
 
 def test_a_refused_connection_says_so(http: Http) -> None:
     with contextlib.closing(socket.socket()) as held:  # it has the port, and does not listen
         held.bind(("127.0.0.1", 0))
-        assert fault_of(lambda: get(http, f"http://127.0.0.1:{held.getsockname()[1]}/")).reason == "refused"
+        assert (
+            fault_of(lambda: get(http, f"http://127.0.0.1:{held.getsockname()[1]}/")).reason
+            == "refused"
+        )
 
 
 @contextlib.contextmanager
@@ -382,7 +423,9 @@ def unanswered() -> Iterator[int]:
 
 def test_a_connection_that_is_not_answered_ends_in_time(http: Http) -> None:
     with unanswered() as port:
-        fault = fault_of(lambda: get(http, f"http://127.0.0.1:{port}/", replace(LIMITS, connect_timeout=0.3)))
+        fault = fault_of(
+            lambda: get(http, f"http://127.0.0.1:{port}/", replace(LIMITS, connect_timeout=0.3))
+        )
         assert fault.reason == "connect"
 
 
@@ -392,7 +435,10 @@ def test_a_connection_under_way_ends_when_it_is_cancelled(http: Http) -> None:
         threading.Timer(0.1, one.cancel).start()
         fault = fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one))
         assert fault.reason == "cancelled"
-        assert fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one)).reason == "cancelled"
+        assert (
+            fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one)).reason
+            == "cancelled"
+        )
 
 
 def address(port: int, host: str = "127.0.0.1") -> tuple[Any, ...]:
@@ -445,11 +491,16 @@ def test_a_name_that_cannot_be_resolved_is_a_fault_of_its_own(error: Exception, 
 
 
 def test_a_name_without_addresses_is_a_fault() -> None:
-    assert fault_of(lambda: get(Http(resolve=lambda *_: []), "http://nowhere.invalid/")).reason == "dns"
+    assert (
+        fault_of(lambda: get(Http(resolve=lambda *_: []), "http://nowhere.invalid/")).reason
+        == "dns"
+    )
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, cancel: bool) -> None:
+def test_a_resolver_that_hangs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, cancel: bool
+) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: go_on.wait(20) and [])
     http = Http(resolve=resolve_in_time)
@@ -469,7 +520,10 @@ def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_number_needs_no_thread_and_a_name_gets_what_the_system_says() -> None:
     assert resolve_in_time("127.0.0.1", 80, patience())[0][4] == ("127.0.0.1", 80)
     assert resolve_in_time("::1", 80, patience())[0][4][:2] == ("::1", 80)
-    assert {found[4][0] for found in resolve_in_time("localhost", 80, patience())} <= {"127.0.0.1", "::1"}
+    assert {found[4][0] for found in resolve_in_time("localhost", 80, patience())} <= {
+        "127.0.0.1",
+        "::1",
+    }
 
 
 # Answers
@@ -486,9 +540,15 @@ def answers(*parts: bytes) -> Callable[[str, Any, int], bytes | None]:
 @pytest.mark.parametrize(
     ("raw", "body"),
     [
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n", b"hello"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
+            b"hello",
+        ),
         (b"HTTP/1.0 200 OK\r\n\r\nhello", b"hello"),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK, b"hello"),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK,
+            b"hello",
+        ),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
     ],
@@ -523,7 +583,10 @@ def test_an_answer_that_is_no_http_is_a_fault(http: Http, raw: bytes, reason: st
 
 
 def test_a_body_longer_than_allowed_is_not_read_to_its_end(http: Http) -> None:
-    with Scripted(lambda head, sock, n: OK) as server, http.open("GET", Target(server.url), {}, patience()) as response:
+    with (
+        Scripted(lambda head, sock, n: OK) as server,
+        http.open("GET", Target(server.url), {}, patience()) as response,
+    ):
         assert fault_of(lambda: response.read(4)).reason == "long"
 
 
@@ -538,11 +601,15 @@ def test_the_head_of_a_file_has_no_body(http: Http) -> None:
 def test_an_address_is_written_so_that_servers_understand_it(http: Http) -> None:
     with Scripted(lambda head, sock, n: OK) as server:
         get(http, f"{server.url}/données %41/ü?a=é&b=%20#fragment")
-        assert server.heads[0][1].startswith("GET /donn%C3%A9es%20%41/%C3%BC?a=%C3%A9&b=%20 HTTP/1.1\r\n")
+        assert server.heads[0][1].startswith(
+            "GET /donn%C3%A9es%20%41/%C3%BC?a=%C3%A9&b=%20 HTTP/1.1\r\n"
+        )
 
 
 @pytest.mark.parametrize("token", ["hf_secret\nX: y", "hf_sécret", "hf_secret\0"])
-def test_a_token_that_no_header_may_have_is_refused_without_being_shown(http: Http, token: str) -> None:
+def test_a_token_that_no_header_may_have_is_refused_without_being_shown(
+    http: Http, token: str
+) -> None:
     with Scripted(lambda head, sock, n: OK) as server:
         fault = fault_of(lambda: get(http, server.url, Authorization=f"Bearer {token}"))
     assert isinstance(fault.final, RemoteError)
@@ -597,7 +664,9 @@ def test_no_redirect_from_a_public_server_leads_into_a_private_network(ip: str) 
     assert isinstance(fault.final, RemoteError)
 
 
-@pytest.mark.parametrize("ip", ["169.254.169.254", "fe80::1", "0.0.0.0", "224.0.0.1", "::ffff:169.254.169.254"])
+@pytest.mark.parametrize(
+    "ip", ["169.254.169.254", "fe80::1", "0.0.0.0", "224.0.0.1", "::ffff:169.254.169.254"]
+)
 def test_no_redirect_at_all_leads_to_a_link_local_address(ip: str) -> None:
     fault_of(lambda: Target("https://x.example/", True, True).check(ip))
 
@@ -669,13 +738,17 @@ def trusted(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return certificates
 
 
-def test_a_server_with_a_certificate_of_ones_own_is_trusted_by_ssl_cert_file(http: Http, trusted: Path) -> None:
+def test_a_server_with_a_certificate_of_ones_own_is_trusted_by_ssl_cert_file(
+    http: Http, trusted: Path
+) -> None:
     with tls_server(trusted, lambda head, sock, n: OK) as server:
         assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
         assert server.connections == [0] * 3, "a connection under TLS is used again too"
 
 
-def test_a_certificate_that_nobody_vouches_for_is_an_error_that_says_what_to_do(http: Http, certificates: Path) -> None:
+def test_a_certificate_that_nobody_vouches_for_is_an_error_that_says_what_to_do(
+    http: Http, certificates: Path
+) -> None:
     with tls_server(certificates, lambda head, sock, n: OK) as server:
         fault = fault_of(lambda: get(http, server.url))
     assert fault.reason == "certificate"
@@ -709,7 +782,9 @@ def test_a_beginning_of_tls_ends_when_it_is_cancelled(http: Http, trusted: Path)
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
-def test_bytes_that_nobody_asked_for_are_seen_under_tls_too(http: Http, trusted: Path, into: bool) -> None:
+def test_bytes_that_nobody_asked_for_are_seen_under_tls_too(
+    http: Http, trusted: Path, into: bool
+) -> None:
     evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
     with tls_server(trusted, lambda head, sock, n: OK + evil) as server:
         for _ in range(3):
@@ -723,11 +798,15 @@ def test_bytes_that_nobody_asked_for_are_seen_under_tls_too(http: Http, trusted:
 
 
 def test_an_answer_cut_short_under_tls_is_noticed(http: Http, trusted: Path) -> None:
-    with tls_server(trusted, answers(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello")) as server:
+    with tls_server(
+        trusted, answers(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello")
+    ) as server:
         assert fault_of(lambda: get(http, server.url)).reason in ("cut", "tls")
 
 
-def test_a_cancelled_answer_under_tls_ends_at_once_and_gives_nothing_away(http: Http, trusted: Path) -> None:
+def test_a_cancelled_answer_under_tls_ends_at_once_and_gives_nothing_away(
+    http: Http, trusted: Path
+) -> None:
     one = patience(replace(LIMITS, stall_timeout=30, request_timeout=30))
 
     def answer(head: str, sock: Any, number: int) -> bytes | None:
@@ -749,7 +828,9 @@ def test_a_cancelled_answer_under_tls_ends_at_once_and_gives_nothing_away(http: 
 # Proxies
 
 
-def test_a_proxy_is_asked_for_plain_addresses_in_full_and_told_its_login(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_asked_for_plain_addresses_in_full_and_told_its_login(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with Scripted(lambda head, sock, n: OK) as proxy:
         monkeypatch.setenv("http_proxy", f"http://user:p%40ss@proxy.example:{proxy.port}")
         asked: list[str] = []
@@ -764,7 +845,9 @@ def test_a_proxy_is_asked_for_plain_addresses_in_full_and_told_its_login(monkeyp
         http.close()
         login = base64.b64encode(b"user:p@ss").decode()
         first, second = (head for _, head in proxy.heads)
-        assert first.startswith("GET http://data.example:81/a?b=c HTTP/1.1\r\nHost: data.example:81\r\n")
+        assert first.startswith(
+            "GET http://data.example:81/a?b=c HTTP/1.1\r\nHost: data.example:81\r\n"
+        )
         assert f"Proxy-Authorization: Basic {login}" in first
         assert f"Proxy-Authorization: Basic {login}" in second
         assert proxy.connections == [0, 0]
@@ -789,10 +872,14 @@ def test_a_proxy_opens_a_tunnel_for_tls_and_does_not_see_what_goes_through(
             monkeypatch.setenv("https_proxy", f"proxy.example:{proxy.port}")
             monkeypatch.setenv("no_proxy", "127.0.0.1")
             http = Http(resolve=lambda host, port, _: [address(port)])
-            monkeypatch.setattr("penstock.read.connect.proxy_for", lambda *_: f"proxy.example:{proxy.port}")
+            monkeypatch.setattr(
+                "penstock.read.connect.proxy_for", lambda *_: f"proxy.example:{proxy.port}"
+            )
             assert get(http, "https://localhost/", Authorization="Bearer hf_token") == b"hello"
             http.close()
-            assert proxy.heads[0][1].startswith("CONNECT localhost:443 HTTP/1.1\r\nHost: localhost:443\r\n")
+            assert proxy.heads[0][1].startswith(
+                "CONNECT localhost:443 HTTP/1.1\r\nHost: localhost:443\r\n"
+            )
             assert "hf_token" not in proxy.heads[0][1]
             assert "hf_token" in server.heads[0][1]
 
@@ -826,8 +913,12 @@ def test_a_proxy_that_opens_no_way_is_a_fault(
         assert "user:password@host" in fault.detail or "password" not in fault.detail
 
 
-@pytest.mark.parametrize("proxy", ["socks5://proxy.example:1080", "http://proxy.example:port", "https://proxy.example"])
-def test_a_proxy_that_is_none_we_can_use_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+@pytest.mark.parametrize(
+    "proxy", ["socks5://proxy.example:1080", "http://proxy.example:port", "https://proxy.example"]
+)
+def test_a_proxy_that_is_none_we_can_use_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
     monkeypatch.setenv("https_proxy", proxy)
     fault = fault_of(lambda: get(Http(resolve=lambda *_: [address(1)]), "https://data.example/"))
     assert isinstance(fault.final, RemoteError)
@@ -838,8 +929,19 @@ def test_behind_a_proxy_numbers_are_judged_as_well(monkeypatch: pytest.MonkeyPat
     with Scripted(lambda head, sock, n: OK) as proxy:
         monkeypatch.setenv("http_proxy", f"http://proxy.example:{proxy.port}")
         http = Http(resolve=lambda host, port, _: [address(port)])
-        for host in ("169.254.169.254", "10.0.0.1", "[fd00::1]", "10.1", "2852039166", "0xa9fea9fe", "0177.1"):
-            assert fault_of(lambda host=host: get(http, Target(f"http://{host}/", True, False))).reason == "redirect"
+        for host in (
+            "169.254.169.254",
+            "10.0.0.1",
+            "[fd00::1]",
+            "10.1",
+            "2852039166",
+            "0xa9fea9fe",
+            "0177.1",
+        ):
+            assert (
+                fault_of(lambda host=host: get(http, Target(f"http://{host}/", True, False))).reason
+                == "redirect"
+            )
         assert proxy.heads == []
 
 

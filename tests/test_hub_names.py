@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceError
+from penstock.errors import (
+    AccessDenied,
+    ConfigError,
+    MissingExtra,
+    NoData,
+    RemoteError,
+    SourceError,
+)
 from penstock.read import card
 from penstock.read.card import choose, configurations, data_files
 from penstock.read.http import Refused
@@ -50,15 +57,26 @@ def own_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf://datasets/org/name/a@b/c.txt", ("org/name", "main", "a@b/c.txt")),
         ("hf://datasets/org/name@v1/a@b.txt", ("org/name", "v1", "a@b.txt")),
         ("hf://datasets/org/name@refs/convert/parquet", ("org/name", "refs/convert/parquet", "")),
-        ("hf://datasets/org/name@refs/convert/parquet/x/y", ("org/name", "refs/convert/parquet", "x/y")),
-        ("hf://datasets/org/name@refs%2Fconvert%2Fparquet/x", ("org/name", "refs/convert/parquet", "x")),
+        (
+            "hf://datasets/org/name@refs/convert/parquet/x/y",
+            ("org/name", "refs/convert/parquet", "x/y"),
+        ),
+        (
+            "hf://datasets/org/name@refs%2Fconvert%2Fparquet/x",
+            ("org/name", "refs/convert/parquet", "x"),
+        ),
         ("hf://datasets/org/name@refs/pr/12/x", ("org/name", "refs/pr/12", "x")),
         ("hf://datasets/org/name@feature%2Fone/x", ("org/name", "feature/one", "x")),
         (f"hf://datasets/org/name@{SHA.upper()}/x", ("org/name", SHA, "x")),
-        ("hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT", ("HuggingFaceFW/fineweb-edu", "main", "sample/10BT")),
+        (
+            "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT",
+            ("HuggingFaceFW/fineweb-edu", "main", "sample/10BT"),
+        ),
     ],
 )
-def test_an_address_names_repository_revision_and_path(url: str, name: tuple[str, str, str]) -> None:
+def test_an_address_names_repository_revision_and_path(
+    url: str, name: tuple[str, str, str]
+) -> None:
     assert parse(url) == HubName(*name)
 
 
@@ -120,7 +138,10 @@ def test_a_short_name_is_an_address() -> None:
 
 def test_bytes_are_asked_for_by_commit_with_everything_quoted() -> None:
     path = f"hf://datasets/org/name@{SHA}/a b/50%/x#1?.parquet"
-    assert resolve_url(path) == f"https://hub.test/datasets/org/name/resolve/{SHA}/a%20b/50%25/x%231%3F.parquet"
+    assert (
+        resolve_url(path)
+        == f"https://hub.test/datasets/org/name/resolve/{SHA}/a%20b/50%25/x%231%3F.parquet"
+    )
 
 
 # Refusals
@@ -129,20 +150,35 @@ def test_bytes_are_asked_for_by_commit_with_everything_quoted() -> None:
 @pytest.mark.parametrize(
     ("status", "code", "kind", "words"),
     [
-        (401, "GatedRepo", AccessDenied, ["gated", "https://hub.test/datasets/org/name", "hf auth login", "HF_TOKEN"]),
+        (
+            401,
+            "GatedRepo",
+            AccessDenied,
+            ["gated", "https://hub.test/datasets/org/name", "hf auth login", "HF_TOKEN"],
+        ),
         (403, "GatedRepo", AccessDenied, ["gated", "accept", "https://hub.test/datasets/org/name"]),
         (401, "RepoNotFound", AccessDenied, ["no dataset org/name", "private", "HF_TOKEN"]),
         (404, "RepoNotFound", NoData, ["no dataset org/name", "private"]),
         (401, "", AccessDenied, ["org/name", "HF_TOKEN"]),
         (403, "", AccessDenied, ["403", "HF_TOKEN"]),
-        (404, "RevisionNotFound", NoData, ["org/name", "'v 1'", "https://hub.test/datasets/org/name"]),
+        (
+            404,
+            "RevisionNotFound",
+            NoData,
+            ["org/name", "'v 1'", "https://hub.test/datasets/org/name"],
+        ),
         (404, "EntryNotFound", NoData, ["does not exist"]),
         (418, "", RemoteError, ["418"]),
     ],
 )
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_a_refusal_says_what_to_do_and_never_shows_the_token(
-    monkeypatch: pytest.MonkeyPatch, status: int, code: str, kind: type, words: list[str], token: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+    kind: type,
+    words: list[str],
+    token: str | None,
 ) -> None:
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
@@ -190,7 +226,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_globs_mean_what_they_mean_on_disk(tree: Path, pattern: str) -> None:
-    found = glob.glob(str(tree / pattern) if not pattern.endswith("/") else f"{tree}/{pattern}", recursive=True)
+    found = glob.glob(
+        str(tree / pattern) if not pattern.endswith("/") else f"{tree}/{pattern}", recursive=True
+    )
     local = sorted({os.path.relpath(path, tree) for path in found if os.path.isfile(path)})
     matches = matcher(pattern)
     assert sorted(name for name in TREE if matches(name)) == local
@@ -234,7 +272,9 @@ def test_the_default_configuration_is_taken_unless_another_is_named() -> None:
 
 
 def test_an_unknown_configuration_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no configuration 'sample-1BT'.*'default'.*'sample-10BT'"):
+    with pytest.raises(
+        ConfigError, match=r"no configuration 'sample-1BT'.*'default'.*'sample-10BT'"
+    ):
         chosen(FINEWEB, "sample-1BT")
 
 
@@ -245,7 +285,10 @@ def test_an_unknown_configuration_is_answered_with_the_known_ones() -> None:
         ("[a.parquet, 'b/*.parquet']", ["a.parquet", "b/*.parquet"]),
         ("{train: a/*, test: b/*}", ["a/*"]),
         ("{train: [a/*, b/*]}", ["a/*", "b/*"]),
-        ("[{split: test, path: t/*}, {split: train, path: a/*}, {split: train, path: [b/*]}]", ["a/*", "b/*"]),
+        (
+            "[{split: test, path: t/*}, {split: train, path: a/*}, {split: train, path: [b/*]}]",
+            ["a/*", "b/*"],
+        ),
         ("{validation: v/*}", ["v/*"]),
         ("./data/*.parquet", ["data/*.parquet"]),
         ("data/", ["data"]),
@@ -259,7 +302,9 @@ def test_every_form_of_data_files_is_read(files: str, patterns: list[str]) -> No
 def test_a_split_is_chosen_by_name() -> None:
     text = "configs:\n- config_name: one/two\n  data_files: {valid: v/*, test: t/*}"
     assert chosen(text, "one/two/test") == ["t/*"]
-    with pytest.raises(ConfigError, match=r"no split 'train'.*config='one/two/valid', config='one/two/test'"):
+    with pytest.raises(
+        ConfigError, match=r"no split 'train'.*config='one/two/valid', config='one/two/test'"
+    ):
         chosen(text)
     with pytest.raises(ConfigError, match=r"no split 'dev'; it has valid, test"):
         chosen(text, "one/two/dev")
@@ -279,11 +324,14 @@ def test_several_configurations_without_a_default_must_be_chosen_from() -> None:
 def test_patterns_are_below_the_data_dir() -> None:
     text = "configs:\n- config_name: a\n  data_dir: some/where\n  data_files: '*.parquet'"
     assert chosen(text) == ["some/where/*.parquet"]
-    assert choose(configurations(front("configs: [{config_name: a, data_dir: x}]"), "c"), None, "c") == ("x", None)
+    assert choose(
+        configurations(front("configs: [{config_name: a, data_dir: x}]"), "c"), None, "c"
+    ) == ("x", None)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# no front matter", "---\nlicense: mit\n---\n", "---\nnever: ends\n", "---\n---\n"]
+    "text",
+    ["", "# no front matter", "---\nlicense: mit\n---\n", "---\nnever: ends\n", "---\n---\n"],
 )
 def test_a_card_without_configurations_says_nothing(text: str) -> None:
     assert configurations(text, "the card") == []
@@ -340,16 +388,22 @@ def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:
 
 
 def test_references_that_would_grow_without_bound_are_refused() -> None:
-    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    lines = ["a0: &a0 [x, x]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)
+    ]
     with pytest.raises(SourceError, match="references"):
         chosen("\n".join([*lines, "configs: [*a29, *a29]"]))
 
 
 def test_references_elsewhere_in_a_card_do_no_harm() -> None:
-    assert chosen("info: &i [x]\nmore: [*i, *i]\nconfigs: [{config_name: a, data_files: b}]") == ["b"]
+    assert chosen("info: &i [x]\nmore: [*i, *i]\nconfigs: [{config_name: a, data_files: b}]") == [
+        "b"
+    ]
 
 
-def test_without_pyyaml_only_cards_with_configurations_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml_only_cards_with_configurations_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -361,7 +415,9 @@ def test_without_pyyaml_only_cards_with_configurations_need_it(monkeypatch: pyte
 
 def test_yaml_is_imported_only_for_a_card() -> None:
     code = "import sys, penstock.read.listing; print([m for m in ('yaml', 'obstore', 'boto3') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert out.strip() == "[]"
 
 
@@ -369,12 +425,19 @@ def test_yaml_is_imported_only_for_a_card() -> None:
 
 
 def data(*paths: str, format: Any = None) -> list[str]:
-    return [entry.path for entry in data_files([Entry(path, 1, "") for path in paths], "the repository", format)]
+    return [
+        entry.path
+        for entry in data_files([Entry(path, 1, "") for path in paths], "the repository", format)
+    ]
 
 
 def test_parquet_comes_before_jsonl_before_text() -> None:
     assert data("a.txt", "b.jsonl", "c.parquet", "d.jsonl.zst") == ["c.parquet"]
-    assert data("a.txt", "b.jsonl", "d.jsonl.zst", "e.json.gz") == ["b.jsonl", "d.jsonl.zst", "e.json.gz"]
+    assert data("a.txt", "b.jsonl", "d.jsonl.zst", "e.json.gz") == [
+        "b.jsonl",
+        "d.jsonl.zst",
+        "e.json.gz",
+    ]
     assert data("a.txt", "b.csv", "README.md", "script.py") == ["a.txt"]
     assert data("a.txt", "b.jsonl", format="text") == ["a.txt"]
     assert data("a.bin", "b.bin", format="jsonl") == ["a.bin", "b.bin"]
@@ -395,4 +458,12 @@ def test_train_must_be_a_word(name: str) -> None:
 
 def test_what_is_about_the_data_is_no_data() -> None:
     with pytest.raises(NoData, match="Parquet, JSONL or text"):
-        data("README.md", "dataset_infos.json", ".gitattributes", "_x/a.parquet", "x/.y.jsonl", "loader.py", "a.csv")
+        data(
+            "README.md",
+            "dataset_infos.json",
+            ".gitattributes",
+            "_x/a.parquet",
+            "x/.y.jsonl",
+            "loader.py",
+            "a.csv",
+        )

@@ -22,10 +22,16 @@ from penstock.torch_dataset import AllRanks, TorchDataset, TrainerMixin, lightni
 pytestmark = [
     pytest.mark.slow,  # `make test` runs the code of docs/integrations.md
     # What each of these libraries says of itself or of a CPU; none is about the data.
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:Checkpoint directory .* exists and is not empty:UserWarning"
+    ),
 ]
 
 Make = Callable[[], AsyncDataLoader]
@@ -63,7 +69,9 @@ def endless(corpus: Path) -> Make:
 @pytest.fixture
 def text_pass(corpus: Path) -> Make:
     """One pass over text: finite, but nobody knows the length beforehand."""
-    data = TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=SEQ_LEN, split="val", val_fraction=0.05)
+    data = TextDataset(
+        corpus / "docs.jsonl", tokenizer="byte", seq_len=SEQ_LEN, split="val", val_fraction=0.05
+    )
     return partial(AsyncDataLoader, data, 4, shuffle=True, seed=1, n_workers=1, epochs=1)
 
 
@@ -121,7 +129,9 @@ def test_dataloader_hands_out_the_loaders_batches(make: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ["text_pass", "rows_pass"])
-def test_each_for_over_a_dataloader_is_the_next_pass(name: str, request: pytest.FixtureRequest) -> None:
+def test_each_for_over_a_dataloader_is_the_next_pass(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     make: Make = request.getfixturevalue(name)
     n = length_of_pass(make)
     with make() as loader:
@@ -132,7 +142,9 @@ def test_each_for_over_a_dataloader_is_the_next_pass(name: str, request: pytest.
     assert passes[0] != passes[1]
 
 
-def test_whoever_stops_at_the_length_gets_the_next_pass_and_not_an_empty_one(rows_pass: Make) -> None:
+def test_whoever_stops_at_the_length_gets_the_next_pass_and_not_an_empty_one(
+    rows_pass: Make,
+) -> None:
     with rows_pass() as loader:
         dataloader = DataLoader(loader.as_torch_dataset(), batch_size=None)
         seen = [batch for _ in range(3) for batch in take(dataloader, len(dataloader))]
@@ -151,7 +163,11 @@ def test_length_is_given_where_it_is_known_and_a_type_error_elsewhere(
 def test_workers_of_a_dataloader_are_refused(endless: Make) -> None:
     dataset = endless().as_torch_dataset()
     with pytest.raises(ConfigError, match="num_workers=0"):
-        next(iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")))
+        next(
+            iter(
+                DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+            )
+        )
 
 
 def test_forked_workers_of_a_dataloader_are_refused() -> None:
@@ -165,12 +181,16 @@ except ConfigError as error:
     print(error)
 """
     # In a process of its own: this one has threads by now, and a fork would not have what they held.
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert "Use num_workers=0" in done.stdout, done.stderr
 
 
 def test_labels_for_models_that_shift_by_themselves(corpus: Path) -> None:
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN, packing="concat", positions=True)
+    data = TextDataset(
+        corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN, packing="concat", positions=True
+    )
     make = partial(AsyncDataLoader, data, 4, seed=1, n_workers=0)
     with make() as loader:
         shifted = next(iter(loader.as_torch_dataset()))
@@ -261,7 +281,12 @@ def test_a_dataset_takes_the_loaders_own_state_too(endless: Make) -> None:
 
 def test_a_state_that_is_none_is_refused(endless: Make) -> None:
     dataset = endless().as_torch_dataset()
-    for state in ({"loader": "{", "ended": False}, {"loader": "{}"}, {"loader": 3, "ended": False}, {}):
+    for state in (
+        {"loader": "{", "ended": False},
+        {"loader": "{}"},
+        {"loader": 3, "ended": False},
+        {},
+    ):
         with pytest.raises(StateFormat):
             dataset.load_state_dict(state)
 
@@ -374,9 +399,15 @@ def test_states_of_ranks_keep_apart_under_keys_of_their_own(corpus: Path, tmp_pa
     loaders = [make(shard=Shard(2, rank)) for rank in range(2)]
     for loader in loaders:
         next(loader)
-    dcp.save({f"rank{rank}": loader for rank, loader in enumerate(loaders)}, checkpoint_id=tmp_path / "step")
+    dcp.save(
+        {f"rank{rank}": loader for rank, loader in enumerate(loaders)},
+        checkpoint_id=tmp_path / "step",
+    )
     again = [make(shard=Shard(2, rank)) for rank in range(2)]
-    dcp.load({f"rank{rank}": loader for rank, loader in enumerate(again)}, checkpoint_id=tmp_path / "step")
+    dcp.load(
+        {f"rank{rank}": loader for rank, loader in enumerate(again)},
+        checkpoint_id=tmp_path / "step",
+    )
     for loader, other in zip(loaders, again, strict=True):
         assert next(loader).inputs.tolist() == next(other).inputs.tolist()
         loader.shutdown()
@@ -390,7 +421,13 @@ def test_states_of_ranks_keep_apart_under_keys_of_their_own(corpus: Path, tmp_pa
 def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Makes a Trainer of a tiny GPT-2 that writes down the ids it trains on."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
     from transformers.trainer_callback import PrinterCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
@@ -418,7 +455,9 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             **settings,
         )  # fmt: skip
         dataset = loader.as_torch_dataset(shift=False)
-        trainer = Recording(GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)])
+        trainer = Recording(
+            GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)]
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.seen = []
         return trainer
@@ -441,7 +480,11 @@ def weights(trainer: Any) -> list[float]:
     ],
 )
 def test_transformers_trainer_sees_the_loaders_batches_and_resumes_exactly(
-    name: str, how: dict[str, Any], stop: int, hf: Callable[..., Any], request: pytest.FixtureRequest
+    name: str,
+    how: dict[str, Any],
+    stop: int,
+    hf: Callable[..., Any],
+    request: pytest.FixtureRequest,
 ) -> None:
     make: Make = request.getfixturevalue(name)
     with make() as loader:
@@ -486,7 +529,9 @@ def test_transformers_trainer_names_a_state_that_is_damaged(
 ) -> None:
     for damaged in (b'{"version": 1, "la', b"\xff\xfe{"):
         (tmp_path / "penstock.json").write_bytes(damaged)
-        with pytest.raises(StateFormat, match=r"penstock\.json is damaged .*resume from another checkpoint"):
+        with pytest.raises(
+            StateFormat, match=r"penstock\.json is damaged .*resume from another checkpoint"
+        ):
             hf(endless(), max_steps=1).train(resume_from_checkpoint=str(tmp_path))
 
 
@@ -518,7 +563,9 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.seen.append(ids(batch))
             logits = self.net(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            return torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten()
+            )
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -590,7 +637,9 @@ def test_lightning_leaves_the_stream_at_the_batch_that_was_trained_last(
         assert module.seen + take(dataset, 2) == own(endless, 5)
 
 
-def test_lightning_leaves_the_stream_there_after_an_exception_too(endless: Make, lightning: Callable[..., Any]) -> None:
+def test_lightning_leaves_the_stream_there_after_an_exception_too(
+    endless: Make, lightning: Callable[..., Any]
+) -> None:
     class Stopped(Exception):
         pass
 
@@ -606,7 +655,9 @@ def test_lightning_leaves_the_stream_there_after_an_exception_too(endless: Make,
         assert take(dataset, 2) == own(endless, 5)[3:]
 
 
-def test_lightning_refuses_a_loader_that_was_made_before_the_ranks_were_known(endless: Make) -> None:
+def test_lightning_refuses_a_loader_that_was_made_before_the_ranks_were_known(
+    endless: Make,
+) -> None:
     class Two:
         world_size, global_rank = 2, 1
 
@@ -618,7 +669,9 @@ def test_lightning_refuses_a_loader_that_was_made_before_the_ranks_were_known(en
 # Accelerate
 
 
-def test_accelerate_without_preparing_the_dataloader_resumes_exactly(make: Make, tmp_path: Path) -> None:
+def test_accelerate_without_preparing_the_dataloader_resumes_exactly(
+    make: Make, tmp_path: Path
+) -> None:
     from accelerate import Accelerator
 
     def run(loader: AsyncDataLoader, n: int, load: bool) -> Ids:
@@ -654,7 +707,9 @@ def test_accelerates_own_dataloader_works_in_one_process_and_its_state_is_exact(
     from accelerate.utils import DataLoaderConfiguration
 
     def prepare(loader: AsyncDataLoader) -> Any:
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        )
         return accelerator.prepare(DataLoader(loader.as_torch_dataset(), batch_size=None))
 
     with make() as loader:
@@ -672,7 +727,9 @@ def test_a_stream_that_is_split_already_is_not_split_again_by_accelerate(endless
     from accelerate import Accelerator
 
     with partial(endless, shard=Shard(2, 1))() as loader:  # type: ignore[call-arg]
-        dataloader = Accelerator(cpu=True).prepare(DataLoader(loader.as_torch_dataset(), batch_size=None))
+        dataloader = Accelerator(cpu=True).prepare(
+            DataLoader(loader.as_torch_dataset(), batch_size=None)
+        )
         with pytest.raises(ConfigError, match="would split it again"):
             next(iter(dataloader))
 
@@ -680,7 +737,8 @@ def test_a_stream_that_is_split_already_is_not_split_again_by_accelerate(endless
 def test_the_state_of_another_rank_is_refused(corpus: Path) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
     datasets: list[TorchDataset] = [
-        AsyncDataLoader(data, 4, seed=1, shard=Shard(2, rank)).as_torch_dataset() for rank in range(2)
+        AsyncDataLoader(data, 4, seed=1, shard=Shard(2, rank)).as_torch_dataset()
+        for rank in range(2)
     ]
     with pytest.raises(StateMismatch, match="Load the states of all ranks"):
         datasets[1].load_state_dict(datasets[0].state_dict())

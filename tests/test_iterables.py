@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import AsyncDataLoader, BadRecord, ConfigError, NoData, Shard, SourceError, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    BadRecord,
+    ConfigError,
+    NoData,
+    Shard,
+    SourceError,
+    TextDataset,
+)
 from penstock.encode.window import Place
 from penstock.sources.text_stream import StreamReader
 from tests import contracts
@@ -98,7 +106,9 @@ def text(source: Any, **more: Any) -> Any:
 
 
 def samples_loader(source: Any, **how: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(source, **{"batch_size": 4, "n_workers": 1, "prefetch_size": 2, "output": "numpy", **how})
+    return AsyncDataLoader(
+        source, **{"batch_size": 4, "n_workers": 1, "prefetch_size": 2, "output": "numpy", **how}
+    )
 
 
 def text_loader(source: Any, **how: Any) -> AsyncDataLoader:
@@ -106,7 +116,9 @@ def text_loader(source: Any, **how: Any) -> AsyncDataLoader:
 
 
 Make = Callable[..., AsyncDataLoader]
-PATHS = pytest.mark.parametrize(("loader_of", "kind"), [(samples_loader, Source), (text_loader, Documents)])
+PATHS = pytest.mark.parametrize(
+    ("loader_of", "kind"), [(samples_loader, Source), (text_loader, Documents)]
+)
 
 
 def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
@@ -214,7 +226,9 @@ def test_a_stream_that_was_resumed_begins_at_its_beginning_for_the_next_loader(a
 
 @pytest.mark.parametrize("stateful", [WithState, Continues])
 @PATHS
-def test_what_was_read_ahead_is_read_again_after_a_shutdown(loader_of: Make, kind: type[Source], stateful: Any) -> None:
+def test_what_was_read_ahead_is_read_again_after_a_shutdown(
+    loader_of: Make, kind: type[Source], stateful: Any
+) -> None:
     with loader_of(stateful(kind())) as loader:
         loader.warmup(2, timeout=10)
         loader.shutdown()
@@ -234,7 +248,9 @@ def test_a_source_is_read_without_a_copy_of_all_that_it_holds() -> None:
     assert not copies
 
 
-def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Odd(WithState):
         def state_dict(self) -> Any:
             return {"at": self.at, "of": object()}
@@ -286,7 +302,10 @@ def test_an_iterator_is_read_once() -> None:
 
 @PATHS
 def test_an_iterator_refuses_a_second_epoch(loader_of: Make, kind: type[Source]) -> None:
-    with loader_of(iter(kind(20))) as loader, pytest.raises(ConfigError, match="iterator, which can be read once"):
+    with (
+        loader_of(iter(kind(20))) as loader,
+        pytest.raises(ConfigError, match="iterator, which can be read once"),
+    ):
         firsts(loader, 100)
 
 
@@ -321,7 +340,9 @@ def test_a_new_iterator_goes_on_from_a_state(loader_of: Make, kind: type[Source]
 
 
 @PATHS
-def test_an_iterator_that_was_begun_is_not_taken_for_a_new_one(loader_of: Make, kind: type[Source]) -> None:
+def test_an_iterator_that_was_begun_is_not_taken_for_a_new_one(
+    loader_of: Make, kind: type[Source]
+) -> None:
     with loader_of(iter(kind())) as loader:
         firsts(loader, 5)
         state = loader.state_dict()
@@ -385,7 +406,9 @@ def test_a_failing_iterable_gives_exactly_the_batches_before_the_failure(
 
 
 @pytest.mark.parametrize("fails_at", [3, 50])
-def test_a_failure_comes_after_whatever_was_read_whatever_the_size_of_a_chunk(fails_at: int) -> None:
+def test_a_failure_comes_after_whatever_was_read_whatever_the_size_of_a_chunk(
+    fails_at: int,
+) -> None:
     seen: list[int] = []
     with (
         samples_loader(text(Documents(fails_at=fails_at), chunk_docs=512), batch_size=1) as loader,
@@ -407,7 +430,9 @@ def test_a_failure_can_be_resumed_from_once_it_is_mended() -> None:
 
 @pytest.mark.parametrize("n_workers", [0, 1])
 @PATHS
-def test_an_iterable_that_gives_nothing_is_refused(loader_of: Make, kind: type[Source], n_workers: int) -> None:
+def test_an_iterable_that_gives_nothing_is_refused(
+    loader_of: Make, kind: type[Source], n_workers: int
+) -> None:
     for how in ({}, {"epochs": 1}):
         with loader_of(kind(0), n_workers=n_workers, **how) as loader, pytest.raises(NoData):
             firsts(loader, 1)
@@ -449,7 +474,10 @@ def test_text_needs_a_tokenizer_and_ids_do_not_mix_with_it() -> None:
 
 
 def test_empty_documents_and_none_are_left_out_of_text_and_of_ids() -> None:
-    for source, tokenizer in (([None, "", "abcdefghi" * 3], "byte"), ([None, [], np.arange(30)], None)):
+    for source, tokenizer in (
+        ([None, "", "abcdefghi" * 3], "byte"),
+        ([None, [], np.arange(30)], None),
+    ):
         with samples_loader(text(source, tokenizer=tokenizer), batch_size=1) as loader:
             assert len(firsts(loader, 3)) == 3
 
@@ -467,7 +495,9 @@ def test_what_is_no_iterable_of_documents_is_refused(source: Any) -> None:
 def test_shards_of_an_iterable_of_samples_are_disjoint_and_complete(world: int) -> None:
     seen: Counter[int] = Counter()
     for rank in range(world):
-        with samples_loader(Source(50), epochs=1, drop_last=False, shard=Shard(world, rank)) as loader:
+        with samples_loader(
+            Source(50), epochs=1, drop_last=False, shard=Shard(world, rank)
+        ) as loader:
             seen.update(firsts(loader, 100))
     assert seen == Counter(range(50))
 
@@ -476,14 +506,19 @@ def test_shards_of_an_iterable_of_samples_are_disjoint_and_complete(world: int) 
 def test_shards_of_a_stream_of_documents_are_disjoint_and_complete(world: int) -> None:
     seen: Counter[int] = Counter()
     for rank in range(world):
-        with text_loader(Documents(50), epochs=1, drop_last=False, shard=Shard(world, rank)) as loader:
+        with text_loader(
+            Documents(50), epochs=1, drop_last=False, shard=Shard(world, rank)
+        ) as loader:
             seen.update(firsts(loader, 100))
     assert seen == Counter(range(50))
 
 
 def test_a_lane_that_would_get_no_document_is_refused() -> None:
     for how in ({}, {"epochs": 1, "drop_last": True}):
-        with text_loader(Documents(4), lanes=3, **how) as loader, pytest.raises(NoData, match="lane"):
+        with (
+            text_loader(Documents(4), lanes=3, **how) as loader,
+            pytest.raises(NoData, match="lane"),
+        ):
             firsts(loader, 100)
 
 
@@ -530,12 +565,18 @@ def test_provenance_of_a_sample_is_its_number_in_the_iterable() -> None:
             assert [spans[0].row for spans in batch.provenance()] == batch.inputs[:, 0].tolist()
 
 
-def test_a_shuffled_hub_stream_loses_no_document_over_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shuffled_hub_stream_loses_no_document_over_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import datasets
 
     def make(**how: Any) -> AsyncDataLoader:
-        table = datasets.Dataset.from_dict({"text": [list(range(8 * i, 8 * i + 8)) for i in range(60)]})
-        return samples_loader(text(table.to_iterable_dataset().shuffle(seed=1, buffer_size=10)), epochs=1, **how)
+        table = datasets.Dataset.from_dict(
+            {"text": [list(range(8 * i, 8 * i + 8)) for i in range(60)]}
+        )
+        return samples_loader(
+            text(table.to_iterable_dataset().shuffle(seed=1, buffer_size=10)), epochs=1, **how
+        )
 
     contracts.resumes_everywhere(make, n=10)

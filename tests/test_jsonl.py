@@ -54,7 +54,12 @@ def jsonl(draw: st.DrawFn) -> tuple[bytes, list[str]]:
             continue
         record: dict[str, Any] = {"text": text}
         if draw(st.booleans()):
-            record = {"id": draw(st.integers()), "meta": {"text": "inner", "t": [1, None]}, **record, "z": True}
+            record = {
+                "id": draw(st.integers()),
+                "meta": {"text": "inner", "t": [1, None]},
+                **record,
+                "z": True,
+            }
         escaped = draw(st.booleans())
         lines.append(json.dumps(record, ensure_ascii=escaped).encode())
         wanted.append(text)
@@ -67,7 +72,9 @@ def jsonl(draw: st.DrawFn) -> tuple[bytes, list[str]]:
 
 @relaxed
 @given(jsonl(), st.integers(1, 97) | st.sampled_from([127, 509, 4093, 1 << 20]))
-def test_any_chunk_size_gives_every_line_once_and_in_order(made: tuple[bytes, list[str]], chunk_bytes: int) -> None:
+def test_any_chunk_size_gives_every_line_once_and_in_order(
+    made: tuple[bytes, list[str]], chunk_bytes: int
+) -> None:
     data, wanted = made
     with file_of(data) as path:
         chunks, bad = read_chunks(path, chunk_bytes=chunk_bytes, on_bad_record="skip")
@@ -84,14 +91,20 @@ def test_parts_of_chunks_give_every_line_once_and_in_order(
     with file_of(data) as path:
         (file,) = list_files(path)
         reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0, 1)
-        split = [replace(ref, part=part, parts=parts) for ref in reader.inspect(file)[0] for part in range(parts)]
+        split = [
+            replace(ref, part=part, parts=parts)
+            for ref in reader.inspect(file)[0]
+            for part in range(parts)
+        ]
         got = [text for ref in split for text in reader.read(ref).texts.to_pylist() if text]
     assert got == wanted
 
 
 @relaxed
 @given(jsonl(), st.integers(5, 97))
-def test_the_address_of_a_text_is_where_its_line_begins(made: tuple[bytes, list[str]], chunk_bytes: int) -> None:
+def test_the_address_of_a_text_is_where_its_line_begins(
+    made: tuple[bytes, list[str]], chunk_bytes: int
+) -> None:
     data, wanted = made
     with file_of(data) as path:
         (file,) = list_files(path)
@@ -156,7 +169,9 @@ def test_a_line_is_judged_by_itself_whatever_its_neighbours(lines: list[bytes]) 
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"  ", b" " * 9, b"\t" * 100, b" " * 500 + b"\r"], ids=["none", "2", "9", "tabs", "500"]
+    "line",
+    [b"", b"  ", b" " * 9, b"\t" * 100, b" " * 500 + b"\r"],
+    ids=["none", "2", "9", "tabs", "500"],
 )
 def test_a_line_of_white_space_is_no_record(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
@@ -164,7 +179,9 @@ def test_a_line_of_white_space_is_no_record(tmp_path: Path, line: bytes) -> None
     assert documents(bytes_of(path)) == [b"a", b"b"]
 
 
-@pytest.mark.parametrize("rest", [b'{"text": "a"}\n', b'\n{"text": "a"}\n', b'\r\n\r\n{"text": "a"}'])
+@pytest.mark.parametrize(
+    "rest", [b'{"text": "a"}\n', b'\n{"text": "a"}\n', b'\r\n\r\n{"text": "a"}']
+)
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + rest)
@@ -196,7 +213,9 @@ def test_lanes_share_one_file_without_loss_or_repetition(tmp_path: Path) -> None
     wanted = [f"{i} " * (i % 40 + 1) for i in range(300)]
     path = write_jsonl(tmp_path / "a.jsonl", wanted)
     dealt = documents_of_lanes(bytes_of(path, chunk_bytes=1024), 4)
-    assert sorted(text for lane in dealt for text in lane) == sorted(text.encode() for text in wanted)
+    assert sorted(text for lane in dealt for text in lane) == sorted(
+        text.encode() for text in wanted
+    )
 
 
 # Separators
@@ -214,20 +233,34 @@ def split(data: bytes, separator: bytes) -> list[bytes]:
     return [text for text in [*found, data[at:]] if text]
 
 
-separators = st.sampled_from([b"\n", b"\n\n", b"\n\n\n", b"aXa", b"aXaXa", b"abab", b"\r\n", b"<|end|>", b"\0", b"ab"])
+separators = st.sampled_from(
+    [b"\n", b"\n\n", b"\n\n\n", b"aXa", b"aXaXa", b"abab", b"\r\n", b"<|end|>", b"\0", b"ab"]
+)
 
 
 @st.composite
 def separated(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """Bytes in which the separator, parts of it and overlaps of it are frequent."""
     separator = draw(separators)
-    pieces = [separator, separator[:1], separator[1:], separator[:-1], b"x", b"aX", b"\n", b"text", b"\xc3\xa9"]
+    pieces = [
+        separator,
+        separator[:1],
+        separator[1:],
+        separator[:-1],
+        b"x",
+        b"aX",
+        b"\n",
+        b"text",
+        b"\xc3\xa9",
+    ]
     return b"".join(draw(st.lists(st.sampled_from(pieces), max_size=30))), separator
 
 
 @relaxed
 @given(separated(), st.lists(st.integers(0, 120), max_size=8))
-def test_any_cut_gives_every_text_once_and_in_order(made: tuple[bytes, bytes], cuts: list[int]) -> None:
+def test_any_cut_gives_every_text_once_and_in_order(
+    made: tuple[bytes, bytes], cuts: list[int]
+) -> None:
     data, separator = made
     edges = sorted({0, *cuts, len(data) + 1})
     got: list[bytes] = []
@@ -256,12 +289,15 @@ def test_a_record_is_found_where_it_lies(made: tuple[bytes, bytes], step: int) -
 
 @relaxed
 @given(separated(), st.integers(1, 40))
-def test_nothing_follows_a_range_that_says_it_is_the_last(made: tuple[bytes, bytes], step: int) -> None:
+def test_nothing_follows_a_range_that_says_it_is_the_last(
+    made: tuple[bytes, bytes], step: int
+) -> None:
     data, separator = made
     with file_of(data, "a.txt") as path:
         source = PlainFile(list_files(path, whole=False)[0])
         ranges = [
-            read_records(source, lo, lo + step, separator, 1 << 20) for lo in range(0, len(data) + 2 * step, step)
+            read_records(source, lo, lo + step, separator, 1 << 20)
+            for lo in range(0, len(data) + 2 * step, step)
         ]
     ended = [records.last for records in ranges]
     assert ended == sorted(ended)
@@ -292,4 +328,6 @@ def test_texts_begin_after_the_last_of_overlapping_separators(
 def test_separated_text_reaches_the_stream_as_it_was(tmp_path: Path) -> None:
     wanted = [f"text {i}\nwith é lines\r\n" + "x" * (97 * i % 400) for i in range(80)]
     (tmp_path / "a.txt").write_bytes("<|end|>".join(wanted).encode())
-    assert documents(bytes_of(tmp_path, separator="<|end|>", chunk_bytes=1024)) == [text.encode() for text in wanted]
+    assert documents(bytes_of(tmp_path, separator="<|end|>", chunk_bytes=1024)) == [
+        text.encode() for text in wanted
+    ]

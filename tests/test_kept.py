@@ -55,7 +55,9 @@ def never() -> bytes:
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
     """A process that holds the lock of "key" until it is killed."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"holding\n"
         yield process
@@ -115,7 +117,9 @@ def test_what_changes_counts_only_if_it_is_newer(tmp_path: Path) -> None:
     assert kept.get("things", "key") == b"new"
 
 
-def test_a_clock_that_is_ahead_makes_nothing_new_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_ahead_makes_nothing_new_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = Kept(tmp_path)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
@@ -152,7 +156,9 @@ def test_threads_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
         return b"thing"
 
     kept = Kept(tmp_path)
-    threads = [threading.Thread(target=kept.once, args=("things", "key", make, 10.0)) for _ in range(8)]
+    threads = [
+        threading.Thread(target=kept.once, args=("things", "key", make, 10.0)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -160,14 +166,18 @@ def test_threads_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
     assert made == [1]
 
 
-def test_a_killed_holder_leaves_no_lock_behind(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_a_killed_holder_leaves_no_lock_behind(
+    tmp_path: Path, holder: subprocess.Popen[bytes]
+) -> None:
     holder.kill()
     holder.wait()
     assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
     assert files(tmp_path, "locks")
 
 
-def test_the_one_who_waits_goes_on_when_the_holder_is_killed(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_the_one_who_waits_goes_on_when_the_holder_is_killed(
+    tmp_path: Path, holder: subprocess.Popen[bytes]
+) -> None:
     timer = threading.Timer(0.3, holder.kill)
     timer.start()
     began = time.monotonic()
@@ -189,7 +199,9 @@ def test_a_holder_that_is_stopped_is_waited_for_so_long_and_no_longer(
     os.kill(holder.pid, signal.SIGCONT)
 
 
-def test_a_wait_for_a_lock_ends_when_it_is_told_to(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+def test_a_wait_for_a_lock_ends_when_it_is_told_to(
+    tmp_path: Path, holder: subprocess.Popen[bytes]
+) -> None:
     stop = threading.Event()
     timer = threading.Timer(0.2, stop.set)
     timer.start()
@@ -257,7 +269,9 @@ def test_a_disk_that_takes_nothing_costs_one_warning_and_nothing_else(
     assert all(str(tmp_path / "file") in text for text in warnings)
 
 
-def test_nothing_half_written_is_left_when_a_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_written_is_left_when_a_write_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fsync(_: int) -> None:
         raise OSError(errno.EIO, "no such luck")
 

@@ -39,7 +39,11 @@ configs:
 # Text
 """
 FILES: dict[str, bytes] = {
-    **{f"data/{part}/{i:03}.parquet": f"{part}{i}".encode() for part in ("x", "y") for i in range(3)},
+    **{
+        f"data/{part}/{i:03}.parquet": f"{part}{i}".encode()
+        for part in ("x", "y")
+        for i in range(3)
+    },
     **{f"sample/10BT/{i:03}.parquet": f"s{i}".encode() for i in range(2)},
     "sample/10BT/deeper/z.jsonl": b"{}",
     "sample/10BT/_marker.jsonl": b"{}",
@@ -50,7 +54,13 @@ FILES: dict[str, bytes] = {
 @pytest.fixture(autouse=True)
 def own_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    for name in (
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HF_TOKEN_PATH",
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -141,20 +151,30 @@ def test_a_file_carries_its_commit_its_size_and_its_etag(hub: HubServer, lister:
 
 def test_the_card_decides_what_a_repository_means(hub: HubServer, lister: Lister) -> None:
     hub.add("org/name", FILES, card=CARD)
-    assert lister.names("hf://datasets/org/name") == [name for name in FILES if name.startswith("data/")]
+    assert lister.names("hf://datasets/org/name") == [
+        name for name in FILES if name.startswith("data/")
+    ]
     sample = [f"sample/10BT/{name}" for name in ("000.parquet", "001.parquet", "_marker.jsonl")]
     assert lister.names("hf://datasets/org/name", "sample-10BT") == sample
 
 
 @pytest.mark.parametrize("keep", [1, 3, 20, len(CARD) // 2])
-def test_a_card_that_was_cut_on_its_way_is_fetched_again(hub: HubServer, lister: Lister, keep: int) -> None:
+def test_a_card_that_was_cut_on_its_way_is_fetched_again(
+    hub: HubServer, lister: Lister, keep: int
+) -> None:
     hub.add("org/name", FILES, card=CARD)
     hub.fault(Fault("short", keep=keep, path="*/README.md", times=2))
-    assert lister.names("hf://datasets/org/name") == [name for name in FILES if name.startswith("data/")]
+    assert lister.names("hf://datasets/org/name") == [
+        name for name in FILES if name.startswith("data/")
+    ]
 
 
 def test_a_card_whose_front_matter_has_no_end_says_nothing(hub: HubServer, lister: Lister) -> None:
-    hub.add("org/name", {"a.parquet": b"", "b.parquet": b""}, card="---\nconfigs:\n- config_name: default\n")
+    hub.add(
+        "org/name",
+        {"a.parquet": b"", "b.parquet": b""},
+        card="---\nconfigs:\n- config_name: default\n",
+    )
     assert lister.names("hf://datasets/org/name") == ["a.parquet", "b.parquet"]
 
 
@@ -169,7 +189,9 @@ def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
     assert lister.names("fineweb_edu") == ["mine.jsonl"]
 
 
-def test_patterns_of_a_card_keep_their_order_and_may_name_files_and_folders(hub: HubServer, lister: Lister) -> None:
+def test_patterns_of_a_card_keep_their_order_and_may_name_files_and_folders(
+    hub: HubServer, lister: Lister
+) -> None:
     card = "---\nconfigs:\n- config_name: a\n  data_files: [sample, data/y/001.parquet, 'data/*/00[01].parquet']\n---\n"
     hub.add("org/name", FILES, card=card)
     expected = [
@@ -198,19 +220,33 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, lister: Lister
 
 def test_names_of_any_length_and_case_are_told_apart(hub: HubServer, lister: Lister) -> None:
     long = "x" * 290 + ".parquet"
-    hub.add("org/name", {"d/A.parquet": b"1", "d/a.parquet": b"2", f"d/{long}": b"3", "d/ü #?%.parquet": b"4"})
-    assert lister.names("hf://datasets/org/name/d") == ["A.parquet", "a.parquet", long, "ü #?%.parquet"]
+    hub.add(
+        "org/name",
+        {"d/A.parquet": b"1", "d/a.parquet": b"2", f"d/{long}": b"3", "d/ü #?%.parquet": b"4"},
+    )
+    assert lister.names("hf://datasets/org/name/d") == [
+        "A.parquet",
+        "a.parquet",
+        long,
+        "ü #?%.parquet",
+    ]
 
 
-def test_local_and_remote_sources_mix(hub: HubServer, files: FileServer, lister: Lister, tmp_path: Path) -> None:
+def test_local_and_remote_sources_mix(
+    hub: HubServer, files: FileServer, lister: Lister, tmp_path: Path
+) -> None:
     hub.add("org/name", {"d/a.parquet": b"1"})
     (tmp_path / "a.parquet").write_bytes(b"22")
-    found = lister([files.url_of("dir/a.parquet"), str(tmp_path / "a.parquet"), "hf://datasets/org/name/d"])
+    found = lister(
+        [files.url_of("dir/a.parquet"), str(tmp_path / "a.parquet"), "hf://datasets/org/name/d"]
+    )
     assert [file.size for file in found] == [4, 2, 1]
     assert len({file.name for file in found}) == 3
 
 
-def test_an_unknown_ending_needs_a_format(hub: HubServer, files: FileServer, lister: Lister) -> None:
+def test_an_unknown_ending_needs_a_format(
+    hub: HubServer, files: FileServer, lister: Lister
+) -> None:
     hub.add("org/name", {"d/a.bin": b"1", "d/b.bin": b"2"})
     assert lister.names("hf://datasets/org/name/d", format="jsonl") == ["a.bin", "b.bin"]
     assert lister.names("hf://datasets/org/name/d/a.bin", format="jsonl") == ["a.bin"]
@@ -226,7 +262,9 @@ def test_an_unknown_ending_needs_a_format(hub: HubServer, files: FileServer, lis
 # By how many requests
 
 
-def test_a_branch_costs_one_request_and_its_pages_and_later_one(hub: HubServer, lister: Lister) -> None:
+def test_a_branch_costs_one_request_and_its_pages_and_later_one(
+    hub: HubServer, lister: Lister
+) -> None:
     hub.page_size = 4
     hub.add("org/name", {f"d/{i}.parquet": b"x" for i in range(10)})
     assert len(lister("hf://datasets/org/name/d")) == 10
@@ -235,16 +273,24 @@ def test_a_branch_costs_one_request_and_its_pages_and_later_one(hub: HubServer, 
     assert asked(hub) == ["revision"]
 
 
-def test_a_commit_costs_its_pages_and_later_nothing(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
+def test_a_commit_costs_its_pages_and_later_nothing(
+    hub: HubServer, lister: Lister, tmp_path: Path
+) -> None:
     repo = hub.add("org/name", FILES, card=CARD)
-    for path, requests in (("/data", ["tree"]), ("/data/x/001.parquet", ["tree"]), ("/data/x/*.parquet", [])):
+    for path, requests in (
+        ("/data", ["tree"]),
+        ("/data/x/001.parquet", ["tree"]),
+        ("/data/x/*.parquet", []),
+    ):
         before = lister(f"hf://datasets/org/name@{repo.sha}{path}")
         assert asked(hub) == requests
         assert lister(f"hf://datasets/org/name@{repo.sha}{path}") == before
         assert asked(hub) == []
 
 
-def test_the_card_and_the_files_are_asked_for_together_and_kept(hub: HubServer, lister: Lister) -> None:
+def test_the_card_and_the_files_are_asked_for_together_and_kept(
+    hub: HubServer, lister: Lister
+) -> None:
     repo = hub.add("org/name", FILES, card=CARD)
     lister("hf://datasets/org/name")
     assert sorted(asked(hub)) == ["resolve", "revision", "tree"]
@@ -255,7 +301,11 @@ def test_the_card_and_the_files_are_asked_for_together_and_kept(hub: HubServer, 
 def test_a_named_configuration_lists_its_own_folder_only(hub: HubServer, lister: Lister) -> None:
     repo = hub.add("org/name", FILES, card=CARD)
     lister("hf://datasets/org/name", "sample-10BT")
-    assert [request.path.partition(repo.sha)[2] for request in hub.log] == ["", "/README.md", "/sample/10BT"]
+    assert [request.path.partition(repo.sha)[2] for request in hub.log] == [
+        "",
+        "/README.md",
+        "/sample/10BT",
+    ]
 
 
 def test_a_missing_card_is_asked_for_once(hub: HubServer, lister: Lister) -> None:
@@ -266,9 +316,17 @@ def test_a_missing_card_is_asked_for_once(hub: HubServer, lister: Lister) -> Non
     assert asked(hub) == []
 
 
-def test_sources_of_one_repository_ask_for_its_revision_once(hub: HubServer, lister: Lister) -> None:
+def test_sources_of_one_repository_ask_for_its_revision_once(
+    hub: HubServer, lister: Lister
+) -> None:
     hub.add("org/name", FILES)
-    lister(["hf://datasets/org/name/data/x", "hf://datasets/org/name/data/y", "hf://datasets/org/name/sample"])
+    lister(
+        [
+            "hf://datasets/org/name/data/x",
+            "hf://datasets/org/name/data/y",
+            "hf://datasets/org/name/sample",
+        ]
+    )
     assert sorted(asked(hub)) == ["revision", "tree", "tree", "tree"]
 
 
@@ -302,7 +360,9 @@ def test_processes_of_a_host_that_list_together_ask_once(hub: HubServer, tmp_pat
     hub.add("org/name", {f"d/{i}.parquet": b"x" for i in range(10)})
     hub.fault(Fault("slow", delay_s=0.5, path="*/revision/*"))
     command = [sys.executable, "-c", LIST, str(tmp_path), "hf://datasets/org/name/d"]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)
+    ]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -332,14 +392,18 @@ def test_faults_of_metadata_are_tried_again(hub: HubServer, lister: Lister) -> N
     assert len(lister("hf://datasets/org/name/d")) == 10
 
 
-def test_a_portals_page_instead_of_a_listing_is_an_error_that_says_so(hub: HubServer, lister: Lister) -> None:
+def test_a_portals_page_instead_of_a_listing_is_an_error_that_says_so(
+    hub: HubServer, lister: Lister
+) -> None:
     hub.add("org/name", FILES)
     hub.fault(Fault("html", times=None, path="*/tree/*"))
     with pytest.raises(RemoteError, match=r"org/name@.* no listing .*portal or proxy"):
         lister("hf://datasets/org/name/data")
 
 
-def test_a_hub_that_is_down_is_never_replaced_by_what_was_kept(hub: HubServer, lister: Lister) -> None:
+def test_a_hub_that_is_down_is_never_replaced_by_what_was_kept(
+    hub: HubServer, lister: Lister
+) -> None:
     hub.add("org/name", FILES)
     lister("hf://datasets/org/name/data")
     hub.fault(Fault("status", code=503, times=None))
@@ -350,9 +414,15 @@ def test_a_hub_that_is_down_is_never_replaced_by_what_was_kept(hub: HubServer, l
 # Offline
 
 
-def test_offline_works_from_what_was_last_heard(hub: HubServer, files: FileServer, lister: Lister) -> None:
+def test_offline_works_from_what_was_last_heard(
+    hub: HubServer, files: FileServer, lister: Lister
+) -> None:
     hub.add("org/name", FILES, card=CARD)
-    urls = ["hf://datasets/org/name", "hf://datasets/org/name/sample/10BT", files.url_of("dir/a.parquet")]
+    urls = [
+        "hf://datasets/org/name",
+        "hf://datasets/org/name/sample/10BT",
+        files.url_of("dir/a.parquet"),
+    ]
     before = lister(urls)
     asked(hub), asked(files)
     assert lister(urls, offline=True) == before
@@ -369,11 +439,16 @@ def test_the_environment_says_whether_to_stay_offline(
     assert hub.log == []
 
 
-def test_offline_says_what_is_missing_and_how_to_get_it(hub: HubServer, files: FileServer, lister: Lister) -> None:
+def test_offline_says_what_is_missing_and_how_to_get_it(
+    hub: HubServer, files: FileServer, lister: Lister
+) -> None:
     repo = hub.add("org/name", FILES, card=CARD)
     for url, words in (
         ("hf://datasets/org/name/data", "which commit 'main' of org/name is"),
-        (f"hf://datasets/org/name@{repo.sha}/data", rf"which files hf://datasets/org/name@{repo.sha}/data has"),
+        (
+            f"hf://datasets/org/name@{repo.sha}/data",
+            rf"which files hf://datasets/org/name@{repo.sha}/data has",
+        ),
         (f"hf://datasets/org/name@{repo.sha}", "the card hf://datasets/org/name@.*README.md"),
         (files.url_of("c.txt"), "the size of http://.*/c.txt"),
     ):
@@ -406,7 +481,9 @@ def test_an_address_elsewhere_in_a_card_is_never_requested(
         {"oid": 7}, {"oid": "a\nb"}, {"path": "d/x\n.parquet"},
     ],
 )  # fmt: skip
-def test_a_listing_that_leads_elsewhere_is_refused(hub: HubServer, lister: Lister, entry: dict[str, Any]) -> None:
+def test_a_listing_that_leads_elsewhere_is_refused(
+    hub: HubServer, lister: Lister, entry: dict[str, Any]
+) -> None:
     hub.add("org/name", FILES)
     bad = {"type": "file", "path": "d/x.parquet", "size": 1, "oid": "0" * 40} | entry
     hub.fault(Fault("status", code=200, path="*/tree/*", body=json.dumps([bad]).encode()))
@@ -414,13 +491,23 @@ def test_a_listing_that_leads_elsewhere_is_refused(hub: HubServer, lister: Liste
         lister("hf://datasets/org/name/d")
 
 
-@pytest.mark.parametrize("link", ["http://127.0.0.2:{port}/x", "{other}/x", "file:///etc/passwd", "//elsewhere.test/x"])
+@pytest.mark.parametrize(
+    "link", ["http://127.0.0.2:{port}/x", "{other}/x", "file:///etc/passwd", "//elsewhere.test/x"]
+)
 def test_the_next_page_is_on_the_same_server_or_not_asked_for(
     hub: HubServer, files: FileServer, lister: Lister, link: str
 ) -> None:
     hub.add("org/name", FILES)
     url = link.format(port=hub.endpoint.rpartition(":")[2], other=files.url)
-    hub.fault(Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": f'<{url}>; rel="next"'}))
+    hub.fault(
+        Fault(
+            "status",
+            code=200,
+            path="*/tree/*",
+            body=b"[]",
+            headers={"Link": f'<{url}>; rel="next"'},
+        )
+    )
     with pytest.raises(SourceError, match="next page"):
         lister("hf://datasets/org/name/data")
     assert (len(asked(hub)), files.log) == (2, [])
@@ -429,7 +516,9 @@ def test_the_next_page_is_on_the_same_server_or_not_asked_for(
 def test_a_listing_that_never_ends_is_given_up(hub: HubServer, lister: Lister) -> None:
     repo = hub.add("org/name", FILES)
     same = f'</api/datasets/org/name/tree/{repo.sha}?again>; rel="next"'
-    hub.fault(Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": same}, times=None))
+    hub.fault(
+        Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": same}, times=None)
+    )
     with pytest.raises(SourceError, match="does not end"):
         lister("hf://datasets/org/name/data")
 
@@ -459,7 +548,11 @@ def texts(error: BaseException) -> str:
 
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_gated_private_and_unknown_data_say_what_to_do(
-    hub: HubServer, lister: Lister, token: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: HubServer,
+    lister: Lister,
+    token: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hub.add("org/gated", FILES, gated=True, denied_tokens=(TOKEN,))
     hub.add("org/private", FILES, private=True)
@@ -485,7 +578,9 @@ def test_the_usual_token_opens_private_data_and_goes_nowhere_else(
     hub.add("org/private", FILES, card=CARD, private=True, tokens=(TOKEN,))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert len(lister("hf://datasets/org/private")) == 6
-    assert {request.headers.get("authorization") for request in hub.log if request.port == "hub"} == {f"Bearer {TOKEN}"}
+    assert {
+        request.headers.get("authorization") for request in hub.log if request.port == "hub"
+    } == {f"Bearer {TOKEN}"}
     assert not [request for request in hub.log if request.port != "hub"]
     kept = [path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()]
     assert kept
@@ -506,7 +601,9 @@ def test_unknown_revisions_folders_and_files_are_named(hub: HubServer, lister: L
             lister(f"hf://datasets/org/name{url}")
 
 
-def test_a_configuration_goes_with_a_repository_only(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
+def test_a_configuration_goes_with_a_repository_only(
+    hub: HubServer, lister: Lister, tmp_path: Path
+) -> None:
     for url in ("hf://datasets/org/name/data", str(tmp_path), "https://x.test/a.parquet"):
         with pytest.raises(ConfigError, match="without a path"):
             lister(url, "sample")
@@ -517,7 +614,9 @@ def test_a_configuration_goes_with_a_repository_only(hub: HubServer, lister: Lis
 
 
 def test_a_file_on_a_web_server_has_its_size_and_etag(files: FileServer, lister: Lister) -> None:
-    found = lister([files.url_of("dir/b.jsonl"), files.url_of("dir/a.parquet"), files.url_of("c.txt")])
+    found = lister(
+        [files.url_of("dir/b.jsonl"), files.url_of("dir/a.parquet"), files.url_of("c.txt")]
+    )
     assert [(f.path, f.name, f.size) for f in found] == [
         (files.url_of("dir/b.jsonl"), "b.jsonl", 2), (files.url_of("dir/a.parquet"), "a.parquet", 4),
         (files.url_of("c.txt"), "c.txt", 0),
@@ -527,19 +626,25 @@ def test_a_file_on_a_web_server_has_its_size_and_etag(files: FileServer, lister:
 
 
 @pytest.mark.parametrize("status", [403, 405, 501])
-def test_where_head_is_refused_a_byte_is_asked_for(files: FileServer, lister: Lister, status: int) -> None:
+def test_where_head_is_refused_a_byte_is_asked_for(
+    files: FileServer, lister: Lister, status: int
+) -> None:
     files.fault(Fault("status", code=status, method="HEAD", times=None))
     found = lister([files.url_of("dir/a.parquet"), files.url_of("c.txt")])
     assert [file.size for file in found] == [4, 0]
     assert all(file.etag for file in found[:1])
 
 
-def test_a_server_without_ranges_is_not_made_to_send_everything(files: FileServer, lister: Lister) -> None:
+def test_a_server_without_ranges_is_not_made_to_send_everything(
+    files: FileServer, lister: Lister
+) -> None:
     files.put("big.parquet", b"x" * (64 << 20))
     files.fault(Fault("status", code=405, method="HEAD", times=None))
     files.fault(Fault("no_range", times=None))
     began = time.monotonic()
-    with pytest.raises(RemoteError, match=r"big\.parquet: its server does not answer requests for a range"):
+    with pytest.raises(
+        RemoteError, match=r"big\.parquet: its server does not answer requests for a range"
+    ):
         lister(files.url_of("big.parquet"))
     assert time.monotonic() - began < 30.0
 
@@ -586,7 +691,10 @@ def test_logins_and_queries_are_used_and_never_shown(
         (file,) = lister(f"http://me:p%40ss-sesame@{host}/dir/a.parquet?sig=open-sesame#part")
     assert file.path == files.url_of("dir/a.parquet")
     last = files.log[-1]
-    assert (last.query, last.headers["authorization"]) == ("sig=open-sesame", "Basic bWU6cEBzcy1zZXNhbWU=")
+    assert (last.query, last.headers["authorization"]) == (
+        "sig=open-sesame",
+        "Basic bWU6cEBzcy1zZXNhbWU=",
+    )
     assert lister.remote is not None
     secret = lister.remote.secrets[file.path]
     assert secret.reveal() == f"http://me:p%40ss-sesame@{host}/dir/a.parquet?sig=open-sesame"
@@ -607,11 +715,15 @@ def test_a_login_becomes_a_header() -> None:
     assert basic_authorization("https://h.test/x@y") == ("https://h.test/x@y", {})
 
 
-def test_addresses_that_differ_in_their_queries_only_are_two_files(files: FileServer, lister: Lister) -> None:
+def test_addresses_that_differ_in_their_queries_only_are_two_files(
+    files: FileServer, lister: Lister
+) -> None:
     url = files.url_of("dir/a.parquet")
     urls = [f"{url}?id=1", url, f"{url}?id=2", f"{url}?id=1"]
     found = lister(urls)
-    assert len({file.path for file in found}) == len({file.name for file in found}) == len(found) == 3
+    assert (
+        len({file.path for file in found}) == len({file.name for file in found}) == len(found) == 3
+    )
     assert found[1].name.endswith("a.parquet~2")
     assert lister.remote is not None
     secrets = lister.remote.secrets
@@ -657,7 +769,9 @@ def test_bundles_of_remote_texts_keep_the_etags_of_each(files: FileServer, liste
     assert fingerprint([bundle]) == fingerprint(single)
 
 
-def test_a_change_is_explained_by_the_first_file_that_differs(hub: HubServer, lister: Lister) -> None:
+def test_a_change_is_explained_by_the_first_file_that_differs(
+    hub: HubServer, lister: Lister
+) -> None:
     repo = hub.add("org/name", {f"d/{name}.parquet": b"1" for name in "abc"})
     before = lister("hf://datasets/org/name/d")
     old = fingerprint(before)
@@ -670,16 +784,23 @@ def test_a_change_is_explained_by_the_first_file_that_differs(hub: HubServer, li
     assert explain_change(lister.kept, old, before[:2]) == "c.parquet is gone"
     assert explain_change(lister.kept, old, before[::-1]) == "the files come in another order"
     repo.commit({"d/b.parquet": b"1", "d/bb.parquet": b"1"})
-    assert explain_change(lister.kept, old, lister("hf://datasets/org/name/d")) == "bb.parquet was added"
+    assert (
+        explain_change(lister.kept, old, lister("hf://datasets/org/name/d"))
+        == "bb.parquet was added"
+    )
     assert explain_change(lister.kept, "0" * 16, before) is None
 
 
-def test_a_change_of_size_is_explained_where_there_are_no_etags(tmp_path: Path, lister: Lister) -> None:
+def test_a_change_of_size_is_explained_where_there_are_no_etags(
+    tmp_path: Path, lister: Lister
+) -> None:
     with FileServer({"a.parquet": b"1"}, etags=False) as server:
         old = fingerprint(lister(server.url_of("a.parquet")))
         server.put("a.parquet", b"22")
         now = lister(server.url_of("a.parquet"))
-    assert explain_change(lister.kept, old, now) == "a.parquet changed: it was 1 bytes long, it is 2"
+    assert (
+        explain_change(lister.kept, old, now) == "a.parquet changed: it was 1 bytes long, it is 2"
+    )
 
 
 def test_a_lost_cache_is_made_again(hub: HubServer, lister: Lister, tmp_path: Path) -> None:

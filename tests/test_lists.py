@@ -58,7 +58,9 @@ def test_it_answers_as_awkward_does(function: Any) -> None:
     assert ak.to_list(got) == ak.to_list(expected)
 
 
-def test_gigatoken_gets_every_answer_without_awkward(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigatoken_gets_every_answer_without_awkward(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = gigatoken.Tokenizer.from_json((corpus / "tokenizer.json").read_text())
     expected = tokenizer.encode_batch(plain(strings(*column())), parallel=False).to_list()
     asked: list[str] = []

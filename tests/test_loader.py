@@ -17,7 +17,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from penstock import AsyncDataLoader, BadRecord, ConfigError, LoaderClosed, LoaderTimeout, NoData, Shard, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    BadRecord,
+    ConfigError,
+    LoaderClosed,
+    LoaderTimeout,
+    NoData,
+    Shard,
+    TextDataset,
+)
 from penstock.encode.tokenize import Tokenizer
 from tests import contracts
 from tests.corpus import texts
@@ -55,7 +64,9 @@ def test_every_number_of_workers_runs_with_every_queue_length(corpus: Path, n_wo
     data = dataset(corpus)
     first = None
     for prefetch in range(1, 17):
-        with AsyncDataLoader(data, 4, n_workers=n_workers, prefetch_size=prefetch, epochs=1, output="numpy") as loader:
+        with AsyncDataLoader(
+            data, 4, n_workers=n_workers, prefetch_size=prefetch, epochs=1, output="numpy"
+        ) as loader:
             got = [contracts.digest(batch) for batch in loader]
         first = first or got
         assert got == first
@@ -111,7 +122,9 @@ def test_a_finite_stream_ends_with_none_and_stays_ended(corpus: Path) -> None:
 
 def test_the_last_batch_is_short_or_dropped(corpus: Path) -> None:
     def sizes(drop_last: bool) -> list[int]:
-        with AsyncDataLoader(dataset(corpus), 7, epochs=1, drop_last=drop_last, output="numpy") as loader:
+        with AsyncDataLoader(
+            dataset(corpus), 7, epochs=1, drop_last=drop_last, output="numpy"
+        ) as loader:
             return [len(batch.inputs) for batch in loader]
 
     kept, dropped = sizes(False), sizes(True)
@@ -141,7 +154,9 @@ def test_a_long_and_an_empty_and_a_short_document_are_exact(tmp_path: Path) -> N
 # Waiting
 
 
-def test_a_timeout_is_its_own_exception_and_loses_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_its_own_exception_and_loses_nothing(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 5)
     gate = Gate(monkeypatch)
     with AsyncDataLoader(dataset(corpus), 4, output="numpy") as loader:
@@ -169,7 +184,9 @@ def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(
 ) -> None:
     whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4, output="numpy"), 40)
     gate = Gate(monkeypatch, free=1)
-    with AsyncDataLoader(dataset(corpus), 4, prefetch_size=2, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(
+        dataset(corpus), 4, prefetch_size=2, output="numpy", n_workers=1
+    ) as loader:
         done = loader.warmup(batches=500, timeout=0.2)
         assert done.filled < 500
         gate.opened.set()
@@ -221,7 +238,10 @@ def test_an_exception_in_a_worker_reaches_next_with_its_type_stage_and_file(
         got: list[str] = []
         with pytest.raises(ZeroDivisionError, match="mine") as caught:
             got.extend(contracts.digest(batch) for batch in loader)
-        assert any("tokenize" in note and "a.parquet, row group 2" in note for note in caught.value.__notes__)
+        assert any(
+            "tokenize" in note and "a.parquet, row group 2" in note
+            for note in caught.value.__notes__
+        )
         # Everything before the fault was handed out, and it is raised again on every further try.
         assert got
         assert got == whole[: len(got)]
@@ -233,7 +253,10 @@ def test_a_bad_record_names_file_and_row(tmp_path: Path) -> None:
     lines = [b'{"text": "fine"}'] * 5 + [b'{"text": 5}'] + [b'{"text": "fine"}'] * 5
     (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
     data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=8)
-    with AsyncDataLoader(data, 1) as loader, pytest.raises(BadRecord, match=r"d\.jsonl, byte 85.*int, not text"):
+    with (
+        AsyncDataLoader(data, 1) as loader,
+        pytest.raises(BadRecord, match=r"d\.jsonl, byte 85.*int, not text"),
+    ):
         next(loader)
 
 
@@ -242,12 +265,17 @@ def test_a_missing_file_is_reported_when_it_is_reached(corpus: Path, tmp_path: P
     path.write_bytes((corpus / "parquet" / "a.parquet").read_bytes())
     data = TextDataset(path, tokenizer="byte", seq_len=8)
     path.unlink()
-    with AsyncDataLoader(data, 1) as loader, pytest.raises(FileNotFoundError, match=r"gone\.parquet"):
+    with (
+        AsyncDataLoader(data, 1) as loader,
+        pytest.raises(FileNotFoundError, match=r"gone\.parquet"),
+    ):
         next(loader)
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
-def test_data_without_text_is_an_error_and_not_an_endless_search(tmp_path: Path, n_workers: int) -> None:
+def test_data_without_text_is_an_error_and_not_an_endless_search(
+    tmp_path: Path, n_workers: int
+) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n' * 10)
     data = TextDataset(tmp_path / "d.jsonl", tokenizer="byte", seq_len=8)
     for epochs in (None, 2):
@@ -306,7 +334,9 @@ def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(
     assert not closing.is_alive()
 
 
-def test_a_consumer_that_waits_is_woken_by_a_shutdown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_that_waits_is_woken_by_a_shutdown(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=1).start()
     outcome: list[BaseException] = []
@@ -377,7 +407,10 @@ SCRIPT = """
 def run(corpus: Path, body: str, output: str = "numpy") -> subprocess.CompletedProcess[str]:
     script = textwrap.dedent(SCRIPT).format(path=str(corpus / "parquet"), body=body, output=output)
     return subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", "-X", "dev", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
 
 
@@ -432,7 +465,9 @@ def test_ctrl_c_while_waiting_for_a_batch_ends_cleanly(corpus: Path) -> None:
         ({"memory_limit": 1000}, "memory_limit=1000 does not hold the 9 batches"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, Any], says: str) -> None:
+def test_an_argument_that_does_not_fit_is_named(
+    corpus: Path, wrong: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         AsyncDataLoader(dataset(corpus), **({"batch_size": 4} | wrong))
     assert says in str(caught.value)
@@ -451,7 +486,9 @@ def test_an_argument_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, A
         ({"max_ratio": 0.5}, "max_ratio=0.5"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_named(corpus: Path, wrong: dict[str, Any], says: str) -> None:
+def test_a_setting_that_does_not_fit_is_named(
+    corpus: Path, wrong: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         dataset(corpus, **wrong)
     assert says in str(caught.value)
@@ -479,14 +516,18 @@ def test_warmup_returns_as_soon_as_the_queue_is_full(corpus: Path) -> None:
             assert done.filled == prefetch
 
 
-def test_the_estimate_of_memory_is_prefetch_and_one_times_inputs_and_targets_of_eight_bytes(corpus: Path) -> None:
+def test_the_estimate_of_memory_is_prefetch_and_one_times_inputs_and_targets_of_eight_bytes(
+    corpus: Path,
+) -> None:
     loader = AsyncDataLoader(dataset(corpus, seq_len=64), 4, prefetch_size=8)
     assert loader.stats().memory_estimate == (8 + 1) * 4 * 64 * 8 * 2
     loader.shutdown()
 
 
 def test_positions_count_in_the_estimate_of_memory(corpus: Path) -> None:
-    with AsyncDataLoader(dataset(corpus, seq_len=64, positions=True), 4, prefetch_size=8, output="numpy") as loader:
+    with AsyncDataLoader(
+        dataset(corpus, seq_len=64, positions=True), 4, prefetch_size=8, output="numpy"
+    ) as loader:
         batch = next(loader)
         whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
         assert loader.stats().memory_estimate == (8 + 1) * whole
@@ -511,7 +552,9 @@ def test_a_queue_that_stays_low_is_told_of_once(caplog: pytest.LogCaptureFixture
     assert "n_workers" in told[0].getMessage()
 
 
-def test_documents_are_reported_every_so_often(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_documents_are_reported_every_so_often(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "penstock")
     with AsyncDataLoader(dataset(corpus), 4, epochs=1, report_docs=50, output="numpy") as loader:
         contracts.take(loader, 10_000)
@@ -523,7 +566,9 @@ def test_documents_are_reported_every_so_often(corpus: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("batches", [3, "auto"])
-def test_a_loader_told_to_warm_up_does_so_before_its_first_batch(corpus: Path, batches: Any) -> None:
+def test_a_loader_told_to_warm_up_does_so_before_its_first_batch(
+    corpus: Path, batches: Any
+) -> None:
     with AsyncDataLoader(dataset(corpus), 4, warmup_batches=batches, output="numpy") as loader:
         assert loader.queue_depth() >= (1 if batches == "auto" else 3)
 
@@ -537,9 +582,13 @@ def test_a_world_without_a_rank_is_refused(corpus: Path, monkeypatch: pytest.Mon
 def test_the_whole_next_window_is_under_way_while_one_is_read(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "x" * 200}) + "\n" for _ in range(4000)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    data = TextDataset(tmp_path / "a.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=8192, shuffle_chunks=16)
+    data = TextDataset(
+        tmp_path / "a.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=8192, shuffle_chunks=16
+    )
     asked = []
-    with AsyncDataLoader(data, 8, shuffle=True, n_workers=1, output="numpy", prefetch_size=2) as loader:
+    with AsyncDataLoader(
+        data, 8, shuffle=True, n_workers=1, output="numpy", prefetch_size=2
+    ) as loader:
         for _ in range(400):  # some windows, the later ones larger
             next(loader)
             assert loader._pipeline is not None

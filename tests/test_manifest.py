@@ -70,7 +70,9 @@ def test_a_list_keeps_its_own_order(tmp_path: Path) -> None:
 def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
     touch(tmp_path, "a.jsonl", "b.jsonl")
     os.symlink(tmp_path / "a.jsonl", tmp_path / "link.jsonl")
-    found = list_files([tmp_path / "a.jsonl", tmp_path, tmp_path / "*.jsonl", tmp_path / "link.jsonl"], whole=False)
+    found = list_files(
+        [tmp_path / "a.jsonl", tmp_path, tmp_path / "*.jsonl", tmp_path / "link.jsonl"], whole=False
+    )
     assert [Path(file.path).name for file in found] == ["a.jsonl", "b.jsonl"]
 
 
@@ -81,7 +83,9 @@ def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None
 
 
 def test_hidden_and_marker_files_are_left_out_of_a_folder(tmp_path: Path) -> None:
-    touch(tmp_path, ".a.jsonl", "_b.jsonl", ".git/c.jsonl", "_tmp/d.jsonl", "._e.parquet", "f.jsonl")
+    touch(
+        tmp_path, ".a.jsonl", "_b.jsonl", ".git/c.jsonl", "_tmp/d.jsonl", "._e.parquet", "f.jsonl"
+    )
     assert names(tmp_path) == ["f.jsonl"]
 
 
@@ -109,7 +113,9 @@ def test_files_with_unknown_endings_are_left_out_of_a_folder(tmp_path: Path) -> 
         ("a.b.md.xz", "text", "xz"),
     ],
 )
-def test_endings_tell_format_and_compression(tmp_path: Path, name: str, format: str, codec: str) -> None:
+def test_endings_tell_format_and_compression(
+    tmp_path: Path, name: str, format: str, codec: str
+) -> None:
     touch(tmp_path, name)
     (file,) = list_files(tmp_path / name, whole=False)
     assert (file.format, file.codec) == (format, codec)
@@ -135,7 +141,9 @@ def test_a_folder_without_known_endings_says_which_it_knows(tmp_path: Path) -> N
         list_files(tmp_path)
 
 
-def test_a_missing_path_is_named_with_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_path_is_named_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NoData, match=rf"gone/a\.jsonl does not exist \(looked from {tmp_path}\)"):
         list_files("gone/a.jsonl")
@@ -164,7 +172,8 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/a.parquet", "sftp://host/a.parquet", "data://x", "://x", "hdfs://a/b/*.parquet"]
+    "url",
+    ["ftp://host/a.parquet", "sftp://host/a.parquet", "data://x", "://x", "hdfs://a/b/*.parquet"],
 )
 def test_an_unknown_scheme_is_an_error_that_names_the_known_ones(url: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read.*hf://.*s3://.*https://"):
@@ -197,14 +206,22 @@ def test_small_text_files_are_bundled_in_order(tmp_path: Path) -> None:
     assert [member.name for member in bundle.members] == [f"{i:02}.txt" for i in range(20)]
 
 
-def test_a_bundle_ends_when_it_has_enough_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_ends_when_it_has_enough_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest, "BUNDLE_BYTES", 10)
     for i, size in enumerate([4, 4, 4, 100, 1, 1]):
         (tmp_path / f"{i}.txt").write_bytes(b"x" * size)
-    assert [[m.size for m in file.members] for file in list_files(tmp_path)] == [[4, 4, 4], [100], [1, 1]]
+    assert [[m.size for m in file.members] for file in list_files(tmp_path)] == [
+        [4, 4, 4],
+        [100],
+        [1, 1],
+    ]
 
 
-def test_a_bundle_ends_when_it_has_enough_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_ends_when_it_has_enough_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest, "BUNDLE_FILES", 3)
     touch(tmp_path, *(f"{i}.txt" for i in range(7)))
     assert [len(file.members) for file in list_files(tmp_path)] == [3, 3, 1]
@@ -259,13 +276,18 @@ def test_a_copy_with_other_times_keeps_its_fingerprint(tmp_path: Path) -> None:
 
 def test_fingerprint_does_not_depend_on_bundling(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "one", a="1", b="22")
-    assert fingerprint(list_files(folder, whole=True)) == fingerprint(list_files(folder, whole=False))
+    assert fingerprint(list_files(folder, whole=True)) == fingerprint(
+        list_files(folder, whole=False)
+    )
 
 
 @pytest.mark.parametrize(
-    "other", [{"a": "1", "b": "333"}, {"a": "1", "c": "22"}, {"a": "1"}, {"a": "1", "b": "22", "c": ""}]
+    "other",
+    [{"a": "1", "b": "333"}, {"a": "1", "c": "22"}, {"a": "1"}, {"a": "1", "b": "22", "c": ""}],
 )
-def test_another_size_name_or_number_changes_the_fingerprint(tmp_path: Path, other: dict[str, str]) -> None:
+def test_another_size_name_or_number_changes_the_fingerprint(
+    tmp_path: Path, other: dict[str, str]
+) -> None:
     one = fingerprint(list_files(folder_of(tmp_path / "one", a="1", b="22")))
     assert fingerprint(list_files(folder_of(tmp_path / "two", **other))) != one
 

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import AsyncDataLoader, ConfigError, NoData, Shard, StateError, SyntheticDataset, TokenFileDataset
+from penstock import (
+    AsyncDataLoader,
+    ConfigError,
+    NoData,
+    Shard,
+    StateError,
+    SyntheticDataset,
+    TokenFileDataset,
+)
 from tests import contracts
 
 
@@ -115,7 +123,14 @@ def test_all_ranks_get_equally_many_full_batches_and_together_every_sample(
         for rank in range(world):
             patch.setenv("WORLD_SIZE", str(world))
             patch.setenv("RANK", str(rank))
-            loader = loader_of(Numbers(length), size, epochs=epochs, drop_last=drop_last, shuffle=shuffle, n_workers=0)
+            loader = loader_of(
+                Numbers(length),
+                size,
+                epochs=epochs,
+                drop_last=drop_last,
+                shuffle=shuffle,
+                n_workers=0,
+            )
             steps = len(loader)
             if not steps:
                 with pytest.raises(NoData):
@@ -244,7 +259,10 @@ def test_a_pad_id_need_not_fit_the_type_of_the_ids(dtype: Any) -> None:
     pad = np.iinfo(dtype).max + 1
     rows = [np.array([1, 2, 3, 4], dtype), np.array([5, 6], dtype)]
     assert one(rows, pad=pad).inputs.tolist() == [[1, 2, 3], [5, pad, pad]]
-    assert one([{"input_ids": row} for row in rows], pad=pad)["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, pad, pad]]
+    assert one([{"input_ids": row} for row in rows], pad=pad)["input_ids"].tolist() == [
+        [1, 2, 3, 4],
+        [5, 6, pad, pad],
+    ]
 
 
 def test_many_ragged_rows_are_filled_up() -> None:
@@ -253,7 +271,15 @@ def test_many_ragged_rows_are_filled_up() -> None:
 
 
 def test_mappings_are_put_together_by_field() -> None:
-    samples = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "attention_mask": [1, 1, 1], "x": {"y": 1.5}, "s": "a"}]
+    samples = [
+        {
+            "input_ids": [1, 2, 3],
+            "labels": [1, -100, 3],
+            "attention_mask": [1, 1, 1],
+            "x": {"y": 1.5},
+            "s": "a",
+        }
+    ]
     samples += [{"input_ids": [4], "labels": [4], "attention_mask": [1], "x": {"y": 2}, "s": "b"}]
     batch = one(samples, pad=7)
     assert batch.inputs.tolist() == batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
@@ -285,7 +311,9 @@ def test_pairs_are_inputs_and_targets_as_tensors() -> None:
 
 
 def test_tensors_that_numpy_cannot_hold_stay_tensors() -> None:
-    batch = one([torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], output="torch")
+    batch = one(
+        [torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], output="torch"
+    )
     stacked = batch.inputs if batch.inputs is not None else batch.data
     assert isinstance(stacked, torch.Tensor)
     assert stacked.dtype == torch.bfloat16
@@ -307,7 +335,9 @@ def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -
 
 def test_torchs_own_collate_gives_inputs_and_targets_of_pairs() -> None:
     collate = torch.utils.data.default_collate
-    inputs, targets = one([(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate, output="torch")
+    inputs, targets = one(
+        [(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate, output="torch"
+    )
     assert inputs is not None
     assert inputs.tolist() == [[1, 1], [0, 0]]
     assert targets.tolist() == [1, 0]
@@ -333,14 +363,19 @@ def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
 
     def drawn(**how: Any) -> dict[int, int]:
         with loader_of(Numbers(20), preprocess=draw, **{"epochs": 1, **how}) as loader:
-            return {int(row[0]): int(row[1]) for batch in loader for row in np.asarray(batch.inputs)}
+            return {
+                int(row[0]): int(row[1]) for batch in loader for row in np.asarray(batch.inputs)
+            }
 
     plain = drawn()
     assert len(plain) == len(set(plain.values())) == 20
     assert drawn(batch_size=5, n_workers=3) == drawn(n_workers=0, shuffle=False) == plain
     assert drawn(seed=1) != plain
     with loader_of(Numbers(20), preprocess=draw, epochs=1) as loader:
-        passes = [sorted(tuple(row) for batch in loader for row in np.asarray(batch.inputs).tolist()) for _ in range(2)]
+        passes = [
+            sorted(tuple(row) for batch in loader for row in np.asarray(batch.inputs).tolist())
+            for _ in range(2)
+        ]
     assert passes[0] != passes[1]
 
 
@@ -358,7 +393,9 @@ def test_a_hub_dataset_is_map_style(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import datasets
 
-    table = datasets.Dataset.from_dict({"input_ids": [[i, i, i + 1] for i in range(30)], "n": list(range(30))})
+    table = datasets.Dataset.from_dict(
+        {"input_ids": [[i, i, i + 1] for i in range(30)], "n": list(range(30))}
+    )
 
     def make(**how: Any) -> AsyncDataLoader:
         return loader_of(table, **{"epochs": 1, "drop_last": False, **how})
@@ -440,7 +477,9 @@ def test_a_damaged_file_of_tokens_gives_the_batches_before_the_damage(tmp_path: 
     np.save(tmp_path / "ids.npy", ids)
     seen: list[int] = []
     with (
-        loader_of(TokenFileDataset.from_binary_file(tmp_path / "ids.npy", seq_len=4), shuffle=False) as loader,
+        loader_of(
+            TokenFileDataset.from_binary_file(tmp_path / "ids.npy", seq_len=4), shuffle=False
+        ) as loader,
         pytest.raises(penstock.CorruptFile),
     ):
         drain(loader, seen)
@@ -517,7 +556,13 @@ def test_large_batches_stay_within_the_memory_limit(n_workers: int, limit: int) 
     size = 1 << 20
     data = Large(60, size)
     with loader_of(
-        data, 1, n_workers=n_workers, collate=data.collate, memory_limit=limit * size, prefetch_size=16, epochs=1
+        data,
+        1,
+        n_workers=n_workers,
+        collate=data.collate,
+        memory_limit=limit * size,
+        prefetch_size=16,
+        epochs=1,
     ) as loader:
         loader.warmup(timeout=5)
         taken = 0
@@ -530,7 +575,9 @@ def test_large_batches_stay_within_the_memory_limit(n_workers: int, limit: int) 
 
 def test_warmup_returns_promptly_where_fewer_batches_fit_than_were_asked_for() -> None:
     data = Large(60, 1 << 20)
-    with loader_of(data, 1, n_workers=2, collate=data.collate, memory_limit=8 << 20, prefetch_size=16) as loader:
+    with loader_of(
+        data, 1, n_workers=2, collate=data.collate, memory_limit=8 << 20, prefetch_size=16
+    ) as loader:
         done = loader.warmup(timeout=30)
     assert done.wait_ms < 20_000
     assert 1 <= done.filled < 16
@@ -549,10 +596,16 @@ class Uneven:
         return np.zeros((1, self.sizes[index]), np.uint8)
 
 
-@pytest.mark.parametrize("sizes", [[250, 900], [100, 900], [300, 300, 5000], [1, 800, 350, 900], [900, 100]])
+@pytest.mark.parametrize(
+    "sizes", [[250, 900], [100, 900], [300, 300, 5000], [1, 800, 350, 900], [900, 100]]
+)
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 8])
-def test_a_large_batch_after_small_ones_is_waited_for_and_comes(sizes: list[int], prefetch: int) -> None:
-    with loader_of(Uneven(sizes * 8), 1, shuffle=False, epochs=1, prefetch_size=prefetch, memory_limit=1600) as loader:
+def test_a_large_batch_after_small_ones_is_waited_for_and_comes(
+    sizes: list[int], prefetch: int
+) -> None:
+    with loader_of(
+        Uneven(sizes * 8), 1, shuffle=False, epochs=1, prefetch_size=prefetch, memory_limit=1600
+    ) as loader:
         taken = 0
         while loader.next_batch(timeout=20) is not None:
             taken += 1

@@ -36,7 +36,10 @@ with AsyncDataLoader(data, output="numpy", **how) as loader:
 
 def measure(about: dict[str, Any], how: dict[str, Any], batches: int) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([about, how, batches])], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", CHILD, json.dumps([about, how, batches])],
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, int] = json.loads(done.stdout)
@@ -50,7 +53,9 @@ def letters(n: int, seed: int) -> bytes:
 def write(path: Path, groups: int, group_bytes: int, doc_bytes: int) -> None:
     """Row groups of documents of one length."""
     per_group = max(1, group_bytes // doc_bytes)
-    with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), compression="lz4", use_dictionary=False) as writer:
+    with pq.ParquetWriter(
+        path, pa.schema([("text", pa.string())]), compression="lz4", use_dictionary=False
+    ) as writer:
         for group in range(groups):
             texts = [letters(doc_bytes, group * per_group + i).decode() for i in range(per_group)]
             writer.write_table(pa.table({"text": texts}), row_group_size=per_group)
@@ -84,5 +89,12 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
 def test_a_small_limit_still_runs(tmp_path: Path) -> None:
     write(tmp_path / "d.parquet", groups=4, group_bytes=4 * MiB, doc_bytes=2000)
     about = {"urls": str(tmp_path / "d.parquet"), "seq_len": 1024}
-    how = {"batch_size": 16, "prefetch_size": 1, "n_workers": 3, "shuffle": True, "memory_limit": 600_000, "epochs": 1}
+    how = {
+        "batch_size": 16,
+        "prefetch_size": 1,
+        "n_workers": 3,
+        "shuffle": True,
+        "memory_limit": 600_000,
+        "epochs": 1,
+    }
     assert measure(about, how, batches=300_000)["read"] >= 16 * MiB * 0.99

@@ -45,7 +45,10 @@ def line(msg: str, rank: int = 0, step: int = 0, **fields: Any) -> dict[str, Any
 
 
 def read(readings: Readings) -> dict[tuple[str, int, str], float]:
-    return {(s.metric.name.removeprefix("penstock_"), s.rank, s.label): s.value for s in readings.samples()}
+    return {
+        (s.metric.name.removeprefix("penstock_"), s.rank, s.label): s.value
+        for s in readings.samples()
+    }
 
 
 def of(*told: dict[str, Any]) -> dict[tuple[str, int, str], float]:
@@ -79,7 +82,23 @@ def served() -> Iterator[MetricsServer]:
 # Names
 
 
-ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d", "pct"}
+ABBREVIATIONS = {
+    "s",
+    "ms",
+    "us",
+    "ns",
+    "sec",
+    "b",
+    "kb",
+    "mb",
+    "gb",
+    "tb",
+    "pb",
+    "m",
+    "h",
+    "d",
+    "pct",
+}
 TYPES = {"counter", "gauge", "histogram", "summary"}
 OTHER_UNITS = re.compile(
     r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)(seconds|bytes)|minutes|hours|days|bits|percent"
@@ -108,9 +127,19 @@ def test_no_two_metrics_are_one_to_a_reader_that_drops_the_suffix() -> None:
 
 def test_the_page_lists_every_metric_as_it_is() -> None:
     # Name, type, unit, labels, meaning.
-    rows = re.findall(r"^\| `(penstock_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(penstock_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.*?) \|$",
+        PAGE.read_text(),
+        re.MULTILINE,
+    )
     assert rows == [
-        (metric.name, metric.kind, metric.unit, f"rank, {metric.label}" if metric.label else "rank", metric.help)
+        (
+            metric.name,
+            metric.kind,
+            metric.unit,
+            f"rank, {metric.label}" if metric.label else "rank",
+            metric.help,
+        )
         for metric in METRICS
     ]
 
@@ -130,7 +159,10 @@ def test_a_scrape_is_what_prometheus_reads(served: MetricsServer) -> None:
             assert math.isfinite(sample.value)
     shown = {sample.name for family in families.values() for sample in family.samples}
     # All there is to read in a run without a device.
-    assert known.keys() - shown == {"penstock_device_wait_seconds_total", "penstock_device_memory_bytes"}
+    assert known.keys() - shown == {
+        "penstock_device_wait_seconds_total",
+        "penstock_device_memory_bytes",
+    }
 
 
 def test_a_scrape_is_good_openmetrics_too(served: MetricsServer) -> None:
@@ -138,7 +170,10 @@ def test_a_scrape_is_good_openmetrics_too(served: MetricsServer) -> None:
     assert text.endswith("# EOF\n")
     families = {family.name: family for family in parse_openmetrics(text)}
     assert families["penstock_steps"].type == "counter"
-    assert {s.labels["rank"]: s.value for s in families["penstock_steps"].samples} == {"0": 90.0, "1": 90.0}
+    assert {s.labels["rank"]: s.value for s in families["penstock_steps"].samples} == {
+        "0": 90.0,
+        "1": 90.0,
+    }
 
 
 def test_no_file_name_is_in_a_scrape(served: MetricsServer) -> None:
@@ -163,7 +198,11 @@ def test_a_scrape_shows_what_is_so_at_that_moment() -> None:
 
 def test_units_are_base_units_and_shares_are_ratios() -> None:
     beat = line("beat", fetch={"p95_ms": 250.0}, queues={"batches": {"occupancy": 0.75}})
-    shown = of(line("progress", data_wait_pct=12.5, fetch_p95_ms=40.0), beat, line("loader_warmup", wait_ms=78.0))
+    shown = of(
+        line("progress", data_wait_pct=12.5, fetch_p95_ms=40.0),
+        beat,
+        line("loader_warmup", wait_ms=78.0),
+    )
     assert shown["data_wait_ratio", 0, ""] == 0.125
     assert shown["next_p95_seconds", 0, ""] == pytest.approx(0.04)
     assert shown["fetch_p95_seconds", 0, ""] == 0.25
@@ -208,14 +247,28 @@ def test_states_follow_the_events() -> None:
         line("health", status="warn"),
     ]
     shown = of(*told)
-    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [1, 1, 1, 1]
+    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     shown = of(*told, line("fallback", to="data"), line("health", status="ok"), line("shutdown"))
-    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [0, 1, 0, 0]
+    assert [shown[name, 0, ""] for name in ("running", "steady", "synthetic", "health_status")] == [
+        0,
+        1,
+        0,
+        0,
+    ]
     assert shown["fallbacks_total", 0, "synthetic"] == shown["fallbacks_total", 0, "data"] == 1
 
 
 def test_a_new_process_takes_back_what_the_old_one_said_last_but_no_sum() -> None:
-    told = [line("progress", step=9, loss=2.0, dt_step_s=0.5), line("steady_state"), line("shutdown")]
+    told = [
+        line("progress", step=9, loss=2.0, dt_step_s=0.5),
+        line("steady_state"),
+        line("shutdown"),
+    ]
     shown = of(*told, line("boot"))
     assert ("loss", 0, "") not in shown
     assert shown["steady", 0, ""] == 0
@@ -225,7 +278,10 @@ def test_a_new_process_takes_back_what_the_old_one_said_last_but_no_sum() -> Non
 
 
 def test_the_warmup_of_validation_is_not_the_one_of_the_run() -> None:
-    told = [line("loader_warmup", wait_ms=1500.0), line("loader_warmup", wait_ms=10.0, of="validation")]
+    told = [
+        line("loader_warmup", wait_ms=1500.0),
+        line("loader_warmup", wait_ms=10.0, of="validation"),
+    ]
     assert of(*told)["warmup_wait_seconds", 0, ""] == 1.5
 
 
@@ -251,11 +307,15 @@ def test_labels_are_few_whatever_the_lines_say() -> None:
     assert len(reasons) <= MAX_REASONS + 1
     assert {"eval", "other"} <= reasons
     assert not any("/" in label or "." in label for _, _, label in shown)
-    assert sum(value for (name, _, _), value in shown.items() if name == "pause_seconds_total") == 103
+    assert (
+        sum(value for (name, _, _), value in shown.items() if name == "pause_seconds_total") == 103
+    )
     assert shown["stall_seconds_total", 0, "other"] == 6.0
 
 
-@pytest.mark.parametrize("bad", [{"rank": None}, {"rank": -1}, {"rank": "x"}, {"msg": 3}, {"msg": None}])
+@pytest.mark.parametrize(
+    "bad", [{"rank": None}, {"rank": -1}, {"rank": "x"}, {"msg": 3}, {"msg": None}]
+)
 def test_a_line_that_is_nobodys_is_left_out(bad: dict[str, Any]) -> None:
     assert of(line("progress", loss=1.0) | bad) == {}
 
@@ -264,7 +324,14 @@ def test_names_of_nested_numbers_are_joined() -> None:
     deep: dict[str, Any] = {"n": 1}
     for _ in range(2000):
         deep = {"d": deep}
-    given = {"loss": "nan", "wait_by_stage": {"fetch": 1}, "yes": True, "name": "x", "list": [1], "deep": deep}
+    given = {
+        "loss": "nan",
+        "wait_by_stage": {"fetch": 1},
+        "yes": True,
+        "name": "x",
+        "list": [1],
+        "deep": deep,
+    }
     assert flatten(given).keys() == {"loss", "wait_by_stage/fetch"}
 
 
@@ -291,7 +358,11 @@ def servers() -> list[threading.Thread]:
 
 
 def listening() -> set[int]:
-    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.port
+        for c in psutil.Process().net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 def test_closing_ends_the_thread_and_frees_the_port() -> None:
@@ -320,7 +391,9 @@ def test_two_servers_in_a_process_do_not_meet() -> None:
 
 
 def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("penstock.watch.exports.server.CLIENT_TIMEOUT_S", 0.2)
     told = threading.Event()
@@ -332,7 +405,10 @@ def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
     logger, heard = logging.getLogger("penstock"), Heard()
     logger.addHandler(heard)
     try:
-        with MetricsServer(0, rank=0) as server, socket.create_connection(("127.0.0.1", server.port)):
+        with (
+            MetricsServer(0, rank=0) as server,
+            socket.create_connection(("127.0.0.1", server.port)),
+        ):
             assert told.wait(PATIENCE_S)
             server(1, {"loss": 1.0})
             assert "penstock_loss" in scrape(server.url)
@@ -342,7 +418,9 @@ def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_without_the_library_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_library_the_error_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[metrics\]'"):
         MetricsServer(0, rank=0)
@@ -376,10 +454,19 @@ def test_a_heartbeat_feeds_the_server_and_tensorboard(tmp_path: Path) -> None:
         with Heartbeat(tmp_path, rank=3, on_metrics=[server, ours, titan]) as heartbeat:
             for step in range(1, 21):
                 waits = {"fetch": 0.01, "pack": 0.02}
-                more = {"dt_fetch_s": 0.03, "dt_step_s": 0.5, "data_wait_pct": 6.0, "wait_by_stage": waits}
-                heartbeat.progress(step, loss=10.0 / step, tokens=64, tokens_total=64 * step, **more)
+                more = {
+                    "dt_fetch_s": 0.03,
+                    "dt_step_s": 0.5,
+                    "data_wait_pct": 6.0,
+                    "wait_by_stage": waits,
+                }
+                heartbeat.progress(
+                    step, loss=10.0 / step, tokens=64, tokens_total=64 * step, **more
+                )
         text = scrape(server.url)
-    values = {(s.name, s.labels.get("stage", "")): s for family in parse(text) for s in family.samples}
+    values = {
+        (s.name, s.labels.get("stage", "")): s for family in parse(text) for s in family.samples
+    }
     assert values["penstock_steps_total", ""].value == 20
     assert values["penstock_steps_total", ""].labels == {"rank": "3"}
     assert values["penstock_stage_wait_seconds_total", "pack"].value == pytest.approx(0.4)
@@ -444,7 +531,10 @@ def test_a_run_of_wandbs_kind_gets_the_numbers_and_the_step() -> None:
     run = Run()
     wandb_hook(run)(3, {"loss": 2.0, "wait_by_stage/fetch": 0.1})
     wandb_hook(run, titan_names)(4, {"loss": 1.0, "queue_depth": 3})
-    assert run.logged == [({"loss": 2.0, "wait_by_stage/fetch": 0.1}, 3), ({"loss_metrics/global_avg_loss": 1.0}, 4)]
+    assert run.logged == [
+        ({"loss": 2.0, "wait_by_stage/fetch": 0.1}, 3),
+        ({"loss_metrics/global_avg_loss": 1.0}, 4),
+    ]
 
 
 FORKED = """
@@ -469,7 +559,9 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
     ],
     ids=["server", "tensorboard"],
 )  # fmt: skip
-def test_a_fork_ends_without_waiting_for_threads_that_it_does_not_have(what: dict[str, str], tmp_path: Path) -> None:
+def test_a_fork_ends_without_waiting_for_threads_that_it_does_not_have(
+    what: dict[str, str], tmp_path: Path
+) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED.format(**what), str(tmp_path)],
         capture_output=True, text=True, timeout=60,

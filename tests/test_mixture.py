@@ -58,7 +58,10 @@ def documents(part: int, length: int) -> Callable[[], Iterator[Any]]:
 
 def stream(part: int, length: int, **more: Any) -> Any:
     return TextDataset.from_iterable(
-        documents(part, length), tokenizer=None, seq_len=SEQ, **{"chunk_docs": 2, "name": f"stream{part}"} | more
+        documents(part, length),
+        tokenizer=None,
+        seq_len=SEQ,
+        **{"chunk_docs": 2, "name": f"stream{part}"} | more,
     )
 
 
@@ -67,7 +70,9 @@ def mixture(*parts: tuple[Any, float], **more: Any) -> Mixture:
 
 
 def loader_of(mixed: Mixture, **how: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(mixed, **{"batch_size": 4, "n_workers": 1, "output": "numpy", "seed": 2, **how})
+    return AsyncDataLoader(
+        mixed, **{"batch_size": 4, "n_workers": 1, "output": "numpy", "seed": 2, **how}
+    )
 
 
 def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
@@ -137,9 +142,13 @@ def test_shares_hold_for_equal_and_for_steep_weights(n: int) -> None:
     st.integers(0, 1500),
 )
 @settings(max_examples=80, deadline=None)
-def test_choices_go_on_from_any_row_given_its_counts(a: list[int], b: list[int], change: int, at: int) -> None:
+def test_choices_go_on_from_any_row_given_its_counts(
+    a: list[int], b: list[int], change: int, at: int
+) -> None:
     names = ["x", "y", "z"]
-    before, after = (whole_weights(dict(zip(names, map(float, w), strict=True)), names) for w in (a, b))
+    before, after = (
+        whole_weights(dict(zip(names, map(float, w), strict=True)), names) for w in (a, b)
+    )
     schedule = ((0, before), (change, after))
     whole = chosen(schedule, 1600)
     assert furthest(whole[:change], before) < 1 + 1e-6
@@ -231,7 +240,9 @@ def changing(change: Callable[[AsyncDataLoader], None], at: int, **how: Any) -> 
     """Loaders that change weights once `at` batches have been handed out; one that resumes later has it in its state."""
 
     def make(**more: Any) -> AsyncDataLoader:
-        return loader_of(mixture((Part(0, 300), 0.8), (stream(1, 300), 0.2)), **{"lanes": 4, **how, **more})
+        return loader_of(
+            mixture((Part(0, 300), 0.8), (stream(1, 300), 0.2)), **{"lanes": 4, **how, **more}
+        )
 
     def with_change(**more: Any) -> AsyncDataLoader:
         loader = make(**more)
@@ -364,10 +375,18 @@ def test_numpy_numbers_are_weights_like_any_other() -> None:
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_leave_gives_every_row_of_every_part_once(lanes: int, shuffle: bool, batch_size: int) -> None:
+def test_leave_gives_every_row_of_every_part_once(
+    lanes: int, shuffle: bool, batch_size: int
+) -> None:
     mixed = mixture((Part(0, 41), 6), (Part(1, 97), 1), (Part(2, 3), 3), on_end="leave")
     with loader_of(
-        mixed, lanes=lanes, shuffle=shuffle, batch_size=batch_size, epochs=2, drop_last=False, n_workers=2
+        mixed,
+        lanes=lanes,
+        shuffle=shuffle,
+        batch_size=batch_size,
+        epochs=2,
+        drop_last=False,
+        n_workers=2,
     ) as loader:
         seen = Counter(firsts(loader, 1000))
         parts = loader.stats().parts
@@ -423,13 +442,17 @@ def test_epochs_of_parts_that_are_restarted_for_ever_are_refused() -> None:
 
 @pytest.mark.parametrize("on_end", ["stop", "leave"])
 def test_an_endless_mixture_begins_its_next_epoch_where_one_ended(on_end: Any) -> None:
-    with loader_of(mixture((Part(0, 4), 1), (Part(1, 6), 1), on_end=on_end), batch_size=1) as loader:
+    with loader_of(
+        mixture((Part(0, 4), 1), (Part(1, 6), 1), on_end=on_end), batch_size=1
+    ) as loader:
         batches = [loader.next_batch(timeout=10) for _ in range(40)]
     epochs = [b.epoch for b in batches if b is not None]
     assert epochs == sorted(epochs)
     assert epochs[-1] >= 3
     for epoch in range(3):
-        firsts_of = Counter(int(b.inputs[0, 0]) for b in batches if b is not None and b.epoch == epoch)
+        firsts_of = Counter(
+            int(b.inputs[0, 0]) for b in batches if b is not None and b.epoch == epoch
+        )
         assert max(firsts_of.values()) == 1
         assert {0, 1, 2, 3} <= set(firsts_of)
 
@@ -437,7 +460,9 @@ def test_an_endless_mixture_begins_its_next_epoch_where_one_ended(on_end: Any) -
 @pytest.mark.parametrize("on_end", ["stop", "leave"])
 def test_a_lane_that_would_get_nothing_is_refused(on_end: Any) -> None:
     with (
-        loader_of(mixture((Part(0, 2), 1), (Part(1, 2), 1), on_end=on_end), lanes=4, epochs=1) as loader,
+        loader_of(
+            mixture((Part(0, 2), 1), (Part(1, 2), 1), on_end=on_end), lanes=4, epochs=1
+        ) as loader,
         pytest.raises(NoData, match="lane"),
     ):
         contracts.take(loader, 100)
@@ -487,10 +512,16 @@ class Stateful:
 @pytest.mark.parametrize("on_end", ["restart", "stop", "leave"])
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("kind", ["stateful", "iterator"])
-def test_a_source_of_which_there_is_one_is_read_right_or_refused(on_end: Any, lanes: int, kind: str) -> None:
+def test_a_source_of_which_there_is_one_is_read_right_or_refused(
+    on_end: Any, lanes: int, kind: str
+) -> None:
     def make(source: Any) -> AsyncDataLoader:
-        part = TextDataset.from_iterable(source, tokenizer=None, seq_len=SEQ, chunk_docs=2, name="one")
-        return loader_of(mixture((part, 1), (Part(0, 30), 1), on_end=on_end), lanes=lanes, n_workers=2)
+        part = TextDataset.from_iterable(
+            source, tokenizer=None, seq_len=SEQ, chunk_docs=2, name="one"
+        )
+        return loader_of(
+            mixture((part, 1), (Part(0, 30), 1), on_end=on_end), lanes=lanes, n_workers=2
+        )
 
     read = documents(1, 60)
     with make(read) as loader:
@@ -534,7 +565,9 @@ def test_rows_of_another_length_are_refused_by_sample() -> None:
         loader.next_batch(timeout=10)
 
 
-@pytest.mark.parametrize("data", [np.zeros((30, SEQ + 1), np.int64), torch.zeros((30, SEQ + 1), dtype=torch.int64)])
+@pytest.mark.parametrize(
+    "data", [np.zeros((30, SEQ + 1), np.int64), torch.zeros((30, SEQ + 1), dtype=torch.int64)]
+)
 def test_arrays_and_tensors_of_rows_are_parts(data: Any) -> None:
     with loader_of(mixture((data, 1), (Part(1, 30), 1))) as loader:
         assert sorted(parts_of(loader, 2)) == [0] * 4 + [1] * 4
@@ -542,13 +575,23 @@ def test_arrays_and_tensors_of_rows_are_parts(data: Any) -> None:
 
 def test_negative_ids_are_refused_whatever_their_type() -> None:
     for data in (np.full((30, SEQ + 1), -5), [np.full(SEQ + 1, -5)] * 30):
-        with loader_of(mixture((data, 1), (Part(1, 30), 1))) as loader, pytest.raises(BadRecord, match="negative"):
+        with (
+            loader_of(mixture((data, 1), (Part(1, 30), 1))) as loader,
+            pytest.raises(BadRecord, match="negative"),
+        ):
             contracts.take(loader, 2)
 
 
 @pytest.mark.parametrize(
     "parts",
-    [{}, [], {"a": 1}, {"a": (1,)}, {1: (Part(0, 5), 1.0)}, {"a": (Mixture({"b": (Part(0, 5), 1.0)}), 1.0)}],
+    [
+        {},
+        [],
+        {"a": 1},
+        {"a": (1,)},
+        {1: (Part(0, 5), 1.0)},
+        {"a": (Mixture({"b": (Part(0, 5), 1.0)}), 1.0)},
+    ],
 )
 def test_what_is_no_mixture_is_refused(parts: Any) -> None:
     with pytest.raises(ConfigError):
@@ -556,7 +599,10 @@ def test_what_is_no_mixture_is_refused(parts: Any) -> None:
 
 
 def test_parts_need_one_seq_len() -> None:
-    short, long = SyntheticDataset(seq_len=8, num_samples=9), SyntheticDataset(seq_len=16, num_samples=9)
+    short, long = (
+        SyntheticDataset(seq_len=8, num_samples=9),
+        SyntheticDataset(seq_len=16, num_samples=9),
+    )
     with pytest.raises(ConfigError, match="seq_len"):
         AsyncDataLoader(Mixture({"a": (short, 1), "b": (long, 1)}), 2)
     with pytest.raises(ConfigError, match="seq_len"):
@@ -573,8 +619,20 @@ def test_samples_that_are_no_rows_are_no_part() -> None:
 
 def test_provenance_names_the_sample_or_document_of_each_row(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"\n".join(b"%07d" % i for i in range(200)))
-    text = TextDataset(tmp_path / "t.txt", tokenizer="byte", eos=None, seq_len=SEQ, separator="\n", chunk_bytes=1024)
-    mixed = mixture((Part(0, 70), 1), (stream(1, 90), 1), (SyntheticDataset(seq_len=SEQ, num_samples=40), 1), (text, 1))
+    text = TextDataset(
+        tmp_path / "t.txt",
+        tokenizer="byte",
+        eos=None,
+        seq_len=SEQ,
+        separator="\n",
+        chunk_bytes=1024,
+    )
+    mixed = mixture(
+        (Part(0, 70), 1),
+        (stream(1, 90), 1),
+        (SyntheticDataset(seq_len=SEQ, num_samples=40), 1),
+        (text, 1),
+    )
     made = SyntheticDataset(seq_len=SEQ, num_samples=40)
     with loader_of(mixed, shuffle=True, lanes=2) as loader:
         kinds: Counter[str] = Counter()
@@ -592,7 +650,10 @@ def test_provenance_names_the_sample_or_document_of_each_row(tmp_path: Path) -> 
                 else:
                     first = spans[0]
                     text_of = b"%07d" % ((first.offset or 0) // 8)
-                    assert bytes(row[: first.at[1]].astype(np.uint8)) == text_of[first.tokens[0] :][: first.at[1]]
+                    assert (
+                        bytes(row[: first.at[1]].astype(np.uint8))
+                        == text_of[first.tokens[0] :][: first.at[1]]
+                    )
     assert set(kinds) == {"Part", "stream1", "synthetic", "t.txt"}
     assert max(kinds.values()) - min(kinds.values()) <= 2
 
@@ -611,7 +672,9 @@ def test_positions_of_all_parts_are_given_or_none_is() -> None:
             yield np.full(3, i)
 
     def part(positions: bool) -> Any:
-        return TextDataset.from_iterable(short, tokenizer=None, seq_len=SEQ, positions=positions, name="short")
+        return TextDataset.from_iterable(
+            short, tokenizer=None, seq_len=SEQ, positions=positions, name="short"
+        )
 
     try:
         loader = loader_of(mixture((part(True), 1), (part(False), 1)))
@@ -620,7 +683,9 @@ def test_positions_of_all_parts_are_given_or_none_is() -> None:
     with loader:
         batch = loader.next_batch(timeout=10)
         assert batch is not None
-        for row, positions in zip(np.asarray(batch.inputs), np.asarray(batch.positions), strict=True):
+        for row, positions in zip(
+            np.asarray(batch.inputs), np.asarray(batch.positions), strict=True
+        ):
             assert positions.max() <= 2, (row, positions)
 
 
@@ -632,7 +697,14 @@ def test_a_state_that_has_other_weights_than_parts_is_refused() -> None:
         contracts.take(loader, 3)
         state = loader.state_dict()
     half = UNIT // 2
-    for weights in ([], [[0, [UNIT]]], [[0, [half, half, 0]]], [[5, [half, half]]], [[0, [0, 0]]], [[0, [1, 1]]]):
+    for weights in (
+        [],
+        [[0, [UNIT]]],
+        [[0, [half, half, 0]]],
+        [[5, [half, half]]],
+        [[0, [0, 0]]],
+        [[0, [1, 1]]],
+    ):
         loader = make()
         with pytest.raises(StateError):
             loader.load_state_dict(state | {"weights": weights})

@@ -41,10 +41,14 @@ def rest(loader: AsyncDataLoader) -> list[int]:
 @pytest.mark.parametrize("epochs", [None, 1, 2])
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("on_end", ["stop", "leave"])
-def test_a_state_is_the_same_however_far_is_read_ahead(on_end: Any, lanes: int, epochs: int | None) -> None:
+def test_a_state_is_the_same_however_far_is_read_ahead(
+    on_end: Any, lanes: int, epochs: int | None
+) -> None:
     def states(way: dict[str, Any]) -> list[Any]:
         # Rows that can be addressed: text has two ways to write the same place.
-        with loader_of(mixed(on_end, Part(1, 12)), batch_size=1, lanes=lanes, epochs=epochs, **way) as loader:
+        with loader_of(
+            mixed(on_end, Part(1, 12)), batch_size=1, lanes=lanes, epochs=epochs, **way
+        ) as loader:
             out = [saved(loader)]
             while len(out) < 60 and loader.next_batch(timeout=30) is not None:
                 out.append(saved(loader))
@@ -57,13 +61,17 @@ def test_a_state_is_the_same_however_far_is_read_ahead(on_end: Any, lanes: int, 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("on_end", ["stop", "leave"])
-def test_a_stream_after_other_weights_is_the_same_however_far_was_read_ahead(on_end: Any, lanes: int) -> None:
+def test_a_stream_after_other_weights_is_the_same_however_far_was_read_ahead(
+    on_end: Any, lanes: int
+) -> None:
     def changed(at: int, weights: tuple[int, ...], way: dict[str, Any]) -> list[Any]:
         with loader_of(mixed(on_end), batch_size=1, lanes=lanes, shuffle=True, **way) as loader:
             out: list[Any] = firsts(loader, at)
             loader.set_weights({f"p{i}": weight for i, weight in enumerate(weights)})
             for _ in range(25):
-                out += [place[:5] for place in saved(loader)["at"].values()]  # all but the places of the parts
+                out += [
+                    place[:5] for place in saved(loader)["at"].values()
+                ]  # all but the places of the parts
                 out += firsts(loader, 1)
             return out
 
@@ -74,7 +82,9 @@ def test_a_stream_after_other_weights_is_the_same_however_far_was_read_ahead(on_
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_that_change_with_the_row_at_which_a_part_ends_lose_nothing(way: dict[str, Any]) -> None:
+def test_weights_that_change_with_the_row_at_which_a_part_ends_lose_nothing(
+    way: dict[str, Any],
+) -> None:
     parts = mixture((Part(0, 4), 1), (Part(1, 30), 0), on_end="leave")
     with loader_of(parts, batch_size=1, epochs=1, **way) as loader:
         assert sorted(firsts(loader, 4)) == [0, 1, 2, 3]
@@ -92,7 +102,9 @@ def test_a_state_at_the_end_gives_nothing_and_then_the_next_pass(
     on_end: Any, way: dict[str, Any], batch_size: int
 ) -> None:
     def make(**more: Any) -> AsyncDataLoader:
-        return loader_of(mixed(on_end), **{"batch_size": batch_size, "lanes": 2, "epochs": 2, **way, **more})
+        return loader_of(
+            mixed(on_end), **{"batch_size": batch_size, "lanes": 2, "epochs": 2, **way, **more}
+        )
 
     with make() as loader:
         assert len(rest(loader)) > 10
@@ -108,17 +120,27 @@ def test_a_state_at_the_end_gives_nothing_and_then_the_next_pass(
 
 
 @pytest.mark.parametrize("epochs", [None, 1])
-def test_a_state_of_a_release_that_saved_places_after_an_end_goes_on_as_it_did(epochs: int | None) -> None:
+def test_a_state_of_a_release_that_saved_places_after_an_end_goes_on_as_it_did(
+    epochs: int | None,
+) -> None:
     def make() -> AsyncDataLoader:
         return loader_of(
-            mixture((Part(0, 4), 1), (Part(1, 30), 1), on_end="stop"), batch_size=1, epochs=epochs, shuffle=False
+            mixture((Part(0, 4), 1), (Part(1, 30), 1), on_end="stop"),
+            batch_size=1,
+            epochs=epochs,
+            shuffle=False,
         )
 
     with make() as loader:
         given = firsts(loader, 8)
         state = saved(loader)
         following = firsts(loader, 10)
-    assert [n for n in given if n < 1000] == [0, 1, 2, 3]  # the next one is wanted with the row after these
+    assert [n for n in given if n < 1000] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # the next one is wanted with the row after these
     assert len(following) == (10 if epochs is None else 0)
     old = copy.deepcopy(state)
     old["at"]["0"] = [1, 8, state["at"]["0"][2], [0, 0], [0, 0], [[1, 0], [1, 0]]]
@@ -130,31 +152,45 @@ def test_a_state_of_a_release_that_saved_places_after_an_end_goes_on_as_it_did(e
 # Ranks
 
 
-def over_ranks(world: int, batches: int, monkeypatch: pytest.MonkeyPatch, on_end: Any) -> list[list[int]]:
+def over_ranks(
+    world: int, batches: int, monkeypatch: pytest.MonkeyPatch, on_end: Any
+) -> list[list[int]]:
     """The rows of all ranks in their global order, as ranks see them that `torchrun` has started."""
     texts = [f"document {i} " * 3 for i in range(20)]
     columns = []
     for rank in range(world):
-        text = TextDataset.from_iterable(texts, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts")
+        text = TextDataset.from_iterable(
+            texts, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts"
+        )
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        with loader_of(mixture((text, 1), (Part(1, 200), 1), on_end=on_end), lanes=2, batch_size=4 // world) as loader:
+        with loader_of(
+            mixture((text, 1), (Part(1, 200), 1), on_end=on_end), lanes=2, batch_size=4 // world
+        ) as loader:
             rows = np.concatenate([np.asarray(next(loader).targets) for _ in range(batches)])
         columns.append(rows.tolist())
     return [row for turn in zip(*columns, strict=True) for row in turn]
 
 
 @pytest.mark.parametrize("on_end", ["restart", "stop", "leave"])
-def test_the_end_of_a_part_is_the_same_for_any_number_of_ranks(on_end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_part_is_the_same_for_any_number_of_ranks(
+    on_end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = over_ranks(1, 100, monkeypatch, on_end)
     assert over_ranks(2, 100, monkeypatch, on_end) == one
-    assert any(-100 in row for row in one) == (on_end != "restart")  # the last row of a part that ends is filled up
+    assert any(-100 in row for row in one) == (
+        on_end != "restart"
+    )  # the last row of a part that ends is filled up
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_the_last_row_of_a_part_is_given_whatever_happens_to_the_last_batch(drop_last: bool) -> None:
+def test_the_last_row_of_a_part_is_given_whatever_happens_to_the_last_batch(
+    drop_last: bool,
+) -> None:
     text = TextDataset.from_iterable(["a" * 20], tokenizer="byte", seq_len=8, name="text")
-    with loader_of(mixture((text, 1), (Part(1, 20), 1), on_end="leave"), epochs=1, drop_last=drop_last) as loader:
+    with loader_of(
+        mixture((text, 1), (Part(1, 20), 1), on_end="leave"), epochs=1, drop_last=drop_last
+    ) as loader:
         rows = [row for batch in loader for row in np.asarray(batch.inputs).tolist()]
     assert sum(row.count(ord("a")) for row in rows) == 20
     assert len(rows) == (20 if drop_last else 23)
@@ -185,7 +221,9 @@ def test_weights_may_change_again_and_again_after_a_lane_has_ended(way: dict[str
         following = contracts.take(loader, 100)
     behind, ahead = (states[-1]["at"][lane][1] for lane in "01")
     assert behind + 4 < ahead
-    assert max(len(state["weights"]) for state in states) <= 3, "a state holds no weights that no lane needs"
+    assert max(len(state["weights"]) for state in states) <= 3, (
+        "a state holds no weights that no lane needs"
+    )
     with make(**way) as loader:
         loader.load_state_dict(states[-1])
         contracts.take(loader, 1)

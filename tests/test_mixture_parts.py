@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, ConfigError, Mixture, Remote, SourceChanged, StateMismatch, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    ConfigError,
+    Mixture,
+    Remote,
+    SourceChanged,
+    StateMismatch,
+    TextDataset,
+)
 from penstock.config import cache_dir
 from penstock.feed.pool import ThreadPool
 from penstock.read.cache import entries
@@ -86,13 +94,17 @@ def opened(loader: AsyncDataLoader) -> Iterator[tuple[Any, MixLanes]]:
 
 
 @pytest.mark.parametrize("on_end", ["restart", "stop", "leave"])
-def test_lanes_share_the_memory_and_the_threads_of_their_part(hub: HubServer, tmp_path: Path, on_end: Any) -> None:
+def test_lanes_share_the_memory_and_the_threads_of_their_part(
+    hub: HubServer, tmp_path: Path, on_end: Any
+) -> None:
     here = bytes_of(write(tmp_path, "near"), seq_len=SEQ)
     loader = loader_of(Mixture({"far": (far_away(), 1), "here": (here, 1)}, on_end=on_end))
     _, run = loader.lay_open()
     with opened(loader) as (_, lanes):
         assert sum(part._budget for part in lanes._opened.values()) <= run.read_ahead_bytes  # type: ignore[attr-defined]
-        fetching = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-fetch-")]
+        fetching = [
+            thread for thread in threading.enumerate() if thread.name.startswith("penstock-fetch-")
+        ]
         assert len(fetching) == lanes.fetches == 8
 
 
@@ -113,7 +125,9 @@ def test_lanes_share_the_room_for_what_is_decompressed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_end", ["stop", "leave"])
-def test_what_the_work_of_a_part_counts_is_counted_once(hub: HubServer, tmp_path: Path, on_end: Any) -> None:
+def test_what_the_work_of_a_part_counts_is_counted_once(
+    hub: HubServer, tmp_path: Path, on_end: Any
+) -> None:
     here = bytes_of(write(tmp_path, "near"), seq_len=SEQ)
     mixed = Mixture({"far": (far_away(), 1), "here": (here, 1)}, on_end=on_end)
     listed = len(hub.log)
@@ -144,7 +158,9 @@ def test_the_cache_foresees_what_every_lane_needs(tmp_path: Path) -> None:
         assert [when(part.file_hash(file), 5) is not None for file in data.files] == [True] * LANES
 
 
-def test_a_verdict_knows_of_the_requests_and_the_cache_of_the_parts(hub: HubServer, tmp_path: Path) -> None:
+def test_a_verdict_knows_of_the_requests_and_the_cache_of_the_parts(
+    hub: HubServer, tmp_path: Path
+) -> None:
     near = write(tmp_path, "near")
     for cached in (True, False):
         here = bytes_of(near, seq_len=SEQ, cache=cached)
@@ -156,17 +172,23 @@ def test_a_verdict_knows_of_the_requests_and_the_cache_of_the_parts(hub: HubServ
         assert (known.remote, known.fetches, known.cached) == (True, 8, cached)
 
 
-def test_a_part_that_cannot_be_opened_leaves_nothing_of_those_before_it(hub: HubServer, tmp_path: Path) -> None:
+def test_a_part_that_cannot_be_opened_leaves_nothing_of_those_before_it(
+    hub: HubServer, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     bad = {"on_bad_record": "quarantine", "quarantine": tmp_path / "file" / "bad.jsonl"}
     here = bytes_of(write(tmp_path, "near"), seq_len=SEQ, **bad)
     loader = loader_of(Mixture({"far": (far_away(), 1), "here": (here, 1)}))
     with pytest.raises(ConfigError, match="cannot write quarantine"), opened(loader):
         pass
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-fetch-")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-fetch-")
+    ]
 
 
-def test_data_of_a_part_that_changed_is_refused_with_the_name_of_the_file(hub: HubServer, tmp_path: Path) -> None:
+def test_data_of_a_part_that_changed_is_refused_with_the_name_of_the_file(
+    hub: HubServer, tmp_path: Path
+) -> None:
     repository = hub.add("org/changes", FAR)
     here = bytes_of(write(tmp_path, "near"), seq_len=SEQ)
 

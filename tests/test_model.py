@@ -275,7 +275,9 @@ def test_dropout_drops_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
-def test_autocast_to_bfloat16_trains_float32_weights_to_about_the_same_numbers(packed: bool) -> None:
+def test_autocast_to_bfloat16_trains_float32_weights_to_about_the_same_numbers(
+    packed: bool,
+) -> None:
     gpt, inputs = GPT(TINY, VOCABULARY, SEQ_LEN), ids(2, SEQ_LEN)
     extras = documents([5, 11], [9, 7]) if packed else ()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -286,7 +288,8 @@ def test_autocast_to_bfloat16_trains_float32_weights_to_about_the_same_numbers(p
     assert not torch.equal(logits, exact)
     assert_close(logits, exact, rtol=0.05, atol=0.02)
     assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in gpt.parameters()
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+        for p in gpt.parameters()
     )
 
 
@@ -332,8 +335,12 @@ def test_it_trains_the_same_wrapped_and_sharded(wrap: Callable[[GPT], nn.Module]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, which it hides from all but errors
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, while it imports its compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's own, which it hides from all but errors
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
 def test_blocks_compiled_whole_give_the_same_numbers(
@@ -355,7 +362,9 @@ def test_blocks_compiled_whole_give_the_same_numbers(
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, which it hides from all but errors
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's own, which it hides from all but errors
 def test_all_blocks_and_any_number_of_documents_share_one_graph() -> None:
     graphs: list[int] = []
 
@@ -363,7 +372,10 @@ def test_all_blocks_and_any_number_of_documents_share_one_graph() -> None:
         graphs.append(len(inputs))
         return graph.forward
 
-    gpt, inputs = model(shape=Shape(layers=12, width=32, heads=2)), ids(2, SEQ_LEN)  # torch gives up after 8 graphs
+    gpt, inputs = (
+        model(shape=Shape(layers=12, width=32, heads=2)),
+        ids(2, SEQ_LEN),
+    )  # torch gives up after 8 graphs
     for block in gpt.blocks:
         block.compile(fullgraph=True, backend=backend)
     for lengths in [[16], [5, 11], [1, 2, 3, 4, 6]]:

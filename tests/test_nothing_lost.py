@@ -42,7 +42,9 @@ def write(path: Path, texts: Iterable[str]) -> Path:
 
 def text_of(batches: Iterable[Batch]) -> str:
     """Of byte tokens, the separators left out."""
-    return "".join(bytes(int(i) for i in row if i < 256).decode() for batch in batches for row in batch.inputs)
+    return "".join(
+        bytes(int(i) for i in row if i < 256).decode() for batch in batches for row in batch.inputs
+    )
 
 
 # Files
@@ -53,7 +55,10 @@ def test_a_file_that_is_gone_is_an_error_and_not_left_out(
     tmp_path: Path, cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    files = [write(tmp_path / "in" / f"{n}.jsonl", (f"{n} {i} " + "x" * 60 for i in range(40))) for n in range(6)]
+    files = [
+        write(tmp_path / "in" / f"{n}.jsonl", (f"{n} {i} " + "x" * 60 for i in range(40)))
+        for n in range(6)
+    ]
     data = TextDataset(tmp_path / "in", tokenizer="byte", seq_len=64, cache=cache, chunk_bytes=1024)
     files[3].unlink()
     with (
@@ -84,7 +89,9 @@ def test_a_chunk_that_could_not_be_asked_for_is_asked_for_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("penstock.sources.text_work.os.stat", stat)
-        with AsyncDataLoader(data, 4, epochs=1, n_workers=2, shuffle=False, output="numpy") as loader:
+        with AsyncDataLoader(
+            data, 4, epochs=1, n_workers=2, shuffle=False, output="numpy"
+        ) as loader:
             assert text_of(loader) == expected
     assert not failures, "it did not come to that"
 
@@ -130,8 +137,14 @@ def test_without_etags_other_content_of_the_same_size_is_other_data(
     path = tmp_path / name
     kept = []
     with FileServer(etags=False, dates=dates) as server:
-        for word, at in (("right", 1_700_000_000), ("right", 1_700_000_000), ("wrong", 1_700_000_100)):
-            write(path, [f"{word} {i:03}" for i in range(50)]) if name.endswith("l") else path.write_text(word * 50)
+        for word, at in (
+            ("right", 1_700_000_000),
+            ("right", 1_700_000_000),
+            ("wrong", 1_700_000_100),
+        ):
+            write(path, [f"{word} {i:03}" for i in range(50)]) if name.endswith(
+                "l"
+            ) else path.write_text(word * 50)
             os.utime(path, (at, at))
             server.put(name, path)
             text, hits = first_text(server.url_of(name))
@@ -148,18 +161,28 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
     with FileServer(etags=False) as server:
         server.put("docs.jsonl", path)
         remote = Remote(retry_budget=2.0)
-        data = TextDataset(server.url_of("docs.jsonl"), tokenizer="byte", seq_len=8, chunk_bytes=4096, remote=remote)
+        data = TextDataset(
+            server.url_of("docs.jsonl"),
+            tokenizer="byte",
+            seq_len=8,
+            chunk_bytes=4096,
+            remote=remote,
+        )
         with AsyncDataLoader(data, 1, epochs=1, output="numpy", n_workers=0) as loader:
             next(loader)
             write(path, (f"wrong {i:05}" for i in range(2000)))
             os.utime(path, (1_700_000_000, 1_700_000_000))
             server.put("docs.jsonl", path)
-            with pytest.raises(SourceChanged, match=r"its date was .* it is Tue 14 Nov 2023 22:13:20 GMT"):
+            with pytest.raises(
+                SourceChanged, match=r"its date was .* it is Tue 14 Nov 2023 22:13:20 GMT"
+            ):
                 for _ in loader:
                     pass
 
 
-def test_an_answer_about_one_query_is_none_about_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_about_one_query_is_none_about_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "docs.jsonl", ["text"] * 50)
     with FileServer({"docs.jsonl": path}) as server:
@@ -171,7 +194,9 @@ def test_an_answer_about_one_query_is_none_about_another(tmp_path: Path, monkeyp
             TextDataset(f"{url}?v=2", tokenizer="byte", seq_len=8)
 
 
-def test_what_cannot_be_told_apart_cannot_be_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_told_apart_cannot_be_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path / "docs.jsonl", ["text"] * 50)
     with FileServer({"docs.jsonl": path}, etags=False, dates=False) as server:
@@ -185,7 +210,9 @@ def test_what_cannot_be_told_apart_cannot_be_staged(tmp_path: Path, monkeypatch:
 
 def test_a_document_that_one_part_leaves_out_is_not_left_out_of_another(tmp_path: Path) -> None:
     parts = {
-        name: write(tmp_path / name / "data.jsonl", (f"{name} doc{k:03} " + "x" * 60 for k in range(20))).parent
+        name: write(
+            tmp_path / name / "data.jsonl", (f"{name} doc{k:03} " + "x" * 60 for k in range(20))
+        ).parent
         for name in "ab"
     }
     a = TextDataset(parts["a"], tokenizer="byte", seq_len=16, skip=[("data.jsonl", None, 0)])
@@ -215,15 +242,20 @@ def test_addresses_of_a_mixture_name_their_part() -> None:
     odd = of_mixture({"a": {Address("b::f", None, 0)}, "a::b": {one}})
     assert of_part(odd, "a::b", ("a", "a::b")) >= {one}
     assert one not in of_part(odd, "a", ("a", "a::b"))
-    assert of_part({one}, "web", ("web", "code")) == of_part({one}, "code", ("web", "code")) == {one}, (
-        "an older state's"
-    )
+    assert (
+        of_part({one}, "web", ("web", "code")) == of_part({one}, "code", ("web", "code")) == {one}
+    ), "an older state's"
 
 
 def test_weights_that_were_planned_beyond_a_pass_hold_in_the_next_and_its_state_loads() -> None:
     def loader() -> AsyncDataLoader:
-        parts = {"a": (SyntheticDataset(100, 8, 7, seed=1), 0.5), "b": (SyntheticDataset(100, 8, 8, seed=2), 0.5)}
-        return AsyncDataLoader(Mixture(parts, on_end="leave"), 1, epochs=1, lanes=2, output="numpy", n_workers=0)
+        parts = {
+            "a": (SyntheticDataset(100, 8, 7, seed=1), 0.5),
+            "b": (SyntheticDataset(100, 8, 8, seed=2), 0.5),
+        }
+        return AsyncDataLoader(
+            Mixture(parts, on_end="leave"), 1, epochs=1, lanes=2, output="numpy", n_workers=0
+        )
 
     with loader() as first:
         next(first)
@@ -266,7 +298,11 @@ def test_as_many_batches_come_before_an_error_however_many_are_made_at_once(
         if n == 14:
             path.write_text(path.read_text() + "broken\n")
     data = TextDataset(tmp_path, tokenizer="byte", seq_len=60, chunk_bytes=1024)
-    how: dict[str, Any] = {"n_workers": n_workers, "prefetch_size": prefetch_size, "output": "numpy"}
+    how: dict[str, Any] = {
+        "n_workers": n_workers,
+        "prefetch_size": prefetch_size,
+        "output": "numpy",
+    }
     given: list[int] = []
     with AsyncDataLoader(data, 4, epochs=1, lanes=2, **how) as loader, pytest.raises(BadRecord):
         given.extend(batch.index for batch in loader)
@@ -285,7 +321,11 @@ def test_a_stream_that_ends_with_its_first_lane_does_not_meet_a_fault_beyond_tha
     data = TextDataset(tmp_path, tokenizer="byte", seq_len=60)
     given = []
     for n_workers in (0, 1):
-        how: dict[str, Any] = {"n_workers": n_workers, "prefetch_size": prefetch_size, "output": "numpy"}
+        how: dict[str, Any] = {
+            "n_workers": n_workers,
+            "prefetch_size": prefetch_size,
+            "output": "numpy",
+        }
         with AsyncDataLoader(data, 4, epochs=1, lanes=2, drop_last=True, **how) as loader:
             given.append([batch.index for batch in loader])
     assert given[0] == given[1] == list(range(len(given[0])))
@@ -320,7 +360,9 @@ def test_a_batch_that_a_device_hook_makes_takes_the_place_of_the_one_it_was_give
 def test_a_device_hook_that_gives_something_else_is_told_so() -> None:
     hook: Any = lambda batch: batch.inputs  # noqa: E731
     with (
-        AsyncDataLoader(SyntheticDataset(100, 8, 50), 4, device="meta", device_preprocess=hook, n_workers=1) as loader,
+        AsyncDataLoader(
+            SyntheticDataset(100, 8, 50), 4, device="meta", device_preprocess=hook, n_workers=1
+        ) as loader,
         pytest.raises(ConfigError, match="device_preprocess gave Tensor: needs a Batch, or None"),
     ):
         next(loader)
@@ -335,9 +377,11 @@ def test_every_field_of_a_mapping_that_is_no_dict_goes_to_the_device() -> None:
 
     with AsyncDataLoader(Samples(), 4, device="meta", collate=collate, n_workers=1) as loader:
         batch = next(loader)
-        assert {batch.inputs.device.type, batch["input_ids"].device.type, batch["attention_mask"].device.type} == {
-            "meta"
-        }
+        assert {
+            batch.inputs.device.type,
+            batch["input_ids"].device.type,
+            batch["attention_mask"].device.type,
+        } == {"meta"}
     with AsyncDataLoader(Samples(), 4, output="numpy", collate=collate, n_workers=1) as loader:
         batch = next(loader)
         assert batch.nbytes == 3 * np.asarray(batch["labels"]).nbytes
@@ -358,7 +402,9 @@ class Once:
 
 
 def test_a_batch_that_was_taken_when_a_peer_failed_is_given_again() -> None:
-    with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2, shuffle=False, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(
+        SyntheticDataset(100, 8, 40), 2, shuffle=False, output="numpy", n_workers=1
+    ) as loader:
         loader._agreement = Once()  # type: ignore[assignment]
         assert [next(loader).index for _ in range(2)] == [0, 1]
         with pytest.raises(PeerFailed):

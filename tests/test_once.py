@@ -25,7 +25,8 @@ def test_who_comes_while_another_asks_gets_his_answer(monkeypatch: pytest.Monkey
     told: list[str | None] = []
     assert asking.wait(PATH, lambda: known.get(PATH)) is None
     others = [
-        threading.Thread(target=lambda: told.append(asking.wait(PATH, lambda: known.get(PATH)))) for _ in range(8)
+        threading.Thread(target=lambda: told.append(asking.wait(PATH, lambda: known.get(PATH))))
+        for _ in range(8)
     ]
     for other in others:
         other.start()
@@ -61,7 +62,9 @@ def test_a_run_that_knows_the_footers_asks_once_where_each_file_is(
 ) -> None:
     monkeypatch.setattr(once, "WAIT_S", 60.0)
     table = pa.table({"text": [f"document {i} " * 40 for i in range(4000)]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000, compression="none", use_dictionary=False)
+    pq.write_table(
+        table, tmp_path / "a.parquet", row_group_size=1000, compression="none", use_dictionary=False
+    )
     how: dict[str, Any] = {"shuffle": False, "n_workers": 2, "epochs": 1, "output": "numpy"}
     with HubServer(latency_s=0.05) as hub:
         content = (tmp_path / "a.parquet").read_bytes()
@@ -72,7 +75,11 @@ def test_a_run_that_knows_the_footers_asks_once_where_each_file_is(
             hub.clear_log()
             # Another tokenizer's tokens are of no use, and the listing and the footers are.
             data = TextDataset(
-                "hf://datasets/org/name", tokenizer="byte", seq_len=64, eos=eos, remote=Remote(fetches=16)
+                "hf://datasets/org/name",
+                tokenizer="byte",
+                seq_len=64,
+                eos=eos,
+                remote=Remote(fetches=16),
             )
             with AsyncDataLoader(data, 8, **how) as loader:
                 streams.append(sum(1 for _ in loader))

@@ -36,7 +36,9 @@ def chunk(index: int, documents: Sequence[Sequence[int]]) -> TokenChunk:
     return TokenChunk(ChunkRef(FILE, index, 1), docs, np.arange(len(documents)), False, [], 0, 1)
 
 
-def windows(documents: list[list[list[int]]], start: int = 0, shuffle: bool = False) -> list[Window]:
+def windows(
+    documents: list[list[list[int]]], start: int = 0, shuffle: bool = False
+) -> list[Window]:
     out = []
     for i, of_window in enumerate(documents[start:], start):
         order = permutation(len(of_window), i) if shuffle else None
@@ -50,20 +52,30 @@ def test_a_window_of_several_chunks_gives_its_documents_in_their_order(
 ) -> None:
     documents = [document for of_chunk in chunks for document in of_chunk]
     order = permutation(len(documents), seed) if seed else None
-    window = Window(Place(), [chunk(i, of_chunk) for i, of_chunk in enumerate(chunks)], order, DTYPE)
+    window = Window(
+        Place(), [chunk(i, of_chunk) for i, of_chunk in enumerate(chunks)], order, DTYPE
+    )
     expected = documents if order is None else [documents[k] for k in order.tolist()]
     first = data.draw(st.integers(0, len(documents)))
     last = data.draw(st.integers(first, len(documents)))
-    assert window.gather(first, last).tolist() == [id for document in expected[first:last] for id in document]
+    assert window.gather(first, last).tolist() == [
+        id for document in expected[first:last] for id in document
+    ]
     assert np.diff(window.map.ends, prepend=0).tolist() == [len(document) for document in expected]
 
 
 def packer(
-    packing: Packing, documents: list[list[list[int]]], seq_len: int, place: Place | None = None, shuffle: bool = False
+    packing: Packing,
+    documents: list[list[list[int]]],
+    seq_len: int,
+    place: Place | None = None,
+    shuffle: bool = False,
 ) -> Packer:
     place = place or Place()
     source = iter(windows(documents, place.chunk, shuffle))
-    return make_packer(packing, lambda: next(source, None), place, seq_len, 7, DTYPE, keep_tail=True, track=True)
+    return make_packer(
+        packing, lambda: next(source, None), place, seq_len, 7, DTYPE, keep_tail=True, track=True
+    )
 
 
 def drain(packer: Packer, n: int = 3) -> list[tuple[list[int], int]]:
@@ -143,7 +155,9 @@ def test_best_fit_cuts_only_documents_longer_than_a_row_and_loses_nothing(
 
 
 @pytest.mark.parametrize("packing", ["concat", "bos", "best_fit"])
-@given(documents=windows_of, seq_len=st.integers(1, 40), at=st.integers(0, 20), shuffle=st.booleans())
+@given(
+    documents=windows_of, seq_len=st.integers(1, 40), at=st.integers(0, 20), shuffle=st.booleans()
+)
 def test_a_packer_continues_at_any_row_from_its_place(
     packing: Packing, documents: list[list[list[int]]], seq_len: int, at: int, shuffle: bool
 ) -> None:
@@ -168,7 +182,9 @@ def test_rows_that_a_packer_says_it_holds_need_no_further_window(
         asked += 1
         return next(source, None)
 
-    rows = make_packer(packing, next_window, Place(), seq_len, 7, DTYPE, keep_tail=True, track=False)
+    rows = make_packer(
+        packing, next_window, Place(), seq_len, 7, DTYPE, keep_tail=True, track=False
+    )
     given = -1
     while given:
         held, before = rows.holds(n), asked
@@ -208,10 +224,14 @@ def test_rows_that_are_at_hand_come_as_they_are(
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=200))
-def test_best_fit_never_overfills_and_leaves_no_two_rows_that_fit_together(lengths: list[int]) -> None:
+def test_best_fit_never_overfills_and_leaves_no_two_rows_that_fit_together(
+    lengths: list[int],
+) -> None:
     rows, columns = best_fit(np.array(lengths, np.int64), 50)
     used: dict[int, int] = {}
-    for length, row, column in sorted(zip(lengths, rows.tolist(), columns.tolist(), strict=True), key=lambda x: x[1:]):
+    for length, row, column in sorted(
+        zip(lengths, rows.tolist(), columns.tolist(), strict=True), key=lambda x: x[1:]
+    ):
         assert column == used.get(row, 0)
         used[row] = column + length
     assert all(n <= 50 for n in used.values())

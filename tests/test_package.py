@@ -19,7 +19,18 @@ import pytest
 import penstock
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = {"all", "buckets", "dev", "docs", "hf", "metrics", "report", "tensorboard", "tiktoken", "torch"}
+EXTRAS = {
+    "all",
+    "buckets",
+    "dev",
+    "docs",
+    "hf",
+    "metrics",
+    "report",
+    "tensorboard",
+    "tiktoken",
+    "torch",
+}
 
 
 class Built(NamedTuple):
@@ -27,9 +38,15 @@ class Built(NamedTuple):
     wheel: Path
 
 
-def do(*command: str | Path, cwd: Path, timeout_s: float = 100, code: int = 0) -> subprocess.CompletedProcess[str]:
+def do(
+    *command: str | Path, cwd: Path, timeout_s: float = 100, code: int = 0
+) -> subprocess.CompletedProcess[str]:
     """Run a command as a user's shell would: nothing of this process's own paths is handed on."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "PENSTOCK_"))
+    }
     env |= {"PENSTOCK_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     line = list(map(str, command))
     done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -39,7 +56,16 @@ def do(*command: str | Path, cwd: Path, timeout_s: float = 100, code: int = 0) -
 
 def build(source: Path, out: Path, *options: str) -> None:
     """`python -m build` with the libraries that are here."""
-    line = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(out), str(source)]
+    line = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        *options,
+        "--outdir",
+        str(out),
+        str(source),
+    ]
     done = subprocess.run(line, cwd=out.parent, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -71,8 +97,12 @@ def test_the_archive_has_all_that_git_has(built: Built) -> None:
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout")
     line = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-    assert in_sdist(built.sdist) - {"PKG-INFO"} == {name for name in listed if (ROOT / name).exists()}
+    listed = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
+    assert in_sdist(built.sdist) - {"PKG-INFO"} == {
+        name for name in listed if (ROOT / name).exists()
+    }
 
 
 def test_the_archive_has_what_it_takes_to_test_it_and_to_go_on(built: Built) -> None:
@@ -82,7 +112,11 @@ def test_the_archive_has_what_it_takes_to_test_it_and_to_go_on(built: Built) -> 
         "pyproject.toml", "configs/penstock.toml", "docs/cli.md", "scripts/train_showcase.py", "benchmarks/run.py",
         "tests/conftest.py", "tests/data/steps/mlp_cold.json", "tests/test_package.py",
     } <= found  # fmt: skip
-    strange = [name for name in found if re.search(r"(^|/)(\.venv|__pycache__|artifacts|\.[a-z]+_cache)(/|$)", name)]
+    strange = [
+        name
+        for name in found
+        if re.search(r"(^|/)(\.venv|__pycache__|artifacts|\.[a-z]+_cache)(/|$)", name)
+    ]
     assert not strange
 
 
@@ -98,10 +132,14 @@ def test_the_wheel_of_the_archive_is_that_of_the_checkout(built: Built, tmp_path
 
 def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     ours = {
-        name for name in in_wheel(built.wheel) if not name.startswith(f"penstock-{penstock.__version__}.dist-info/")
+        name
+        for name in in_wheel(built.wheel)
+        if not name.startswith(f"penstock-{penstock.__version__}.dist-info/")
     }
     source = ROOT / "src"
-    files = (path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     assert ours == {path.relative_to(source).as_posix() for path in files}
     assert "penstock/py.typed" in ours
 
@@ -132,8 +170,26 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
-    pip = [str(programs / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "--timeout", "15"]
-    look = [*pip, "download", "--quiet", "--retries", "0", "--no-deps", "--dest", str(folder / "look"), "h11"]
+    pip = [
+        str(programs / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--timeout",
+        "15",
+    ]
+    look = [
+        *pip,
+        "download",
+        "--quiet",
+        "--retries",
+        "0",
+        "--no-deps",
+        "--dest",
+        str(folder / "look"),
+        "h11",
+    ]
     seen = subprocess.run(look, capture_output=True, text=True, timeout=100)
     if seen.returncode:
         pytest.skip(f"the package index cannot be reached: {seen.stderr.strip().splitlines()[-1]}")
@@ -144,10 +200,16 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_command_works_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
-    assert do(installed / "penstock", "--version", cwd=tmp_path).stdout == f"penstock {penstock.__version__}\n"
+    assert (
+        do(installed / "penstock", "--version", cwd=tmp_path).stdout
+        == f"penstock {penstock.__version__}\n"
+    )
     assert "verify-resume" in do(installed / "penstock", "--help", cwd=tmp_path).stdout
     told = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
-    assert told.stderr == "penstock: the demo needs `torch`, which is not installed: pip install 'penstock[torch]'\n"
+    assert (
+        told.stderr
+        == "penstock: the demo needs `torch`, which is not installed: pip install 'penstock[torch]'\n"
+    )
     (tmp_path / "docs.txt").write_text("some text\n" * 1000)
     smoke = do(installed / "penstock", "smoke", "--dataset", "docs.txt", cwd=tmp_path)
     assert smoke.stdout.startswith("[smoke][OK] first batch in ")
@@ -196,7 +258,14 @@ WRONG = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_users_code_is_checked_against_our_types(installed: Path, tmp_path: Path) -> None:
-    checker = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed / "python")]
+    checker = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        str(installed / "python"),
+    ]
     checker += ["--config-file", os.devnull, "--cache-dir", str(tmp_path / "cache")]
     (tmp_path / "right.py").write_text(RIGHT)
     good = do(*checker, "right.py", cwd=tmp_path, timeout_s=600)
@@ -209,6 +278,7 @@ def test_a_users_code_is_checked_against_our_types(installed: Path, tmp_path: Pa
     bad = do(*checker, "wrong.py", cwd=tmp_path, timeout_s=600, code=1)
     first = head.count("\n") + 1
     found = {
-        int(line): code for line, code in re.findall(r"^wrong\.py:(\d+): error: .*\[([a-z-]+)\]$", bad.stdout, re.M)
+        int(line): code
+        for line, code in re.findall(r"^wrong\.py:(\d+): error: .*\[([a-z-]+)\]$", bad.stdout, re.M)
     }
     assert found == {first + number: code for number, code in enumerate(WRONG.values())}, bad.stdout

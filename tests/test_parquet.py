@@ -29,7 +29,9 @@ WANTED = [text.encode() for text in TEXTS]
 
 def write(path: Path, column: Any = TEXTS, name: str = "text", **how: Any) -> Path:
     """A file with the column between two others."""
-    table = pa.table({"id": pa.array(range(len(column))), name: column, "url": pa.array(["u"] * len(column))})
+    table = pa.table(
+        {"id": pa.array(range(len(column))), name: column, "url": pa.array(["u"] * len(column))}
+    )
     pq.write_table(table, path, **how)
     return path
 
@@ -55,15 +57,21 @@ def test_any_row_group_size_gives_every_document_in_order(tmp_path: Path, rows: 
     ids=str,
 )
 @pytest.mark.parametrize("rows", [9, 100])
-def test_any_kind_of_text_column_gives_the_same_documents(tmp_path: Path, kind: pa.DataType, rows: int) -> None:
-    column = pa.array(TEXTS).cast(kind) if not pa.types.is_dictionary(kind) else pa.array(TEXTS, kind)
+def test_any_kind_of_text_column_gives_the_same_documents(
+    tmp_path: Path, kind: pa.DataType, rows: int
+) -> None:
+    column = (
+        pa.array(TEXTS).cast(kind) if not pa.types.is_dictionary(kind) else pa.array(TEXTS, kind)
+    )
     path = write(tmp_path / "a.parquet", column, row_group_size=rows)
     # Arrow writes its own types beside Parquet's, so that the column comes back as it was.
     assert pq.read_schema(path).field("text").type == kind
     assert documents(bytes_of(path)) == WANTED
 
 
-@pytest.mark.parametrize("how", [{"use_dictionary": False}, {"use_dictionary": True}, {"data_page_version": "2.0"}])
+@pytest.mark.parametrize(
+    "how", [{"use_dictionary": False}, {"use_dictionary": True}, {"data_page_version": "2.0"}]
+)
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
 def test_any_encoding_and_compression_gives_the_same_documents(
     tmp_path: Path, compression: str, how: dict[str, Any]
@@ -77,10 +85,15 @@ def test_a_file_without_arrow_schema_is_read(tmp_path: Path) -> None:
     assert documents(bytes_of(path)) == WANTED
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_binary(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_binary(), pa.dictionary(pa.int8(), pa.string())], ids=str
+)
 def test_nulls_and_empty_texts_are_nothing(tmp_path: Path, kind: pa.DataType) -> None:
     column = pa.array([None, "a", "", None, "b", None], kind)
-    assert documents(bytes_of(write(tmp_path / "a.parquet", column, row_group_size=4))) == [b"a", b"b"]
+    assert documents(bytes_of(write(tmp_path / "a.parquet", column, row_group_size=4))) == [
+        b"a",
+        b"b",
+    ]
 
 
 def test_nulls_and_empty_texts_are_counted_as_empty(tmp_path: Path) -> None:
@@ -123,7 +136,9 @@ def test_another_text_field_is_read(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", name="content")
-    with pytest.raises(SourceError, match=r"a\.parquet has no column 'text'; it has id, content, url.*text_field"):
+    with pytest.raises(
+        SourceError, match=r"a\.parquet has no column 'text'; it has id, content, url.*text_field"
+    ):
         documents(bytes_of(path))
 
 
@@ -134,17 +149,26 @@ def test_a_missing_column_is_an_error_even_where_bad_records_are_skipped(tmp_pat
         documents(bytes_of(path, on_bad_record="skip"))
 
 
-@pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [{"a": "x"}, {"a": "y"}]], ids=["int", "list", "struct"])
-def test_a_column_that_is_not_text_is_refused_with_its_type(tmp_path: Path, column: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "column", [[1, 2], [["a"], ["b"]], [{"a": "x"}, {"a": "y"}]], ids=["int", "list", "struct"]
+)
+def test_a_column_that_is_not_text_is_refused_with_its_type(
+    tmp_path: Path, column: list[Any]
+) -> None:
     path = write(tmp_path / "a.parquet", pa.array(column))
-    with pytest.raises(SourceError, match=r"a\.parquet: column 'text' is (int64|list|struct).*, not text.*text_field"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.parquet: column 'text' is (int64|list|struct).*, not text.*text_field",
+    ):
         documents(bytes_of(path))
 
 
 def test_a_column_after_nested_ones_is_found(tmp_path: Path) -> None:
     # Nested columns have several leaves, so leaf numbers and column numbers differ.
     meta = pa.array([{"text": "wrong", "n": i} for i in range(100)])
-    pq.write_table(pa.table({"meta": meta, "text": TEXTS}), tmp_path / "a.parquet", row_group_size=30)
+    pq.write_table(
+        pa.table({"meta": meta, "text": TEXTS}), tmp_path / "a.parquet", row_group_size=30
+    )
     assert documents(bytes_of(tmp_path / "a.parquet")) == WANTED
 
 
@@ -152,12 +176,18 @@ def test_a_column_after_nested_ones_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_chunk_bytes", [1, 50, 1000, 1 << 30])
-def test_a_row_group_too_large_to_decode_at_once_is_split(tmp_path: Path, max_chunk_bytes: int) -> None:
+def test_a_row_group_too_large_to_decode_at_once_is_split(
+    tmp_path: Path, max_chunk_bytes: int
+) -> None:
     (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
     opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", max_chunk_bytes)
     refs = opened.inspect(file)
     assert (len(refs) > 2) == (max_chunk_bytes <= 1000)
-    texts = [text for ref in refs for text in opened.read(ref, Judge("raise", 1 << 20, [])).texts.to_pylist()]
+    texts = [
+        text
+        for ref in refs
+        for text in opened.read(ref, Judge("raise", 1 << 20, [])).texts.to_pylist()
+    ]
     assert texts == TEXTS
 
 
@@ -166,10 +196,14 @@ def test_parts_of_a_row_group_know_the_rows_of_their_texts(tmp_path: Path) -> No
     opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", 100)
     for ref in opened.inspect(file):
         chunk = opened.read(ref, Judge("raise", 1 << 20, []))
-        assert [TEXTS[64 * ref.index + row] for row in chunk.rows.tolist()] == chunk.texts.to_pylist()
+        assert [
+            TEXTS[64 * ref.index + row] for row in chunk.rows.tolist()
+        ] == chunk.texts.to_pylist()
 
 
-def test_a_split_row_group_gives_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_row_group_gives_the_same_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reader, "MAX_CHUNK_BYTES", 200)
     assert documents(bytes_of(write(tmp_path / "a.parquet"))) == WANTED
 
@@ -247,7 +281,10 @@ with AsyncDataLoader(TextDataset(sys.argv[1], tokenizer="byte", seq_len=64), 4, 
 def test_no_file_is_read_on_threads_of_arrow(corpus: Path, name: str) -> None:
     # One that still lets go of something of Python's when the interpreter ends aborts the process.
     done = subprocess.run(
-        [sys.executable, "-c", NO_STRANGERS, str(corpus / name)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", NO_STRANGERS, str(corpus / name)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stdout.split() == ["True", "0"], done.stderr
 
@@ -267,10 +304,15 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-def test_an_interpreter_that_ends_just_after_a_footer_was_read_is_not_aborted(tmp_path: Path) -> None:
+def test_an_interpreter_that_ends_just_after_a_footer_was_read_is_not_aborted(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.parquet", row_group_size=10)
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_AT_ONCE, str(path), "60"], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", ENDS_AT_ONCE, str(path), "60"],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

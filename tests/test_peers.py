@@ -61,9 +61,15 @@ SLOW = ("datasets", "DataLoader", "nodes")  # they import torch in every process
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CONTENDERS if name != "plain"],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in CONTENDERS
+        if name != "plain"
+    ],
 )
-def test_contenders_give_the_same_batches(name: str, work: dict[str, str], expected: list[str]) -> None:
+def test_contenders_give_the_same_batches(
+    name: str, work: dict[str, str], expected: list[str]
+) -> None:
     told = contend("follow", work | CONTENDERS[name])
     assert told["first"]["at"] > 0
     assert told["last"]["digests"][: len(expected)] == expected[: len(told["last"]["digests"])]
@@ -80,7 +86,9 @@ def test_a_contender_resumes_where_its_state_was_taken(
     assert told["last"]["digests"] == expected[2:4]
 
 
-def test_what_a_contender_does_not_offer_is_said_and_not_an_error(work: dict[str, str], tmp_path: Path) -> None:
+def test_what_a_contender_does_not_offer_is_said_and_not_an_error(
+    work: dict[str, str], tmp_path: Path
+) -> None:
     case = work | CONTENDERS["plain"]
     told = contend("follow", case, "--save-at", "1", "--save-to", str(tmp_path / "state"))
     assert told["last"] == {"what": "not offered", "why": "it has no state"}
@@ -88,24 +96,36 @@ def test_what_a_contender_does_not_offer_is_said_and_not_an_error(work: dict[str
 
 
 @pytest.mark.slow
-def test_yardsticks_do_the_same_amount_of_work(work: dict[str, str], expected: list[str], tmp_path: Path) -> None:
+def test_yardsticks_do_the_same_amount_of_work(
+    work: dict[str, str], expected: list[str], tmp_path: Path
+) -> None:
     text = contend("drain", work | {"contender": "limits", "variant": "text"})["done"]
     assert 0.9 * len(expected) <= text["batches"] <= len(expected)  # it counts no separators
     case = work | {"prepared": str(tmp_path), "tokenizer": "none"}
     contend("prepare", case | {"contender": "ours"})
-    copy = contend("drain", case | {"contender": "limits", "variant": "copy", "shuffle": True, "passes": 2})["done"]
+    copy = contend(
+        "drain", case | {"contender": "limits", "variant": "copy", "shuffle": True, "passes": 2}
+    )["done"]
     assert copy["batches"] == 2 * len(expected)
     assert copy["tokens"] == (copy["batches"] - 1) * TOKENS
-    ours = contend("drain", case | {"contender": "ours", "variant": "tokens", "shuffle": True, "passes": 2})["done"]
+    ours = contend(
+        "drain", case | {"contender": "ours", "variant": "tokens", "shuffle": True, "passes": 2}
+    )["done"]
     assert ours["batches"] == copy["batches"]
 
 
 @pytest.mark.parametrize(
     "case",
-    [CONTENDERS["Penstock"], {"contender": "limits", "variant": "list"}, {"contender": "limits", "variant": "deque"}],
+    [
+        CONTENDERS["Penstock"],
+        {"contender": "limits", "variant": "list"},
+        {"contender": "limits", "variant": "deque"},
+    ],
     ids=["Penstock", "list", "deque"],
 )
-def test_a_consumer_that_waits_is_told_how_long_next_took(work: dict[str, str], case: dict[str, str]) -> None:
+def test_a_consumer_that_waits_is_told_how_long_next_took(
+    work: dict[str, str], case: dict[str, str]
+) -> None:
     told = contend("pace", work | case, "--batches", "8", "--pause-s", "0.01")["done"]
     assert len(told["fetches"]) == 8 - 2
     assert 0 < sum(told["fetches"]) < told["seconds"]
@@ -124,7 +144,15 @@ def test_a_contender_that_fails_says_why(work: dict[str, str]) -> None:
 def test_the_benchmark_installs_environments_runs_and_writes_its_page(tmp_path: Path) -> None:
     """Real environments, from the package index: minutes."""
     results = ROOT / "benchmarks" / "results"
-    command = [sys.executable, str(PEERS), "--quick", "--only", "plain loop, tokenizers", "--repeats", "1"]
+    command = [
+        sys.executable,
+        str(PEERS),
+        "--quick",
+        "--only",
+        "plain loop, tokenizers",
+        "--repeats",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     page = (results / "peers.md").read_text()

@@ -30,13 +30,17 @@ def test_every_number_comes_exactly_once(n: int, key: int) -> None:
     assert sorted(whole(n, key)) == list(range(n))
 
 
-@pytest.mark.parametrize("n", [255, 256, 257, 2**10 - 1, 2**10, 2**10 + 1, 961, 962, 992, 993, 2**16 + 1, 300_007])
+@pytest.mark.parametrize(
+    "n", [255, 256, 257, 2**10 - 1, 2**10, 2**10 + 1, 961, 962, 992, 993, 2**16 + 1, 300_007]
+)
 def test_every_number_comes_exactly_once_at_the_edges_of_the_table(n: int) -> None:
     assert np.array_equal(np.sort(permute(n, 5, np.arange(n))), np.arange(n))
 
 
 @given(n=st.integers(1, 1 << 62), key=st.integers(0, 1 << 64), data=st.data())
-def test_places_asked_for_together_or_apart_hold_the_same_numbers(n: int, key: int, data: Any) -> None:
+def test_places_asked_for_together_or_apart_hold_the_same_numbers(
+    n: int, key: int, data: Any
+) -> None:
     places = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     together = permute(n, key, np.array(places, np.int64))
     assert together.dtype == np.int64
@@ -47,7 +51,10 @@ def test_places_asked_for_together_or_apart_hold_the_same_numbers(n: int, key: i
 
 def test_the_shape_asked_for_is_the_shape_given() -> None:
     places = np.arange(12).reshape(3, 4)
-    assert permute(1000, 1, places).tolist() == permute(1000, 1, places.reshape(-1)).reshape(3, 4).tolist()
+    assert (
+        permute(1000, 1, places).tolist()
+        == permute(1000, 1, places.reshape(-1)).reshape(3, 4).tolist()
+    )
     assert permute(1000, 1, places[:, ::2]).tolist() == permute(1000, 1, places)[:, ::2].tolist()
     assert permute(1000, 1, np.empty(0, np.int64)).shape == (0,)
     assert permute(9, 1, np.arange(3, dtype=np.uint32)).tolist() == whole(9, 1)[:3]
@@ -66,7 +73,16 @@ def test_the_order_never_changes_between_releases() -> None:
     assert whole(10, 42) == [7, 0, 8, 2, 4, 5, 3, 9, 1, 6]
     assert permute(256, 7, np.arange(8)).tolist() == [121, 13, 170, 215, 211, 167, 75, 140]
     assert permute(257, 7, np.arange(8)).tolist() == [0, 123, 99, 244, 117, 105, 26, 82]
-    assert permute(100_000, 42, np.arange(8)).tolist() == [19904, 54519, 88580, 11801, 82788, 25861, 71202, 22142]
+    assert permute(100_000, 42, np.arange(8)).tolist() == [
+        19904,
+        54519,
+        88580,
+        11801,
+        82788,
+        25861,
+        71202,
+        22142,
+    ]
     assert permute(BILLION, 42, np.array([0, 1, 2, BILLION - 1])).tolist() == [
         927174116,
         930381377,
@@ -82,7 +98,9 @@ def test_the_order_never_changes_between_releases() -> None:
 
 def test_the_order_is_the_same_in_another_process() -> None:
     code = "import numpy as np; from penstock.order.permute import permute; print(permute(12345, 6, np.arange(50)).tolist())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert out.strip() == str(permute(12345, 6, np.arange(50)).tolist())
 
 
@@ -131,7 +149,11 @@ def test_neighbours_of_a_long_range_land_anywhere(n: int) -> None:
 
 def test_other_keys_and_lengths_give_other_orders() -> None:
     places = np.arange(1000)
-    orders = [permute(BILLION, 1, places), permute(BILLION, 2, places), permute(BILLION + 1, 1, places)]
+    orders = [
+        permute(BILLION, 1, places),
+        permute(BILLION, 2, places),
+        permute(BILLION + 1, 1, places),
+    ]
     for one, other in itertools.combinations(orders, 2):
         assert (one == other).mean() < 0.01
 

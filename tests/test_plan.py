@@ -21,7 +21,9 @@ def make_plan(n: int, lanes: int, shuffle: bool, seed: int = 1, compressed: bool
     return Plan(files=files, lanes=lanes, shuffle=shuffle, seed=seed)
 
 
-def lane_chunks(plan: Plan, chunks: list[int], lane: int, epoch: int) -> list[tuple[str, int, int, int]]:
+def lane_chunks(
+    plan: Plan, chunks: list[int], lane: int, epoch: int
+) -> list[tuple[str, int, int, int]]:
     refs = [[ChunkRef(f, i, 10) for i in range(n)] for f, n in zip(plan.files, chunks, strict=True)]
     out: list[tuple[str, int, int, int]] = []
     for group in plan.groups(lane, epoch):
@@ -31,24 +33,36 @@ def lane_chunks(plan: Plan, chunks: list[int], lane: int, epoch: int) -> list[tu
 
 
 @given(
-    chunks=counts, lanes=st.integers(1, 9), shuffle=st.booleans(), epoch=st.integers(0, 3), seed=st.integers(0, 1 << 64)
+    chunks=counts,
+    lanes=st.integers(1, 9),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+    seed=st.integers(0, 1 << 64),
 )
 def test_lanes_share_all_chunks_and_none_is_read_twice(
     chunks: list[int], lanes: int, shuffle: bool, epoch: int, seed: int
 ) -> None:
     plan = make_plan(len(chunks), lanes, shuffle, seed)
-    dealt = list(chain.from_iterable(lane_chunks(plan, chunks, lane, epoch) for lane in range(lanes)))
+    dealt = list(
+        chain.from_iterable(lane_chunks(plan, chunks, lane, epoch) for lane in range(lanes))
+    )
     assert len(set(dealt)) == len(dealt)
     whole: dict[tuple[str, int], set[int]] = {}
     for path, index, part, parts in dealt:
         assert 0 <= part < parts
         whole.setdefault((path, index), set()).add(part)
-    assert sorted(whole) == sorted((f.path, i) for f, n in zip(plan.files, chunks, strict=True) for i in range(n))
+    assert sorted(whole) == sorted(
+        (f.path, i) for f, n in zip(plan.files, chunks, strict=True) for i in range(n)
+    )
     assert {parts for *_, parts in dealt} <= {1} or len({parts for *_, parts in dealt}) == 1
     assert all(len(parts) == dealt[0][3] for parts in whole.values())
 
 
-@given(chunks=st.lists(st.integers(1, 6), min_size=1, max_size=12), lanes=st.integers(1, 16), shuffle=st.booleans())
+@given(
+    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    lanes=st.integers(1, 16),
+    shuffle=st.booleans(),
+)
 def test_no_lane_is_left_without_a_chunk(chunks: list[int], lanes: int, shuffle: bool) -> None:
     plan = make_plan(len(chunks), lanes, shuffle)
     sizes = [len(lane_chunks(plan, chunks, lane, 0)) for lane in range(lanes)]
@@ -83,7 +97,12 @@ def test_many_files_are_dealt_whole_and_opened_a_few_at_a_time() -> None:
 
 
 @settings(max_examples=40)
-@given(n=st.integers(FILES_SHARED + 1, 300), lanes=st.integers(1, 200), shuffle=st.booleans(), compressed=st.booleans())
+@given(
+    n=st.integers(FILES_SHARED + 1, 300),
+    lanes=st.integers(1, 200),
+    shuffle=st.booleans(),
+    compressed=st.booleans(),
+)
 def test_lanes_of_a_team_share_its_files_and_teams_share_all(
     n: int, lanes: int, shuffle: bool, compressed: bool
 ) -> None:
@@ -101,7 +120,9 @@ def test_lanes_of_a_team_share_its_files_and_teams_share_all(
     dealt = [lane_chunks(plan, [3] * n, lane, 0) for lane in range(lanes)]
     chunks = list(chain.from_iterable(dealt))
     assert len(set(chunks)) == len(chunks)
-    assert {(path, index) for path, index, *_ in chunks} == {(f.path, i) for f in plan.files for i in range(3)}
+    assert {(path, index) for path, index, *_ in chunks} == {
+        (f.path, i) for f in plan.files for i in range(3)
+    }
     assert min(map(len, dealt)) >= 1
 
 

@@ -265,7 +265,9 @@ def test_cores_that_are_not_there_are_named() -> None:
     usable = sorted(os.sched_getaffinity(0))
     assert pin.resolve(None, None) is None
     assert pin.resolve(usable, None) == frozenset(usable)
-    with pytest.raises(ConfigError, match=r"4000-4001 cannot be used .* it may use .*" + str(usable[-1])):
+    with pytest.raises(
+        ConfigError, match=r"4000-4001 cannot be used .* it may use .*" + str(usable[-1])
+    ):
         pin.resolve([usable[0], 4000, 4001], None)
     for wrong in ([], "0-3", 3, [1.5], [-1], [True]):
         with pytest.raises(ConfigError, match="cpus"):
@@ -315,6 +317,8 @@ def test_a_worker_that_was_woken_while_ctrl_c_came_still_ends() -> None:
     with pytest.raises(KeyboardInterrupt):
         pool.submit("anything")
     while len(condition._waiters) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)  # it has nothing to do, and sleeps again: behind its own old place in the list
+        time.sleep(
+            0.01
+        )  # it has nothing to do, and sleeps again: behind its own old place in the list
     pool.stop()
     assert pool.join(30)

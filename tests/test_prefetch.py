@@ -120,13 +120,17 @@ def test_the_queue_is_filled_again_when_nobody_takes_anything_any_more(
     assert [queue.get() for _ in range(30)] == list(range(taken, taken + 30))
 
 
-def test_a_warmup_fills_the_queue_at_once(eager: None, queue: Prefetcher[int], maker: Maker) -> None:
+def test_a_warmup_fills_the_queue_at_once(
+    eager: None, queue: Prefetcher[int], maker: Maker
+) -> None:
     make_here(queue, maker)
     assert queue.fill(8, 30) >= 8
 
 
 @pytest.mark.parametrize("end", [0, 300])
-def test_the_end_is_the_end_whoever_gets_there(eager: None, maker: Maker, queue: Prefetcher[int], end: int) -> None:
+def test_the_end_is_the_end_whoever_gets_there(
+    eager: None, maker: Maker, queue: Prefetcher[int], end: int
+) -> None:
     first = make_here(queue, maker)
     maker.end = 3 * len(maker.by) + end
     assert drain(queue) == list(range(first, maker.end))
@@ -150,7 +154,9 @@ def test_a_failure_comes_after_what_was_made_before_it_and_again(
             queue.get()
 
 
-def test_an_interrupt_while_making_ends_the_queue(eager: None, maker: Maker, queue: Prefetcher[int]) -> None:
+def test_an_interrupt_while_making_ends_the_queue(
+    eager: None, maker: Maker, queue: Prefetcher[int]
+) -> None:
     make_here(queue, maker)
 
     def interrupt(at: int) -> None:
@@ -234,10 +240,14 @@ def test_who_gave_up_or_came_late_does_not_count_as_one_who_came_at_once(late: b
     assert not queue._in_vain
 
 
-def test_a_producer_does_not_leave_items_to_somebody_who_waits_for_them(eager: None, maker: Maker) -> None:
+def test_a_producer_does_not_leave_items_to_somebody_who_waits_for_them(
+    eager: None, maker: Maker
+) -> None:
     got: list[int | None] = []
     queue = Prefetcher(maker, 8)
-    with queue._making:  # the producer is about to make the first ones when somebody else asks for them
+    with (
+        queue._making
+    ):  # the producer is about to make the first ones when somebody else asks for them
         queue.start()
         taker = threading.Thread(target=lambda: got.append(queue.get()))
         taker.start()
@@ -396,7 +406,9 @@ def test_what_needs_no_waiting_is_made_at_once(eager: None, maker: Maker, waits:
         assert list(queue.at_hand) == ([] if waits else [taken, taken + 1, taken + 2])
 
 
-def test_nobody_makes_at_once_what_somebody_else_has_made_or_is_making(eager: None, maker: Maker) -> None:
+def test_nobody_makes_at_once_what_somebody_else_has_made_or_is_making(
+    eager: None, maker: Maker
+) -> None:
     queue = Prefetcher(maker, 8, at_once=maker)
     with running(queue):
         assert queue.fill(6, 30) >= 6
@@ -440,7 +452,9 @@ def test_the_end_and_a_failure_come_where_they_would_have_come(eager: None) -> N
                     queue.get()
 
 
-def test_an_end_that_comes_while_somebody_is_about_to_make_items_is_not_lost(eager: None, maker: Maker) -> None:
+def test_an_end_that_comes_while_somebody_is_about_to_make_items_is_not_lost(
+    eager: None, maker: Maker
+) -> None:
     def ended() -> list[int]:
         queue._finish(None)
         return []
@@ -457,10 +471,16 @@ def test_an_end_that_comes_while_somebody_is_about_to_make_items_is_not_lost(eag
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "concat": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16),
-    "bos": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16, packing="bos"),
-    "best_fit": lambda corpus: TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16, packing="best_fit"),
+    "bos": lambda corpus: TextDataset(
+        corpus / "parquet", tokenizer="byte", seq_len=16, packing="bos"
+    ),
+    "best_fit": lambda corpus: TextDataset(
+        corpus / "parquet", tokenizer="byte", seq_len=16, packing="best_fit"
+    ),
     "rows": lambda corpus: SyntheticDataset(vocab_size=100, seq_len=16, num_samples=2_000, seed=1),
-    "mixture": lambda corpus: Mixture({"a": (KINDS["concat"](corpus), 0.7), "b": (KINDS["rows"](corpus), 0.3)}),
+    "mixture": lambda corpus: Mixture(
+        {"a": (KINDS["concat"](corpus), 0.7), "b": (KINDS["rows"](corpus), 0.3)}
+    ),
 }
 
 
@@ -474,10 +494,18 @@ def test_a_loader_that_is_drained_gives_the_same_stream(
     for n_workers in (0, workers):
         how: dict[str, Any] = {"lanes": lanes} if kind != "rows" else {}
         with AsyncDataLoader(
-            KINDS[kind](corpus), 4, seed=3, shuffle=shuffle, output="numpy", n_workers=n_workers, **how
+            KINDS[kind](corpus),
+            4,
+            seed=3,
+            shuffle=shuffle,
+            output="numpy",
+            n_workers=n_workers,
+            **how,
         ) as loader:
             batches = [next(loader) for _ in range(500)]
-            streams.append([(b.inputs.tolist(), b.targets.tolist(), b.epoch, b.index) for b in batches])
+            streams.append(
+                [(b.inputs.tolist(), b.targets.tolist(), b.epoch, b.index) for b in batches]
+            )
             assert loader.state_dict()["batch"] == 500
     assert streams[0] == streams[1]
 
@@ -501,7 +529,9 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_who_only_takes_batches_has_them_finished_one_by_one(
     eager: None, finished: list[int], corpus: Path, kind: str, shuffle: bool
 ) -> None:
-    with AsyncDataLoader(KINDS[kind](corpus), 4, shuffle=shuffle, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(
+        KINDS[kind](corpus), 4, shuffle=shuffle, output="numpy", n_workers=1
+    ) as loader:
         batches = [next(loader) for _ in range(500)]
         assert len(finished) > 250
         assert finished == sorted(finished)
@@ -513,7 +543,9 @@ def test_who_only_takes_batches_has_them_finished_one_by_one(
         before = [batch.targets.copy() for batch in batches]
         for batch in batches:
             batch.inputs[:] = -1
-        assert all(np.array_equal(batch.targets, kept) for batch, kept in zip(batches, before, strict=True))
+        assert all(
+            np.array_equal(batch.targets, kept) for batch, kept in zip(batches, before, strict=True)
+        )
 
 
 @pytest.mark.parametrize("kind", ["concat", "rows"])
@@ -557,15 +589,21 @@ def test_memory_that_cannot_be_had_takes_no_batch_away(
 
 
 def test_rows_that_cannot_be_had_are_an_error_after_those_before_them(eager: None) -> None:
-    with AsyncDataLoader(Failing(at=1_201), 4, shuffle=False, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(
+        Failing(at=1_201), 4, shuffle=False, output="numpy", n_workers=1
+    ) as loader:
         assert [next(loader).index for _ in range(300)] == list(range(300))
         for _ in range(2):
             with pytest.raises(OSError, match="row 1201"):
                 next(loader)
 
 
-def test_batches_of_all_sizes_that_are_cut_from_chunks_leave_nothing_behind(eager: None, corpus: Path) -> None:
-    with AsyncDataLoader(KINDS["concat"](corpus), 1, shuffle=False, output="numpy", n_workers=1) as loader:
+def test_batches_of_all_sizes_that_are_cut_from_chunks_leave_nothing_behind(
+    eager: None, corpus: Path
+) -> None:
+    with AsyncDataLoader(
+        KINDS["concat"](corpus), 1, shuffle=False, output="numpy", n_workers=1
+    ) as loader:
         for _ in range(5_000):
             next(loader)
         assert loader._pipeline is not None
@@ -582,7 +620,9 @@ def test_rows_left_as_they_are_keep_to_the_memory_limit(eager: None) -> None:
             assert loader._pipeline is not None
             assert loader._pipeline._queue is not None
             at_hand = list(loader._pipeline._queue.at_hand)
-            most = max(most, sum(batch._left.nbytes for batch in at_hand if batch._left is not None))
+            most = max(
+                most, sum(batch._left.nbytes for batch in at_hand if batch._left is not None)
+            )
     assert most < 8 << 20
 
 
@@ -610,7 +650,9 @@ def test_a_batch_that_an_interrupt_took_away_is_given_again(
             next(loader)
             loader.warmup(8, 30)
         assert loader._pipeline is not None
-        assert (loader._last.origin is not None) == (before > 1), "the first batch is waited for, the others are not"
+        assert (loader._last.origin is not None) == (before > 1), (
+            "the first batch is waited for, the others are not"
+        )
         if short:
             loader._last.jotted = Interrupting(loader._last.jotted)
             loader._quick = loader._pipeline.shortcut(loader.telemetry, loader._last)
@@ -679,7 +721,9 @@ class TakenAndLeft:
         return getattr(self._lock, name)
 
 
-def test_ctrl_c_that_comes_when_the_making_of_items_was_just_taken_over_holds_up_no_shutdown() -> None:
+def test_ctrl_c_that_comes_when_the_making_of_items_was_just_taken_over_holds_up_no_shutdown() -> (
+    None
+):
     made = iter(range(10**9))
     queue: Prefetcher[int] = Prefetcher(lambda: [next(made)], 4, at_once=lambda: [next(made)])
     queue._making = TakenAndLeft(queue._making)

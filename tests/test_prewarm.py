@@ -72,7 +72,11 @@ def seed() -> None:
 def bits(value: Any) -> Any:
     """A picture of a value in which every bit counts."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().contiguous().flatten().view(torch.uint8).tolist()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().contiguous().flatten().view(torch.uint8).tolist(),
+        )
     if isinstance(value, dict):
         return {str(key): bits(item) for key, item in value.items()}
     return repr(value)
@@ -86,7 +90,9 @@ def picture(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     facts |= {f"requires_grad {name}": p.requires_grad for name, p in model.named_parameters()}
     if optimizer is not None:
         for i, group in enumerate(optimizer.param_groups):
-            facts |= {f"group {i} {key}": bits(value) for key, value in group.items() if key != "params"}
+            facts |= {
+                f"group {i} {key}": bits(value) for key, value in group.items() if key != "params"
+            }
             for j, p in enumerate(group["params"]):
                 facts[f"state {i} {j}"] = bits(dict(optimizer.state.get(p, {})))
     facts["draws"] = (random.random(), np.random.rand(), bits(torch.rand(2)))
@@ -125,7 +131,9 @@ def train(
         assert done.passes == accumulate * prewarm_steps
     for i in range(steps):
         for inputs, targets in data[i * accumulate : (i + 1) * accumulate]:
-            with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            with torch.autocast(
+                "cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None
+            ):
                 logits = model(inputs)
             nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
@@ -154,7 +162,9 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd-momentum-for-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd-nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "sgd-dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
@@ -211,7 +221,13 @@ def test_a_compiled_model_trains_the_same_after_a_prewarm(
     backend: str, accumulate: int, autocast: torch.dtype | None
 ) -> None:
     plain, warm = (
-        train(OPTIMIZERS["adamw"], warmed=warmed, backend=backend, accumulate=accumulate, autocast=autocast)
+        train(
+            OPTIMIZERS["adamw"],
+            warmed=warmed,
+            backend=backend,
+            accumulate=accumulate,
+            autocast=autocast,
+        )
         for warmed in (False, True)
     )
     assert_same(plain, warm)
@@ -219,14 +235,17 @@ def test_a_compiled_model_trains_the_same_after_a_prewarm(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, while it imports its compiler
 def test_a_model_compiled_to_machine_code_trains_the_same_after_a_prewarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of its own
     plain, warm = (
-        train(OPTIMIZERS["adamw-fused"], warmed=warmed, backend="inductor", accumulate=2) for warmed in (False, True)
+        train(OPTIMIZERS["adamw-fused"], warmed=warmed, backend="inductor", accumulate=2)
+        for warmed in (False, True)
     )
     assert_same(plain, warm)
 
@@ -254,13 +273,17 @@ def test_real_steps_compile_nothing_that_the_prewarm_has_compiled() -> None:
     assert len(compiled) == after_prewarm
 
 
-def ready(make: Make = OPTIMIZERS["adamw"]) -> tuple[Net, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+def ready(
+    make: Make = OPTIMIZERS["adamw"],
+) -> tuple[Net, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     seed()
     net = Net()
     return net, make(net.parameters()), batches(1)[0]
 
 
-def unchanged(net: nn.Module, optimizer: torch.optim.Optimizer | None, action: Callable[[], Any]) -> Any:
+def unchanged(
+    net: nn.Module, optimizer: torch.optim.Optimizer | None, action: Callable[[], Any]
+) -> Any:
     """Do something, and see that nothing but the state of a fresh optimizer is another than before."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
@@ -280,20 +303,33 @@ def unchanged(net: nn.Module, optimizer: torch.optim.Optimizer | None, action: C
     assert torch.equal(torch.get_rng_state(), states[2])
     after = look()
     made = [name for name in after if name.startswith("state ") and before[name] == {}]
-    assert_same({k: v for k, v in before.items() if k not in made}, {k: v for k, v in after.items() if k not in made})
+    assert_same(
+        {k: v for k, v in before.items() if k not in made},
+        {k: v for k, v in after.items() if k not in made},
+    )
     return result
 
 
 def test_the_result_says_what_was_done() -> None:
     net, optimizer, batch = ready()
-    done: Prewarmed = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch, accumulate=2))
-    used = sum(p.numel() for name, p in net.named_parameters() if not name.startswith(("frozen", "unused")))
-    assert done.state_bytes == used * 4 * 2 + sum(s["step"].nbytes for s in optimizer.state.values())
+    done: Prewarmed = unchanged(
+        net, optimizer, lambda: prewarm(net, optimizer, batch, accumulate=2)
+    )
+    used = sum(
+        p.numel() for name, p in net.named_parameters() if not name.startswith(("frozen", "unused"))
+    )
+    assert done.state_bytes == used * 4 * 2 + sum(
+        s["step"].nbytes for s in optimizer.state.values()
+    )
     assert done.copied_bytes == net.hidden.weight.nbytes, "the one that holds -0.0"
     assert done.passes == 2
     assert done.skipped == {}
     assert done.total_s >= done.forward_s + done.backward_s + done.optimizer_s > 0
-    assert all(float(value.abs().sum()) == 0 for state in optimizer.state.values() for value in state.values())
+    assert all(
+        float(value.abs().sum()) == 0
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
 
 
 def test_gradients_that_were_there_are_there_again() -> None:
@@ -329,9 +365,15 @@ def test_the_model_alone_can_be_warmed() -> None:
 
 def test_several_optimizers_are_warmed_together() -> None:
     net, _, batch = ready()
-    pair = [torch.optim.SGD(net.embedding.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(net.out.parameters())]
+    pair = [
+        torch.optim.SGD(net.embedding.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(net.out.parameters()),
+    ]
     done = unchanged(net, None, lambda: prewarm(net, pair, batch))
-    assert done.state_bytes == net.embedding.weight.nbytes + 2 * sum(p.nbytes for p in net.out.parameters()) + 8
+    assert (
+        done.state_bytes
+        == net.embedding.weight.nbytes + 2 * sum(p.nbytes for p in net.out.parameters()) + 8
+    )
     unchanged(net, None, lambda: verify_prewarm(net, pair, batch))
 
 
@@ -384,7 +426,9 @@ def test_modes_and_grad_mode_stay() -> None:
         prewarm(net, None, batch)
         assert torch.is_inference_mode_enabled()
     net.eval()
-    assert prewarm(net, None, batch).skipped["training mode"].startswith("the model is in eval mode")
+    assert (
+        prewarm(net, None, batch).skipped["training mode"].startswith("the model is in eval mode")
+    )
 
 
 def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
@@ -404,7 +448,9 @@ def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
         prewarm(net, torch.optim.AdamW(net.parameters()), batch)
         assert bool((x == 1).all())
     needs_gradient = torch.ones(2, 4, requires_grad=True)
-    prewarm(net, None, {"x": needs_gradient}, loss=lambda model, batch: model(batch["x"] * 1)["loss"])
+    prewarm(
+        net, None, {"x": needs_gradient}, loss=lambda model, batch: model(batch["x"] * 1)["loss"]
+    )
     assert needs_gradient.grad is None
 
 
@@ -495,7 +541,18 @@ class Stateful(nn.Module):
         return self.line(x * torch.rand(4)).sum()
 
     def picture(self) -> str:
-        names = ("calls", "cache", "history", "last", "table", "kinds", "tensor", "array", "replaced", "extra")
+        names = (
+            "calls",
+            "cache",
+            "history",
+            "last",
+            "table",
+            "kinds",
+            "tensor",
+            "array",
+            "replaced",
+            "extra",
+        )
         facts = [getattr(self, name) for name in names]
         facts += [self.generator.get_state().tolist(), self.numpy_generator.bit_generator.state]
         facts += [self.python_generator.getstate(), hasattr(self, "added"), self.line.training]
@@ -574,7 +631,11 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
 
 def test_a_loss_that_is_not_finite_does_no_harm() -> None:
     net, optimizer, batch = ready()
-    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch, loss=lambda m, b: m(b[0]).sum() * float("nan")))
+    unchanged(
+        net,
+        optimizer,
+        lambda: prewarm(net, optimizer, batch, loss=lambda m, b: m(b[0]).sum() * float("nan")),
+    )
     verify_prewarm(net, None, batch)
 
 
@@ -583,7 +644,9 @@ def test_weights_that_are_not_numbers_or_negative_zeros_keep_their_bits(name: st
     net, optimizer, batch = ready(OPTIMIZERS[name])
     with torch.no_grad():
         net.out.weight[:4, 0] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-        net.out.weight.view(torch.int32)[5, 0] = 0x7F800001  # a NaN that arithmetic would turn into another
+        net.out.weight.view(torch.int32)[5, 0] = (
+            0x7F800001  # a NaN that arithmetic would turn into another
+        )
         net.out.bias.fill_(-0.0)
     unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
 
@@ -599,8 +662,12 @@ def test_a_step_made_for_graphs_divides_by_the_rate_and_survives(
 ) -> None:
     # torch lets only accelerators have it, but the arithmetic is the same here.
     adam = sys.modules["torch.optim.adam"]
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda supports_xla=True: ["cpu"])
-    make: Make = lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), capturable=True, foreach=foreach)  # noqa: E731
+    monkeypatch.setattr(
+        adam, "_get_capturable_supported_devices", lambda supports_xla=True: ["cpu"]
+    )
+    make: Make = lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.01), capturable=True, foreach=foreach
+    )  # noqa: E731
     assert_same(train(make, warmed=False, schedule=False), train(make, warmed=True, schedule=False))
 
 
@@ -623,7 +690,9 @@ def test_a_model_that_writes_to_its_weights_is_found_out_or_restored_on_request(
     net = WritesToItself(4, 4)
     batch = (torch.ones(2, 4), None)
     unchanged(net, None, lambda: prewarm(net, None, batch, copy_parameters=True))
-    with pytest.raises(ConfigError, match=r"writes to its parameter 'weight'.*copy_parameters=True"):
+    with pytest.raises(
+        ConfigError, match=r"writes to its parameter 'weight'.*copy_parameters=True"
+    ):
         prewarm(net, None, batch)
 
 
@@ -659,7 +728,10 @@ def test_an_optimizer_that_changes_weights_at_rate_zero_is_refused_and_undone() 
     net, optimizer, batch = ready(IgnoresItsRate)
 
     def action() -> None:
-        with pytest.raises(ConfigError, match=r"IgnoresItsRate .* changed 'embedding.weight' and 4 more\. Everything"):
+        with pytest.raises(
+            ConfigError,
+            match=r"IgnoresItsRate .* changed 'embedding.weight' and 4 more\. Everything",
+        ):
             prewarm(net, optimizer, batch)
 
     unchanged(net, optimizer, action)
@@ -667,10 +739,16 @@ def test_an_optimizer_that_changes_weights_at_rate_zero_is_refused_and_undone() 
 
 
 def test_an_unknown_optimizer_is_tried_and_its_state_dropped() -> None:
-    assert_same(train(KeepsCount, warmed=False, schedule=False), train(KeepsCount, warmed=True, schedule=False))
+    assert_same(
+        train(KeepsCount, warmed=False, schedule=False),
+        train(KeepsCount, warmed=True, schedule=False),
+    )
     net, optimizer, batch = ready(KeepsCount)
     done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-    assert done.skipped["optimizer state"] == "dropped again: what the state of KeepsCount begins with is not known"
+    assert (
+        done.skipped["optimizer state"]
+        == "dropped again: what the state of KeepsCount begins with is not known"
+    )
     assert (done.state_bytes, len(optimizer.state), optimizer.count) == (0, 0, 0)  # type: ignore[attr-defined]
 
 
@@ -696,16 +774,25 @@ def frozen() -> tuple[Any, ...]:
 
 
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
-    "lbfgs": (lambda: ready(torch.optim.LBFGS), r"LBFGS calls the model as often as it likes.*optimizer=None"),
+    "lbfgs": (
+        lambda: ready(torch.optim.LBFGS),
+        r"LBFGS calls the model as often as it likes.*optimizer=None",
+    ),
     "sparse-adam": (lambda: ready(torch.optim.SparseAdam), r"SparseAdam wants sparse gradients"),
     "sparse-gradient": (sparse, r"the gradient of '0.weight' is sparse"),
-    "differentiable": (lambda: ready(lambda p: torch.optim.Adam(p, differentiable=True)), r"differentiable=True"),
+    "differentiable": (
+        lambda: ready(lambda p: torch.optim.Adam(p, differentiable=True)),
+        r"differentiable=True",
+    ),
     "lazy": (lazy, r"'weight' has no shape yet"),
     "hook": (steps_in_backward, r"'weight' has a hook that runs when its gradient is ready"),
     "frozen": (frozen, r"no parameter requires a gradient"),
     "no-optimizer": (lambda: (Net(), "adamw", batches(1)[0]), r"optimizer is a str"),
     "no-model": (lambda: (len, None, batches(1)[0]), r"model is a builtin_function_or_method"),
-    "no-loss": (lambda: (nn.Linear(4, 4), None, (torch.ones(2, 4), None)), r"neither a loss nor logits"),
+    "no-loss": (
+        lambda: (nn.Linear(4, 4), None, (torch.ones(2, 4), None)),
+        r"neither a loss nor logits",
+    ),
     "bad-batch": (lambda: (Net(), None, torch.ones(2)), r"batch is a Tensor"),
 }
 
@@ -737,7 +824,11 @@ def test_settings_and_losses_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd-nesterov", "nadam", "adafactor"])
 def test_the_proof_holds_and_leaves_nothing_behind(name: str) -> None:
     net, optimizer, batch = ready(OPTIMIZERS[name])
-    unchanged(net, optimizer, lambda: verify_prewarm(net, optimizer, batch, accumulate=2, autocast=torch.bfloat16))
+    unchanged(
+        net,
+        optimizer,
+        lambda: verify_prewarm(net, optimizer, batch, accumulate=2, autocast=torch.bfloat16),
+    )
     assert len(optimizer.state) == 0
 
 
@@ -810,7 +901,11 @@ def test_a_careless_prewarm_is_caught_by_the_proof(naive: Callable[..., None], n
         nn.init.ones_(net.hidden.weight)
 
     def action() -> None:
-        warm = (lambda: naive(net, batch)) if naive is gradients else (lambda: naive(net, optimizer, batch))
+        warm = (
+            (lambda: naive(net, batch))
+            if naive is gradients
+            else (lambda: naive(net, optimizer, batch))
+        )
         with pytest.raises(ConfigError, match=named):
             verify_prewarm(net, optimizer, batch, warm=warm, real_steps=2)
 
@@ -834,7 +929,10 @@ def test_zeros_in_place_of_negative_zeros_are_caught_in_the_momentum() -> None:
         prewarm(net, optimizer, batch)
         optimizer.state[net.scale]["momentum_buffer"].zero_()
 
-    with pytest.raises(ConfigError, match=r"optimizer state of 'scale': 'momentum_buffer' differs after 1 real step"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer state of 'scale': 'momentum_buffer' differs after 1 real step",
+    ):
         verify_prewarm(net, optimizer, batch, warm=warm, real_steps=1)
     verify_prewarm(net, optimizer, batch, real_steps=1)
 

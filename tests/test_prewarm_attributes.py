@@ -18,7 +18,9 @@ from penstock.train.prewarm import prewarm, verify_prewarm
 BATCH = {"x": torch.ones(2, 4)}
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's own: many of these kinds are called experimental
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning"
+    ),  # torch's own: many of these kinds are called experimental
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -78,8 +80,12 @@ def coo(places: list[list[int]], values: list[float], shape: tuple[int, ...]) ->
 
 
 TENSORS = {
-    "quantized": Kind(lambda: quantized(0.1), lambda q: q.copy_(torch.zeros(3)), lambda q: q.int_repr().tolist()),
-    "quantized-anew": Kind(lambda: quantized(0.1), lambda q: q.copy_(quantized(0.5)), lambda q: (q.q_scale(), str(q))),
+    "quantized": Kind(
+        lambda: quantized(0.1), lambda q: q.copy_(torch.zeros(3)), lambda q: q.int_repr().tolist()
+    ),
+    "quantized-anew": Kind(
+        lambda: quantized(0.1), lambda q: q.copy_(quantized(0.5)), lambda q: (q.q_scale(), str(q))
+    ),
     "quantized-by-channel": Kind(
         lambda: by_channel(torch.quint8, torch.zeros(4, dtype=torch.int64)),
         lambda q: q.copy_(torch.zeros(4, 4)),
@@ -92,20 +98,36 @@ TENSORS = {
     ),
     "coo": Kind(lambda: torch.eye(3).to_sparse(), lambda v: v._values().mul_(2), coo_parts),
     "coo-that-grows": Kind(
-        lambda: torch.eye(3).to_sparse(), lambda v: v.add_(coo([[0], [1]], [5.0], (3, 3))), coo_parts
+        lambda: torch.eye(3).to_sparse(),
+        lambda v: v.add_(coo([[0], [1]], [5.0], (3, 3))),
+        coo_parts,
     ),
-    "coo-twice-at-a-place": Kind(lambda: coo([[1, 1]], [1.0, 2.0], (3,)), lambda v: v._values().mul_(2), coo_parts),
+    "coo-twice-at-a-place": Kind(
+        lambda: coo([[1, 1]], [1.0, 2.0], (3,)), lambda v: v._values().mul_(2), coo_parts
+    ),
     "csr": Kind(lambda: torch.eye(4).to_sparse_csr(), lambda v: v.values().mul_(2), numbers),
     "csc": Kind(lambda: torch.eye(4).to_sparse_csc(), lambda v: v.values().mul_(2), numbers),
     "bsr": Kind(lambda: torch.eye(4).to_sparse_bsr((2, 2)), lambda v: v.values().mul_(2), numbers),
     "bsc": Kind(lambda: torch.eye(4).to_sparse_bsc((2, 2)), lambda v: v.values().mul_(2), numbers),
-    "nested": Kind(lambda: nested(torch.strided), lambda v: v.fill_(3), lambda v: [t.tolist() for t in v.unbind()]),
-    "jagged": Kind(lambda: nested(torch.jagged), lambda v: v.values().fill_(3), lambda v: v.values().tolist()),
+    "nested": Kind(
+        lambda: nested(torch.strided),
+        lambda v: v.fill_(3),
+        lambda v: [t.tolist() for t in v.unbind()],
+    ),
+    "jagged": Kind(
+        lambda: nested(torch.jagged), lambda v: v.values().fill_(3), lambda v: v.values().tolist()
+    ),
     "mkldnn": Kind(lambda: torch.ones(2, 2).to_mkldnn(), twice, numbers),
-    "negated-view": Kind(lambda: torch.ones(3, dtype=torch.cfloat).mul_(1j).conj().imag, twice, numbers),
+    "negated-view": Kind(
+        lambda: torch.ones(3, dtype=torch.cfloat).mul_(1j).conj().imag, twice, numbers
+    ),
     "conjugate": Kind(lambda: torch.full((3,), 1 + 2j).conj(), twice, numbers),
-    "repeated": Kind(lambda: torch.ones(1).expand(4), lambda v: v.as_strided((1,), (1,)).mul_(2), numbers),
-    "given-other-memory": Kind(lambda: torch.ones(3), lambda v: setattr(v, "data", torch.zeros(5)), numbers),
+    "repeated": Kind(
+        lambda: torch.ones(1).expand(4), lambda v: v.as_strided((1,), (1,)).mul_(2), numbers
+    ),
+    "given-other-memory": Kind(
+        lambda: torch.ones(3), lambda v: setattr(v, "data", torch.zeros(5)), numbers
+    ),
 }
 
 
@@ -155,7 +177,10 @@ def test_a_tensor_that_cannot_be_looked_after_is_refused_by_name() -> None:
 
     held = masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
     net = Holds(held, lambda _: None)
-    with pytest.raises(ConfigError, match="attribute 'value' of module 'model' is a MaskedTensor whose memory cannot"):
+    with pytest.raises(
+        ConfigError,
+        match="attribute 'value' of module 'model' is a MaskedTensor whose memory cannot",
+    ):
         prewarm(net, None, BATCH)
     with pytest.raises(ConfigError, match="'value' is a MaskedTensor whose memory cannot be seen"):
         prewarm(Holds(held, lambda _: None, buffer=True), None, BATCH)
@@ -179,12 +204,18 @@ def then_lock(array: Any) -> None:
 
 
 OTHERS = {
-    "locked-array": Kind(lambda: np.arange(3), then_lock, lambda a: (a.tolist(), a.flags.writeable)),
+    "locked-array": Kind(
+        lambda: np.arange(3), then_lock, lambda a: (a.tolist(), a.flags.writeable)
+    ),
     "masked-array": Kind(
-        lambda: np.ma.array([1, 2], mask=[False, True]), lambda a: a.__setitem__(0, np.ma.masked), lambda a: str(a)
+        lambda: np.ma.array([1, 2], mask=[False, True]),
+        lambda a: a.__setitem__(0, np.ma.masked),
+        lambda a: str(a),
     ),
     "random-state": Kind(
-        lambda: np.random.RandomState(1), lambda r: r.rand(), lambda r: str(r.get_state(legacy=False))
+        lambda: np.random.RandomState(1),
+        lambda r: r.rand(),
+        lambda r: str(r.get_state(legacy=False)),
     ),
     "bit-generator": Kind(lambda: np.random.PCG64(1), lambda r: r.random_raw(), lambda r: r.state),
 }
@@ -203,7 +234,11 @@ def test_arrays_and_generators_are_put_back(name: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [read_only, lambda: np.broadcast_to(np.zeros(1), (3,)), lambda: np.array([object(), [1]], dtype=object)],
+    [
+        read_only,
+        lambda: np.broadcast_to(np.zeros(1), (3,)),
+        lambda: np.array([object(), [1]], dtype=object),
+    ],
     ids=["read-only", "broadcast", "objects"],
 )
 def test_arrays_that_are_only_read_are_in_nobodys_way(make: Callable[[], Any]) -> None:

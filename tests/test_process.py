@@ -160,7 +160,9 @@ def test_a_torch_tensor_is_shared() -> None:
     with processes() as pool:
         for dtype in (torch.int64, torch.bfloat16):
             given = torch.arange(100_000).to(dtype)
-            got = pool.submit("echo", {"x": given, "leaf": torch.ones(2, requires_grad=True)}).result()
+            got = pool.submit(
+                "echo", {"x": given, "leaf": torch.ones(2, requires_grad=True)}
+            ).result()
             assert is_shared(got["x"].data_ptr())
             assert got["x"].dtype == dtype
             assert torch.equal(got["x"], given)
@@ -187,12 +189,19 @@ def test_everything_is_sent_where_memory_cannot_be_passed(monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match="no"):
             pool.submit("fail", "no").result()
         os.kill(pids_of(pool)[0], signal.SIGKILL)
-        assert [task.result() for task in [pool.submit("square", i, to=i) for i in range(4)]] == [0, 1, 4, 9]
+        assert [task.result() for task in [pool.submit("square", i, to=i) for i in range(4)]] == [
+            0,
+            1,
+            4,
+            9,
+        ]
         assert pool.restarts == 1
         pool.submit("nap", 1, 60)
 
 
-def test_without_memfd_an_unlinked_file_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_memfd_an_unlinked_file_is_shared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuses(*_: Any) -> int:
         raise OSError(38, "Function not implemented")
 
@@ -263,7 +272,9 @@ def test_an_exception_brings_its_traceback() -> None:
         ("os", FileNotFoundError, "No such file: 'a.txt'"),
     ],
 )
-def test_every_exception_arrives_somehow(kind: str, expected: type[BaseException], message: str) -> None:
+def test_every_exception_arrives_somehow(
+    kind: str, expected: type[BaseException], message: str
+) -> None:
     with processes() as pool:
         with pytest.raises(expected, match=message) as caught:
             pool.submit("raise_", kind).result()
@@ -286,7 +297,10 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_its_task() -> None:
     with processes() as pool:
         with pytest.raises(Exception, match="lambda") as caught:
             pool.submit("unpicklable").result()
-        assert any("what unpicklable gave, a function, cannot be sent" in note for note in caught.value.__notes__)
+        assert any(
+            "what unpicklable gave, a function, cannot be sent" in note
+            for note in caught.value.__notes__
+        )
         with pytest.raises(LookupError, match="made elsewhere") as other:
             pool.submit("unloadable").result()
         assert any("cannot be loaded" in note for note in other.value.__notes__)
@@ -307,10 +321,14 @@ def test_work_that_cannot_be_pickled_is_refused_and_named() -> None:
 
     work = Work()
     work.reader = Reader()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^reader\.options\['lock'\], <unl.*module level.*workers=\"thread\""):
+    with pytest.raises(
+        ConfigError, match=r"^reader\.options\['lock'\], <unl.*module level.*workers=\"thread\""
+    ):
         make_pool(2, work, kind="process")
     work.reader = [1, {"preprocess": local}]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^reader\[1\]\['preprocess'\], <function .*local object"):
+    with pytest.raises(
+        ConfigError, match=r"^reader\[1\]\['preprocess'\], <function .*local object"
+    ):
         make_pool(2, work, kind="process")
     with pytest.raises(ConfigError, match=r"the work, .*lambda"):
         make_pool(2, lambda: 1, kind="process")
@@ -372,7 +390,9 @@ def test_a_task_that_kills_its_process_once_is_done_by_the_next(tmp_path: Path) 
 def test_before_is_not_asked_again_when_the_process_dies(tmp_path: Path) -> None:
     asked: list[int] = []
     with processes() as pool:
-        task = pool.submit("die_once", before=lambda: (asked.append(1), (str(tmp_path / "marker"), 7))[1])
+        task = pool.submit(
+            "die_once", before=lambda: (asked.append(1), (str(tmp_path / "marker"), 7))[1]
+        )
         assert task.result() == 7
     assert asked == [1]
 
@@ -381,7 +401,9 @@ def test_before_is_not_asked_again_when_the_process_dies(tmp_path: Path) -> None
     ("method", "args", "cause"),
     [("exit", (3,), "exit code 3"), ("segfault", (), "SIGSEGV"), ("exit", (0,), "exit code 0")],
 )
-def test_a_task_that_kills_two_processes_fails(method: str, args: tuple[Any, ...], cause: str) -> None:
+def test_a_task_that_kills_two_processes_fails(
+    method: str, args: tuple[Any, ...], cause: str
+) -> None:
     with processes() as pool:
         with pytest.raises(WorkerDied, match=cause) as caught:
             pool.submit(method, *args).result()
@@ -456,11 +478,15 @@ def test_no_result_is_lost_or_wrong_whenever_a_process_is_killed(method: str) ->
             for i, task in enumerate(tasks):
                 result = task.result()
                 if method == "numbers":
-                    assert (result == np.arange(1000 * round_ + i, 1000 * round_ + i + 200_000)).all()
+                    assert (
+                        result == np.arange(1000 * round_ + i, 1000 * round_ + i + 200_000)
+                    ).all()
                 else:
                     assert result == bytes([i]) * 4_000_000
             del task, result, tasks
-        assert pool.submit("square", 3, to=0).result() == pool.submit("square", 3, to=1).result() == 9
+        assert (
+            pool.submit("square", 3, to=0).result() == pool.submit("square", 3, to=1).result() == 9
+        )
         assert pool.restarts == 25
     gc.collect()
     assert shared_maps() == []
@@ -592,7 +618,9 @@ BUSY = """
 """
 
 
-def run_busy(tmp_path: Path, then: str, act: Callable[[subprocess.Popen[str]], None] | None) -> tuple[int, str]:
+def run_busy(
+    tmp_path: Path, then: str, act: Callable[[subprocess.Popen[str]], None] | None
+) -> tuple[int, str]:
     """Exit code and stderr of a program that does something while its workers are busy. Nothing is left of it."""
     process = start(tmp_path, BUSY.format(then=then))
     try:
@@ -604,10 +632,16 @@ def run_busy(tmp_path: Path, then: str, act: Callable[[subprocess.Popen[str]], N
         try:
             _, stderr = process.communicate(timeout=60)
         except subprocess.TimeoutExpired as late:
-            states = {pid: psutil.Process(pid).status() for pid in (process.pid, *family) if psutil.pid_exists(pid)}
+            states = {
+                pid: psutil.Process(pid).status()
+                for pid in (process.pid, *family)
+                if psutil.pid_exists(pid)
+            }
             pytest.fail(f"it does not end: {states}\n{(late.stderr or b'').decode()}")
         assert len(family) >= 2
-        assert eventually(lambda: not any(alive(pid) for pid in family)), "a process was left behind"
+        assert eventually(lambda: not any(alive(pid) for pid in family)), (
+            "a process was left behind"
+        )
     finally:
         if process.poll() is None:
             process.kill()
@@ -616,7 +650,9 @@ def run_busy(tmp_path: Path, then: str, act: Callable[[subprocess.Popen[str]], N
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
-    code, stderr = run_busy(tmp_path, "tasks[0].result()", lambda p: os.killpg(p.pid, signal.SIGINT))
+    code, stderr = run_busy(
+        tmp_path, "tasks[0].result()", lambda p: os.killpg(p.pid, signal.SIGINT)
+    )
     assert code == -signal.SIGINT
     assert stderr.count("Traceback") == 1
     assert stderr.strip().endswith("KeyboardInterrupt")
@@ -624,9 +660,16 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("then", "code", "says"),
-    [("pass", 0, ""), ("sys.exit(5)", 5, ""), ("raise ValueError('oh')", 1, "ValueError: oh"), ("os._exit(6)", 6, "")],
+    [
+        ("pass", 0, ""),
+        ("sys.exit(5)", 5, ""),
+        ("raise ValueError('oh')", 1, "ValueError: oh"),
+        ("os._exit(6)", 6, ""),
+    ],
 )
-def test_a_program_that_ends_without_shutdown_leaves_nothing(tmp_path: Path, then: str, code: int, says: str) -> None:
+def test_a_program_that_ends_without_shutdown_leaves_nothing(
+    tmp_path: Path, then: str, code: int, says: str
+) -> None:
     # It goes on once nobody can say anything to it, which is when its family has been counted.
     process_code, stderr = run_busy(tmp_path, f"sys.stdin.read(); time.sleep(0.5); {then}", None)
     assert process_code == code
@@ -638,7 +681,9 @@ def test_a_program_that_ends_without_shutdown_leaves_nothing(tmp_path: Path, the
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_ranks_that_multiprocessing_started_end_without_shutdown(tmp_path: Path, method: str) -> None:
+def test_ranks_that_multiprocessing_started_end_without_shutdown(
+    tmp_path: Path, method: str
+) -> None:
     body = f"""
     import multiprocessing
 
@@ -675,7 +720,10 @@ def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_main_guard_ends_with_a_clear_error(tmp_path: Path) -> None:
-    process = start(tmp_path, 'pool = make_pool(2, Work(), kind="process")\nprint(pool.submit("who").result())\n')
+    process = start(
+        tmp_path,
+        'pool = make_pool(2, Work(), kind="process")\nprint(pool.submit("who").result())\n',
+    )
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == ""
@@ -720,7 +768,10 @@ def test_a_class_that_no_file_defines_is_refused_with_advice() -> None:
 
 
 def test_a_worker_process_does_not_start_others() -> None:
-    with processes(1, Nested()) as pool, pytest.raises(ConfigError, match="a worker process itself"):
+    with (
+        processes(1, Nested()) as pool,
+        pytest.raises(ConfigError, match="a worker process itself"),
+    ):
         pool.submit("start").result()
 
 

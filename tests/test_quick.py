@@ -48,7 +48,9 @@ def test_every_step_is_counted_at_once_on_the_trainers_thread(data: SyntheticDat
             stats = loader.stats()
             assert (stats.batches, stats.tokens) == (taken, taken * batch.tokens)
             assert loader.telemetry.consumer.steps == taken
-        assert len(loader.telemetry.window.steps) == 2 * JOTTED - 3  # all that have ended, but for the first
+        assert (
+            len(loader.telemetry.window.steps) == 2 * JOTTED - 3
+        )  # all that have ended, but for the first
         assert stats.wait_s == pytest.approx(sum(stats.wait_by_stage.values()))
 
 
@@ -104,7 +106,9 @@ def test_a_pause_belongs_to_the_step_that_it_was_made_in(data: SyntheticDataset)
         assert consumer.paused.total["eval"] == pytest.approx(consumer.paused.within_s)
 
 
-def test_steps_that_were_not_written_down_yet_count_when_another_stream_begins(data: SyntheticDataset) -> None:
+def test_steps_that_were_not_written_down_yet_count_when_another_stream_begins(
+    data: SyntheticDataset,
+) -> None:
     with AsyncDataLoader(data, 4, output="numpy") as loader:
         state = ready(loader).state_dict()
         tokens = sum(next(loader).tokens for _ in range(9))
@@ -114,7 +118,10 @@ def test_steps_that_were_not_written_down_yet_count_when_another_stream_begins(d
 
 
 @given(
-    gaps=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 50), st.integers(1, 9), st.integers(0, 8)), min_size=1),
+    gaps=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 50), st.integers(1, 9), st.integers(0, 8)),
+        min_size=1,
+    ),
     known=st.booleans(),
     tried=st.booleans(),
 )
@@ -197,7 +204,9 @@ print("asked" if asked > 100 else f"asked only {asked} times")
 
 
 def test_a_signals_handler_may_ask_for_state_and_stats_wherever_it_comes_in() -> None:
-    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=100
+    )
     assert (done.stdout, done.returncode) == ("asked\n", 0), done.stderr
 
 
@@ -209,7 +218,9 @@ def test_a_batch_that_an_error_took_away_on_the_long_way_is_given_again(
         taken = [next(loader).index for _ in range(3)]
         assert loader._pipeline is not None
         loader._quick = lambda: None  # so that the long way is taken
-        monkeypatch.setattr(loader._pipeline, "watch", lambda depths: 1 / 0)  # a log handler that raises, say
+        monkeypatch.setattr(
+            loader._pipeline, "watch", lambda depths: 1 / 0
+        )  # a log handler that raises, say
         with pytest.raises(ZeroDivisionError):
             next(loader)
         monkeypatch.undo()

@@ -85,7 +85,9 @@ def notes(cache: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_next_run_loads_ranks_and_gives_the_same_ids(vocabulary: Path, cache: Path, loaded: list[str]) -> None:
+def test_the_next_run_loads_ranks_and_gives_the_same_ids(
+    vocabulary: Path, cache: Path, loaded: list[str]
+) -> None:
     look(vocabulary)
     (note,) = notes(cache)
     (kept,) = (cache / "ranks").iterdir()
@@ -111,14 +113,18 @@ def test_a_short_run_looks_for_nothing(vocabulary: Path, cache: Path, loaded: li
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("damage", ["gone", "cut", "other", "empty"])
-def test_ranks_that_are_not_whole_are_not_used(vocabulary: Path, cache: Path, loaded: list[str], damage: str) -> None:
+def test_ranks_that_are_not_whole_are_not_used(
+    vocabulary: Path, cache: Path, loaded: list[str], damage: str
+) -> None:
     look(vocabulary)
     (kept,) = (cache / "ranks").iterdir()
     lines = kept.read_bytes()
     if damage == "gone":
         kept.unlink()
     else:
-        kept.write_bytes({"cut": lines[:-20], "other": lines.replace(b" 300\n", b" 301\n"), "empty": b""}[damage])
+        kept.write_bytes(
+            {"cut": lines[:-20], "other": lines.replace(b" 300\n", b" 301\n"), "empty": b""}[damage]
+        )
     loaded.clear()
     engine = load_tokenizer(vocabulary, engine="gigatoken").engine
     assert encode(engine) == encode(load_tokenizer(vocabulary, engine="tokenizers").engine)
@@ -193,7 +199,9 @@ def bpe(path: Path, merges: list[tuple[str, str]], ids: list[str] | None = None)
     """A vocabulary of all bytes and these merges; `ids`: what they make, in the order of their ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = ids or list(dict.fromkeys(a + b for a, b in merges))
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *made])}, merges))
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate([*alphabet, *made])}, merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(path))
     return path
@@ -238,7 +246,14 @@ def test_a_vocabulary_at_which_the_library_panics_hurts_no_run(
     with caplog.at_level(logging.INFO, "penstock"):
         given_by = [encode(engine, ["abcx bcx abc", "ab bc"]) for _ in range(4)]
     assert (
-        given_by == [encode(load_tokenizer(path, eos=None, engine="tokenizers").engine, ["abcx bcx abc", "ab bc"])] * 4
+        given_by
+        == [
+            encode(
+                load_tokenizer(path, eos=None, engine="tokenizers").engine,
+                ["abcx bcx abc", "ab bc"],
+            )
+        ]
+        * 4
     )
     assert [note["ranks"] for note in notes(cache)] == [""]
     assert "is not kept as ranks" in caplog.text
@@ -266,7 +281,9 @@ def test_ranks_that_are_gone_are_made_again(vocabulary: Path, cache: Path) -> No
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("ranks", ["\0", "\ud800", "../x", "a" * 63, 5, [], {}])
-def test_a_note_with_other_ranks_than_a_digest_counts_for_nothing(vocabulary: Path, cache: Path, ranks: Any) -> None:
+def test_a_note_with_other_ranks_than_a_digest_counts_for_nothing(
+    vocabulary: Path, cache: Path, ranks: Any
+) -> None:
     look(vocabulary)
     (path,) = (cache / "engines").iterdir()
     known = json.loads(path.read_text())
@@ -283,7 +300,10 @@ def test_many_calls_for_a_short_text_are_no_long_run(vocabulary: Path, cache: Pa
 
 
 @given(
-    st.lists(st.tuples(st.text("abc", min_size=1, max_size=3), st.text("abc", min_size=1, max_size=3)), max_size=12),
+    st.lists(
+        st.tuples(st.text("abc", min_size=1, max_size=3), st.text("abc", min_size=1, max_size=3)),
+        max_size=12,
+    ),
     st.lists(st.text("abc ", max_size=12), min_size=1, max_size=8),
 )
 def test_ranks_give_the_same_ids_wherever_there_are_any(
@@ -297,5 +317,7 @@ def test_ranks_give_the_same_ids_wherever_there_are_any(
     about, tokenizer = described(bpe(tmp_path_factory.mktemp("bpe") / "tokenizer.json", merges))
     found = check.as_ranks(json.dumps(about), tokenizer)
     if found is not None:
-        given_by = [encode(GigatokenEngine(lambda it=it: it, 0), some) for it in (tokenizer, found[1])]  # type: ignore[misc]
+        given_by = [
+            encode(GigatokenEngine(lambda it=it: it, 0), some) for it in (tokenizer, found[1])
+        ]  # type: ignore[misc]
         assert given_by[0] == given_by[1]

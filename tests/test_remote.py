@@ -16,16 +16,34 @@ import pytest
 
 from penstock import AsyncDataLoader, Offline, Remote, RemoteError, SourceChanged, TextDataset
 from penstock.testing import Fault, FileServer, HubServer
-from tests.contracts import closes_cleanly, digest, ledger, resumes_everywhere, resumes_repeatedly, same_for_any, take
+from tests.contracts import (
+    closes_cleanly,
+    digest,
+    ledger,
+    resumes_everywhere,
+    resumes_repeatedly,
+    same_for_any,
+    take,
+)
 
-QUICK = Remote(connect_timeout=2, request_timeout=5, stall_timeout=1, retry_budget=10, metadata_budget=10, backoff=0.02)
+QUICK = Remote(
+    connect_timeout=2,
+    request_timeout=5,
+    stall_timeout=1,
+    retry_budget=10,
+    metadata_budget=10,
+    backoff=0.02,
+)
 FORMS = ["parquet", "docs.jsonl", "docs.jsonl.gz"]
 
 
 @pytest.fixture(scope="module")
 def serving(corpus: Path) -> Iterator[HubServer]:
     with HubServer() as hub:
-        hub.add("org/name", {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()})
+        hub.add(
+            "org/name",
+            {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()},
+        )
         yield hub
 
 
@@ -45,7 +63,8 @@ def maker(url: Any, **data: Any) -> Any:
     def make(**how: Any) -> AsyncDataLoader:
         text = TextDataset(url, **({"tokenizer": "byte", "seq_len": 32, "remote": QUICK} | data))
         return AsyncDataLoader(
-            text, **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2, "output": "numpy"} | how)
+            text,
+            **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2, "output": "numpy"} | how),
         )
 
     return make
@@ -56,7 +75,9 @@ def data_requests(hub: HubServer) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_stream_is_that_of_a_local_copy_for_any_way_to_run(hub: HubServer, corpus: Path, form: str) -> None:
+def test_the_stream_is_that_of_a_local_copy_for_any_way_to_run(
+    hub: HubServer, corpus: Path, form: str
+) -> None:
     local = ledger(maker(corpus / form), 10**6)
     remote = maker(f"hf://datasets/org/name/{form}")
     assert ledger(remote, 10**6) == local
@@ -91,7 +112,9 @@ def test_a_folder_of_small_texts_is_fetched_side_by_side(hub: HubServer, tmp_pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     hub.add("org/texts", {name: text.encode() for name, text in texts.items()})
-    assert ledger(maker("hf://datasets/org/texts"), 10**6) == ledger(maker(tmp_path / "books"), 10**6)
+    assert ledger(maker("hf://datasets/org/texts"), 10**6) == ledger(
+        maker(tmp_path / "books"), 10**6
+    )
 
 
 def test_only_the_text_columns_bytes_are_fetched(hub: HubServer) -> None:
@@ -130,7 +153,9 @@ def test_the_second_epoch_and_the_next_run_need_no_network(hub: HubServer, corpu
     assert first_epoch > 0
     hub.clear_log()
     assert ledger(make, 10**6) == whole
-    assert [r.path.split("/")[-2:] for r in hub.log] == [["revision", "main"]], "a branch needs one request"
+    assert [r.path.split("/")[-2:] for r in hub.log] == [["revision", "main"]], (
+        "a branch needs one request"
+    )
     sha = json.loads(_get(hub, "/api/datasets/org/name"))["sha"]
     hub.clear_log()
     pinned = maker(f"hf://datasets/org/name@{sha}/parquet")
@@ -178,7 +203,9 @@ def test_offline_a_compressed_file_that_is_missing_is_named(
     assert hub.log == []
 
 
-def test_another_tokenizer_field_split_or_policy_never_gets_the_tokens_of_another(hub: HubServer, corpus: Path) -> None:
+def test_another_tokenizer_field_split_or_policy_never_gets_the_tokens_of_another(
+    hub: HubServer, corpus: Path
+) -> None:
     url, path = "hf://datasets/org/name/parquet", corpus / "parquet"
     for data in (
         {},
@@ -211,7 +238,9 @@ def test_local_files_are_cached_where_asked_for_and_a_changed_file_is_read_anew(
     assert ledger(make, 100, epochs=1) == ledger(maker(path), 100, epochs=1) != plain
 
 
-def test_files_over_http_by_a_list_of_addresses(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_over_http_by_a_list_of_addresses(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     files = {p.name: p for p in (corpus / "parquet").iterdir()}
     with FileServer(files) as server:
@@ -227,7 +256,9 @@ def test_files_over_http_by_a_list_of_addresses(corpus: Path, tmp_path: Path, mo
             loader.load_state_dict(state)
 
 
-def test_a_new_commit_is_refused_on_resume_unless_the_old_one_is_named(hub: HubServer, corpus: Path) -> None:
+def test_a_new_commit_is_refused_on_resume_unless_the_old_one_is_named(
+    hub: HubServer, corpus: Path
+) -> None:
     repo = hub.add("org/moving", {p.name: p for p in (corpus / "parquet").iterdir()})
     old = repo.sha
     make = maker("hf://datasets/org/moving")
@@ -245,12 +276,19 @@ def test_a_new_commit_is_refused_on_resume_unless_the_old_one_is_named(hub: HubS
         assert take(loader, 10) == rest
 
 
-def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_before_it(hub: HubServer) -> None:
-    make = maker("hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=2, backoff=0.02))
+def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_before_it(
+    hub: HubServer,
+) -> None:
+    make = maker(
+        "hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=2, backoff=0.02)
+    )
     whole = ledger(make, 10**6, shuffle=False)
     hub.fault(Fault("status", path="*b.parquet", times=None, code=503))
     got: list[str] = []
-    with make(shuffle=False) as loader, pytest.raises(RemoteError, match=r"b\.parquet.*503") as raised:
+    with (
+        make(shuffle=False) as loader,
+        pytest.raises(RemoteError, match=r"b\.parquet.*503") as raised,
+    ):
         got.extend(digest(batch) for batch in loader)
     assert any("in stage fetch" in note for note in raised.value.__notes__)
     assert 0 < len(got) < len(whole)
@@ -266,7 +304,9 @@ def test_telemetry_counts_requests_made_again_and_the_time_between_them(hub: Hub
         beat = loader.telemetry.beat_fields()["fetch"]
     assert fetch["requests"] > fetch["retries"] >= 3
     assert beat["retry_s"] == fetch["retry_s"] > 0
-    assert loader.telemetry.known().retries == fetch["retries"], "known still, when the loader is closed"
+    assert loader.telemetry.known().retries == fetch["retries"], (
+        "known still, when the loader is closed"
+    )
 
 
 def test_no_thread_and_no_socket_is_left_behind(hub: HubServer) -> None:
@@ -293,11 +333,15 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
         "with AsyncDataLoader(data, 2, output='numpy') as loader: next(loader)\n"
         "print([m for m in ('h11', 'obstore', 'asyncio', 'yaml') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
-def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(hub: HubServer, tmp_path: Path) -> None:
+def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(
+    hub: HubServer, tmp_path: Path
+) -> None:
     files = {}
     for number in range(10):
         path = tmp_path / f"{number}.parquet"
@@ -306,8 +350,12 @@ def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(hub: Hu
     hub.add("org/many", files)
     # The third file's answers do not come before the test ends: not within any limit of these settings.
     hub.fault(Fault("silence", path="*/2.parquet", times=None))
-    limits = Remote(connect_timeout=60, request_timeout=60, stall_timeout=60, retry_budget=60, backoff=0.02)
-    data = TextDataset("hf://datasets/org/many/data/*.parquet", tokenizer="byte", seq_len=32, remote=limits)
+    limits = Remote(
+        connect_timeout=60, request_timeout=60, stall_timeout=60, retry_budget=60, backoff=0.02
+    )
+    data = TextDataset(
+        "hf://datasets/org/many/data/*.parquet", tokenizer="byte", seq_len=32, remote=limits
+    )
     with AsyncDataLoader(data, 4, output="numpy", n_workers=2) as loader:
         seen = set()
         while "1.parquet" not in seen:

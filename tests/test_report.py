@@ -46,7 +46,9 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
-        self._inside = "json" if ("id", "figures") in attrs else tag if tag in ("script", "style") else ""
+        self._inside = (
+            "json" if ("id", "figures") in attrs else tag if tag in ("script", "style") else ""
+        )
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = ""
@@ -66,7 +68,9 @@ class Seen(HTMLParser):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks, one of them slow, with everything that happens to a run."""
     folder = tmp_path_factory.mktemp("run")
-    what = Recording(ranks=4, steps=300, slow_rank=2, wait=0.03, stalls=(150,), checkpoint_every=100, torn=4)
+    what = Recording(
+        ranks=4, steps=300, slow_rank=2, wait=0.03, stalls=(150,), checkpoint_every=100, torn=4
+    )
     write_run(folder, replace(what, slower_from=220, fallback_at=200))
     return folder
 
@@ -76,14 +80,22 @@ def made(run: Path) -> Report:
     return report(run)
 
 
-@pytest.mark.parametrize(("wait", "band"), [(0.004, "excellent"), (0.03, "good"), (0.1, "fair"), (0.4, "poor")])
-def test_the_verdict_comes_first_with_its_band_and_number(tmp_path: Path, wait: float, band: str) -> None:
+@pytest.mark.parametrize(
+    ("wait", "band"), [(0.004, "excellent"), (0.03, "good"), (0.1, "fair"), (0.4, "poor")]
+)
+def test_the_verdict_comes_first_with_its_band_and_number(
+    tmp_path: Path, wait: float, band: str
+) -> None:
     write_run(tmp_path, Recording(wait=wait, steps=120))
     made = report(tmp_path)
     assert made.numbers["band"] == band
     assert made.numbers["data_wait_pct"] == pytest.approx(100 * wait, rel=0.15)
     page = Seen(made.html)
-    assert page.words.index(band) < page.words.index("of the time goes into waiting") < page.words.index("Step time")
+    assert (
+        page.words.index(band)
+        < page.words.index("of the time goes into waiting")
+        < page.words.index("Step time")
+    )
     assert band in made.summary
 
 
@@ -108,9 +120,15 @@ def test_numbers_are_those_of_the_run(made: Report) -> None:
 
 def test_a_page_is_one_file_that_asks_nobody_for_anything(made: Report) -> None:
     page = Seen(made.html)
-    addresses = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "action", "data")]
+    addresses = [
+        value
+        for _, name, value in page.attributes
+        if name in ("src", "href", "srcset", "action", "data")
+    ]
     assert addresses == ["data:,"]
-    policy = next(value for _, name, value in page.attributes if name == "content" and "default-src" in value)
+    policy = next(
+        value for _, name, value in page.attributes if name == "content" and "default-src" in value
+    )
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
     assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
@@ -157,7 +175,9 @@ def test_each_plot_is_one_that_plotly_accepts(run: Path, made: Report) -> None:
     both = Seen(compare(run, run).html).data["common"]
     assert set(both) == {"rates", "spread", "both-waits", "both-steps"}
     for figure in [*figures["ranks"]["2"].values(), *figures["common"].values(), *both.values()]:
-        go.Figure(data=painted(figure["data"]), layout=painted(figure["layout"]))  # raises for what it does not know
+        go.Figure(
+            data=painted(figure["data"]), layout=painted(figure["layout"])
+        )  # raises for what it does not know
         assert figure["data"]
         assert len(figure["alt"]) > 20
 
@@ -174,15 +194,21 @@ def test_text_from_files_stays_text(tmp_path: Path) -> None:
     plain, nasty = tmp_path / "plain", tmp_path / "nasty"
     what = Recording(steps=80, stalls=(40,), fallback_at=50, ranks=2)
     write_run(plain, replace(what, settings={"path": "x"}))
-    paths = write_run(nasty, replace(what, settings={"path": NASTY, NASTY: [NASTY]}, stall_file=NASTY))
+    paths = write_run(
+        nasty, replace(what, settings={"path": NASTY, NASTY: [NASTY]}, stall_file=NASTY)
+    )
     paths[0].rename(nasty / "heartbeat_rank<b>0.jsonl")
-    paths[1].write_text(paths[1].read_text().replace("node0", "<i>node</i>").replace("tokenize is busy", "<script>"))
+    paths[1].write_text(
+        paths[1].read_text().replace("node0", "<i>node</i>").replace("tokenize is busy", "<script>")
+    )
     page, innocent = Seen(report(nasty).html), Seen(report(plain).html)
     extra = ["tr", "th", "td"]  # the setting with the nasty name
     assert sorted(page.tags) == sorted(innocent.tags + extra)
     assert NASTY.replace("\x1b", "\N{REPLACEMENT CHARACTER}") in "\n".join(page.shown)
     assert not any(
-        "<script" in note for figure in page.data["ranks"]["0"].values() for note in json.dumps(figure).split()
+        "<script" in note
+        for figure in page.data["ranks"]["0"].values()
+        for note in json.dumps(figure).split()
     )
     assert "\x1b" not in report(nasty).summary
     assert "\x1b" not in compare(plain, nasty).summary
@@ -206,7 +232,10 @@ values = st.recursive(
     | st.floats()
     | st.sampled_from([0, 1, 1e-300, 1e300, -1, "nan", "inf", 1e18, 10**30])
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["fetch", "depth", "x", ""]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["fetch", "depth", "x", ""]), inner)
+    ),
     max_leaves=6,
 )
 names = st.sampled_from(
@@ -270,12 +299,18 @@ msgs = st.sampled_from(
     ]
 )
 strange = st.lists(
-    st.tuples(msgs, st.integers(-5, 10**20) | st.integers(0, 40), st.dictionaries(names, values, max_size=8)),
+    st.tuples(
+        msgs,
+        st.integers(-5, 10**20) | st.integers(0, 40),
+        st.dictionaries(names, values, max_size=8),
+    ),
     max_size=60,
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(strange)
 def test_whatever_the_lines_hold_there_is_a_page_or_a_clear_refusal(
     tmp_path: Path, found: list[tuple[str, int, dict[str, Any]]]
@@ -283,7 +318,15 @@ def test_whatever_the_lines_hold_there_is_a_page_or_a_clear_refusal(
     path = tmp_path / "heartbeat_rank0.jsonl"
     with path.open("w") as file:
         for at, (msg, step, fields) in enumerate(found):
-            usual = {"ts": 1.79e9 + at, "iso": "", "mono": at / 7, "pid": 1, "rank": 0, "step": step, "msg": msg}
+            usual = {
+                "ts": 1.79e9 + at,
+                "iso": "",
+                "mono": at / 7,
+                "pid": 1,
+                "rank": 0,
+                "step": step,
+                "msg": msg,
+            }
             file.write(json.dumps(fields | usual) + "\n")
     try:
         made = report(path)
@@ -308,7 +351,9 @@ def test_a_single_slow_step_among_many_stays_visible() -> None:
     st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400),
     st.integers(2, 60),
 )
-def test_thinning_keeps_order_ends_of_the_range_and_the_limit(values: list[float], most: int) -> None:
+def test_thinning_keeps_order_ends_of_the_range_and_the_limit(
+    values: list[float], most: int
+) -> None:
     column = np.asarray(values)
     x, y = thinned(np.arange(len(column)), column, most)
     assert len(x) <= max(most, 2)
@@ -323,7 +368,9 @@ def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(ranks=1, steps=1_700))
     whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
     for rank in range(1, 8):
-        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(whole.replace('"rank": 0', f'"rank": {rank}'))
+        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(
+            whole.replace('"rank": 0', f'"rank": {rank}')
+        )
     made = report(tmp_path)
     assert len(Seen(made.html).data["ranks"]) == 8
     assert (
@@ -333,11 +380,15 @@ def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_thousand_steps_of_eight_ranks_stay_below_eight_megabytes(tmp_path: Path) -> None:
+def test_two_hundred_thousand_steps_of_eight_ranks_stay_below_eight_megabytes(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path, Recording(ranks=1, steps=200_000))
     whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
     for rank in range(1, 8):
-        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(whole.replace('"rank": 0', f'"rank": {rank}'))
+        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(
+            whole.replace('"rank": 0', f'"rank": {rank}')
+        )
     made = report(tmp_path)
     assert made.numbers["ranks"][7]["steps"] == 200_000
     assert len(made.html.encode()) < 8_000_000
@@ -372,7 +423,14 @@ def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
     with Heartbeat(tmp_path, rank=0, settings={"prefetch_size": 8}) as beat:
         for step in range(1, 61):
             loss = float("inf") if step == 40 else 2.0
-            beat.progress(step, loss=loss, tokens=100, dt_step_s=0.1, dt_fetch_s=0.01, wait_by_stage={"pack": 0.01})
+            beat.progress(
+                step,
+                loss=loss,
+                tokens=100,
+                dt_step_s=0.1,
+                dt_fetch_s=0.01,
+                wait_by_stage={"pack": 0.01},
+            )
         beat.event("stall", stage="fetch", where="part-0", wait_s=1.5)
     made = report(tmp_path)
     one = made.numbers["ranks"][0]
@@ -424,7 +482,9 @@ def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
     assert "not finite" in json.dumps(Seen(made.html).data["ranks"]["0"]["loss"]["layout"])
 
 
-def test_the_warmup_is_that_of_the_data_trained_on_and_strange_counts_end_nothing(tmp_path: Path) -> None:
+def test_the_warmup_is_that_of_the_data_trained_on_and_strange_counts_end_nothing(
+    tmp_path: Path,
+) -> None:
     told = list(lines(Recording(steps=80)))
     warmup = next(line for line in told if line["msg"].endswith("warmup"))
     told.append(warmup | {"of": "validation", "filled": 777})
@@ -441,13 +501,23 @@ def test_the_warmup_is_that_of_the_data_trained_on_and_strange_counts_end_nothin
 @pytest.mark.parametrize(
     ("kind", "said", "shown"),
     [
-        ("error", {"error": "503", "stage": "fetch", "where": "a.parquet"}, "503 in fetch, a.parquet"),
+        (
+            "error",
+            {"error": "503", "stage": "fetch", "where": "a.parquet"},
+            "503 in fetch, a.parquet",
+        ),
         ("error", {"error": "503", "stage": "", "where": ""}, "503"),
-        ("shutdown", {"reason": "finished", "steps": 3, "verdict": "fine"}, "finished after 3 steps; fine"),
+        (
+            "shutdown",
+            {"reason": "finished", "steps": 3, "verdict": "fine"},
+            "finished after 3 steps; fine",
+        ),
         ("shutdown", {"reason": "finished", "steps": 3}, "finished after 3 steps"),
     ],
 )
-def test_an_event_says_only_what_is_known_of_it(kind: str, said: dict[str, Any], shown: str) -> None:
+def test_an_event_says_only_what_is_known_of_it(
+    kind: str, said: dict[str, Any], shown: str
+) -> None:
     assert describe(Event(1.0, 0, 1, kind, said)) == shown
 
 
@@ -466,7 +536,10 @@ def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NoData, match=r"no heartbeat line in .*heartbeat_rank0"):
         report(empty)
     a, b = write_run(tmp_path / "a")[0], write_run(tmp_path / "b")[0]
-    with pytest.raises(ConfigError, match=f"{re.escape(str(a))} and {re.escape(str(b))} are both of rank 0.*--compare"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{re.escape(str(a))} and {re.escape(str(b))} are both of rank 0.*--compare",
+    ):
         report(a, b)
     with pytest.raises(NoData, match="missing"):
         report(a, tmp_path / "missing")
@@ -476,7 +549,16 @@ def test_a_faster_run_is_told_from_chance(tmp_path: Path) -> None:
     a, again, b = tmp_path / "a", tmp_path / "again", tmp_path / "b"
     write_run(a, Recording(steps=300, ranks=2))
     write_run(again, Recording(steps=300, ranks=2, seed=1))
-    write_run(b, Recording(steps=300, ranks=2, seed=2, step_s=0.2, settings={"n_workers": 4, "remote": {"fetches": 8}}))
+    write_run(
+        b,
+        Recording(
+            steps=300,
+            ranks=2,
+            seed=2,
+            step_s=0.2,
+            settings={"n_workers": 4, "remote": {"fetches": 8}},
+        ),
+    )
     better = compare(a, b)
     told = better.numbers["difference"]
     assert told["beyond_intervals"] is True
@@ -522,7 +604,9 @@ def test_with_a_dash_nothing_but_json_is_printed(run: Path, tmp_path: Path) -> N
     assert "report: " in done.stderr
 
 
-def test_without_arguments_it_takes_the_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_arguments_it_takes_the_usual_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "artifacts" / "train_showcase", Recording(steps=60))
     assert invoke().exit_code == 0
@@ -536,7 +620,9 @@ def test_mistakes_on_the_command_line_are_explained(run: Path, tmp_path: Path) -
     folder = invoke(run, "-o", tmp_path)
     assert isinstance(folder.exception, PenstockError)
     assert str(tmp_path) in str(folder.exception)
-    assert isinstance(invoke(run, "-o", tmp_path / "x.html", "--json", tmp_path).exception, PenstockError)
+    assert isinstance(
+        invoke(run, "-o", tmp_path / "x.html", "--json", tmp_path).exception, PenstockError
+    )
 
 
 def test_without_plotly_the_extra_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,7 +631,9 @@ def test_without_plotly_the_extra_is_named(run: Path, monkeypatch: pytest.Monkey
         report(run)
 
 
-def test_an_earlier_run_in_the_same_file_is_left_out_and_a_resumed_one_is_not(tmp_path: Path) -> None:
+def test_an_earlier_run_in_the_same_file_is_left_out_and_a_resumed_one_is_not(
+    tmp_path: Path,
+) -> None:
     with Heartbeat(tmp_path, rank=0) as first:
         for step in range(1, 41):
             first.progress(step, loss=9.0, tokens=7, dt_step_s=1.0)

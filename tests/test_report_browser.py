@@ -17,7 +17,8 @@ from tests.recorded import Recording, write_run
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: make browser")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver: make browser installs them"
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver: make browser installs them",
 )
 NASTY = "</script><script>window.broken=1</script><img src=x onerror='window.broken=2'>"
 PLOTS = ("step-time", "waits", "rate", "next", "queue", "loss", "ledger", "memory", "ranks")
@@ -28,10 +29,15 @@ DEADLINE_S = 60
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Reports of runs, by name, as addresses of files."""
     folder = tmp_path_factory.mktemp("pages")
-    usual = Recording(ranks=3, steps=260, slow_rank=1, stalls=(120,), checkpoint_every=100, slower_from=200)
+    usual = Recording(
+        ranks=3, steps=260, slow_rank=1, stalls=(120,), checkpoint_every=100, slower_from=200
+    )
     write_run(folder / "a", usual)
     write_run(folder / "b", Recording(ranks=3, steps=260, seed=1, settings={"n_workers": 4}))
-    write_run(folder / "nasty", Recording(steps=60, stalls=(30,), stall_file=NASTY, settings={NASTY: NASTY}))
+    write_run(
+        folder / "nasty",
+        Recording(steps=60, stalls=(30,), stall_file=NASTY, settings={NASTY: NASTY}),
+    )
     write_run(folder / "begun", Recording(steps=0, ended=False))
     made = {
         "run": report(folder / "a").write(folder / "run.html"),
@@ -62,7 +68,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         options.add_argument(f"--{flag}")
     if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # Chromium refuses its sandbox to root, as in most containers
+        options.add_argument(
+            "--no-sandbox"
+        )  # Chromium refuses its sandbox to root, as in most containers
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     driver.set_script_timeout(DEADLINE_S)
@@ -98,7 +106,10 @@ def prefer(browser: Any, scheme: str) -> None:
 
 
 def drawn(browser: Any) -> None:
-    until(browser, lambda: browser.execute_script("return document.documentElement.dataset.drawn === 'all'"))
+    until(
+        browser,
+        lambda: browser.execute_script("return document.documentElement.dataset.drawn === 'all'"),
+    )
 
 
 def until(browser: Any, ready: Callable[[], bool]) -> None:
@@ -109,18 +120,29 @@ def until(browser: Any, ready: Callable[[], bool]) -> None:
 
 def lines_in(browser: Any, plot: str) -> int:
     """Lines, bars and points of a plot that have a shape."""
-    inside = "[...document.querySelectorAll(`[data-plot='${arguments[0]}'] .main-svg .overplot path`)]"
+    inside = (
+        "[...document.querySelectorAll(`[data-plot='${arguments[0]}'] .main-svg .overplot path`)]"
+    )
     return int(
-        browser.execute_script(f"return {inside}.filter(p => (p.getAttribute('d') || '').length > 5).length", plot)
+        browser.execute_script(
+            f"return {inside}.filter(p => (p.getAttribute('d') || '').length > 5).length", plot
+        )
     )
 
 
 def nothing_wrong(browser: Any) -> None:
     assert browser.get_log("browser") == []
-    assert browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)") == []
+    assert (
+        browser.execute_script(
+            "return performance.getEntriesByType('resource').map(one => one.name)"
+        )
+        == []
+    )
 
 
-def test_every_plot_of_a_run_is_drawn_and_nothing_is_requested(browser: Any, visit: Callable[..., None]) -> None:
+def test_every_plot_of_a_run_is_drawn_and_nothing_is_requested(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("run")
     found = {plot: lines_in(browser, plot) for plot in PLOTS}
     assert all(found.values()), found
@@ -128,7 +150,12 @@ def test_every_plot_of_a_run_is_drawn_and_nothing_is_requested(browser: Any, vis
     assert "of the time goes into waiting" in heading.replace("\N{NO-BREAK SPACE}", " ")
     described = "return [...document.querySelectorAll('[data-plot]')].map(e => e.getAttribute('aria-label'))"
     assert all(len(label) > 20 for label in browser.execute_script(described))
-    assert browser.execute_script("return document.querySelectorAll('#step-time .shapelayer path').length") >= 3
+    assert (
+        browser.execute_script(
+            "return document.querySelectorAll('#step-time .shapelayer path').length"
+        )
+        >= 3
+    )
     assert "steady from" in browser.execute_script(
         "return document.querySelector('#step-time svg:nth-of-type(2)').textContent"
     )
@@ -137,7 +164,9 @@ def test_every_plot_of_a_run_is_drawn_and_nothing_is_requested(browser: Any, vis
     nothing_wrong(browser)
 
 
-def test_the_page_cannot_reach_the_network_even_if_it_tried(browser: Any, visit: Callable[..., None]) -> None:
+def test_the_page_cannot_reach_the_network_even_if_it_tried(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/"
@@ -153,7 +182,8 @@ def test_the_page_cannot_reach_the_network_even_if_it_tried(browser: Any, visit:
     refused = browser.get_log("browser")
     assert refused
     assert all(
-        "Content Security Policy" in entry["message"] or "Content-Security-Policy" in entry["message"]
+        "Content Security Policy" in entry["message"]
+        or "Content-Security-Policy" in entry["message"]
         for entry in refused
     )
 
@@ -163,13 +193,17 @@ def fits_a_phone(browser: Any) -> None:
     resize(browser, 375)
     widest = "Math.max(0, ...[...document.querySelectorAll('.main-svg')].map(e => e.getBoundingClientRect().right))"
     until(browser, lambda: browser.execute_script(f"return innerWidth === 375 && {widest} <= 375"))
-    assert browser.execute_script("return [document.documentElement.scrollWidth, document.body.scrollWidth]") == [
+    assert browser.execute_script(
+        "return [document.documentElement.scrollWidth, document.body.scrollWidth]"
+    ) == [
         375,
         375,
     ]
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, visit: Callable[..., None]) -> None:
+def test_a_phone_shows_it_without_scrolling_sideways(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("run", width=375)
     fits_a_phone(browser)
     assert all(lines_in(browser, plot) for plot in PLOTS)
@@ -198,7 +232,9 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_switch_changes_page_and_plots_and_both_are_readable(browser: Any, visit: Callable[..., None]) -> None:
+def test_the_switch_changes_page_and_plots_and_both_are_readable(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("run")
     light = colours(browser)
     browser.find_element("id", "theme").click()
@@ -225,7 +261,9 @@ def test_the_system_decides_until_the_reader_does(browser: Any, visit: Callable[
 
 
 @pytest.mark.slow
-def test_another_rank_and_another_scale_redraw_the_plots(browser: Any, visit: Callable[..., None]) -> None:
+def test_another_rank_and_another_scale_redraw_the_plots(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("run")
     label = "return document.querySelector('#step-time [data-plot]').getAttribute('aria-label')"
     kind = "return document.querySelector('#loss [data-plot]').layout.yaxis.type || 'linear'"
@@ -235,7 +273,10 @@ def test_another_rank_and_another_scale_redraw_the_plots(browser: Any, visit: Ca
     )
     assert "rank 2" in browser.execute_script(label)
     button = browser.find_element("css selector", "#loss button[data-log]")
-    assert (browser.execute_script(kind), button.get_attribute("aria-pressed")) == ("linear", "false")
+    assert (browser.execute_script(kind), button.get_attribute("aria-pressed")) == (
+        "linear",
+        "false",
+    )
     browser.execute_script("arguments[0].click()", button)
     assert (browser.execute_script(kind), button.get_attribute("aria-pressed")) == ("log", "true")
     assert lines_in(browser, "loss")
@@ -255,7 +296,9 @@ def test_hostile_text_is_shown_and_never_run(browser: Any, visit: Callable[..., 
 
 def test_two_runs_are_drawn_side_by_side(browser: Any, visit: Callable[..., None]) -> None:
     visit("both")
-    found = {plot: lines_in(browser, plot) for plot in ("rates", "spread", "both-steps", "both-waits")}
+    found = {
+        plot: lines_in(browser, plot) for plot in ("rates", "spread", "both-steps", "both-waits")
+    }
     assert all(found.values()), found
     assert browser.execute_script("return document.querySelectorAll('.two .verdict').length") == 2
     fits_a_phone(browser)
@@ -263,18 +306,25 @@ def test_two_runs_are_drawn_side_by_side(browser: Any, visit: Callable[..., None
 
 
 @pytest.mark.slow
-def test_it_prints_in_light_colours_and_comes_back(browser: Any, visit: Callable[..., None]) -> None:
+def test_it_prints_in_light_colours_and_comes_back(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("run", scheme="dark")
     browser.execute_script(
         "window.addEventListener('beforeprint', () => { window.printed = document.documentElement.dataset.theme })"
     )
     paper = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {})["data"])
     assert paper.startswith(b"%PDF")
-    until(browser, lambda: browser.execute_script("return document.documentElement.dataset.theme === 'dark'"))
+    until(
+        browser,
+        lambda: browser.execute_script("return document.documentElement.dataset.theme === 'dark'"),
+    )
     assert browser.execute_script("return window.printed") == "light"
 
 
-def test_a_run_without_steps_has_a_page_without_plots(browser: Any, visit: Callable[..., None]) -> None:
+def test_a_run_without_steps_has_a_page_without_plots(
+    browser: Any, visit: Callable[..., None]
+) -> None:
     visit("begun")
     shown = "return [...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)"
     assert browser.execute_script(shown) == ["ledger"]

@@ -19,7 +19,15 @@ STILL_GOING = "There is no shutdown line"
 
 
 def line(step: int, rank: int = 0, msg: str = "progress", **fields: Any) -> dict[str, Any]:
-    known = {"ts": 1.79e9 + step, "iso": "", "mono": float(step), "pid": 1, "rank": rank, "step": step, "msg": msg}
+    known = {
+        "ts": 1.79e9 + step,
+        "iso": "",
+        "mono": float(step),
+        "pid": 1,
+        "rank": rank,
+        "step": step,
+        "msg": msg,
+    }
     if msg == "progress":
         known |= {"dt_step_s": 0.25, "dt_fetch_s": 0.01, "tokens": 1000, "loss": 2.0}
     return known | fields
@@ -51,7 +59,9 @@ def loss_caption(folder: Path) -> str:
 # Ranks
 
 
-def ranks(folder: Path, those: range | tuple[int, ...], world: int, begin: int = 0, **fields: Any) -> None:
+def ranks(
+    folder: Path, those: range | tuple[int, ...], world: int, begin: int = 0, **fields: Any
+) -> None:
     for rank in those:
         lines = [line(begin, rank, "boot", world_size=world, **fields)]
         lines += [line(step, rank) for step in range(begin + 1, begin + 100)]
@@ -122,13 +132,23 @@ def run(begin: int = 1, **fields: Any) -> list[dict[str, Any]]:
 
 def test_a_run_is_not_blamed_for_an_earlier_one_without_a_step(tmp_path: Path) -> None:
     made, rank = one(tmp_path, *trouble(), *run())
-    assert (rank["events"], rank["earlier_runs"], rank["sessions"]) == ({"boot": 1, "shutdown": 1}, 1, 1)
-    assert warned(made) == ["One earlier run wrote to the same file; this report leaves what they wrote out."]
+    assert (rank["events"], rank["earlier_runs"], rank["sessions"]) == (
+        {"boot": 1, "shutdown": 1},
+        1,
+        1,
+    )
+    assert warned(made) == [
+        "One earlier run wrote to the same file; this report leaves what they wrote out."
+    ]
 
 
 def test_nor_for_several_that_came_after_one_with_steps(tmp_path: Path) -> None:
     _, rank = one(tmp_path, *run(), *trouble(), *trouble(), *run())
-    assert (rank["events"], rank["earlier_runs"], rank["steps"]) == ({"boot": 1, "shutdown": 1}, 3, 99)
+    assert (rank["events"], rank["earlier_runs"], rank["steps"]) == (
+        {"boot": 1, "shutdown": 1},
+        3,
+        99,
+    )
 
 
 def test_what_a_run_met_before_its_first_step_is_its_own(tmp_path: Path) -> None:
@@ -148,13 +168,21 @@ def losses(bad: set[int], n: int = 99, word: str = "nan") -> list[dict[str, Any]
 @pytest.mark.parametrize(
     ("bad", "told", "caption"),
     [
-        ({10}, "The loss was not a finite number at step 10; it is finite again.", "It is not finite at step 10."),
+        (
+            {10},
+            "The loss was not a finite number at step 10; it is finite again.",
+            "It is not finite at step 10.",
+        ),
         (
             {10, 20, 21},
             "The loss was not a finite number at 3 steps, first at step 10; it is finite again.",
             "It is not finite at 3 steps, first at step 10.",
         ),
-        (set(range(60, 100)), "The loss is not a finite number from step 60 on.", "It is not finite from step 60 on."),
+        (
+            set(range(60, 100)),
+            "The loss is not a finite number from step 60 on.",
+            "It is not finite from step 60 on.",
+        ),
         (
             {10, 98, 99},
             "The loss is not a finite number at 3 steps, first at step 10, and from step 98 on.",
@@ -162,7 +190,9 @@ def losses(bad: set[int], n: int = 99, word: str = "nan") -> list[dict[str, Any]
         ),
     ],
 )
-def test_where_the_loss_is_not_finite_is_told_as_it_is(tmp_path: Path, bad: set[int], told: str, caption: str) -> None:
+def test_where_the_loss_is_not_finite_is_told_as_it_is(
+    tmp_path: Path, bad: set[int], told: str, caption: str
+) -> None:
     made, rank = one(tmp_path, *losses(bad))
     assert (rank["loss_not_finite"], rank["loss_not_finite_steps"]) == (min(bad), len(bad))
     assert warned(made) == [told]
@@ -171,10 +201,20 @@ def test_where_the_loss_is_not_finite_is_told_as_it_is(tmp_path: Path, bad: set[
 
 def test_a_loss_that_was_redone_after_a_resume_counts_as_it_is_now(tmp_path: Path) -> None:
     begun = [line(0, msg="boot"), *losses(set(range(60, 80)), 79)]
-    made, rank = one(tmp_path, *begun, line(50, msg="boot", resumed=True), *(line(step) for step in range(51, 200)))
+    made, rank = one(
+        tmp_path,
+        *begun,
+        line(50, msg="boot", resumed=True),
+        *(line(step) for step in range(51, 200)),
+    )
     assert (rank["loss_not_finite"], rank["loss_not_finite_steps"], warned(made)) == (None, 0, [])
     assert "finite from" not in loss_caption(tmp_path)
-    made, rank = one(tmp_path, *begun, line(69, msg="boot", resumed=True), *(line(step) for step in range(70, 200)))
+    made, rank = one(
+        tmp_path,
+        *begun,
+        line(69, msg="boot", resumed=True),
+        *(line(step) for step in range(70, 200)),
+    )
     assert (rank["loss_not_finite"], rank["loss_not_finite_steps"]) == (60, 10)
     assert rank["loss_not_finite_from"] is None
 
@@ -198,9 +238,13 @@ def test_the_way_back_to_data_is_not_told_as_a_fallback(tmp_path: Path) -> None:
     steps = [line(step) for step in range(1, 50)]
     made, rank = one(tmp_path, *steps, line(50, msg="fallback", to="data", reason="flows again"))
     assert (rank["fell_back"], rank["events"]) == (False, {"fallback": 1})
-    assert warned(made) == ["It came back from synthetic data; since when it had that is not recorded."]
+    assert warned(made) == [
+        "It came back from synthetic data; since when it had that is not recorded."
+    ]
     away = line(49, msg="fallback", to="synthetic", reason="no batch")
-    made, rank = one(tmp_path, *steps, away, line(50, msg="fallback", to="data", reason="flows again"))
+    made, rank = one(
+        tmp_path, *steps, away, line(50, msg="fallback", to="data", reason="flows again")
+    )
     assert rank["fell_back"] is True
     assert warned(made) == ["It fell back to synthetic data; see the events."]
 
@@ -229,14 +273,18 @@ def test_a_queue_that_cannot_be_is_not_drawn_as_a_share(tmp_path: Path, capacity
 
 
 @pytest.mark.parametrize(
-    ("encoding", "shown"), [("latin-1", "node?1 \xe9"), ("ascii", None), ("utf-8", "node\u20261 \xe9")]
+    ("encoding", "shown"),
+    [("latin-1", "node?1 \xe9"), ("ascii", None), ("utf-8", "node\u20261 \xe9")],
 )
 def test_what_an_output_has_no_character_for_does_not_end_the_command(
     tmp_path: Path, encoding: str, shown: str | None
 ) -> None:
     words = "fetch on node\u20261 \xe9"
     path = written(tmp_path, [*run()[:-1], line(99, msg="shutdown", reason="done", verdict=words)])
-    for command in (["report", str(path), "-o", str(tmp_path / "page.html")], ["watch", str(path), "--once"]):
+    for command in (
+        ["report", str(path), "-o", str(tmp_path / "page.html")],
+        ["watch", str(path), "--once"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", "penstock.cli.main", *command],
             capture_output=True,

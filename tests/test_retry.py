@@ -28,7 +28,9 @@ from penstock.testing import Fault as Wrong
 from penstock.testing import FileServer
 from penstock.types import FileRef
 
-LIMITS = Remote(connect_timeout=1, request_timeout=3, stall_timeout=0.5, backoff=0.001, retry_after_cap=0.05)
+LIMITS = Remote(
+    connect_timeout=1, request_timeout=3, stall_timeout=0.5, backoff=0.001, retry_after_cap=0.05
+)
 DATA = bytes(range(256)) * 64
 
 
@@ -78,7 +80,8 @@ def test_a_budget_that_runs_out_is_an_error_with_everything_that_happened(client
 
     began = time.monotonic()
     with pytest.raises(
-        RemoteError, match=r"a thing cannot be .* attempts in \d+\.\d s failed \(reset \d+x\); at last: Conn"
+        RemoteError,
+        match=r"a thing cannot be .* attempts in \d+\.\d s failed \(reset \d+x\); at last: Conn",
     ) as raised:
         client.keep_trying("a thing", 0.3, attempt, setting="retry_budget")
     assert time.monotonic() - began < 30.0
@@ -102,7 +105,11 @@ def test_an_attempt_has_no_more_time_than_is_left(client: Client) -> None:
 def test_an_attempt_that_had_hardly_any_time_does_not_hide_what_was_wrong(client: Client) -> None:
     faults = iter([Fault("refused", "Connection refused")])
     with pytest.raises(RemoteError, match="at last: Connection refused"):
-        client.keep_trying("a thing", 0.05, Failing(next(faults), *[Fault("deadline", "not done") for _ in range(999)]))
+        client.keep_trying(
+            "a thing",
+            0.05,
+            Failing(next(faults), *[Fault("deadline", "not done") for _ in range(999)]),
+        )
 
 
 def test_a_final_fault_is_raised_at_once_and_names_the_thing(client: Client) -> None:
@@ -144,12 +151,17 @@ def test_retry_after_is_read_in_every_form(value: str, seconds: float | None) ->
     [
         ({"ratelimit": '"api";r=0;t=55'}, 55.0),
         ({"ratelimit": '"resolvers"; r=0; t=7'}, 7.0),
-        ({"ratelimit": '"api";r=12;t=55'}, None),  # something is left: it refuses for another reason
+        (
+            {"ratelimit": '"api";r=12;t=55'},
+            None,
+        ),  # something is left: it refuses for another reason
         ({"ratelimit": '"api";r=0;t=55', "retry-after": "3"}, 3.0),
         ({"ratelimit": "nonsense"}, None),
     ],
 )
-def test_the_end_of_a_window_of_requests_is_waited_for(headers: dict[str, str], seconds: float | None) -> None:
+def test_the_end_of_a_window_of_requests_is_waited_for(
+    headers: dict[str, str], seconds: float | None
+) -> None:
     assert retry_after(headers) == seconds
 
 
@@ -168,7 +180,9 @@ def test_a_server_that_asks_for_a_pause_gets_it_up_to_the_cap(client: Client) ->
         assert client.tally.counts()["retry_wait_ms"] - before == pytest.approx(waited, abs=1)
 
 
-def test_pauses_grow_and_stay_well_within_the_budget(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_pauses_grow_and_stay_well_within_the_budget(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "penstock")
     with pytest.raises(RemoteError):
         client.keep_trying("a thing", 2.0, Failing(*[Fault("reset", "") for _ in range(999)]))
@@ -381,20 +395,30 @@ def test_what_is_usual_for_one_size_says_something_of_others() -> None:
     for _ in range(20):
         usual.took(100_000, 0.1)
     assert [usual.too_long(n) for n in (10, 1000, 100_000)] == [pytest.approx(0.25)] * 3
-    assert usual.too_long(400_000) == pytest.approx(0.7), "four times as long, if all of it were bandwidth"
+    assert usual.too_long(400_000) == pytest.approx(0.7), (
+        "four times as long, if all of it were bandwidth"
+    )
 
 
 def test_reads_that_race_for_one_server_never_get_each_others_bytes(client: Client) -> None:
     client.limits = replace(LIMITS, fetches=16)
     with FileServer({"a": DATA}) as server:
-        for kind, n in (("reset", 7), ("short", 11), ("slow", 5), ("no_range", 13), ("wrong_range", 17)):
+        for kind, n in (
+            ("reset", 7),
+            ("short", 11),
+            ("slow", 5),
+            ("no_range", 13),
+            ("wrong_range", 17),
+        ):
             details = {"delay_s": 0.15} if kind == "slow" else {}
             for k in range(1, 12):
                 server.fault(Wrong(kind, skip=n * k, **details))
         files = RemoteFiles(client, {})
         file = FileRef(server.url_of("a"), "a", len(DATA), "text")
         rng = random.Random(3)
-        ranges = [(s := rng.randrange(len(DATA) - 1), rng.randint(1, len(DATA) - s)) for _ in range(250)]
+        ranges = [
+            (s := rng.randrange(len(DATA) - 1), rng.randint(1, len(DATA) - s)) for _ in range(250)
+        ]
         got = files.read_all([(file, start, length) for start, length in ranges])
         assert got == [bytearray(DATA[s : s + n]) for s, n in ranges]
 
@@ -413,7 +437,9 @@ def test_a_login_never_crosses_to_another_host_or_port(client: Client) -> None:
         basic = {"Authorization": "Basic c2VjcmV0"}
         first.fault(Wrong("redirect", path="/a", to=there))
         client.call(first.url_of("a"), what="a", headers=basic)
-        assert [r.headers.get("authorization") for r in first.log] == ["Bearer hf_secret"] * 2 + ["Basic c2VjcmV0"]
+        assert [r.headers.get("authorization") for r in first.log] == ["Bearer hf_secret"] * 2 + [
+            "Basic c2VjcmV0"
+        ]
         assert [r.headers.get("authorization") for r in second.log] == [None, None]
 
 
@@ -455,7 +481,9 @@ def test_a_refusal_is_not_tried_again(client: Client) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gzip", "html"])
-def test_a_portal_or_something_compressed_never_passes_for_an_answer(client: Client, kind: str) -> None:
+def test_a_portal_or_something_compressed_never_passes_for_an_answer(
+    client: Client, kind: str
+) -> None:
     with FileServer({"a": DATA}) as server:
         server.fault(Wrong(kind))
         assert client.call(server.url_of("a"), what="a").body == DATA
@@ -484,7 +512,9 @@ def test_spare_threads_do_as_much_at_once_as_they_may_and_the_rest_after() -> No
         assert [future.result(10) for future in waiting] == [True] * 9
 
 
-def test_a_call_that_comes_while_a_thread_gives_up_waiting_is_still_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_comes_while_a_thread_gives_up_waiting_is_still_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(spare, "IDLE_S", 0.001)
     with SpareThreads(1) as threads:
         for i in range(300):
@@ -536,7 +566,9 @@ def test_an_idle_thread_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: alive[0]() is None)
 
 
-def test_silence_is_noticed_as_soon_after_much_as_after_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_noticed_as_soon_after_much_as_after_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("penstock.read.attempt.time", SimpleNamespace(monotonic=lambda: now))
     patience = Patience(Remote(stall_timeout=10.0, min_bytes_per_s=4096), deadline=1000.0)

@@ -21,7 +21,17 @@ from penstock.config import write_atomically
 from penstock.dialects import without_comments
 from penstock.errors import ConfigError
 from penstock.recipe import build_dataset
-from penstock.settings import KINDS, PASSED_ON, PRESETS, Resolved, Settings, build, load, loader_arguments, show
+from penstock.settings import (
+    KINDS,
+    PASSED_ON,
+    PRESETS,
+    Resolved,
+    Settings,
+    build,
+    load,
+    loader_arguments,
+    show,
+)
 
 ROOT = Path(__file__).parent.parent
 Write = Callable[[str, str], Path]
@@ -46,7 +56,9 @@ def write(tmp_path: Path) -> Write:
 
 
 def toml(table: str, **values: Any) -> str:
-    return f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    return f"[{table}]\n" + "".join(
+        f"{key} = {json.dumps(value)}\n" for key, value in values.items()
+    )
 
 
 def refused(match: str, *args: Any, **kwargs: Any) -> str:
@@ -79,7 +91,12 @@ BY_SETTING = [row[0] for row in NAMES]
 
 @pytest.mark.parametrize(("setting", "value", "nsa", "in_toml", "in_json"), NAMES, ids=BY_SETTING)
 def test_each_name_of_each_dialect_sets_its_setting(
-    setting: str, value: Any, nsa: str | None, in_toml: str | None, in_json: str | None, write: Write
+    setting: str,
+    value: Any,
+    nsa: str | None,
+    in_toml: str | None,
+    in_json: str | None,
+    write: Write,
 ) -> None:
     def check(resolved: Resolved, source: str) -> None:
         assert getattr(resolved.settings, setting) == value
@@ -89,7 +106,8 @@ def test_each_name_of_each_dialect_sets_its_setting(
     variable = f"PENSTOCK_{setting.upper()}"
     check(load(environment={variable: show(setting, value)}), f"environment {variable}")
     check(
-        load(write("own.toml", toml("loader", **{setting: value})), environment={}), f"file own.toml [loader] {setting}"
+        load(write("own.toml", toml("loader", **{setting: value})), environment={}),
+        f"file own.toml [loader] {setting}",
     )
     check(load(overrides={setting: value}, environment={}), f"command line --{setting}")
     if nsa:
@@ -104,8 +122,12 @@ def test_each_name_of_each_dialect_sets_its_setting(
 
 @pytest.mark.parametrize("setting", list(KINDS))
 def test_every_setting_has_a_variable_and_a_line_in_the_docs(setting: str) -> None:
-    assert load(environment={f"PENSTOCK_{setting.upper()}": show(setting, getattr(Settings(), setting))})
-    assert f"| `{setting}` | `{setting.upper()}`" in (ROOT / "docs" / "configuration.md").read_text()
+    assert load(
+        environment={f"PENSTOCK_{setting.upper()}": show(setting, getattr(Settings(), setting))}
+    )
+    assert (
+        f"| `{setting}` | `{setting.upper()}`" in (ROOT / "docs" / "configuration.md").read_text()
+    )
 
 
 def test_every_default_stands_in_the_example_file() -> None:
@@ -117,7 +139,9 @@ def test_every_default_stands_in_the_example_file() -> None:
 
     table = tomllib.loads(every)["loader"]
     given = {"batch_size", "shuffle", "seed", "epochs"}
-    assert Settings(**{key: value for key, value in table.items() if key not in given}) == Settings()
+    assert (
+        Settings(**{key: value for key, value in table.items() if key not in given}) == Settings()
+    )
 
 
 def test_num_epochs_is_epochs_everywhere(write: Write) -> None:
@@ -127,10 +151,17 @@ def test_num_epochs_is_epochs_everywhere(write: Write) -> None:
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    resolved = load(environment={"HOME": "/home/someone", "PENSTOCK_CACHE": "x", "PENSTOCK_BENCH_DIR": "y"})
+    resolved = load(
+        environment={"HOME": "/home/someone", "PENSTOCK_CACHE": "x", "PENSTOCK_BENCH_DIR": "y"}
+    )
     assert resolved.settings == Settings()
     assert set(resolved.sources.values()) == {"default"}
-    assert (resolved.file, resolved.file_from, resolved.preset, resolved.data) == (None, "", None, None)
+    assert (resolved.file, resolved.file_from, resolved.preset, resolved.data) == (
+        None,
+        "",
+        None,
+        None,
+    )
 
 
 def test_the_documents_own_examples_are_read(write: Write) -> None:
@@ -154,7 +185,8 @@ def test_the_documents_own_examples_are_read(write: Write) -> None:
 
 def test_a_trainers_own_tables_are_left_alone(write: Write) -> None:
     path = write(
-        "a.json", '{"model": {"prefetch_size": "huge"}, "name": "x", "output": {"dir": "y"}, "training": {"seed": 1}}'
+        "a.json",
+        '{"model": {"prefetch_size": "huge"}, "name": "x", "output": {"dir": "y"}, "training": {"seed": 1}}',
     )
     assert load(path, environment={}).settings == Settings(seed=1)
 
@@ -195,7 +227,9 @@ def test_a_default_that_is_said_explicitly_still_wins(write: Write) -> None:
 
 def test_an_option_that_is_none_and_a_variable_that_is_empty_say_nothing(write: Write) -> None:
     path = write("a.toml", toml("loader", seed=5))
-    assert load(path, environment={"PENSTOCK_SEED": ""}, overrides={"seed": None}).settings.seed == 5
+    assert (
+        load(path, environment={"PENSTOCK_SEED": ""}, overrides={"seed": None}).settings.seed == 5
+    )
 
 
 def test_arguments_are_called_arguments() -> None:
@@ -205,8 +239,13 @@ def test_arguments_are_called_arguments() -> None:
 
 
 def test_null_in_json_leaves_a_setting_open(write: Write) -> None:
-    assert load(write("a.json", '{"loader": {"epochs": null}}'), environment={}).settings.epochs is None
-    refused("loader.seed = None: needs a whole number", write("b.json", '{"loader": {"seed": null}}'))
+    assert (
+        load(write("a.json", '{"loader": {"epochs": null}}'), environment={}).settings.epochs
+        is None
+    )
+    refused(
+        "loader.seed = None: needs a whole number", write("b.json", '{"loader": {"seed": null}}')
+    )
 
 
 # Presets
@@ -223,7 +262,9 @@ def test_a_preset_sets_workers_and_prefetch(name: str, write: Write) -> None:
         load(overrides={"preset": name}, environment={}),
     ):
         assert (resolved.settings.n_workers, resolved.settings.prefetch_size) == PRESETS[name]
-        assert resolved.sources["n_workers"] == resolved.sources["prefetch_size"] == f"preset {name}"
+        assert (
+            resolved.sources["n_workers"] == resolved.sources["prefetch_size"] == f"preset {name}"
+        )
         assert resolved.preset == name
 
 
@@ -234,7 +275,9 @@ def test_a_preset_ranks_just_below_its_own_source(write: Write) -> None:
     assert in_file.sources["prefetch_size"] == "preset C"
     in_environment = load(path, environment={"PENSTOCK_PRESET": "A", "NSA_FWE_Q": "7"})
     assert (in_environment.settings.n_workers, in_environment.settings.prefetch_size) == (8, 7)
-    on_command_line = load(path, environment={"PENSTOCK_PRESET": "A", "NSA_FWE_Q": "7"}, preset="balanced")
+    on_command_line = load(
+        path, environment={"PENSTOCK_PRESET": "A", "NSA_FWE_Q": "7"}, preset="balanced"
+    )
     assert (on_command_line.settings.n_workers, on_command_line.settings.prefetch_size) == (2, 3)
     assert on_command_line.preset == "balanced"
 
@@ -248,22 +291,33 @@ def test_where_no_file_is_named_the_environment_or_the_folder_does(write: Write)
     found = load(environment={})
     assert (found.settings.seed, found.file, found.file_from) == (1, Path("penstock.toml"), "found")
     by_variable = load(environment={"PENSTOCK_CONFIG": "named.toml"})
-    assert (by_variable.settings.seed, by_variable.file, by_variable.file_from) == (2, named, "PENSTOCK_CONFIG")
+    assert (by_variable.settings.seed, by_variable.file, by_variable.file_from) == (
+        2,
+        named,
+        "PENSTOCK_CONFIG",
+    )
     assert load("penstock.toml", environment={"PENSTOCK_CONFIG": "named.toml"}).settings.seed == 1
 
 
 def test_a_file_that_cannot_be_read_is_named(write: Write, tmp_path: Path) -> None:
     refused("file gone.toml: cannot be read: No such file", "gone.toml")
-    refused(r"gone.toml \(named by PENSTOCK_CONFIG\): cannot", environment={"PENSTOCK_CONFIG": "gone.toml"})
+    refused(
+        r"gone.toml \(named by PENSTOCK_CONFIG\): cannot",
+        environment={"PENSTOCK_CONFIG": "gone.toml"},
+    )
     refused("needs a name that ends in .toml or .json", write("a.yaml", ""))
     (tmp_path / "latin.toml").write_bytes(b"# gr\xfc\xdfe")
     refused("latin.toml: is not UTF-8 at byte 4", "latin.toml")
 
 
 def test_what_is_broken_is_named_with_its_line(write: Write) -> None:
-    refused(r"a.toml: is not TOML: .*\(at line 2, column \d+\)", write("a.toml", "[loader]\nseed = = 3\n"))
     refused(
-        r"a.json: is not JSON: .*\(at line 3, column 9\)", write("a.json", '{ // one\n"loader": { // two\n"seed": x}}')
+        r"a.toml: is not TOML: .*\(at line 2, column \d+\)",
+        write("a.toml", "[loader]\nseed = = 3\n"),
+    )
+    refused(
+        r"a.json: is not JSON: .*\(at line 3, column 9\)",
+        write("a.json", '{ // one\n"loader": { // two\n"seed": x}}'),
     )
     refused(r"b.json: is not JSON: .*line 1", write("b.json", '{"training": {"seed": 1,}}'))
     refused("not an object: it is list", write("c.json", "[]"))
@@ -287,7 +341,8 @@ def test_comments_are_not_looked_for_in_strings() -> None:
 
 @given(
     st.recursive(
-        st.text() | st.integers() | st.booleans(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.text() | st.integers() | st.booleans(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
 def test_json_without_comments_stays_as_it_is(value: Any) -> None:
@@ -299,7 +354,9 @@ def test_json_without_comments_stays_as_it_is(value: Any) -> None:
     st.dictionaries(st.text(), st.text(), min_size=1),
     st.lists(st.text(st.characters(exclude_characters="\n\r")), min_size=1),
 )
-def test_a_comment_after_any_line_changes_nothing(value: dict[str, str], comments: list[str]) -> None:
+def test_a_comment_after_any_line_changes_nothing(
+    value: dict[str, str], comments: list[str]
+) -> None:
     lines = json.dumps(value, indent=1).split("\n")
     commented = [line + (f" // {comments[n % len(comments)]}") for n, line in enumerate(lines)]
     assert json.loads(without_comments("\n".join(commented))) == value
@@ -309,28 +366,58 @@ def test_a_comment_after_any_line_changes_nothing(value: dict[str, str], comment
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(write: Write) -> None:
-    refused(r"\[loader\] prefetch_sise: unknown; .* prefetch_size$", write("a.toml", toml("loader", prefetch_sise=3)))
-    refused(r"async_n_worker: unknown; .* async_n_workers$", write("b.toml", toml("training", async_n_worker=3)))
     refused(
-        r"training.prefetch_batch: unknown; .* prefetch_batches$", write("c.json", '{"training":{"prefetch_batch":3}}')
+        r"\[loader\] prefetch_sise: unknown; .* prefetch_size$",
+        write("a.toml", toml("loader", prefetch_sise=3)),
     )
-    refused("environment PENSTOCK_SEEED: unknown; .* PENSTOCK_SEED$", environment={"PENSTOCK_SEEED": "1"})
-    refused("environment PENSTOCK_CACHE_DIR: unknown; .* PENSTOCK_CACHE$", environment={"PENSTOCK_CACHE_DIR": ""})
-    refused("environment NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
+    refused(
+        r"async_n_worker: unknown; .* async_n_workers$",
+        write("b.toml", toml("training", async_n_worker=3)),
+    )
+    refused(
+        r"training.prefetch_batch: unknown; .* prefetch_batches$",
+        write("c.json", '{"training":{"prefetch_batch":3}}'),
+    )
+    refused(
+        "environment PENSTOCK_SEEED: unknown; .* PENSTOCK_SEED$",
+        environment={"PENSTOCK_SEEED": "1"},
+    )
+    refused(
+        "environment PENSTOCK_CACHE_DIR: unknown; .* PENSTOCK_CACHE$",
+        environment={"PENSTOCK_CACHE_DIR": ""},
+    )
+    refused(
+        "environment NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_",
+        environment={"NSA_FWE_WARMUP": "1"},
+    )
     refused("command line --shufle: unknown; .* shuffle$", overrides={"shufle": True})
     refused("zzz: unknown; known are autotune, batch_size, cpus, ", overrides={"zzz": True})
 
 
 def test_a_name_of_another_dialect_is_translated(write: Write) -> None:
-    refused("async_n_workers: unknown; here it is called n_workers", write("a.toml", toml("loader", async_n_workers=3)))
-    refused("PENSTOCK_Q: unknown; here it is called PENSTOCK_PREFETCH_SIZE", environment={"PENSTOCK_Q": "4"})
+    refused(
+        "async_n_workers: unknown; here it is called n_workers",
+        write("a.toml", toml("loader", async_n_workers=3)),
+    )
+    refused(
+        "PENSTOCK_Q: unknown; here it is called PENSTOCK_PREFETCH_SIZE",
+        environment={"PENSTOCK_Q": "4"},
+    )
     refused("--num-workers: unknown; here it is called n_workers", overrides={"num-workers": 4})
 
 
 def test_names_gone_astray_are_refused(write: Write) -> None:
-    refused(r"a.toml seed: stands outside a table; put it into loader", write("a.toml", "seed = 3\n"))
-    refused("num_workers: stands outside a table; put it into training", write("a.json", '{"num_workers": 3}'))
-    refused("traning: unknown; the nearest known name is training", write("b.toml", toml("traning", seed=3)))
+    refused(
+        r"a.toml seed: stands outside a table; put it into loader", write("a.toml", "seed = 3\n")
+    )
+    refused(
+        "num_workers: stands outside a table; put it into training",
+        write("a.json", '{"num_workers": 3}'),
+    )
+    refused(
+        "traning: unknown; the nearest known name is training",
+        write("b.toml", toml("traning", seed=3)),
+    )
     refused("has none of the tables", write("c.toml", toml("model", layers=3)))
     assert load(write("empty.toml", "# nothing yet\n"), environment={}).settings == Settings()
 
@@ -340,16 +427,24 @@ def test_a_setting_twice_in_one_file_is_refused_with_both_places(write: Write) -
     message = refused("are the same setting, n_workers", path)
     assert "[training] num_workers = 2" in message
     assert "[loader] n_workers = 2" in message
-    refused("are the same setting, n_workers", write("b.toml", toml("training", num_workers=2, async_n_workers=2)))
+    refused(
+        "are the same setting, n_workers",
+        write("b.toml", toml("training", num_workers=2, async_n_workers=2)),
+    )
     refused("are the same setting, epochs", overrides={"epochs": 1, "num_epochs": 2})
-    refused("are the same setting, preset", write("c.toml", 'preset = "A"\n' + toml("loader", preset="A")))
+    refused(
+        "are the same setting, preset",
+        write("c.toml", 'preset = "A"\n' + toml("loader", preset="A")),
+    )
 
 
 def test_two_variables_may_agree_and_must_not_differ() -> None:
     agreeing = load(environment={"NSA_FWE_PREFETCH": "0", "PENSTOCK_PREFETCH": "off"})
     assert agreeing.settings.prefetch is False
     assert agreeing.sources["prefetch"] == "environment PENSTOCK_PREFETCH"
-    message = refused("same setting, prefetch_size", environment={"NSA_FWE_Q": "4", "PENSTOCK_PREFETCH_SIZE": "8"})
+    message = refused(
+        "same setting, prefetch_size", environment={"NSA_FWE_Q": "4", "PENSTOCK_PREFETCH_SIZE": "8"}
+    )
     assert "environment NSA_FWE_Q = '4'" in message
     assert "environment PENSTOCK_PREFETCH_SIZE = '8'" in message
 
@@ -394,7 +489,10 @@ def test_a_value_that_does_not_fit_is_refused_with_what_would(
 ) -> None:
     shown = re.escape(repr(value))
     refused(f"command line --{setting} = {shown}: needs .*{needs}", overrides={setting: value})
-    refused(f"loader.{setting} = {shown}: needs .*{needs}", write("a.json", json.dumps({"loader": {setting: value}})))
+    refused(
+        f"loader.{setting} = {shown}: needs .*{needs}",
+        write("a.json", json.dumps({"loader": {setting: value}})),
+    )
     with pytest.raises(ConfigError, match=f"{setting} = {shown}: needs .*{needs}"):
         Settings(**{setting: value})
     if isinstance(value, str) and value:
@@ -457,7 +555,11 @@ ANY_SETTINGS = st.builds(
     learning_rate=_maybe(st.floats(0, 10)),
     lanes=_maybe(COUNTS),
     drop_last=_maybe(st.booleans()),
-    device=_maybe(st.text(string.ascii_lowercase + ":0123456789", min_size=1).filter(lambda name: name != "none")),
+    device=_maybe(
+        st.text(string.ascii_lowercase + ":0123456789", min_size=1).filter(
+            lambda name: name != "none"
+        )
+    ),
     device_prefetch=COUNTS,
     output=st.sampled_from(["auto", "torch", "numpy"]),
     memory_limit=st.integers(1, 1 << 50) | st.integers(1, 999).map(lambda n: n << 20),
@@ -465,7 +567,9 @@ ANY_SETTINGS = st.builds(
     telemetry=st.booleans(),
     autotune=st.booleans(),
 )
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+many = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 
 
 @many
@@ -539,8 +643,13 @@ def test_the_arguments_are_the_loaders_own() -> None:
         assert name == "batch_size" or known[name].default == value, f"{name} has two defaults"
 
 
-def test_a_loader_is_built_from_file_environment_and_arguments(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("a.toml", toml("loader", batch_size=2, seed=1) + toml("data", kind="synthetic", num_samples=5))
+def test_a_loader_is_built_from_file_environment_and_arguments(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        "a.toml",
+        toml("loader", batch_size=2, seed=1) + toml("data", kind="synthetic", num_samples=5),
+    )
     monkeypatch.setenv("NSA_FWE_Q", "3")
     sentinel = object()
     data, arguments = build(path, None, {"seed": 4, "preset": "balanced", "preprocess": sentinel})
@@ -550,18 +659,25 @@ def test_a_loader_is_built_from_file_environment_and_arguments(write: Write, mon
     assert build(path, sentinel)[0] is sentinel
 
 
-def test_a_loader_may_be_tuned_and_not_measured_by_settings(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_may_be_tuned_and_not_measured_by_settings(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock import AsyncDataLoader, Telemetry
 
     own = Telemetry(stall_s=7)
-    path = write("a.toml", toml("loader", batch_size=2, autotune=True) + toml("data", kind="synthetic", num_samples=5))
+    path = write(
+        "a.toml",
+        toml("loader", batch_size=2, autotune=True) + toml("data", kind="synthetic", num_samples=5),
+    )
     with AsyncDataLoader.from_config(path, telemetry=own) as loader:
         assert loader.telemetry is own
         assert loader._tuner is not None
     monkeypatch.setenv("PENSTOCK_AUTOTUNE", "off")
     assert AsyncDataLoader.from_config(path, telemetry="off").telemetry.on is False
     monkeypatch.setenv("PENSTOCK_AUTOTUNE", "on")
-    with pytest.raises(ConfigError, match="autotune=True follows what is measured: it needs telemetry=True"):
+    with pytest.raises(
+        ConfigError, match="autotune=True follows what is measured: it needs telemetry=True"
+    ):
         AsyncDataLoader.from_config(path, telemetry=False)
     with pytest.raises(ConfigError, match=r"argument telemetry = 3\.5: needs on or off"):
         AsyncDataLoader.from_config(path, telemetry=3.5)
@@ -572,18 +688,24 @@ def test_a_loader_without_data_says_what_is_missing(write: Write) -> None:
         build(write("a.toml", toml("loader", batch_size=2)))
     with pytest.raises(ConfigError, match="no data: no file is named"):
         build(overrides={"batch_size": 2})
-    with pytest.raises(ConfigError, match="argument bach_size: unknown; the nearest known name is batch_size"):
+    with pytest.raises(
+        ConfigError, match="argument bach_size: unknown; the nearest known name is batch_size"
+    ):
         build(overrides={"bach_size": 2})
 
 
-@pytest.mark.parametrize("name", ["penstock.toml", "test_async_loader.toml", "autoregressive_training.json"])
+@pytest.mark.parametrize(
+    "name", ["penstock.toml", "test_async_loader.toml", "autoregressive_training.json"]
+)
 def test_the_example_files_give_the_same_batches_with_and_without_threads(name: str) -> None:
     import numpy as np
 
     from penstock import AsyncDataLoader
 
     def first(**overrides: Any) -> list[Any]:
-        with AsyncDataLoader.from_config(ROOT / "configs" / name, output="numpy", **overrides) as loader:
+        with AsyncDataLoader.from_config(
+            ROOT / "configs" / name, output="numpy", **overrides
+        ) as loader:
             return [next(loader).inputs for _ in range(4)]
 
     for with_threads, without in zip(first(preset="C"), first(prefetch=False), strict=True):
@@ -599,7 +721,14 @@ def test_text_is_read_relative_to_the_file(corpus: Path, tmp_path: Path) -> None
     (tmp_path / "deep" / "tokenizer.json").symlink_to(corpus / "tokenizer.json")
     (tmp_path / "deep" / "a.toml").write_text(
         toml("loader", doc_batch=7)
-        + toml("data", kind="text", urls=["parquet"], tokenizer="tokenizer.json", seq_len=16, chunk_bytes="1MiB")
+        + toml(
+            "data",
+            kind="text",
+            urls=["parquet"],
+            tokenizer="tokenizer.json",
+            seq_len=16,
+            chunk_bytes="1MiB",
+        )
     )
     resolved = load("deep/a.toml", environment={})
     assert resolved.data is not None
@@ -611,7 +740,9 @@ def test_text_is_read_relative_to_the_file(corpus: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["byte", "gpt2", "meta-llama/Llama-3", "hf://x/tokenizer.json"])
 def test_a_vocabulary_that_is_no_file_keeps_its_name(name: str, write: Write) -> None:
-    path = write("a.toml", toml("data", kind="text", urls="s3://bucket/x", tokenizer=name, seq_len=8))
+    path = write(
+        "a.toml", toml("data", kind="text", urls="s3://bucket/x", tokenizer=name, seq_len=8)
+    )
     data = load(path, environment={}).data
     assert data is not None
     assert data.parameters["tokenizer"] == name
@@ -622,11 +753,15 @@ def test_tokens_and_synthetic_data_by_name(write: Write, tmp_path: Path) -> None
     import numpy as np
 
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    path = write("a.json", '{"data": {"kind": "tokens", "path": "ids.bin", "seq_len": 9, "dtype": "uint16"}}')
+    path = write(
+        "a.json", '{"data": {"kind": "tokens", "path": "ids.bin", "seq_len": 9, "dtype": "uint16"}}'
+    )
     data = load(path, environment={}).data
     assert data is not None
     assert len(build_dataset(data)) > 0
-    path = write("b.toml", toml("data", kind="synthetic", vocab_size=50, seq_len=8, num_samples=12, seed=1))
+    path = write(
+        "b.toml", toml("data", kind="synthetic", vocab_size=50, seq_len=8, num_samples=12, seed=1)
+    )
     data = load(path, environment={}).data
     assert data is not None
     assert len(build_dataset(data)) == 12
@@ -665,7 +800,10 @@ def test_a_mixture_streams_from_both_parts(write: Write, tmp_path: Path, corpus:
     path = write("a.toml", MIXTURE + "num_samples = 40\n[loader]\nbatch_size = 8\n")
     data = load(path, environment={}).data
     assert data is not None
-    assert {name: weight for name, (_, weight) in build_dataset(data).parts.items()} == {"web": 0.7, "made": 1.0}
+    assert {name: weight for name, (_, weight) in build_dataset(data).parts.items()} == {
+        "web": 0.7,
+        "made": 1.0,
+    }
     with AsyncDataLoader.from_config(path, output="numpy") as loader:
         files = {span.file for _ in range(3) for row in next(loader).provenance() for span in row}
     assert len(files) >= 2
@@ -679,31 +817,49 @@ def test_a_mixture_streams_from_both_parts(write: Write, tmp_path: Path, corpus:
 def test_what_data_does_not_take_is_refused(write: Write) -> None:
     text = {"kind": "text", "urls": "x", "tokenizer": "byte", "seq_len": 8}
     refused(r"\[data\]: needs a kind, one of 'text'", write("a.toml", toml("data", urls="x")))
-    refused(r"\[data\] kind = 'txt': needs one of 'text', ", write("a.toml", toml("data", kind="txt")))
-    refused(r"\[data\] seq_length: unknown; .* seq_len$", write("a.toml", toml("data", **text, seq_length=8)))
-    refused(r"\[data\]: kind = 'text' needs urls and tokenizer and seq_len", write("a.toml", toml("data", kind="text")))
+    refused(
+        r"\[data\] kind = 'txt': needs one of 'text', ", write("a.toml", toml("data", kind="txt"))
+    )
+    refused(
+        r"\[data\] seq_length: unknown; .* seq_len$",
+        write("a.toml", toml("data", **text, seq_length=8)),
+    )
+    refused(
+        r"\[data\]: kind = 'text' needs urls and tokenizer and seq_len",
+        write("a.toml", toml("data", kind="text")),
+    )
     refused(r"\[data\] doc_batch: is a setting", write("a.toml", toml("data", **text, doc_batch=8)))
     refused(
-        r"\[data\] chunk_bytes = '4 potatoes': needs", write("a.toml", toml("data", **text, chunk_bytes="4 potatoes"))
+        r"\[data\] chunk_bytes = '4 potatoes': needs",
+        write("a.toml", toml("data", **text, chunk_bytes="4 potatoes")),
     )
-    refused(r"\[data\] on_end: is for a mixture", write("a.toml", toml("data", **text, on_end="stop")))
+    refused(
+        r"\[data\] on_end: is for a mixture", write("a.toml", toml("data", **text, on_end="stop"))
+    )
     refused("needs a weight", write("a.toml", MIXTURE.replace("weight = 0.7\n", "")))
     refused(r"web\] weight = -1: needs a number", write("a.toml", MIXTURE.replace("0.7", "-1")))
     refused(r"web\] url: unknown; .* urls$", write("a.toml", MIXTURE.replace("urls", "url")))
-    refused(r"\[data\] tokeniser: unknown; .* tokenizer$", write("a.toml", MIXTURE.replace("on_end", "tokeniser")))
+    refused(
+        r"\[data\] tokeniser: unknown; .* tokenizer$",
+        write("a.toml", MIXTURE.replace("on_end", "tokeniser")),
+    )
     refused("needs a table for each part", write("a.toml", toml("data", mixture=3)))
     refused(r"made\] doc_batch: is a setting", write("a.toml", MIXTURE + "doc_batch = 3\n"))
 
 
 def test_a_dataset_that_refuses_its_parameters_says_which_table(write: Write) -> None:
-    path = write("a.toml", toml("data", kind="text", urls="x", tokenizer="byte", seq_len=8, packing="tight"))
+    path = write(
+        "a.toml", toml("data", kind="text", urls="x", tokenizer="byte", seq_len=8, packing="tight")
+    )
     data = load(path, environment={}).data
     assert data is not None
     with pytest.raises(ConfigError, match=r"file a.toml \[data\]: packing='tight': needs one of"):
         build_dataset(data)
 
 
-@pytest.mark.parametrize("name", ["penstock.toml", "test_async_loader.toml", "autoregressive_training.json"])
+@pytest.mark.parametrize(
+    "name", ["penstock.toml", "test_async_loader.toml", "autoregressive_training.json"]
+)
 def test_the_example_files_work(name: str) -> None:
     resolved = load(ROOT / "configs" / name, environment={})
     assert loader_arguments(resolved.settings)["batch_size"] >= 8
@@ -716,8 +872,12 @@ def test_the_example_files_work(name: str) -> None:
 
 def command(*args: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "penstock.cli.main", "config", *args]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "NSA_FWE_"))}
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment | variables)
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "NSA_FWE_"))
+    }
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment | variables
+    )
 
 
 def table(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
@@ -727,8 +887,13 @@ def table(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
 
 
 def test_config_shows_each_value_and_its_source(write: Write, tmp_path: Path) -> None:
-    write("a.json", '{"training": {"num_workers": 2, "batch_size": 8}, "data": {"kind": "synthetic", "seq_len": 9}}')
-    done = command("a.json", "--set", "seed=7", "--set", "memory_limit=512MiB", cwd=tmp_path, NSA_FWE_Q="4")
+    write(
+        "a.json",
+        '{"training": {"num_workers": 2, "batch_size": 8}, "data": {"kind": "synthetic", "seq_len": 9}}',
+    )
+    done = command(
+        "a.json", "--set", "seed=7", "--set", "memory_limit=512MiB", cwd=tmp_path, NSA_FWE_Q="4"
+    )
     rows = table(done)
     assert done.stdout.startswith("file a.json, as given\n")
     assert rows["prefetch_size"] == ["4", "environment NSA_FWE_Q"]
@@ -753,7 +918,9 @@ def test_config_says_which_file_it_found(write: Write, tmp_path: Path) -> None:
 
 def test_config_as_json_is_for_programs(write: Write, tmp_path: Path) -> None:
     write("a.toml", MIXTURE)
-    done = command("a.toml", "--json", "--set", "cpus=0-2", cwd=tmp_path, PENSTOCK_PRESET="balanced")
+    done = command(
+        "a.toml", "--json", "--set", "cpus=0-2", cwd=tmp_path, PENSTOCK_PRESET="balanced"
+    )
     shown = json.loads(done.stdout)
     assert (shown["file"], shown["file_from"], shown["preset"]) == ("a.toml", "given", "balanced")
     assert shown["settings"]["cpus"] == {"value": [0, 1, 2], "source": "command line --set cpus"}
@@ -779,7 +946,9 @@ tokenizer = "byte"
 OPEN = ["https://host/b.jsonl", "s3://bucket/c.jsonl", "https://[host/d.jsonl"]
 
 
-def test_config_shows_addresses_without_passwords_and_signatures(write: Write, tmp_path: Path) -> None:
+def test_config_shows_addresses_without_passwords_and_signatures(
+    write: Write, tmp_path: Path
+) -> None:
     write("a.toml", SECRET)
     plain, as_json = command("a.toml", cwd=tmp_path), command("a.toml", "--json", cwd=tmp_path)
     rows = table(plain)
@@ -797,11 +966,19 @@ def test_config_shows_addresses_without_passwords_and_signatures(write: Write, t
 @pytest.mark.parametrize(
     ("args", "variables", "says"),
     [
-        (("--set", "seeed=1"), {}, "command line --set seeed: unknown; the nearest known name is seed"),
+        (
+            ("--set", "seeed=1"),
+            {},
+            "command line --set seeed: unknown; the nearest known name is seed",
+        ),
         (("--set", "seed"), {}, "command line --set seed: needs KEY=VALUE"),
         (("--preset", "D"), {}, "command line --preset = 'D': needs one of 'balanced'"),
         (("gone.toml",), {}, "file gone.toml: cannot be read"),
-        ((), {"NSA_FWE_Q": "lots"}, "environment NSA_FWE_Q = 'lots': needs a whole number, at least 1"),
+        (
+            (),
+            {"NSA_FWE_Q": "lots"},
+            "environment NSA_FWE_Q = 'lots': needs a whole number, at least 1",
+        ),
     ],
 )
 def test_config_ends_with_one_line_on_bad_input(

@@ -152,7 +152,15 @@ def second_field(sample: Any, rng: np.random.Generator) -> Any:
 
 def stream(source: Any, **more: Any) -> Any:
     return TextDataset.from_iterable(
-        source, **{"tokenizer": "byte", "seq_len": SEQ, "chunk_docs": 8, "name": "stream", "shuffle_chunks": 3} | more
+        source,
+        **{
+            "tokenizer": "byte",
+            "seq_len": SEQ,
+            "chunk_docs": 8,
+            "name": "stream",
+            "shuffle_chunks": 3,
+        }
+        | more,
     )
 
 
@@ -188,12 +196,16 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hf"))
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "hf-datasets")
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "hf-datasets"
+    )
     datasets.disable_progress_bars()
 
 
 def mixture(folder: Path, on_end: Any) -> Mixture:
-    text = TextDataset(folder / "text.txt", tokenizer="byte", seq_len=SEQ, separator="\n\n", chunk_bytes=1024)
+    text = TextDataset(
+        folder / "text.txt", tokenizer="byte", seq_len=SEQ, separator="\n\n", chunk_bytes=1024
+    )
     return Mixture(
         {
             "text": (text, 0.4),
@@ -207,7 +219,10 @@ def mixture(folder: Path, on_end: Any) -> Mixture:
 
 
 ADDRESSABLE: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    "tokens": (lambda folder: TokenFileDataset.from_binary_file(folder / "ids.bin", seq_len=SEQ), {}),
+    "tokens": (
+        lambda folder: TokenFileDataset.from_binary_file(folder / "ids.bin", seq_len=SEQ),
+        {},
+    ),
     "synthetic": (lambda _: SyntheticDataset(seq_len=SEQ, num_samples=130, vocab_size=300), {}),
     "rows": (lambda _: Rows(), {}),
     "rows in order": (lambda _: Rows(), {"shuffle": False}),
@@ -232,12 +247,18 @@ STREAMS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "hub": (lambda _: stream(hub_stream()), {}),
     "hub generator": (lambda _: stream(hub_generator()), {}),
     "ids": (lambda _: stream(ids, tokenizer=None), {}),
-    "best fit": (lambda _: stream(documents, packing="best_fit", positions=True), {"shuffle": True}),
+    "best fit": (
+        lambda _: stream(documents, packing="best_fit", positions=True),
+        {"shuffle": True},
+    ),
 }
 SAMPLES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "samples": (lambda _: samples, {}),
     "stateful samples": (lambda _: Stateful(samples), {}),
-    "list of samples, iterated": (lambda _: Iterated(list(samples())), {"preprocess": second_field}),
+    "list of samples, iterated": (
+        lambda _: Iterated(list(samples())),
+        {"preprocess": second_field},
+    ),
 }
 MIXTURES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "restart": (lambda folder: mixture(folder, "restart"), {}),
@@ -282,7 +303,9 @@ def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> No
 
 @pytest.mark.parametrize("kind", ["batched", "dicts", "leave"])
 def test_processes_give_the_stream_that_threads_give(kind: str, folder: Path) -> None:
-    contracts.same_for_any(maker(kind, folder), 20, [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}])
+    contracts.same_for_any(
+        maker(kind, folder), 20, [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,9 +329,13 @@ def test_addressable_data_resumes_on_any_number_of_ranks(kind: str, folder: Path
     contracts.same_for_any_world(make, batches=2, global_batch=120, worlds=(8, 3, 5, 1))
 
 
-@pytest.mark.parametrize("kind", ["function", "function, shuffled", "list", "stateful", "ids", *MIXTURES])
+@pytest.mark.parametrize(
+    "kind", ["function", "function, shuffled", "list", "stateful", "ids", *MIXTURES]
+)
 @pytest.mark.parametrize("lanes", [12])
-def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(kind: str, lanes: int, folder: Path) -> None:
+def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(
+    kind: str, lanes: int, folder: Path
+) -> None:
     # Chunks of few documents, so that every lane has some.
     build = KINDS[kind][0]
     about = KINDS[kind][1]
@@ -326,13 +353,17 @@ def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(kind: str, l
 
 @pytest.mark.parametrize("kind", ["samples", "stateful samples"])
 def test_iterables_of_samples_resume_on_any_number_of_ranks(kind: str, folder: Path) -> None:
-    contracts.same_for_any_world(maker(kind, folder, n_workers=1), batches=2, global_batch=30, worlds=(3, 5, 1, 2))
+    contracts.same_for_any_world(
+        maker(kind, folder, n_workers=1), batches=2, global_batch=30, worlds=(3, 5, 1, 2)
+    )
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("lanes", [1, 3, 4])
 def test_mixtures_resume_with_any_number_of_lanes(kind: str, lanes: int, folder: Path) -> None:
-    contracts.resumes_everywhere(maker(kind, folder, lanes=lanes, batch_size=5, **finite(kind)), n=60, every=11)
+    contracts.resumes_everywhere(
+        maker(kind, folder, lanes=lanes, batch_size=5, **finite(kind)), n=60, every=11
+    )
 
 
 # States that do not fit
@@ -369,10 +400,18 @@ def places_in(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
     """The way to everything in a state that decides where the stream goes on."""
     if path:
         yield path
-    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    inside = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list)
+        else ()
+    )
     for key, value in inside:
         # What a source of the user's says of itself, only that source can judge.
-        if key != "state" and (path or key in ("row", "batch", "first", "lanes", "at", "weights", "source")):
+        if key != "state" and (
+            path or key in ("row", "batch", "first", "lanes", "at", "weights", "source")
+        ):
             yield from places_in(value, (*path, key))
 
 
@@ -444,7 +483,14 @@ def test_a_state_of_another_kind_of_data_is_refused(one: str, folder: Path) -> N
         contracts.take(loader, 2)
         state = loader.state_dict()
     for other in KINDS:
-        if other.split(",")[0] not in (one, "rows in order", "preprocess", "collate", "ids", "best fit"):
+        if other.split(",")[0] not in (
+            one,
+            "rows in order",
+            "preprocess",
+            "collate",
+            "ids",
+            "best fit",
+        ):
             with maker(other, folder)() as loader:
                 if loader._source.data_id() != state["data"]:
                     with pytest.raises((StateMismatch, StateFormat)):
@@ -489,7 +535,9 @@ def test_texts_are_taken_by_whoever_brings_a_preprocess_of_his_own(texts: Any) -
     def encode(text: str) -> Any:
         return np.frombuffer(text.encode(), np.uint8)
 
-    with AsyncDataLoader(texts, 3, shuffle=False, epochs=1, n_workers=1, preprocess=encode, output="numpy") as loader:
+    with AsyncDataLoader(
+        texts, 3, shuffle=False, epochs=1, n_workers=1, preprocess=encode, output="numpy"
+    ) as loader:
         assert next(loader).inputs.tolist() == [[97], [99], [101]]
 
 

@@ -15,7 +15,15 @@ import pytest
 
 from penstock import ConfigError, NoData, Shard, Span, TextDataset
 from penstock.types import Address
-from tests.reading import bytes_of, documents, documents_of_lanes, ids_of, open_loader, split_ids, write_jsonl
+from tests.reading import (
+    bytes_of,
+    documents,
+    documents_of_lanes,
+    ids_of,
+    open_loader,
+    split_ids,
+    write_jsonl,
+)
 
 TEXTS = [f"document {i} " + "é" * (i * 7 % 30) for i in range(240)]
 WANTED = [text.encode() for text in TEXTS]
@@ -99,9 +107,13 @@ def test_the_fraction_is_about_what_was_asked_for(tmp_path: Path, fraction: floa
 
 @pytest.mark.parametrize("source", ["jsonl", "text", "gz"])
 @pytest.mark.parametrize("chunk_bytes", [1024, 1531, 1 << 20])
-def test_a_split_does_not_depend_on_chunk_bytes(tmp_path: Path, source: str, chunk_bytes: int) -> None:
+def test_a_split_does_not_depend_on_chunk_bytes(
+    tmp_path: Path, source: str, chunk_bytes: int
+) -> None:
     SOURCES[source](tmp_path)
-    assert split(tmp_path, source, "val", chunk_bytes=chunk_bytes) == split(tmp_path, source, "val", chunk_bytes=4096)
+    assert split(tmp_path, source, "val", chunk_bytes=chunk_bytes) == split(
+        tmp_path, source, "val", chunk_bytes=4096
+    )
 
 
 @each_source
@@ -116,7 +128,13 @@ def test_a_split_does_not_depend_on_lanes(tmp_path: Path, source: str) -> None:
 def test_a_split_stays_as_it_was_when_files_are_added(tmp_path: Path, source: str) -> None:
     SOURCES[source](tmp_path)
     before = split(tmp_path, source, "val")
-    ending = {"parquet": "parquet", "jsonl": "jsonl", "gz": "jsonl", "text": "txt", "bundle": "txt"}[source]
+    ending = {
+        "parquet": "parquet",
+        "jsonl": "jsonl",
+        "gz": "jsonl",
+        "text": "txt",
+        "bundle": "txt",
+    }[source]
     for name in ("0", "aa", "zz"):  # before, between and after those that were there
         path = tmp_path / f"{name}.{ending}"
         if ending == "parquet":
@@ -170,7 +188,8 @@ def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
         spans = [span for batch in loader for row in batch.provenance() for span in row]
     groups = {name: pq.ParquetFile(tmp_path / name) for name in ("a.parquet", "b.parquet")}
     named = dict.fromkeys(
-        groups[s.file].read_row_group(s.row_group or 0).column("text")[s.row].as_py().encode() for s in spans
+        groups[s.file].read_row_group(s.row_group or 0).column("text")[s.row].as_py().encode()
+        for s in spans
     )
     assert list(named) == split(tmp_path, "parquet", "val")
 
@@ -232,7 +251,9 @@ def test_skip_does_not_change_the_order_of_a_shuffled_stream(tmp_path: Path, sou
     spans = spans_by_text(SOURCES[source](tmp_path), source)
     whole = documents(again(tmp_path, source), shuffle=True, seed=3)
     assert whole != WANTED
-    got = documents(again(tmp_path, source, skip=[spans[WANTED[i]] for i in CHOSEN]), shuffle=True, seed=3)
+    got = documents(
+        again(tmp_path, source, skip=[spans[WANTED[i]] for i in CHOSEN]), shuffle=True, seed=3
+    )
     assert got == [text for text in whole if text in set(KEPT)]
 
 
@@ -250,7 +271,9 @@ def test_skip_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> No
     with open_loader(bytes_of(folders)) as loader:
         spans = [span for batch in loader for row in batch.provenance() for span in row]
     wanted = [b"%c %d" % (name, i) for name in b"xy" for i in range(5)]
-    assert documents(bytes_of(folders, skip=[spans[2]])) == [text for text in wanted if text != b"x 2"]
+    assert documents(bytes_of(folders, skip=[spans[2]])) == [
+        text for text in wanted if text != b"x 2"
+    ]
 
 
 def test_an_address_that_is_nowhere_changes_nothing(tmp_path: Path) -> None:
@@ -259,7 +282,9 @@ def test_an_address_that_is_nowhere_changes_nothing(tmp_path: Path) -> None:
     assert documents(again(tmp_path, "jsonl", skip=skip)) == WANTED
 
 
-@pytest.mark.parametrize("entry", ["a.jsonl", ("a.jsonl", 1), ("a.jsonl", None, -1), (1, None, 0), ("a", "b", 0), 7])
+@pytest.mark.parametrize(
+    "entry", ["a.jsonl", ("a.jsonl", 1), ("a.jsonl", None, -1), (1, None, 0), ("a", "b", 0), 7]
+)
 def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(ConfigError, match="not an address of a document"):
@@ -275,7 +300,9 @@ def test_skipping_everything_is_no_data(tmp_path: Path) -> None:
 # Skipping and state
 
 
-def batches(dataset: TextDataset, state: Any = None, most: int = 10**9, **how: Any) -> tuple[list[Any], Any]:
+def batches(
+    dataset: TextDataset, state: Any = None, most: int = 10**9, **how: Any
+) -> tuple[list[Any], Any]:
     """Up to `most` batches from a state on, and the state after them, through JSON as in a checkpoint."""
     with open_loader(dataset, **how) as loader:
         if state is not None:
@@ -309,7 +336,9 @@ def test_skip_survives_a_second_resume(tmp_path: Path) -> None:
 
 @each_source
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_document_still_to_come_can_be_skipped_at_a_resume(tmp_path: Path, source: str, shuffle: bool) -> None:
+def test_a_document_still_to_come_can_be_skipped_at_a_resume(
+    tmp_path: Path, source: str, shuffle: bool
+) -> None:
     spans = spans_by_text(SOURCES[source](tmp_path), source)
     whole = documents(again(tmp_path, source), shuffle=shuffle)
     head, state = batches(again(tmp_path, source), most=5, shuffle=shuffle)
@@ -325,7 +354,9 @@ def test_skipping_a_document_that_has_been_read_changes_nothing_after_it(
     spans = spans_by_text(SOURCES[source](tmp_path), source)
     whole = documents(again(tmp_path, source), shuffle=shuffle)
     head, state = batches(again(tmp_path, source), most=5, shuffle=shuffle)
-    tail, _ = batches(again(tmp_path, source, skip=[spans[whole[1]], spans[whole[3]]]), state, shuffle=shuffle)
+    tail, _ = batches(
+        again(tmp_path, source, skip=[spans[whole[1]], spans[whole[3]]]), state, shuffle=shuffle
+    )
     assert split_ids(ids_of([*head, *tail])) == whole
 
 
@@ -333,7 +364,9 @@ def test_what_state_and_dataset_skip_adds_up(tmp_path: Path) -> None:
     spans = spans_by_text(make_parquet(tmp_path), "parquet")
     head, state = batches(again(tmp_path, "parquet", skip=[spans[WANTED[210]]]), most=2)
     tail, after = batches(again(tmp_path, "parquet", skip=[spans[WANTED[220]]]), state)
-    assert split_ids(ids_of([*head, *tail])) == [t for i, t in enumerate(WANTED) if i not in (210, 220)]
+    assert split_ids(ids_of([*head, *tail])) == [
+        t for i, t in enumerate(WANTED) if i not in (210, 220)
+    ]
     assert len(after["skip"]) == 2
 
 
@@ -356,7 +389,9 @@ def test_a_bad_file_of_a_bundle_is_told_in_its_own_split(tmp_path: Path) -> None
     folder = tmp_path / "texts"
     folder.mkdir()
     make_bundle(folder)
-    val = {WANTED.index(text) for text in documents(bytes_of(folder, split="val", val_fraction=0.5))}
+    val = {
+        WANTED.index(text) for text in documents(bytes_of(folder, split="val", val_fraction=0.5))
+    }
     broken = set(range(0, len(TEXTS), 7))
     for i in broken:
         (folder / f"{i:03}.txt").write_bytes(b"\xff" + WANTED[i])
@@ -365,7 +400,9 @@ def test_a_bad_file_of_a_bundle_is_told_in_its_own_split(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_a_record_too_long_to_be_read_is_told_in_one_of_the_splits(tmp_path: Path, kind: str) -> None:
+def test_a_record_too_long_to_be_read_is_told_in_one_of_the_splits(
+    tmp_path: Path, kind: str
+) -> None:
     texts = [*TEXTS[:20], "x" * 500_000, *TEXTS[20:]]
     if kind == "jsonl":
         write_jsonl(tmp_path / "a.jsonl", ["", *texts, "", ""])

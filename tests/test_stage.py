@@ -15,7 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, ConfigError, Remote, Shard, SourceError, SyntheticDataset, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    ConfigError,
+    Remote,
+    Shard,
+    SourceError,
+    SyntheticDataset,
+    TextDataset,
+)
 from penstock.cli.main import app
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache_room import alone
@@ -47,8 +55,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 def make(**how: Any) -> AsyncDataLoader:
     data = {name: how.pop(name) for name in ("cache", "cache_bytes", "remote") if name in how}
-    text = TextDataset("hf://datasets/org/name/data", tokenizer="byte", seq_len=64, **({"remote": QUICK} | data))
-    options = {"batch_size": 2, "shuffle": True, "seed": 5, "epochs": 2, "output": "numpy", "shard": Shard(1, 0)}
+    text = TextDataset(
+        "hf://datasets/org/name/data", tokenizer="byte", seq_len=64, **({"remote": QUICK} | data)
+    )
+    options = {
+        "batch_size": 2,
+        "shuffle": True,
+        "seed": 5,
+        "epochs": 2,
+        "output": "numpy",
+        "shard": Shard(1, 0),
+    }
     return AsyncDataLoader(text, **(options | how))
 
 
@@ -56,7 +73,9 @@ def fetched(hub: HubServer) -> int:
     return sum(1 for request in hub.log if request.port == "cdn" and request.status == 206)
 
 
-@pytest.mark.parametrize("how", [{"shuffle": True}, {"shuffle": False}, {"shuffle": True, "lanes": 3}])
+@pytest.mark.parametrize(
+    "how", [{"shuffle": True}, {"shuffle": False}, {"shuffle": True, "lanes": 3}]
+)
 def test_a_run_on_a_staged_part_is_the_run_without_it(hub: HubServer, how: dict[str, Any]) -> None:
     whole = ledger(make, 10**6, cache=False, **how)
     half = FILES * GROUPS // 2
@@ -129,7 +148,9 @@ def test_staging_that_cannot_keep_anything_is_an_error(hub: HubServer) -> None:
         stage(make(), 0)
 
 
-def test_staging_that_cannot_open_its_lanes_leaves_no_thread(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_that_cannot_open_its_lanes_leaves_no_thread(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: Any) -> Any:
         raise OSError("no room for a quarantine")
 
@@ -140,7 +161,9 @@ def test_staging_that_cannot_open_its_lanes_leaves_no_thread(hub: HubServer, mon
     assert set(threading.enumerate()) <= before
 
 
-def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubServer, tmp_path: Path) -> None:
+def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(
+    hub: HubServer, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "stage"]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +171,9 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(hub: HubSer
 
     done = run("hf://datasets/org/name/data", "--bytes", "1GB", "--shuffle", "--seed", "5")
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"staged .* in {FILES * GROUPS} chunks \(0 were there\).*a whole epoch", done.stdout)
+    assert re.search(
+        rf"staged .* in {FILES * GROUPS} chunks \(0 were there\).*a whole epoch", done.stdout
+    )
     assert re.search(r"@[0-9a-f]{40}", done.stdout)
     settings = tmp_path / "run.toml"
     settings.write_text(
@@ -193,7 +218,9 @@ def test_a_first_chunk_larger_than_asked_for_is_an_error_that_says_how_large(
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 20)
     code, out, err = staged(capfd, str(tmp_path / "a.jsonl"), "--bytes", "500")
     assert (code, out) == (1, "")
-    found = re.fullmatch(r"penstock: --bytes 500: the first chunk takes .* Use --bytes (\d+) or more\.\n", err)
+    found = re.fullmatch(
+        r"penstock: --bytes 500: the first chunk takes .* Use --bytes (\d+) or more\.\n", err
+    )
     assert found, err
     code, out, _ = staged(capfd, str(tmp_path / "a.jsonl"), "--bytes", found[1])
     assert code == 0
@@ -266,12 +293,16 @@ def test_a_cache_too_small_for_an_epoch_keeps_what_the_next_one_needs_first(
     assert batches == ledger(make, 10**6, shuffle=False, cache=False, epochs=3)
 
 
-def test_a_disk_that_hangs_ends_a_staging(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_ends_a_staging(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "WRITE_S", 0.05)
     lanes, _ = opened(make(n_workers=0))
     with alone(tmp_path / "cache" / "tokens"):
         next(lanes.stage())
-        with pytest.raises(SourceError, match=r"cache in .*cache did not take what was read within"):
+        with pytest.raises(
+            SourceError, match=r"cache in .*cache did not take what was read within"
+        ):
             lanes.flush()
     lanes.flush()
     lanes.close()

@@ -35,7 +35,9 @@ from tests.corpus import train_vocabulary
 def loader(corpus: Path, about: dict[str, Any] | None = None, **how: Any) -> AsyncDataLoader:
     settings = {"tokenizer": "byte", "seq_len": 64} | (about or {})
     data = TextDataset(settings.pop("path", corpus / "parquet"), **settings)
-    return AsyncDataLoader(data, **({"batch_size": 4, "shuffle": True, "seed": 3, "output": "numpy"} | how))
+    return AsyncDataLoader(
+        data, **({"batch_size": 4, "shuffle": True, "seed": 3, "output": "numpy"} | how)
+    )
 
 
 def state_after(corpus: Path, n: int, **how: Any) -> dict[str, Any]:
@@ -94,7 +96,9 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
 
     shutil.copytree(corpus / "parquet", tmp_path / "more")
     shutil.copy(corpus / "parquet" / "a.parquet", tmp_path / "more" / "c.parquet")
-    with pytest.raises(StateMismatch, match=r"the data changed since the state was saved: .*count was 2, is 3"):
+    with pytest.raises(
+        StateMismatch, match=r"the data changed since the state was saved: .*count was 2, is 3"
+    ):
         loader(corpus, {"path": tmp_path / "more"}).load_state_dict(state_after(corpus, 5))
 
 
@@ -107,7 +111,9 @@ def test_another_vocabulary_of_the_same_name_is_refused(corpus: Path, tmp_path: 
 
 def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
     whole = contracts.ledger(lambda: loader(corpus), 30)
-    with loader(corpus, {"doc_batch": 3, "on_bad_record": "skip"}, n_workers=5, prefetch_size=2) as other:
+    with loader(
+        corpus, {"doc_batch": 3, "on_bad_record": "skip"}, n_workers=5, prefetch_size=2
+    ) as other:
         other.load_state_dict(state_after(corpus, 10))
         assert contracts.take(other, 20) == whole[10:]
 
@@ -123,7 +129,9 @@ def test_a_newer_state_says_to_upgrade(corpus: Path) -> None:
         loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": 99})
 
 
-@pytest.mark.parametrize("foreign", [{}, None, 5, "x", b"", [], {"epoch": 3}, {"_snapshot": {"_step": 1}}, [{"a": 1}]])
+@pytest.mark.parametrize(
+    "foreign", [{}, None, 5, "x", b"", [], {"epoch": 3}, {"_snapshot": {"_step": 1}}, [{"a": 1}]]
+)
 def test_a_foreign_state_is_refused(corpus: Path, foreign: Any) -> None:
     with pytest.raises(StateFormat):
         loader(corpus).load_state_dict(foreign)
@@ -135,13 +143,19 @@ junk = st.recursive(
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
-def test_a_damaged_state_is_refused_or_continues_but_never_crashes(corpus: Path, data: st.DataObject) -> None:
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+)
+def test_a_damaged_state_is_refused_or_continues_but_never_crashes(
+    corpus: Path, data: st.DataObject
+) -> None:
     state = _shared_state(corpus)
     damaged = copy.deepcopy(state)
     spot: Any = damaged
     while True:
-        key = data.draw(st.sampled_from(sorted(spot) if isinstance(spot, dict) else range(len(spot))))
+        key = data.draw(
+            st.sampled_from(sorted(spot) if isinstance(spot, dict) else range(len(spot)))
+        )
         child = spot[key]
         if isinstance(child, dict | list) and child and data.draw(st.booleans()):
             spot = child
@@ -199,13 +213,18 @@ def test_a_chunk_number_that_no_file_has_is_refused(tmp_path: Path) -> None:
         state = state_after(folder, 2, about=about)
         for chunk in (1 << 48, 1 << 62):
             beyond = state | {"at": {"0": [0, 0, chunk, 0, 0, 0, 0]}}
-            with loader(folder, about) as stream, pytest.raises(StateFormat, match="no stream is that long"):
+            with (
+                loader(folder, about) as stream,
+                pytest.raises(StateFormat, match="no stream is that long"),
+            ):
                 _go_on(stream, beyond)
 
 
 def test_an_epoch_that_no_lane_reaches_is_refused() -> None:
     def make() -> AsyncDataLoader:
-        data = TextDataset.from_iterable(["a text"] * 40, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts")
+        data = TextDataset.from_iterable(
+            ["a text"] * 40, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts"
+        )
         return AsyncDataLoader(data, batch_size=2, lanes=2)
 
     with make() as stream:
@@ -224,7 +243,9 @@ class Samples:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "text": lambda: TextDataset.from_iterable(["abc" * 10] * 10, tokenizer="byte", seq_len=8, name="texts"),
+    "text": lambda: TextDataset.from_iterable(
+        ["abc" * 10] * 10, tokenizer="byte", seq_len=8, name="texts"
+    ),
     "rows": lambda: SyntheticDataset(9, 8, 10),
     "map-style": lambda: [{"input_ids": [1, 2, i]} for i in range(10)],
     "samples": Samples,
@@ -250,7 +271,9 @@ def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(kind: str) ->
 
 
 @pytest.mark.parametrize("world", [3, 5, 16])
-def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_those_that_do(corpus: Path, world: int) -> None:
+def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_those_that_do(
+    corpus: Path, world: int
+) -> None:
     state = state_after(corpus, 5, lanes=8)
     with pytest.raises(StateMismatch, match="would work are 1, 2, 4, 8"):
         loader(corpus, shard=Shard(world, 0)).load_state_dict(state)
@@ -312,11 +335,16 @@ with loader(Path({corpus!r}), about={{"packing": {packing!r}}}, n_workers=2) as 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_killed_process_goes_on_exactly_where_its_last_state_was(corpus: Path, tmp_path: Path, packing: str) -> None:
+def test_a_killed_process_goes_on_exactly_where_its_last_state_was(
+    corpus: Path, tmp_path: Path, packing: str
+) -> None:
     whole = contracts.ledger(lambda: loader(corpus, {"packing": packing}), 150)
     rng = random.Random(packing)
     script = CHILD.format(
-        root=str(Path(__file__).parent.parent), corpus=str(corpus), state=str(tmp_path / "s"), packing=packing
+        root=str(Path(__file__).parent.parent),
+        corpus=str(corpus),
+        state=str(tmp_path / "s"),
+        packing=packing,
     )
     recorded: dict[int, str] = {}
     for _ in range(4):

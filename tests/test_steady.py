@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.watch.steady import SteadyState, SteadyWatch, StepAnalysis, StepEvent, analyze_steps, from_progress
+from penstock.watch.steady import (
+    SteadyState,
+    SteadyWatch,
+    StepAnalysis,
+    StepEvent,
+    analyze_steps,
+    from_progress,
+)
 
 Generator = np.random.Generator
 RECORDED = Path(__file__).parent / "data" / "steps"
@@ -176,8 +183,15 @@ class Recorded(NamedTuple):
 
     def analysis(self) -> StepAnalysis:
         run = self.run
-        events = [StepEvent(step, kind, value) for kind in ("compiles", "optimizer_state") for step, value in run[kind]]
-        events += [StepEvent(step, "data_wait_s", wait / 1e6) for step, wait in enumerate(run.get("wait_us", []))]
+        events = [
+            StepEvent(step, kind, value)
+            for kind in ("compiles", "optimizer_state")
+            for step, value in run[kind]
+        ]
+        events += [
+            StepEvent(step, "data_wait_s", wait / 1e6)
+            for step, wait in enumerate(run.get("wait_us", []))
+        ]
         return analyze_steps([taken / 1e6 for taken in run["times_us"]], 256, events)
 
     def onset(self) -> int | None:
@@ -189,7 +203,10 @@ def recorded() -> dict[str, Recorded]:
     made = {}
     for path in sorted(RECORDED.glob("*.json")):
         told = json.loads(path.read_text())
-        made |= {f"{path.stem}-{number}": Recorded(run, told["says"]) for number, run in enumerate(told["runs"])}
+        made |= {
+            f"{path.stem}-{number}": Recorded(run, told["says"])
+            for number, run in enumerate(told["runs"])
+        }
     return made
 
 
@@ -212,7 +229,9 @@ def asked() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", asked())
-def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two_steps(name: str) -> None:
+def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two_steps(
+    name: str,
+) -> None:
     run, says = RUNS[name]
     found, onset = RUNS[name].analysis(), RUNS[name].onset()
     assert found.kind == says["kind"], str(found)
@@ -220,7 +239,9 @@ def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two
     if found.onset is not None and onset is not None:
         assert abs(found.onset - onset) <= 2, str(found)
     assert found.rhythm == says.get("rhythm")
-    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(says.get("first_causes", []))
+    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(
+        says.get("first_causes", [])
+    )
     if "change" in says:
         assert min(abs(change.step - says["change"]) for change in found.changes) <= 2
         assert says["change_cause"] in [cause.cause for cause in found.causes]
@@ -235,7 +256,9 @@ def test_nearly_all_recorded_runs_are_asked_about_and_few_enough_bytes() -> None
     assert sum(path.stat().st_size for path in RECORDED.iterdir() if path.is_file()) < 150_000
 
 
-@pytest.mark.parametrize("name", [name for name, one in RUNS.items() if one.says["onset"] is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, one in RUNS.items() if one.says["onset"] is not None]
+)
 def test_a_watch_finds_a_steady_state_in_every_recorded_run_that_has_one(name: str) -> None:
     assert watched([taken / 1e6 for taken in RUNS[name].run["times_us"]]) is not None
 
@@ -249,7 +272,9 @@ def train(steps: int, slow_steps: int) -> list[float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)
+        )
         optimizer = torch.optim.AdamW(model.parameters())
         starts = [time.thread_time()]
         for step in range(steps):
@@ -290,7 +315,9 @@ def test_the_numbers_of_a_warmup_are_those_of_the_series() -> None:
     assert found.changes == found.spikes == ()
 
 
-def test_the_interval_covers_the_true_rate_and_is_wider_for_steps_that_resemble_their_neighbours() -> None:
+def test_the_interval_covers_the_true_rate_and_is_wider_for_steps_that_resemble_their_neighbours() -> (
+    None
+):
     covered, widths = 0, {0.0: 0.0, 0.8: 0.0}
     for seed in range(10):
         for memory in widths:
@@ -304,7 +331,9 @@ def test_the_interval_covers_the_true_rate_and_is_wider_for_steps_that_resemble_
             widths[memory] += found.high - found.low
             covered += found.low <= 100 <= found.high
     assert widths[0.8] > 1.5 * widths[0.0]
-    assert covered >= 14  # of 20; a 95 % interval by bootstrap falls a little short with much memory
+    assert (
+        covered >= 14
+    )  # of 20; a 95 % interval by bootstrap falls a little short with much memory
 
 
 def test_without_tokens_there_is_no_rate_and_with_one_per_step_it_follows_them() -> None:
@@ -315,9 +344,13 @@ def test_without_tokens_there_is_no_rate_and_with_one_per_step_it_follows_them()
 def test_drift_is_given_per_thousand_steps_and_only_if_it_is_more_than_chance() -> None:
     rng = np.random.default_rng(3)
     found = analyze_steps(noise(rng, 2000) * (1 + 0.1 * np.arange(2000) / 1000))
-    assert found.drift_per_1000 == pytest.approx(100 * 0.1 / 1.1, rel=0.1)  # of the level in the middle
+    assert found.drift_per_1000 == pytest.approx(
+        100 * 0.1 / 1.1, rel=0.1
+    )  # of the level in the middle
     assert "slower per 1,000 steps" in found.summary()
-    chance = [analyze_steps(noise(np.random.default_rng(seed), 500)).drift_per_1000 for seed in range(20)]
+    chance = [
+        analyze_steps(noise(np.random.default_rng(seed), 500)).drift_per_1000 for seed in range(20)
+    ]
     assert chance.count(None) >= 19
 
 
@@ -336,7 +369,9 @@ def test_a_slow_stretch_that_ends_is_two_changes() -> None:
     times[300:400] *= 1.5
     found = analyze_steps(times)
     assert found.kind == "flat"
-    assert [abs(change.step - at) <= 1 for change, at in zip(found.changes, (300, 400), strict=True)] == [True, True]
+    assert [
+        abs(change.step - at) <= 1 for change, at in zip(found.changes, (300, 400), strict=True)
+    ] == [True, True]
 
 
 @pytest.mark.parametrize("period", [10, 37, 100])
@@ -347,7 +382,10 @@ def test_spikes_at_regular_intervals_are_one_group_with_their_period_and_cost(pe
     times[465] += 10
     found = analyze_steps(times)
     assert found.kind == "flat"
-    assert [(list(group.steps), group.period) for group in found.spikes] == [(regular, period), ([465], None)]
+    assert [(list(group.steps), group.period) for group in found.spikes] == [
+        (regular, period),
+        ([465], None),
+    ]
     assert found.spikes[0].cost_s == pytest.approx(3 * len(regular), rel=0.02)
     assert found.spikes[1].cost_s == pytest.approx(10, rel=0.02)
 
@@ -385,7 +423,9 @@ def test_a_rhythm_of_few_steps_is_how_the_run_works_and_no_spike(period: int) ->
 
 
 def test_noise_has_no_rhythm() -> None:
-    assert [analyze_steps(noise(np.random.default_rng(s), 200, 0.1)).rhythm for s in range(20)] == [None] * 20
+    assert [analyze_steps(noise(np.random.default_rng(s), 200, 0.1)).rhythm for s in range(20)] == [
+        None
+    ] * 20
 
 
 def test_causes_are_named_where_evidence_supports_them() -> None:
@@ -410,11 +450,14 @@ def test_causes_are_named_where_evidence_supports_them() -> None:
 def test_without_evidence_a_slow_start_is_unexplained() -> None:
     times = np.full(100, 0.1)
     times[:3] = 2.0
-    events = [StepEvent(50, "compiles", 1), *(StepEvent(step, "data_wait_s", 0.05) for step in range(100))]
+    events = [
+        StepEvent(50, "compiles", 1),
+        *(StepEvent(step, "data_wait_s", 0.05) for step in range(100)),
+    ]
     for known in (None, events):
-        assert [(c.start, c.stop, c.cause, c.evidence) for c in analyze_steps(times, 1, known).causes] == [
-            (0, 3, "unexplained", "")
-        ]
+        assert [
+            (c.start, c.stop, c.cause, c.evidence) for c in analyze_steps(times, 1, known).causes
+        ] == [(0, 3, "unexplained", "")]
 
 
 def test_a_counter_that_was_there_before_the_first_step_did_not_grow() -> None:
@@ -427,15 +470,23 @@ def test_a_counter_that_was_there_before_the_first_step_did_not_grow() -> None:
 @pytest.mark.parametrize(
     ("cause", "events"),
     [
-        ("data wait", [StepEvent(step, "data_wait_s", 0.06 if step >= 300 else 0.01) for step in range(500)]),
+        (
+            "data wait",
+            [StepEvent(step, "data_wait_s", 0.06 if step >= 300 else 0.01) for step in range(500)],
+        ),
         ("compile", [StepEvent(0, "compiles", 1), StepEvent(301, "compiles", 2)]),
-        ("allocator retries", [StepEvent(step, "alloc_retries", step - 299) for step in range(300, 500, 10)]),
+        (
+            "allocator retries",
+            [StepEvent(step, "alloc_retries", step - 299) for step in range(300, 500, 10)],
+        ),
         ("resume", [StepEvent(300, "resume")]),
         ("unexplained", [StepEvent(100, "compiles", 1), StepEvent(200, "resume")]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_late_slowdown_is_charged_to_what_began_with_it(cause: str, events: list[StepEvent]) -> None:
+def test_a_late_slowdown_is_charged_to_what_began_with_it(
+    cause: str, events: list[StepEvent]
+) -> None:
     times = 0.1 * noise(np.random.default_rng(2), 500)
     times[300:] += 0.06
     found = analyze_steps(times, 1, events)
@@ -447,10 +498,14 @@ def test_a_late_slowdown_is_charged_to_what_began_with_it(cause: str, events: li
 def test_drift_is_charged_to_a_data_wait_that_grows_with_it(grows: bool) -> None:
     more = 0.05 * np.arange(600) / 600
     times = 0.1 * noise(np.random.default_rng(9), 600) + more
-    events = [StepEvent(step, "data_wait_s", 0.01 + (more[step] if grows else 0)) for step in range(600)]
+    events = [
+        StepEvent(step, "data_wait_s", 0.01 + (more[step] if grows else 0)) for step in range(600)
+    ]
     found = analyze_steps(times, 1, events)
     assert found.kind == "slowdown"
-    assert [(c.start, c.stop, c.cause) for c in found.causes] == [(0, 600, "data wait" if grows else "unexplained")]
+    assert [(c.start, c.stop, c.cause) for c in found.causes] == [
+        (0, 600, "data wait" if grows else "unexplained")
+    ]
 
 
 def test_spikes_are_charged_to_the_pauses_that_cover_them() -> None:
@@ -492,7 +547,9 @@ def test_bad_times_are_an_error_that_names_index_and_value(times: Any, says: str
         (1, ["compiles"], r"events\[0\]"),
     ],
 )
-def test_bad_tokens_and_events_are_errors_that_say_which(tokens: Any, events: Any, says: str) -> None:
+def test_bad_tokens_and_events_are_errors_that_say_which(
+    tokens: Any, events: Any, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         analyze_steps(np.ones(40), tokens, events)
 
@@ -520,17 +577,25 @@ def test_a_hundred_thousand_steps_with_events_are_analysed() -> None:
     times[:12] *= 40
     times[499::500] += 6
     times[70_000:] *= 1.1
-    found = analyze_steps(times, 4096, [StepEvent(step, "data_wait_s", 0.01) for step in range(100_000)])
+    found = analyze_steps(
+        times, 4096, [StepEvent(step, "data_wait_s", 0.01) for step in range(100_000)]
+    )
     assert (found.kind, found.onset, found.rhythm) == ("slowdown", 12, None)
     assert [abs(change.step - 70_000) <= 5 for change in found.changes] == [True]
     assert found.spikes[0].period == 500
 
 
-seconds = st.floats(1e-6, 1e4, allow_subnormal=False) | st.sampled_from([0.0, 0.05, 1.0, 1.0, 1.1, 30.0])
+seconds = st.floats(1e-6, 1e4, allow_subnormal=False) | st.sampled_from(
+    [0.0, 0.05, 1.0, 1.0, 1.1, 30.0]
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(seconds, min_size=1, max_size=150), st.integers(0, 1000) | st.none(), st.integers(-15, 15))
+@given(
+    st.lists(seconds, min_size=1, max_size=150),
+    st.integers(0, 1000) | st.none(),
+    st.integers(-15, 15),
+)
 def test_any_series_has_an_answer_that_does_not_depend_on_the_unit(
     times: list[float], tokens: int | None, power: int
 ) -> None:
@@ -555,7 +620,15 @@ def test_times_in_another_unit_have_the_same_kind_and_onset(
 
 
 def progress(step: int, **fields: Any) -> dict[str, Any]:
-    return {"ts": 1e9 + step, "mono": 50.0 + step, "pid": 1, "rank": 0, "step": step, "msg": "progress", **fields}
+    return {
+        "ts": 1e9 + step,
+        "mono": 50.0 + step,
+        "pid": 1,
+        "rank": 0,
+        "step": step,
+        "msg": "progress",
+        **fields,
+    }
 
 
 def test_heartbeat_lines_become_times_tokens_and_events() -> None:
@@ -582,7 +655,8 @@ def test_heartbeat_lines_become_times_tokens_and_events() -> None:
 
 def test_a_heartbeat_is_analysed_with_its_causes() -> None:
     lines = [
-        progress(step, dt_step_s=9.0 if step < 3 else 0.5, tokens=8, compiles=min(step, 2)) for step in range(1, 90)
+        progress(step, dt_step_s=9.0 if step < 3 else 0.5, tokens=8, compiles=min(step, 2))
+        for step in range(1, 90)
     ]
     found = analyze_steps(*from_progress(lines))
     assert (found.kind, found.onset, found.tokens_per_s) == ("warmup", 2, 16)
@@ -590,7 +664,10 @@ def test_a_heartbeat_is_analysed_with_its_causes() -> None:
 
 
 def test_a_heartbeat_that_begins_in_the_middle_of_a_run_shows_no_compilation() -> None:
-    lines = [progress(step, dt_step_s=9.0 if step == 700 else 0.5, compiles=2) for step in range(700, 800)]
+    lines = [
+        progress(step, dt_step_s=9.0 if step == 700 else 0.5, compiles=2)
+        for step in range(700, 800)
+    ]
     found = analyze_steps(*from_progress(lines))
     assert (found.onset, [cause.cause for cause in found.causes]) == (1, ["unexplained"])
 
@@ -603,7 +680,9 @@ def test_lines_with_missing_and_strange_fields_are_read_as_far_as_they_go() -> N
         progress(3, dt_step_s=True, tokens=5, paused=3),
     ]
     assert from_progress(strange) == ([], None, [])
-    assert from_progress([progress(1, dt_step_s=1.0, tokens=4), progress(2, dt_step_s=1.0)])[:2] == ([1.0, 1.0], None)
+    assert from_progress([progress(1, dt_step_s=1.0, tokens=4), progress(2, dt_step_s=1.0)])[
+        :2
+    ] == ([1.0, 1.0], None)
     absurd = [progress(1, dt_step_s=1e12, tokens=4), progress(2, dt_step_s=1.0, tokens=10**17)]
     assert from_progress(absurd)[:2] == ([1.0], None)
     with pytest.raises(ConfigError, match="ranks"):
@@ -638,7 +717,9 @@ def test_a_watch_finds_the_steady_state_of_an_ordinary_run_within_thirty_steps(
     assert state.analysis.tokens_per_s is not None
 
 
-@pytest.mark.parametrize("make", [slow_exponential_start, periodic_spikes, heavy_tails], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [slow_exponential_start, periodic_spikes, heavy_tails], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_watch_takes_a_little_longer_where_the_start_is_hard_to_tell(
     make: Callable[[Generator], Case], seed: int
@@ -653,7 +734,9 @@ def test_a_watch_takes_a_little_longer_where_the_start_is_hard_to_tell(
 
 def test_a_watch_reports_nothing_while_the_start_is_not_over() -> None:
     assert watched(tiny_run(np.random.default_rng(0)).times) is None
-    assert watched((1 + 5 * np.exp(-np.arange(80) / 50)) * noise(np.random.default_rng(0), 80)) is None
+    assert (
+        watched((1 + 5 * np.exp(-np.arange(80) / 50)) * noise(np.random.default_rng(0), 80)) is None
+    )
 
 
 def test_a_watch_that_is_reopened_finds_the_next_steady_state_and_counts_steps_on() -> None:
@@ -665,10 +748,15 @@ def test_a_watch_that_is_reopened_finds_the_next_steady_state_and_counts_steps_o
             watch.reopen("recompilation")
             assert watch.reached is None
         slow = step < 5 or 100 <= step < 103
-        state = watch.step(rng.normal(1, 0.02) * (20 if slow else 1), compiles=2 if step >= 100 else 1)
+        state = watch.step(
+            rng.normal(1, 0.02) * (20 if slow else 1), compiles=2 if step >= 100 else 1
+        )
         states += [state] if state else []
     assert watch.steps == 1200
-    assert [(state.onset, state.reason) for state in states] == [(1005, "start"), (1103, "recompilation")]
+    assert [(state.onset, state.reason) for state in states] == [
+        (1005, "start"),
+        (1103, "recompilation"),
+    ]
     assert watch.reached is states[1]
     assert states[1].analysis.causes[0].evidence == "compiles 1 → 2 at step 0"
     event = states[1].as_event()

@@ -21,7 +21,9 @@ import penstock
 SRC = Path(penstock.__file__).parent
 ROOT = SRC.parent.parent
 MODULES = sorted(SRC.rglob("*.py"))
-AROUND = sorted(path for folder in ("benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py"))
+AROUND = sorted(
+    path for folder in ("benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
 
 TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
@@ -63,7 +65,9 @@ def test_whatever_a_user_may_call_says_what_it_does(name: str) -> None:
     thing = getattr(penstock, name)
     assert inspect.getdoc(thing)
     for method, member in vars(thing).items() if inspect.isclass(thing) else ():
-        if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, property | classmethod)):
+        if not method.startswith("_") and (
+            inspect.isfunction(member) or isinstance(member, property | classmethod)
+        ):
             told = inspect.getdoc(getattr(thing, method)) or f"{name}.{method}" in SELF_EVIDENT
             assert told, f"{name}.{method}"
 
@@ -103,7 +107,11 @@ UPWARD = {
 
 
 def test_imports_within_functions_point_the_same_way() -> None:
-    above = {where(path): higher(path) for path in MODULES if part_of(path) != "__init__" and higher(path)}
+    above = {
+        where(path): higher(path)
+        for path in MODULES
+        if part_of(path) != "__init__" and higher(path)
+    }
     assert above.keys() == UPWARD.keys(), above
 
 
@@ -165,7 +173,9 @@ def test_names_say_what_a_thing_is() -> None:
 
 
 def names_in(path: Path) -> list[str]:
-    own = [] if path.parent.name == "scripts" else [path.stem]  # those have the names that runbooks know
+    own = (
+        [] if path.parent.name == "scripts" else [path.stem]
+    )  # those have the names that runbooks know
     return own + [node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
 
 
@@ -177,7 +187,9 @@ def comments(path: Path) -> set[int]:
 
 def catches_all(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+    return any(
+        kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds
+    )
 
 
 def swallowed(path: Path) -> Iterator[int]:
@@ -211,8 +223,15 @@ def test_nothing_is_swallowed_without_a_reason() -> None:
 
 def test_only_consoles_print() -> None:
     for path in MODULES:
-        if not where(path).startswith("cli/") and where(path) not in ("train/console.py", "testing/__main__.py"):
-            called = {ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
+        if not where(path).startswith("cli/") and where(path) not in (
+            "train/console.py",
+            "testing/__main__.py",
+        ):
+            called = {
+                ast.unparse(node.func)
+                for node in ast.walk(tree(path))
+                if isinstance(node, ast.Call)
+            }
             assert "print" not in called, where(path)
 
 
@@ -269,13 +288,19 @@ def writes(node: ast.AST) -> bool:
         return any(flag in ast.unparse(node) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "flags"))
     if name == "open" or name.endswith(".open"):
         modes = [*node.args[:2], *(word.value for word in node.keywords if word.arg == "mode")]
-        said = [mode.value for mode in modes if isinstance(mode, ast.Constant) and isinstance(mode.value, str)]
+        said = [
+            mode.value
+            for mode in modes
+            if isinstance(mode, ast.Constant) and isinstance(mode.value, str)
+        ]
         return any(re.fullmatch(r"[rwaxbt+]*[wax+][rwaxbt+]*", mode) for mode in said)
     return False
 
 
 def test_files_that_others_may_read_are_written_at_once() -> None:
-    assert {where(path) for path in MODULES if any(map(writes, ast.walk(tree(path))))} == WRITES.keys()
+    assert {
+        where(path) for path in MODULES if any(map(writes, ast.walk(tree(path))))
+    } == WRITES.keys()
 
 
 WAITS = {"wait", "join", "get", "acquire", "communicate", "recv", "accept"}
@@ -297,9 +322,17 @@ def without_a_deadline(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         words = {word.arg for word in node.keywords}
-        if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS and not node.args and not words:
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in WAITS
+            and not node.args
+            and not words
+        ):
             yield f"{where(path)}: {ast.unparse(node)}"
-        if ast.unparse(node.func) in ("subprocess.run", "subprocess.check_output") and "timeout" not in words:
+        if (
+            ast.unparse(node.func) in ("subprocess.run", "subprocess.check_output")
+            and "timeout" not in words
+        ):
             yield f"{where(path)}: {ast.unparse(node.func)}"
 
 
@@ -310,7 +343,9 @@ def test_waits_have_a_deadline() -> None:
 def fields_of(path: Path) -> Iterator[tuple[str, str]]:
     """The fields of a module's dataclasses, with the class."""
     for node in tree(path).body:
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(each) for each in node.decorator_list
+        ):
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     yield node.name, item.target.id
@@ -363,7 +398,9 @@ def test_every_setting_reaches_the_loader_or_somebody_else() -> None:
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def test_importing_penstock_imports_nothing_heavy() -> None:

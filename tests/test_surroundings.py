@@ -67,7 +67,11 @@ def test_a_command_that_is_given_an_address_heeds_the_environment(
     monkeypatch.setenv("NSA_FWE_DOC_BATCH", "7")
     monkeypatch.setenv("PENSTOCK_N_WORKERS", "1")
     dataset, arguments = addressed(str(corpus / "docs.jsonl"), {"seq_len": 64}, {"n_workers": 2})
-    assert (arguments["prefetch_size"], arguments["n_workers"], arguments["batch_size"]) == (5, 2, 16)
+    assert (arguments["prefetch_size"], arguments["n_workers"], arguments["batch_size"]) == (
+        5,
+        2,
+        16,
+    )
     assert (dataset.seq_len, dataset.doc_batch) == (64, 7)
     monkeypatch.setenv("PENSTOCK_PREFETCH_SIZ", "5")
     with pytest.raises(ConfigError, match="PENSTOCK_PREFETCH_SIZ"):

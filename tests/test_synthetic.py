@@ -30,7 +30,9 @@ def test_rows_are_as_long_and_as_many_as_asked_for() -> None:
     seq_len=st.integers(1, 50),
     asked=st.lists(st.integers(0, 99), min_size=1, max_size=8),
 )
-def test_a_row_is_the_same_however_it_is_asked_for(seed: int, vocab: int, seq_len: int, asked: list[int]) -> None:
+def test_a_row_is_the_same_however_it_is_asked_for(
+    seed: int, vocab: int, seq_len: int, asked: list[int]
+) -> None:
     data = SyntheticDataset(vocab, seq_len, 100, seed)
     rows = data.__getitems__(np.array(asked))
     assert rows.max() < vocab
@@ -42,19 +44,32 @@ def test_a_row_is_the_same_however_it_is_asked_for(seed: int, vocab: int, seq_le
 
 def test_many_rows_at_once_are_the_rows_one_by_one() -> None:
     data = SyntheticDataset(seq_len=1000, num_samples=200)
-    assert np.array_equal(data.__getitems__(np.arange(200)), np.stack([data[i] for i in range(200)]))
+    assert np.array_equal(
+        data.__getitems__(np.arange(200)), np.stack([data[i] for i in range(200)])
+    )
 
 
 def test_the_ids_never_change_between_releases() -> None:
     """Runs are compared by these numbers: they must stay."""
-    assert SyntheticDataset()[0][:8].tolist() == [37963, 22425, 12235, 36246, 24782, 17957, 27759, 22332]
+    assert SyntheticDataset()[0][:8].tolist() == [
+        37963,
+        22425,
+        12235,
+        36246,
+        24782,
+        17957,
+        27759,
+        22332,
+    ]
     assert SyntheticDataset(128_256, 4, 10, 7)[9].tolist() == [37698, 91427, 49032, 127543, 60646]
 
 
 @pytest.mark.parametrize("vocab", [2, 100, 50257])
 def test_all_ids_are_equally_likely(vocab: int) -> None:
     rows = SyntheticDataset(vocab, 999, 1000).__getitems__(np.arange(1000))
-    buckets = np.bincount(rows.reshape(-1).astype(int) * min(vocab, 100) // vocab, minlength=min(vocab, 100))
+    buckets = np.bincount(
+        rows.reshape(-1).astype(int) * min(vocab, 100) // vocab, minlength=min(vocab, 100)
+    )
     width = np.bincount(np.arange(vocab) * min(vocab, 100) // vocab) / vocab * rows.size
     freedom = buckets.size - 1
     assert (((buckets - width) ** 2 / width).sum() - freedom) / np.sqrt(2 * freedom) < 5
@@ -63,7 +78,11 @@ def test_all_ids_are_equally_likely(vocab: int) -> None:
 def test_no_row_or_place_looks_like_another() -> None:
     rows = SyntheticDataset(50257, 1023, 1000).__getitems__(np.arange(1000)).astype(float)
     rows -= rows.mean()
-    for one, other in ((rows[1:], rows[:-1]), (rows[:, 1:], rows[:, :-1]), (rows[1:, :-1], rows[:-1, 1:])):
+    for one, other in (
+        (rows[1:], rows[:-1]),
+        (rows[:, 1:], rows[:, :-1]),
+        (rows[1:, :-1], rows[:-1, 1:]),
+    ):
         assert abs((one * other).mean() / rows.var()) < 0.005
 
 
@@ -85,21 +104,35 @@ def test_identity_is_what_the_rows_depend_on() -> None:
     data = SyntheticDataset(100, 8, 10, 3)
     assert data.data_id() == {"kind": "synthetic", "seed": 3, "vocab_size": 100, "num_samples": 10}
     assert data.settings_id() == {"seq_len": 8}
-    assert pickle.loads(pickle.dumps(data)).__getitems__([5]).tolist() == data.__getitems__([5]).tolist()
+    assert (
+        pickle.loads(pickle.dumps(data)).__getitems__([5]).tolist()
+        == data.__getitems__([5]).tolist()
+    )
 
 
 @pytest.mark.parametrize("wrong", [10, -11])
 def test_a_row_that_is_not_there_is_an_index_error(wrong: int) -> None:
     data = SyntheticDataset(100, 8, 10)
     assert data[-1].tolist() == data[9].tolist()
-    for ask in (lambda: data[wrong], lambda: data.__getitems__([0, wrong]), lambda: data.spans(wrong)):
+    for ask in (
+        lambda: data[wrong],
+        lambda: data.__getitems__([0, wrong]),
+        lambda: data.spans(wrong),
+    ):
         with pytest.raises(IndexError, match="has rows 0 to 9"):
             ask()
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"vocab_size": 0}, {"vocab_size": (1 << 32) + 1}, {"seq_len": 0}, {"num_samples": 0}, {"seed": -1}, {"seed": 0.5}],
+    [
+        {"vocab_size": 0},
+        {"vocab_size": (1 << 32) + 1},
+        {"seq_len": 0},
+        {"num_samples": 0},
+        {"seed": -1},
+        {"seed": 0.5},
+    ],
 )
 def test_a_setting_that_does_not_fit_is_named(settings: dict[str, Any]) -> None:
     (name,) = settings

@@ -44,7 +44,9 @@ def wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-@pytest.mark.parametrize("how", [{"n_workers": 0}, {"n_workers": 2}, {"n_workers": 1, "workers": "process"}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"n_workers": 0}, {"n_workers": 2}, {"n_workers": 1, "workers": "process"}], ids=str
+)
 def test_every_stage_says_what_it_did(corpus: Path, how: dict[str, Any]) -> None:
     with loader_of(corpus, epochs=1, **how) as loader:
         tokens = sum(batch.tokens for batch in loader)
@@ -90,7 +92,9 @@ def test_step_fields_are_those_of_a_heartbeat_and_add_up(corpus: Path) -> None:
             wait(0.002)
         fields = loader.telemetry.step_fields()
         beat = loader.telemetry.beat_fields()
-    assert fields["tokens"] == fields["tokens_total"] == 30 * batch.tokens, "nothing was reported before"
+    assert fields["tokens"] == fields["tokens_total"] == 30 * batch.tokens, (
+        "nothing was reported before"
+    )
     assert (
         fields["dt_fetch_s"]
         == fields["dt_fetch_last"]
@@ -125,7 +129,9 @@ def test_a_step_of_several_batches_is_reported_as_a_whole(corpus: Path) -> None:
     assert sum(fields["dt_fetch_s"] for fields in told) == pytest.approx(stats.wait_s, abs=1e-3)
     paused = sum(fields["paused"]["save"] for fields in told)
     # All that is no pause, up to the last report. What the machine takes between two lines here is nobody's.
-    assert took - paused - 0.1 <= sum(fields["dt_step_s"] for fields in told) <= took - paused + 0.01
+    assert (
+        took - paused - 0.1 <= sum(fields["dt_step_s"] for fields in told) <= took - paused + 0.01
+    )
 
 
 def test_pauses_before_the_first_batch_and_between_epochs_are_nobodys_step(corpus: Path) -> None:
@@ -144,7 +150,9 @@ def test_pauses_before_the_first_batch_and_between_epochs_are_nobodys_step(corpu
     assert 0 < stats.data_wait <= 1
 
 
-def test_time_in_calls_that_gave_up_is_waited_too(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_calls_that_gave_up_is_waited_too(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, gate = threading.Event(), threading.Event()
     original = Tokenizer.encode
 
@@ -171,7 +179,9 @@ def test_time_in_calls_that_gave_up_is_waited_too(corpus: Path, monkeypatch: pyt
 def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corpus: Path) -> None:
     with loader_of(corpus) as loader:
         next(loader)
-        ready = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"]
+        ready = [
+            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"
+        ]
         next(loader)
         assert len(loader.telemetry.window.steps) == 0
         next(loader)
@@ -181,7 +191,9 @@ def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corp
     ledger = ready[0]["ledger"]
     order = ["import", "list", "open", "first_tokens", "first_row", "first_batch"]
     assert sorted(order, key=lambda name: ledger[name]) == order
-    assert {"import", "list", "open", "fetch", "decode", "tokenize", "pack"} <= set(ready[0]["parts"])
+    assert {"import", "list", "open", "fetch", "decode", "tokenize", "pack"} <= set(
+        ready[0]["parts"]
+    )
     assert 0 < ready[0]["dt"] < 60
 
 
@@ -189,22 +201,32 @@ def started(loader: AsyncDataLoader) -> dict[str, Any]:
     """What is told of a loader's start."""
     with loader:
         next(loader)
-        (ready,) = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"]
+        (ready,) = [
+            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"
+        ]
     return dict(ready)
 
 
 def test_the_ledger_of_a_mixture_has_the_listing_of_all_its_parts(corpus: Path) -> None:
     parts = [text(corpus), text(corpus)]
-    ready = started(AsyncDataLoader(Mixture({"a": (parts[0], 0.5), "b": (parts[1], 0.5)}), 4, output="numpy"))
+    ready = started(
+        AsyncDataLoader(Mixture({"a": (parts[0], 0.5), "b": (parts[1], 0.5)}), 4, output="numpy")
+    )
     took = sum(end - begin for begin, end in (part.listed for part in parts))
     assert ready["parts"]["list"] == pytest.approx(took, abs=1e-5)
     assert ready["ledger"]["import"] <= ready["ledger"]["list"] <= ready["ledger"]["open"]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_files_that_were_listed_once_are_in_the_ledger_of_one_start(corpus: Path, mixed: bool) -> None:
+def test_files_that_were_listed_once_are_in_the_ledger_of_one_start(
+    corpus: Path, mixed: bool
+) -> None:
     data = text(corpus)
-    whole = Mixture({"a": (data, 0.5), "b": (SyntheticDataset(100, 32, 1000, 0), 0.5)}) if mixed else data
+    whole = (
+        Mixture({"a": (data, 0.5), "b": (SyntheticDataset(100, 32, 1000, 0), 0.5)})
+        if mixed
+        else data
+    )
     first, second = (started(AsyncDataLoader(whole, 4, output="numpy")) for _ in range(2))
     assert {"list", "open"} <= set(first["parts"])
     assert "list" not in second["parts"]
@@ -241,14 +263,20 @@ def test_a_stall_is_told_with_its_stage_and_its_file(
         """As a heartbeat does, while the trainer is stuck."""
         asked.wait(30)
         deadline = time.monotonic() + 30
-        while not any(waiting and waiting["for_s"] > 1.2 for waiting in seen) and time.monotonic() < deadline:
+        while (
+            not any(waiting and waiting["for_s"] > 1.2 for waiting in seen)
+            and time.monotonic() < deadline
+        ):
             seen.append(telemetry.waiting())
             wait(0.02)
         gate.set()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with loader_of(corpus, n_workers=1, telemetry=telemetry) as loader, caplog.at_level(logging.WARNING, "penstock"):
+    with (
+        loader_of(corpus, n_workers=1, telemetry=telemetry) as loader,
+        caplog.at_level(logging.WARNING, "penstock"),
+    ):
         next(loader)
         asked.set()
         while not gate.is_set() or len(telemetry.window.steps) < 20:
@@ -273,7 +301,9 @@ def test_a_failure_is_an_event_with_stage_and_place(corpus: Path, tmp_path: Path
     with AsyncDataLoader(data, 4, output="numpy") as loader:
         with pytest.raises(CorruptFile):
             list(zip(range(1000), loader, strict=False))
-        errors = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_error"]
+        errors = [
+            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_error"
+        ]
     assert len(errors) == 1
     assert errors[0]["error"].startswith("CorruptFile: ")
     assert "broken.parquet" in errors[0]["where"]
@@ -284,7 +314,9 @@ def test_a_warmup_is_one_event_with_all_its_names(corpus: Path) -> None:
     with loader_of(corpus, n_workers=1) as loader:
         done = loader.warmup("auto", timeout=30)
         assert loader.warmup(0) == loader.warmup(3, timeout=0)
-        events = [fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_warmup"]
+        events = [
+            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_warmup"
+        ]
     assert len(events) == 1
     assert events[0]["requested"] == done.requested
     assert events[0]["filled"] == events[0]["fetch_warmup_batches"] == done.filled
@@ -323,8 +355,13 @@ def test_events_that_nobody_takes_are_bounded_and_counted() -> None:
     assert telemetry.take_events() == []
 
 
-def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_known(corpus: Path) -> None:
-    with loader_of(corpus, telemetry=False, epochs=1) as quiet, loader_of(corpus, epochs=1) as loader:
+def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_known(
+    corpus: Path,
+) -> None:
+    with (
+        loader_of(corpus, telemetry=False, epochs=1) as quiet,
+        loader_of(corpus, epochs=1) as loader,
+    ):
         assert all(
             np.array_equal(one.inputs, other.inputs) for one, other in zip(quiet, loader, strict=True)
         )  # fmt: skip
@@ -377,7 +414,9 @@ def test_a_state_that_is_loaded_begins_new_numbers(corpus: Path) -> None:
 
 
 def test_mixtures_and_rows_are_measured_too(corpus: Path) -> None:
-    mixture = Mixture({"text": (text(corpus), 0.5), "rows": (SyntheticDataset(100, 32, 1000, 0), 0.5)})
+    mixture = Mixture(
+        {"text": (text(corpus), 0.5), "rows": (SyntheticDataset(100, 32, 1000, 0), 0.5)}
+    )
     with AsyncDataLoader(mixture, 4, output="numpy") as loader:
         for _ in range(50):
             next(loader)
@@ -431,7 +470,13 @@ def test_stages_within_stages_are_not_counted_twice() -> None:
             with clock.stage("fetch"):
                 wait(0.06)
         wait(0.02)
-    assert [segment.stage for segment in track.recent] == ["pack", "decode", "fetch", "decode", "pack"]
+    assert [segment.stage for segment in track.recent] == [
+        "pack",
+        "decode",
+        "fetch",
+        "decode",
+        "pack",
+    ]
     assert track.seconds["fetch"] >= 0.06
     assert track.seconds["pack"] < track.seconds["fetch"] + track.seconds["decode"]
     ends = [segment.end for segment in track.recent]
@@ -470,7 +515,9 @@ def test_folding_keeps_sums() -> None:
         ("somewhere", "", "somewhere"),
     ],
 )
-def test_an_error_belongs_to_the_last_stage_that_it_names(note: str, stage: str, where: str) -> None:
+def test_an_error_belongs_to_the_last_stage_that_it_names(
+    note: str, stage: str, where: str
+) -> None:
     assert stage_of(note) == (stage, where)
 
 

@@ -47,7 +47,9 @@ def ask(url: str, method: str = "GET", body: bytes | None = None, **headers: str
     parts = urlsplit(url)
     with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, f"{parts.path}?{parts.query}" if parts.query else parts.path, body, sent)
+        connection.request(
+            method, f"{parts.path}?{parts.query}" if parts.query else parts.path, body, sent
+        )
         answer = connection.getresponse()
         return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
 
@@ -64,11 +66,15 @@ def raw(url: str, head: str = "", quiet_after: int | None = None) -> tuple[bytes
     """
     parts = urlsplit(url)
     got = b""
-    with socket.create_connection((str(parts.hostname), parts.port or 80), timeout=20) as connection:
+    with socket.create_connection(
+        (str(parts.hostname), parts.port or 80), timeout=20
+    ) as connection:
         connection.sendall(f"GET {parts.path} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
         try:
             while True:
-                if quiet_after is not None and (quiet_after < 0 or (got and len(body_of(got)) >= quiet_after)):
+                if quiet_after is not None and (
+                    quiet_after < 0 or (got and len(body_of(got)) >= quiet_after)
+                ):
                     connection.settimeout(0.1)
                 if not (data := connection.recv(1 << 16)):
                     break
@@ -97,9 +103,17 @@ def eventually(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize(
     ("asked", "lo", "hi"),
-    [("0-0", 0, 1), ("5-99", 5, 100), ("10000-", 10000, 10240), ("-7", 10233, 10240), ("9-99999", 9, 10240)],
+    [
+        ("0-0", 0, 1),
+        ("5-99", 5, 100),
+        ("10000-", 10000, 10240),
+        ("-7", 10233, 10240),
+        ("9-99999", 9, 10240),
+    ],
 )
-def test_a_range_of_a_file_is_what_was_asked_for(where: str, asked: str, lo: int, hi: int, tmp_path: Path) -> None:
+def test_a_range_of_a_file_is_what_was_asked_for(
+    where: str, asked: str, lo: int, hi: int, tmp_path: Path
+) -> None:
     (tmp_path / "x").write_bytes(DATA)
     with FileServer({"x": DATA if where == "memory" else tmp_path / "x"}) as server:
         whole, part = ask(server.url_of("x")), ask(server.url_of("x"), range=f"bytes={asked}")
@@ -153,14 +167,28 @@ def test_the_log_shows_each_request_and_its_connection() -> None:
     with FileServer({"x": DATA}) as server:
         with closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection:
             for number in range(2):
-                connection.request("GET", f"/x?n={number}", headers={"Range": "bytes=0-9", "X-Own": "1"})
+                connection.request(
+                    "GET", f"/x?n={number}", headers={"Range": "bytes=0-9", "X-Own": "1"}
+                )
                 connection.getresponse().read()
         ask(server.url_of("x"), "HEAD")
         first, second, third = server.log
         server.clear_log()
         assert server.log == []
-    assert (first.number, first.port, first.method, first.path, first.query) == (0, "files", "GET", "/x", "n=0")
-    assert (first.range, first.status, first.sent, first.headers["x-own"], first.fault) == ((0, 10), 206, 10, "1", "")
+    assert (first.number, first.port, first.method, first.path, first.query) == (
+        0,
+        "files",
+        "GET",
+        "/x",
+        "n=0",
+    )
+    assert (first.range, first.status, first.sent, first.headers["x-own"], first.fault) == (
+        (0, 10),
+        206,
+        10,
+        "1",
+        "",
+    )
     assert first.connection == second.connection != third.connection
     assert (third.range, third.sent) == (None, 0)
     assert first.time <= second.time <= third.time
@@ -168,7 +196,9 @@ def test_the_log_shows_each_request_and_its_connection() -> None:
 
 def test_latency_and_bandwidth_are_waited_for() -> None:
     # Lower bounds only: a busy machine makes it slower, never faster.
-    with FileServer({"x": DATA * 100}, latency_s=0.1, connect_latency_s=0.1, bandwidth=4_000_000) as server:
+    with FileServer(
+        {"x": DATA * 100}, latency_s=0.1, connect_latency_s=0.1, bandwidth=4_000_000
+    ) as server:
         start = time.monotonic()
         assert ask(server.url_of("x")).body == DATA * 100
         assert time.monotonic() - start >= 0.2 + 1_024_000 / 4_000_000
@@ -194,18 +224,25 @@ def test_one_bytes_object_under_thousands_of_names_is_kept_once() -> None:
     try:
         with HubServer() as hub:
             hub.add("org/many", {f"data/{number:05d}.parquet": big for number in range(2400)})
-            assert len(ask(f"{hub.endpoint}/api/datasets/org/many/tree/main?recursive=true").json) == 1000
+            assert (
+                len(ask(f"{hub.endpoint}/api/datasets/org/many/tree/main?recursive=true").json)
+                == 1000
+            )
             assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("stuck", ["idle", "silence", "stall", "drip", "latency", "unread", "half a request"])
+@pytest.mark.parametrize(
+    "stuck", ["idle", "silence", "stall", "drip", "latency", "unread", "half a request"]
+)
 def test_close_ends_every_connection_at_once(stuck: str) -> None:
     server = FileServer({"x": bytes(50_000_000)}, latency_s=100.0 if stuck == "latency" else 0.0)
     if stuck in KINDS:
         server.fault(Fault(stuck))
-    with closing(socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))) as connection:
+    with closing(
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    ) as connection:
         connection.sendall(b"GET /x HTTP/1.1\r\n" + (b"" if stuck == "half a request" else b"\r\n"))
         if stuck != "half a request":
             eventually(lambda: len(server.log) == 1)
@@ -234,10 +271,16 @@ def struck(kind: str, quiet_after: int | None = None, **options: Any) -> tuple[b
 def test_status_answers_with_a_code_and_may_say_when_to_come_back() -> None:
     with FileServer({"x": DATA}) as server:
         server.fault(Fault("status"))
-        server.fault(Fault("status", code=429, retry_after="7", headers={"X-Own": "1"}, body=b"wait"))
+        server.fault(
+            Fault("status", code=429, retry_after="7", headers={"X-Own": "1"}, body=b"wait")
+        )
         first, second, third = (ask(server.url_of("x")) for _ in range(3))
     assert (first.status, first.body) == (503, b"")
-    assert (second.status, second.headers["retry-after"], second.headers["x-own"]) == (429, "7", "1")
+    assert (second.status, second.headers["retry-after"], second.headers["x-own"]) == (
+        429,
+        "7",
+        "1",
+    )
     assert second.body == b"wait"
     assert third.status == 200
 
@@ -251,7 +294,9 @@ def test_a_request_in_silence_is_in_the_log() -> None:
         server.fault(Fault("silence"))
         raw(server.url_of("x"), quiet_after=-1)
         eventually(lambda: any(request.fault for request in server.log))
-        assert [(request.status, request.sent, request.fault) for request in server.log] == [(0, 0, "silence")]
+        assert [(request.status, request.sent, request.fault) for request in server.log] == [
+            (0, 0, "silence")
+        ]
 
 
 @pytest.mark.parametrize(("kind", "end"), [("stall", "quiet"), ("reset", "reset"), ("fin", "end")])
@@ -309,9 +354,17 @@ def test_faults_of_ranges() -> None:
     whole = changed("no_range")
     assert (whole.status, whole.body, "content-range" in whole.headers) == (200, DATA, False)
     wrong = changed("wrong_range", shift=10)
-    assert (wrong.status, wrong.headers["content-range"], wrong.body) == (206, "bytes 110-209/10240", DATA[110:210])
+    assert (wrong.status, wrong.headers["content-range"], wrong.body) == (
+        206,
+        "bytes 110-209/10240",
+        DATA[110:210],
+    )
     short = changed("short")
-    assert (short.status, short.headers["content-range"], short.body) == (206, "bytes 100-149/10240", DATA[100:150])
+    assert (short.status, short.headers["content-range"], short.body) == (
+        206,
+        "bytes 100-149/10240",
+        DATA[100:150],
+    )
     assert changed("short", keep=99).body == DATA[100:199]
 
 
@@ -337,8 +390,15 @@ def test_faults_of_bodies() -> None:
     for bits in (1, 5):
         flipped = changed("flip", bits=bits, seed=3)
         assert flipped.status == 206
-        assert sum((a ^ b).bit_count() for a, b in zip(flipped.body, DATA[100:200], strict=True)) == bits
-        assert flipped.body == changed("flip", bits=bits, seed=3).body != changed("flip", bits=bits, seed=4).body
+        assert (
+            sum((a ^ b).bit_count() for a, b in zip(flipped.body, DATA[100:200], strict=True))
+            == bits
+        )
+        assert (
+            flipped.body
+            == changed("flip", bits=bits, seed=3).body
+            != changed("flip", bits=bits, seed=4).body
+        )
 
 
 def test_faults_of_addresses() -> None:
@@ -362,7 +422,9 @@ def test_a_fault_strikes_what_matches_after_what_it_skips_and_as_often_as_it_sho
         fault = Fault("status", path="/a/*", skip=1, times=2)
         server.fault(fault)
         server.fault(Fault("status", path="/a/*", method="HEAD", code=500, times=None))
-        asked = [ask(server.url_of(name)).status for name in ("a/x", "b/x", "a/x", "a/x", "b/x", "a/x")]
+        asked = [
+            ask(server.url_of(name)).status for name in ("a/x", "b/x", "a/x", "a/x", "b/x", "a/x")
+        ]
         assert asked == [200, 200, 503, 503, 200, 200]
         assert fault.struck == 2
         assert [ask(server.url_of("a/x"), "HEAD").status for _ in range(3)] == [500] * 3
@@ -393,7 +455,12 @@ def test_a_fault_that_does_not_exist_is_refused() -> None:
 def chaos(seed: int, order: list[int], rate: float = 0.3) -> tuple[dict[int, str], Chaos]:
     """The faults that requests meet, by the file they ask for."""
     with FileServer({str(number): DATA for number in range(60)}) as server:
-        made = Chaos(seed, rate, kinds=("status", "slow", "flip", "short"), details={"slow": {"delay_s": 0.001}})
+        made = Chaos(
+            seed,
+            rate,
+            kinds=("status", "slow", "flip", "short"),
+            details={"slow": {"delay_s": 0.001}},
+        )
         server.fault(made)
         for number in order:
             ask(server.url_of(str(number)))
@@ -426,12 +493,21 @@ def test_a_repository_tells_its_commit_and_its_files() -> None:
         repo = hub.add("org/name", FILES, card=CARD)
         hub.add("plain", FILES)
         info = api(hub, "org/name").json
-        assert api(hub, f"org/name/revision/{repo.sha}").json == api(hub, "org/name/revision/main").json == info
+        assert (
+            api(hub, f"org/name/revision/{repo.sha}").json
+            == api(hub, "org/name/revision/main").json
+            == info
+        )
         assert api(hub, "plain").json["id"] == "plain"
         assert api(hub, "org/name/refs").json["branches"] == [
             {"name": "main", "ref": "refs/heads/main", "targetCommit": repo.sha}
         ]
-    assert (info["id"], info["sha"], info["private"], info["gated"]) == ("org/name", repo.sha, False, False)
+    assert (info["id"], info["sha"], info["private"], info["gated"]) == (
+        "org/name",
+        repo.sha,
+        False,
+        False,
+    )
     assert len(repo.sha) == 40
     assert [file["rfilename"] for file in info["siblings"]] == [
         "README.md",
@@ -457,9 +533,20 @@ def test_a_listing_has_files_and_folders_by_name_and_knows_large_files() -> None
         assert "lastCommit" in api(hub, "org/name/tree/main?expand=true").json[0]
         missing = api(hub, "org/name/tree/main/nothing")
         assert (missing.status, missing.headers["x-error-code"]) == (404, "EntryNotFound")
-        form = api(hub, "org/name/paths-info/main", method="POST", body=b"paths=c.txt&paths=data&paths=no&expand=False")
+        form = api(
+            hub,
+            "org/name/paths-info/main",
+            method="POST",
+            body=b"paths=c.txt&paths=data&paths=no&expand=False",
+        )
         asked = json.dumps({"paths": ["c.txt", "data", "no"]}).encode()
-        plain = api(hub, "org/name/paths-info/main", method="POST", body=asked, content_type="application/json")
+        plain = api(
+            hub,
+            "org/name/paths-info/main",
+            method="POST",
+            body=asked,
+            content_type="application/json",
+        )
         assert form.json == plain.json == every[:2]
 
 
@@ -493,8 +580,16 @@ def test_a_commit_moves_main_and_leaves_what_was() -> None:
             == api(hub, "org/name/revision/v1").json["sha"]
         )
         files = f"{hub.endpoint}/datasets/org/name/resolve"
-        assert follow(f"{files}/{before}/data/a.parquet").body == follow(f"{files}/v1/data/a.parquet").body == DATA
-        assert follow(f"{files}/{after}/data/a.parquet").body == follow(f"{files}/main/data/a.parquet").body == b"new"
+        assert (
+            follow(f"{files}/{before}/data/a.parquet").body
+            == follow(f"{files}/v1/data/a.parquet").body
+            == DATA
+        )
+        assert (
+            follow(f"{files}/{after}/data/a.parquet").body
+            == follow(f"{files}/main/data/a.parquet").body
+            == b"new"
+        )
         gone = ask(f"{files}/main/c.txt")
         assert (gone.status, gone.headers["x-error-code"]) == (404, "EntryNotFound")
         assert ask(f"{files}/v1/c.txt").body == b"text"
@@ -530,17 +625,26 @@ def test_a_large_file_is_redirected_to_a_signed_address_on_the_other_port() -> N
         assert {request.port for request in hub.log} == {"hub", "cdn"}
     with HubServer(sign_for_s=0.0, cdn_etags="other") as hub:
         hub.add("org/name", FILES)
-        signed = ask(f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet").headers["location"]
+        signed = ask(f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet").headers[
+            "location"
+        ]
         time.sleep(0.01)
         assert ask(signed).status == 403
         hub.sign_for_s = 60.0
-        assert SHA not in follow(f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet").headers["etag"]
+        assert (
+            SHA
+            not in follow(f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet").headers[
+                "etag"
+            ]
+        )
 
 
 def test_without_redirects_the_hub_serves_everything_itself() -> None:
     with HubServer(redirect=False) as hub:
         repo = hub.add("org/name", FILES)
-        part = ask(f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet", range="bytes=5-9")
+        part = ask(
+            f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet", range="bytes=5-9"
+        )
         assert (part.status, part.body, part.headers["etag"]) == (206, DATA[5:10], f'"{SHA}"')
         assert part.headers["x-repo-commit"] == repo.sha
 
@@ -585,7 +689,11 @@ def test_who_may_read_what(name: str, token: str, info: int, file: int, code: st
         asked = api(hub, name, token)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         read = ask(f"{hub.endpoint}/datasets/{name}/resolve/main/data/a.parquet", **headers)
-        assert (asked.status, api(hub, f"{name}/tree/main", token).status, read.status) == (info, info, file)
+        assert (asked.status, api(hub, f"{name}/tree/main", token).status, read.status) == (
+            info,
+            info,
+            file,
+        )
         assert read.headers.get("x-error-code", "") == code
         unknown = api(hub, f"{name}/revision/nothing", token)
         assert unknown.headers["x-error-code"] == ("RevisionNotFound" if info == 200 else code)
@@ -641,13 +749,25 @@ def test_the_real_clients_work_with_it(tmp_path: Path) -> None:
         repo = hub.add("org/name", files, card=CARD)
         hub.add("org/private", FILES, private=True)
         hub.add("org/gated", FILES, gated=True)
-        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        environment |= {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_DISABLE_XET": "1",
+        }
         environment |= {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", CLIENTS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert done.returncode == 0, done.stderr
-        assert not [request for request in hub.log if request.port == "cdn" and "authorization" in request.headers]
+        assert not [
+            request
+            for request in hub.log
+            if request.port == "cdn" and "authorization" in request.headers
+        ]
         assert [request for request in hub.log if request.port == "cdn" and request.range]
     seen = json.loads(done.stdout)
     assert seen["sha"] == repo.sha
@@ -667,18 +787,35 @@ def test_the_real_clients_work_with_it(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "penstock.testing", *arguments], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock.testing", *arguments], stdout=subprocess.PIPE, text=True
+    )
 
 
-def test_a_hub_runs_as_a_process_of_its_own_and_leaves_a_log_without_secrets(tmp_path: Path) -> None:
+def test_a_hub_runs_as_a_process_of_its_own_and_leaves_a_log_without_secrets(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.parquet").write_bytes(DATA)
     (folder / "b.parquet").write_bytes(DATA[::-1])
     (folder / "README.md").write_text(CARD)
     port_file, log = tmp_path / "port", tmp_path / "log"
-    options = ["--repo", "org/name", "--copies", "5", "--page-size", "2", "--latency-ms", "1", "--bandwidth-mb", "50"]
-    with run("hub", "--dir", str(folder), *options, "--port-file", str(port_file), "--log", str(log)) as process:
+    options = [
+        "--repo",
+        "org/name",
+        "--copies",
+        "5",
+        "--page-size",
+        "2",
+        "--latency-ms",
+        "1",
+        "--bandwidth-mb",
+        "50",
+    ]
+    with run(
+        "hub", "--dir", str(folder), *options, "--port-file", str(port_file), "--log", str(log)
+    ) as process:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
         eventually(port_file.exists)
@@ -719,7 +856,16 @@ def test_a_folder_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> 
 
 
 def test_a_folder_without_files_is_refused_with_its_name(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "penstock.testing", "files", "--dir", str(tmp_path), "--copies", "3"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "penstock.testing",
+        "files",
+        "--dir",
+        str(tmp_path),
+        "--copies",
+        "3",
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"{tmp_path} has no files that could be served 3 times" in done.stderr

@@ -37,11 +37,16 @@ REF = ChunkRef(FileRef("/data/a.parquet", "a.parquet", 1000, "parquet"), 3, 100)
 
 
 def chunk_of(
-    docs: Sequence[Sequence[int]], rows: Sequence[int] | None = None, dtype: Any = np.uint16, **more: Any
+    docs: Sequence[Sequence[int]],
+    rows: Sequence[int] | None = None,
+    dtype: Any = np.uint16,
+    **more: Any,
 ) -> TokenChunk:
     binary = pa.array([np.array(doc, dtype).tobytes() for doc in docs], pa.large_binary())
     where = np.arange(len(docs)) if rows is None else np.array(rows, np.int64)
-    return TokenChunk(REF, binary, where, **({"last": False, "bad": [], "empty": 0, "text_bytes": 7} | more))
+    return TokenChunk(
+        REF, binary, where, **({"last": False, "bad": [], "empty": 0, "text_bytes": 7} | more)
+    )
 
 
 def sized(n: int, seed: int = 0) -> TokenChunk:
@@ -193,7 +198,9 @@ def test_a_use_is_noted_at_most_once_a_minute(tmp_path: Path) -> None:
 def entry(tmp_path: Path) -> tuple[TokenCache, Key, Path, bytes]:
     cache = TokenCache(tmp_path, GiB)
     key = cache.key("a", 0, "r")
-    chunk = chunk_of([[1, 2], [], [3, 4, 5]], [0, 7, 9], bad=[Bad(Address("a", 0, 1), "null", "no text")])
+    chunk = chunk_of(
+        [[1, 2], [], [3, 4, 5]], [0, 7, 9], bad=[Bad(Address("a", 0, 1), "null", "no text")]
+    )
     cache.put(key, chunk)
     path = only_file(tmp_path)
     return cache, key, path, path.read_bytes()
@@ -214,7 +221,9 @@ def test_a_file_cut_off_anywhere_is_noticed(entry: tuple[TokenCache, Key, Path, 
     for length in lengths:
         path.write_bytes(content[:length])
         assert cache.get(key, REF) is None, length
-        path.write_bytes(content[:length] + bytes(len(content) - length))  # what a crashed file system may leave
+        path.write_bytes(
+            content[:length] + bytes(len(content) - length)
+        )  # what a crashed file system may leave
         assert cache.get(key, REF) is None, length
     path.write_bytes(content + b"\0")
     assert cache.get(key, REF) is None
@@ -268,17 +277,27 @@ def test_equal_digests_with_another_text_give_no_tokens(tmp_path: Path) -> None:
 def test_every_part_of_a_key_counts(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path, GiB)
     names = ["a", "a\ud800", "a\0", "../a", "/a", "A", "a" * 300, "a-1", "ä", '","']
-    keys = [cache.key(file, index, rest) for file in names for index in (0, 1, 11) for rest in ("", "r", "1, r")]
+    keys = [
+        cache.key(file, index, rest)
+        for file in names
+        for index in (0, 1, 11)
+        for rest in ("", "r", "1, r")
+    ]
     assert len({key.name for key in keys}) == len(keys)
     for i, key in enumerate(keys):
         cache.put(key, chunk_of([[i]]))
     for i, key in enumerate(keys):
         assert_same(cache.get(key, REF), chunk_of([[i]]))
     assert verify(tmp_path) == (len(keys), bytes_in(tmp_path), [])
-    assert all(path.parent.parent == tmp_path / "tokens" for path in (tmp_path / "tokens" / k.name for k in keys))
+    assert all(
+        path.parent.parent == tmp_path / "tokens"
+        for path in (tmp_path / "tokens" / k.name for k in keys)
+    )
 
 
-def test_an_entry_that_cannot_be_read_is_a_miss_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_that_cannot_be_read_is_a_miss_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = TokenCache(tmp_path, GiB)
     key = cache.key("a", 0, "r")
     (tmp_path / "tokens" / key.name).mkdir(parents=True)
@@ -410,7 +429,9 @@ def test_entries_cleared_by_somebody_make_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "account", [b"", b"12", b"nonsense\n", b"%020d\n" % 10**18, b"%020d\n" % 0, b"\xff" * 64], ids=repr
+    "account",
+    [b"", b"12", b"nonsense\n", b"%020d\n" % 10**18, b"%020d\n" % 0, b"\xff" * 64],
+    ids=repr,
 )
 def test_a_wrong_account_of_the_bytes_in_use_is_put_right(tmp_path: Path, account: bytes) -> None:
     fill(TokenCache(tmp_path, GiB), [0, 1])
@@ -478,8 +499,12 @@ def test_only_a_lack_of_room_makes_it_full(tmp_path: Path) -> None:
     assert cache.full
 
 
-def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
-    live, old = (Room(tmp_path / "tokens", GiB).reserve(make_key("b", i, "r"), STEP)[0] for i in range(2))
+def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
+    live, old = (
+        Room(tmp_path / "tokens", GiB).reserve(make_key("b", i, "r"), STEP)[0] for i in range(2)
+    )
     assert live is not None
     assert old is not None
     left = Path(live.name).with_name(".tmp-1-aa")
@@ -514,12 +539,19 @@ def test_four_processes_together_keep_to_the_limit(tmp_path: Path) -> None:
     limit = 20 * STEP
     arguments = [sys.executable, "-c", WRITE_MANY, str(tmp_path), str(limit)]
     root = Path(__file__).parent.parent
-    writers = [subprocess.Popen([*arguments, str(i)], stdout=subprocess.PIPE, text=True, cwd=root) for i in range(4)]
+    writers = [
+        subprocess.Popen([*arguments, str(i)], stdout=subprocess.PIPE, text=True, cwd=root)
+        for i in range(4)
+    ]
     try:
         seen = []
         while any(writer.poll() is None for writer in writers):
             with alone(tmp_path / "tokens"):  # nothing comes or goes while it is counted
-                files = [os.stat(path).st_size for path in (tmp_path / "tokens").glob("*/*") if path.exists()]
+                files = [
+                    os.stat(path).st_size
+                    for path in (tmp_path / "tokens").glob("*/*")
+                    if path.exists()
+                ]
                 seen.append(sum(files))
         written = [int(writer.communicate(timeout=60)[0]) for writer in writers]
     finally:
@@ -591,7 +623,9 @@ def keyed(tmp_path: Path, i: int) -> tuple[Key, TokenChunk]:
     return TokenCache(tmp_path, GiB).key("a", i, "r"), sized(STEP, i)
 
 
-def test_close_writes_what_was_taken_and_ends_the_thread(writer: CacheWriter, tmp_path: Path) -> None:
+def test_close_writes_what_was_taken_and_ends_the_thread(
+    writer: CacheWriter, tmp_path: Path
+) -> None:
     assert not any(thread.name == "penstock-cache" for thread in threading.enumerate())
     assert writer.offer(*keyed(tmp_path, 0))
     assert any(thread.name == "penstock-cache" for thread in threading.enumerate())
@@ -645,7 +679,9 @@ def test_put_waits_no_longer_than_it_is_told(writer: CacheWriter, tmp_path: Path
     assert [entry.chunk for entry in entries(tmp_path)] == [0]
 
 
-def test_a_chunk_larger_than_the_queue_goes_through_alone(writer: CacheWriter, tmp_path: Path) -> None:
+def test_a_chunk_larger_than_the_queue_goes_through_alone(
+    writer: CacheWriter, tmp_path: Path
+) -> None:
     key, _ = keyed(tmp_path, 0)
     assert writer.put(key, sized(10 * STEP), 30)
     assert writer.flush(30)
@@ -663,7 +699,9 @@ def test_a_disk_that_hangs_does_not_hold_up_close(writer: CacheWriter, tmp_path:
     assert len(list(entries(tmp_path))) == 1  # what was begun is finished, what waited was dropped
 
 
-def test_an_unforeseen_error_turns_the_cache_off_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unforeseen_error_turns_the_cache_off_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = TokenCache(tmp_path, GiB)
 
     def when(file: str, index: int) -> float:
@@ -702,10 +740,16 @@ def test_info_says_how_much_there_is_of_which_file(tmp_path: Path) -> None:
     out = run("info", "--dir", str(tmp_path))
     assert "entries  4, 4" in out
     assert "3 d ago (oldest)" in out
-    assert [line.split()[:2] for line in out.splitlines() if "bucket" in line] == [["s3://bucket/web.parquet", "3"]]
+    assert [line.split()[:2] for line in out.splitlines() if "bucket" in line] == [
+        ["s3://bucket/web.parquet", "3"]
+    ]
     assert "/data/code [old].jsonl" in out
     report = json.loads(run("info", "--dir", str(tmp_path), "--json"))
-    assert (report["entries"], report["bytes"], report["folder"]) == (4, bytes_in(tmp_path), str(tmp_path))
+    assert (report["entries"], report["bytes"], report["folder"]) == (
+        4,
+        bytes_in(tmp_path),
+        str(tmp_path),
+    )
     assert [(file["file"], file["entries"]) for file in report["files"]] == [
         ("s3://bucket/web.parquet", 3),
         ("/data/code [old].jsonl", 1),
@@ -751,7 +795,13 @@ def test_clear_removes_what_was_not_used_for_so_long(tmp_path: Path) -> None:
 
 def test_clear_all_removes_what_is_ours_and_nothing_else(tmp_path: Path) -> None:
     fill(TokenCache(tmp_path, GiB), [0])
-    for name in ("listings/aa/one", "footers/two", "locks/3", "engines/four", "stdlib/five.parquet"):
+    for name in (
+        "listings/aa/one",
+        "footers/two",
+        "locks/3",
+        "engines/four",
+        "stdlib/five.parquet",
+    ):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("x")
     (tmp_path / "tokens" / ".lock").write_bytes(b"")
@@ -759,7 +809,9 @@ def test_clear_all_removes_what_is_ours_and_nothing_else(tmp_path: Path) -> None
     run("clear", "--dir", str(tmp_path), "--yes")
     assert (tmp_path / "listings/aa/one").exists()
     run("clear", "--dir", str(tmp_path), "--all", "--yes")
-    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    left = sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    )
     assert left == ["engines/four", "stdlib/five.parquet"]
 
 
@@ -796,7 +848,9 @@ def test_a_folder_that_was_named_and_is_not_there_is_an_error(tmp_path: Path, wh
 
 
 @pytest.mark.parametrize("what", ["info", "verify", "clear"])
-def test_the_usual_folder_may_not_be_there_yet(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_folder_may_not_be_there_yet(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "later"))
     assert str(tmp_path / "later") in run(what)
 
@@ -822,7 +876,9 @@ def test_on_a_disk_where_only_what_is_written_may_be_locked_alone_the_cache_stay
     real = fcntl.flock
 
     def flock(file: int, operation: int) -> None:
-        if operation & fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{file}").rpartition("/")[2].startswith(TEMPORARY):
+        if operation & fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{file}").rpartition("/")[
+            2
+        ].startswith(TEMPORARY):
             writable = fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
             if not writable:
                 raise OSError(errno.EBADF, "Bad file descriptor")

@@ -99,7 +99,10 @@ def reference(path: Path, texts: Sequence[str]) -> list[list[int]]:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return [encoded.ids for encoded in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [
+        encoded.ids
+        for encoded in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    ]
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -117,7 +120,9 @@ def stream(folder: Path, texts: Sequence[str], n_workers: int = 0, **settings: A
         return got
 
 
-def joined(ids: Sequence[Sequence[int]], eos: Sequence[int] = (0,), bos: Sequence[int] = ()) -> list[int]:
+def joined(
+    ids: Sequence[Sequence[int]], eos: Sequence[int] = (0,), bos: Sequence[int] = ()
+) -> list[int]:
     """Documents one after another, each with its separators."""
     return [i for doc in ids for i in (*bos, *doc, *eos)]
 
@@ -127,7 +132,9 @@ def joined(ids: Sequence[Sequence[int]], eos: Sequence[int] = (0,), bos: Sequenc
 
 @pytest.mark.parametrize("engine", ["auto", "gigatoken", "tokenizers"])
 @pytest.mark.parametrize("kind", list(HOSTILE))
-def test_hostile_text_gets_the_ids_of_the_reference(vocabulary: Path, kind: str, engine: Any) -> None:
+def test_hostile_text_gets_the_ids_of_the_reference(
+    vocabulary: Path, kind: str, engine: Any
+) -> None:
     text = HOSTILE[kind]
     texts = [text, text[::-1], text.upper(), text * 3, f" {text} ", f"a{text}1"]
     assert encode(load_tokenizer(vocabulary, engine=engine), texts) == reference(vocabulary, texts)
@@ -135,13 +142,23 @@ def test_hostile_text_gets_the_ids_of_the_reference(vocabulary: Path, kind: str,
 
 def test_characters_of_all_planes_get_the_ids_of_the_reference(vocabulary: Path) -> None:
     points = [*range(0x3000), *range(0x3000, 0x110000, 97)]
-    texts = [f"a{chr(c)}b 1{chr(c)}2 {chr(c)} '{chr(c)}s" for c in points if not 0xD800 <= c < 0xE000]
-    assert encode(load_tokenizer(vocabulary, engine="gigatoken"), texts) == reference(vocabulary, texts)
+    texts = [
+        f"a{chr(c)}b 1{chr(c)}2 {chr(c)} '{chr(c)}s" for c in points if not 0xD800 <= c < 0xE000
+    ]
+    assert encode(load_tokenizer(vocabulary, engine="gigatoken"), texts) == reference(
+        vocabulary, texts
+    )
 
 
 @settings(max_examples=150, deadline=None, database=None)
-@given(st.lists(st.text(max_size=80) | st.text("a '1s\n\t éЖ漢🙂\u0301\u200d", max_size=80), max_size=6))
-def test_any_text_gets_the_ids_of_the_reference(vocabulary: Path, gigatoken: Tokenizer, texts: list[str]) -> None:
+@given(
+    st.lists(
+        st.text(max_size=80) | st.text("a '1s\n\t éЖ漢🙂\u0301\u200d", max_size=80), max_size=6
+    )
+)
+def test_any_text_gets_the_ids_of_the_reference(
+    vocabulary: Path, gigatoken: Tokenizer, texts: list[str]
+) -> None:
     assert encode(gigatoken, ["", *texts]) == reference(vocabulary, ["", *texts])
 
 
@@ -162,7 +179,9 @@ def test_doc_batch_never_changes_ids(tmp_path: Path, vocabulary: Path, doc_batch
     assert got == joined([ids for ids in reference(vocabulary, texts) if ids])
 
 
-def test_a_state_saved_with_one_engine_continues_with_another(tmp_path: Path, vocabulary: Path) -> None:
+def test_a_state_saved_with_one_engine_continues_with_another(
+    tmp_path: Path, vocabulary: Path
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
 
     def dataset(engine: Any) -> TextDataset:
@@ -203,7 +222,11 @@ def test_text_that_looks_like_a_special_token_stays_text(tmp_path: Path, vocabul
     ids=str,
 )
 def test_separators_stand_where_they_are_asked_for(
-    tmp_path: Path, vocabulary: Path, policy: dict[str, Any], bos: tuple[int, ...], eos: tuple[int, ...]
+    tmp_path: Path,
+    vocabulary: Path,
+    policy: dict[str, Any],
+    bos: tuple[int, ...],
+    eos: tuple[int, ...],
 ) -> None:
     texts = ["one", "", "two words", "x"]
     wanted = [ids for ids in reference(vocabulary, texts) if ids]
@@ -213,21 +236,28 @@ def test_separators_stand_where_they_are_asked_for(
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"eos": "<|nope|>"}, r"no special token '<\|nope\|>' for eos; it has <\|endoftext\|>, <\|start\|>"),
+        (
+            {"eos": "<|nope|>"},
+            r"no special token '<\|nope\|>' for eos; it has <\|endoftext\|>, <\|start\|>",
+        ),
         ({"bos": "the"}, "no special token 'the' for bos"),
         ({"eos": 10**6}, r"eos=1000000 is no id of .*, which has 1200"),
         ({"bos": -1}, "bos=-1 is no id"),
     ],
     ids=str,
 )
-def test_a_separator_that_does_not_exist_is_refused(vocabulary: Path, policy: dict[str, Any], message: str) -> None:
+def test_a_separator_that_does_not_exist_is_refused(
+    vocabulary: Path, policy: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(vocabulary, **policy)
 
 
 def test_byte_gives_each_byte_as_its_id(tmp_path: Path) -> None:
     texts = [*HOSTILE.values()]
-    assert stream(tmp_path, texts, tokenizer="byte") == joined([list(text.encode()) for text in texts], (256,))
+    assert stream(tmp_path, texts, tokenizer="byte") == joined(
+        [list(text.encode()) for text in texts], (256,)
+    )
 
 
 def test_byte_without_separator_is_the_bytes(tmp_path: Path) -> None:
@@ -247,7 +277,9 @@ def changed(path: Path, into: Path, **parts: Any) -> Path:
 
 def test_a_path_may_be_text_or_a_path(vocabulary: Path) -> None:
     texts = [*HOSTILE.values()]
-    assert encode(load_tokenizer(str(vocabulary)), texts) == encode(load_tokenizer(vocabulary), texts)
+    assert encode(load_tokenizer(str(vocabulary)), texts) == encode(
+        load_tokenizer(vocabulary), texts
+    )
 
 
 def test_a_folder_is_its_tokenizer_json(vocabulary: Path) -> None:
@@ -255,14 +287,20 @@ def test_a_folder_is_its_tokenizer_json(vocabulary: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", ["<|start|>", {"content": "<|start|>", "special": True}])
-def test_a_config_beside_it_names_the_end_of_text(tmp_path: Path, vocabulary: Path, eos: Any) -> None:
+def test_a_config_beside_it_names_the_end_of_text(
+    tmp_path: Path, vocabulary: Path, eos: Any
+) -> None:
     shutil.copy(vocabulary, tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     assert load_tokenizer(tmp_path).eos_id == 1
 
 
-@pytest.mark.parametrize("config", ['{"eos_token": "<|unknown|>"}', '{"eos_token": null}', "[]", "{broken", ""])
-def test_a_config_that_does_not_help_is_passed_over(tmp_path: Path, vocabulary: Path, config: str) -> None:
+@pytest.mark.parametrize(
+    "config", ['{"eos_token": "<|unknown|>"}', '{"eos_token": null}', "[]", "{broken", ""]
+)
+def test_a_config_that_does_not_help_is_passed_over(
+    tmp_path: Path, vocabulary: Path, config: str
+) -> None:
     shutil.copy(vocabulary, tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(config)
     assert load_tokenizer(tmp_path).eos_id == 0
@@ -270,17 +308,25 @@ def test_a_config_that_does_not_help_is_passed_over(tmp_path: Path, vocabulary: 
 
 def test_a_vocabulary_without_end_of_text_asks_for_one(tmp_path: Path, vocabulary: Path) -> None:
     path = changed(vocabulary, tmp_path / "tokenizer.json", added_tokens=[])
-    with pytest.raises(TokenizerError, match=r"does not say which token ends a document.*eos='…', or eos=None"):
+    with pytest.raises(
+        TokenizerError, match=r"does not say which token ends a document.*eos='…', or eos=None"
+    ):
         load_tokenizer(path)
 
 
-def test_a_vocabulary_without_end_of_text_works_without_one(tmp_path: Path, vocabulary: Path) -> None:
+def test_a_vocabulary_without_end_of_text_works_without_one(
+    tmp_path: Path, vocabulary: Path
+) -> None:
     path = changed(vocabulary, tmp_path / "tokenizer.json", added_tokens=[])
     texts = ["some", "texts"]
-    assert stream(tmp_path, texts, tokenizer=path, eos=None) == joined(reference(vocabulary, texts), ())
+    assert stream(tmp_path, texts, tokenizer=path, eos=None) == joined(
+        reference(vocabulary, texts), ()
+    )
 
 
-def test_what_a_file_adds_around_texts_is_left_to_the_separators(tmp_path: Path, vocabulary: Path) -> None:
+def test_what_a_file_adds_around_texts_is_left_to_the_separators(
+    tmp_path: Path, vocabulary: Path
+) -> None:
     around = tokenizers.processors.TemplateProcessing(
         single=f"<|start|> $A {EOS}", special_tokens=[("<|start|>", 1), (EOS, 0)]
     )
@@ -320,14 +366,18 @@ def test_the_order_of_the_keys_in_a_file_does_not_matter(
 
 
 @pytest.mark.parametrize("engine", ["auto", "tokenizers"])
-def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path: Path, vocabulary: Path, engine: Any) -> None:
+def test_added_tokens_that_are_not_special_are_found_in_text(
+    tmp_path: Path, vocabulary: Path, engine: Any
+) -> None:
     made = tokenizers.Tokenizer.from_file(str(vocabulary))
     made.add_tokens(["<extra>", "    "])
     made.save(str(tmp_path / "tokenizer.json"))
     texts = ["a<extra>b", "        x", "<extra><extra>", "plain"]
     wanted = reference(tmp_path / "tokenizer.json", texts)
     assert max(i for ids in wanted for i in ids) >= 1200
-    assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json", engine=engine) == joined(wanted)
+    assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json", engine=engine) == joined(
+        wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,12 +389,18 @@ def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path: Path, voc
         ("broken.json", "{", "is not a tokenizer.json"),
         ("other.json", '{"text": 1}', "is not a tokenizer.json"),
         ("list.json", "[]", "is not a tokenizer.json"),
-        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*give a tokenizer\.json"),
+        (
+            "mine.tiktoken",
+            "YQ== 0\n",
+            r"its name must be one of gpt2, r50k_base.*give a tokenizer\.json",
+        ),
         ("r50k_base.tiktoken", "not ranks\n", "is not a .tiktoken file"),
         ("gpt2.tiktoken", "", "is not a .tiktoken file"),
     ],
 )
-def test_a_path_that_is_no_vocabulary_says_why(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+def test_a_path_that_is_no_vocabulary_says_why(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message):
@@ -356,9 +412,13 @@ def test_a_folder_without_tokenizer_json_says_so(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("thing", [None, 42, object(), b"byte", ["byte"], len], ids=lambda thing: type(thing).__name__)
+@pytest.mark.parametrize(
+    "thing", [None, 42, object(), b"byte", ["byte"], len], ids=lambda thing: type(thing).__name__
+)
 def test_an_object_that_is_no_tokenizer_says_what_would_be(thing: Any) -> None:
-    with pytest.raises(TokenizerError, match="give 'byte', a path, a Hub name, or an object of tokenizers"):
+    with pytest.raises(
+        TokenizerError, match="give 'byte', a path, a Hub name, or an object of tokenizers"
+    ):
         load_tokenizer(thing)
 
 
@@ -389,7 +449,10 @@ def other_model(name: str) -> Any:
         made.train_from_iterator(
             corpus,
             tokenizers.trainers.UnigramTrainer(
-                vocab_size=300, special_tokens=[EOS, "<unk>"], unk_token="<unk>", show_progress=False
+                vocab_size=300,
+                special_tokens=[EOS, "<unk>"],
+                unk_token="<unk>",
+                show_progress=False,
             ),
         )
     elif name == "wordpiece":
@@ -398,7 +461,9 @@ def other_model(name: str) -> Any:
         made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         made.train_from_iterator(
             corpus,
-            tokenizers.trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False),
+            tokenizers.trainers.WordPieceTrainer(
+                vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False
+            ),
         )
     else:
         made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -408,7 +473,9 @@ def other_model(name: str) -> Any:
         alphabet = ["<unk>", EOS, *(f"<0x{i:02X}>" for i in range(256))]
         made.train_from_iterator(
             ["hello world"] * 9,
-            tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=alphabet, show_progress=False),
+            tokenizers.trainers.BpeTrainer(
+                vocab_size=400, special_tokens=alphabet, show_progress=False
+            ),
         )
     return made
 
@@ -416,7 +483,9 @@ def other_model(name: str) -> Any:
 @pytest.mark.parametrize("name", ["unigram", "wordpiece", "byte fallback"])
 def test_models_of_other_kinds_get_the_ids_of_the_reference(tmp_path: Path, name: str) -> None:
     other_model(name).save(str(tmp_path / "tokenizer.json"))
-    texts = [text for kind, text in HOSTILE.items() if kind != "looks special"] + ["hello worldly wörld"]
+    texts = [text for kind, text in HOSTILE.items() if kind != "looks special"] + [
+        "hello worldly wörld"
+    ]
     wanted = [ids for ids in reference(tmp_path / "tokenizer.json", texts) if ids]
     eos = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(EOS)
     assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json") == joined(wanted, (eos,))
@@ -430,16 +499,34 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 def ranks() -> dict[bytes, int]:
     """Each byte, and some merges, so that every longer token is made of two before it."""
     tokens = [bytes([i]) for i in range(256)]
-    tokens += [b" t", b"he", b"in", b"th", b" th", b" the", b"er", b"\xc3\xa9", b"aa", b"aaaa", b"  ", b"    ", b"\n\n"]
+    tokens += [
+        b" t",
+        b"he",
+        b"in",
+        b"th",
+        b" th",
+        b" the",
+        b"er",
+        b"\xc3\xa9",
+        b"aa",
+        b"aaaa",
+        b"  ",
+        b"    ",
+        b"\n\n",
+    ]
     return {token: rank for rank, token in enumerate(tokens)}
 
 
 def encoding(name: str) -> tiktoken.Encoding:
-    return tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks(), special_tokens={EOS: 50256})
+    return tiktoken.Encoding(
+        name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks(), special_tokens={EOS: 50256}
+    )
 
 
 def write_ranks(path: Path) -> Path:
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks().items()))
+    path.write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks().items())
+    )
     return path
 
 
@@ -458,8 +545,12 @@ def test_an_encoding_of_tiktoken_gives_its_own_ids(tmp_path: Path, name: str) ->
     assert stream(tmp_path, texts, tokenizer=encoding(name)) == joined(wanted, (50256,))
 
 
-def test_an_encoding_that_only_has_a_known_name_keeps_its_own_way_of_splitting(tmp_path: Path) -> None:
-    made = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks(), special_tokens={EOS: 50256})
+def test_an_encoding_that_only_has_a_known_name_keeps_its_own_way_of_splitting(
+    tmp_path: Path,
+) -> None:
+    made = tiktoken.Encoding(
+        "gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks(), special_tokens={EOS: 50256}
+    )
     texts = ["the other thing, isn't it", "aaaa1aaaa"]
     wanted = [made.encode_ordinary(text) for text in texts]
     assert stream(tmp_path, texts, tokenizer=made) == joined(wanted, (50256,))
@@ -479,7 +570,9 @@ def test_an_object_of_tokenizers_gives_its_own_ids(tmp_path: Path, vocabulary: P
     assert stream(tmp_path, texts, tokenizer=made) == joined(reference(vocabulary, texts))
 
 
-def test_an_object_of_transformers_gives_its_own_ids_and_end_of_text(tmp_path: Path, vocabulary: Path) -> None:
+def test_an_object_of_transformers_gives_its_own_ids_and_end_of_text(
+    tmp_path: Path, vocabulary: Path
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     made = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary), eos_token="<|start|>")
@@ -521,7 +614,9 @@ def load_from_hub(name: str, cache: Path, **environment: str) -> Any:
     """In a process of its own: huggingface_hub reads its environment when it is imported."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env |= {"HF_HOME": str(cache), **environment}
-    ran = subprocess.run([sys.executable, "-c", LOAD, name], env=env, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD, name], env=env, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -537,11 +632,17 @@ def put_in_cache(cache: Path, repo: str, *files: Path) -> None:
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_a_hub_name_in_the_local_cache_needs_no_connection(tmp_path: Path, vocabulary: Path, offline: str) -> None:
+def test_a_hub_name_in_the_local_cache_needs_no_connection(
+    tmp_path: Path, vocabulary: Path, offline: str
+) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text('{"eos_token": "<|start|>"}')
     put_in_cache(tmp_path, "someone/tiny", vocabulary, config)
-    assert load_from_hub("someone/tiny", tmp_path, HF_HUB_OFFLINE=offline) == [1, 1200, "someone/tiny"]
+    assert load_from_hub("someone/tiny", tmp_path, HF_HUB_OFFLINE=offline) == [
+        1,
+        1200,
+        "someone/tiny",
+    ]
 
 
 def test_an_old_short_name_is_found_under_its_new_one(tmp_path: Path, vocabulary: Path) -> None:
@@ -596,7 +697,10 @@ def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("differs", [[], [3, 5]])
 def test_the_verdict_is_remembered_on_disk(
-    vocabulary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, differs: list[int]
+    vocabulary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    differs: list[int],
 ) -> None:
     monkeypatch.setattr(check, "compare", lambda *_: differs)
     first = load_tokenizer(vocabulary).engine.name
@@ -605,11 +709,17 @@ def test_the_verdict_is_remembered_on_disk(
         raise AssertionError("compared again, though the verdict is on disk")
 
     monkeypatch.setattr(check, "compare", compare)
-    assert load_tokenizer(vocabulary).engine.name == first == ("tokenizers" if differs else "gigatoken")
+    assert (
+        load_tokenizer(vocabulary).engine.name
+        == first
+        == ("tokenizers" if differs else "gigatoken")
+    )
     assert len(warnings_in(caplog)) == (2 if differs else 0)
 
 
-def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_versions_are_those_that_are_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for package in ("gigatoken", "tokenizers", "tiktoken"):
         assert installed_version(package) == importlib.metadata.version(package)
     assert installed_version("nothing_of_that_name") is None
@@ -619,11 +729,15 @@ def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch, 
     assert installed_version("alone") is None, "nobody has installed it"
     for version in ("1.0", "2.0"):  # what an upgrade that was cut off leaves behind
         (tmp_path / f"alone-{version}.dist-info").mkdir()
-        (tmp_path / f"alone-{version}.dist-info" / "METADATA").write_text(f"Name: alone\nVersion: {version}\n")
+        (tmp_path / f"alone-{version}.dist-info" / "METADATA").write_text(
+            f"Name: alone\nVersion: {version}\n"
+        )
     assert installed_version("alone") == importlib.metadata.version("alone")
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"]
+)
 def test_a_damaged_verdict_is_ignored(
     vocabulary: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -684,7 +798,9 @@ print(made.engine.replaced, most)
 
 
 def test_memory_stays_bounded_while_ever_new_words_come(vocabulary: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", ENCODE_NEW_WORDS, vocabulary], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", ENCODE_NEW_WORDS, vocabulary], capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
     replaced, most = map(int, ran.stdout.split())
     assert replaced > 3
@@ -698,7 +814,9 @@ def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
     monkeypatch.setattr(GigatokenEngine, "MIN_TEXT", 0)
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefg é🙂\n", k=300)) for _ in range(100)]
-    made = load_tokenizer(vocabulary, engine="gigatoken", cache_bytes=-(1 << 40))  # every call is over this budget
+    made = load_tokenizer(
+        vocabulary, engine="gigatoken", cache_bytes=-(1 << 40)
+    )  # every call is over this budget
     assert stream(tmp_path, texts, 2, tokenizer=made) == joined(reference(vocabulary, texts))
     assert isinstance(made.engine, GigatokenEngine)
     assert made.engine.replaced >= 10
@@ -718,7 +836,9 @@ def test_the_first_text_is_encoded_by_another_way_to_the_same_ids(vocabulary: Pa
         "again = engine.encode(column)\n"
         "print('awkward' in sys.modules, all(np.array_equal(a, b) for a, b in zip(first, again)), len(first[1]))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code, vocabulary], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, vocabulary], capture_output=True, text=True, timeout=60
+    )
     assert ran.stdout.splitlines() == ["[]", "True True 9"], ran.stderr
 
 
@@ -732,7 +852,9 @@ def test_no_stream_of_text_imports_pandas(corpus: Path, form: str) -> None:
         "print('pandas' in sys.modules)"
     )
     paths = [str(corpus / form), str(corpus / "tokenizer.json")]
-    ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60
+    )
     assert ran.stdout.split() == ["True", "False"], ran.stderr
 
 
@@ -746,7 +868,9 @@ def test_a_first_batch_waits_for_no_import_that_it_can_do_without(corpus: Path) 
         "print([name for name in ('awkward', 'pandas', 'pyarrow.compute') if name in sys.modules])"
     )
     paths = [str(corpus / "parquet"), str(corpus / "tokenizer.json")]
-    ran = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60
+    )
     assert ran.stdout.split() == ["[]"], ran.stderr
 
 
@@ -754,7 +878,9 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words of text"}\n' * 5000)
-    data = TextDataset(tmp_path / "a.jsonl", tokenizer=corpus / "tokenizer.json", engine="tokenizers", seq_len=64)
+    data = TextDataset(
+        tmp_path / "a.jsonl", tokenizer=corpus / "tokenizer.json", engine="tokenizers", seq_len=64
+    )
     begun, go_on, given = threading.Event(), threading.Event(), []
     usual = type(data.tokenizer.engine).encode
 
@@ -776,4 +902,6 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
         time.sleep(0.01)
     go_on.set()
     stopping.join(60)
-    assert sum(given) < 500, "it was to look between some documents and the next whether anybody waits for them"
+    assert sum(given) < 500, (
+        "it was to look between some documents and the next whether anybody waits for them"
+    )

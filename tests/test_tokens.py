@@ -29,7 +29,16 @@ from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
 from penstock.sources.indexed import LEFT_TOKENS
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8, "uint32": 9, "uint64": 10}
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "uint16": 8,
+    "uint32": 9,
+    "uint64": 10,
+}
 
 
 def some_ids(n: int, seed: int = 0, top: int = 50257) -> np.ndarray:
@@ -41,7 +50,9 @@ def write_plain(path: Path, ids: Any, dtype: str = "uint16") -> Path:
     return path
 
 
-def write_header(path: Path, ids: Any, magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
+def write_header(
+    path: Path, ids: Any, magic: int = 20240520, version: int = 1, count: int | None = None
+) -> Path:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(ids) if count is None else count
     dtype = "<u4" if magic == 20240801 else "<u2"
@@ -49,15 +60,22 @@ def write_header(path: Path, ids: Any, magic: int = 20240520, version: int = 1, 
     return path
 
 
-def write_megatron(path: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16") -> Path:
+def write_megatron(
+    path: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16"
+) -> Path:
     """Documents, each a list of sequences, each a list of ids."""
     sequences = [s for document in documents for s in document]
     sizes = np.array([len(s) for s in sequences], "<i4")
-    pointers = np.concatenate([[0], np.cumsum(sizes, dtype="<i8")[:-1]]).astype("<i8") * np.dtype(dtype).itemsize
+    pointers = (
+        np.concatenate([[0], np.cumsum(sizes, dtype="<i8")[:-1]]).astype("<i8")
+        * np.dtype(dtype).itemsize
+    )
     firsts = np.concatenate([[0], np.cumsum([len(d) for d in documents])]).astype("<i8")
     np.array([i for s in sequences for i in s]).astype(dtype).tofile(path)
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(sequences), len(firsts))
-    path.with_suffix(".idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + firsts.tobytes())
+    path.with_suffix(".idx").write_bytes(
+        head + sizes.tobytes() + pointers.tobytes() + firsts.tobytes()
+    )
     return path
 
 
@@ -87,8 +105,12 @@ def test_a_plain_file_gives_rows_that_overlap_by_one_id(tmp_path: Path, length: 
     assert data.dtype == np.uint16
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64", ">u4", np.uint32])
-def test_ids_of_any_integer_type_are_read_as_the_narrowest_that_fits(tmp_path: Path, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64", ">u4", np.uint32]
+)
+def test_ids_of_any_integer_type_are_read_as_the_narrowest_that_fits(
+    tmp_path: Path, dtype: Any
+) -> None:
     ids = some_ids(100, top=128)
     ids.astype(dtype).tofile(tmp_path / "a.bin")
     data = open_file(tmp_path / "a.bin", dtype=dtype)
@@ -119,7 +141,9 @@ def test_a_numpy_file_is_recognised_by_its_content(tmp_path: Path, dtype: str) -
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "uint32", "uint64"])
 @pytest.mark.parametrize("named", ["d.bin", "d", "d.idx"])
-def test_megatron_is_recognised_by_the_index_beside_it(tmp_path: Path, dtype: str, named: str) -> None:
+def test_megatron_is_recognised_by_the_index_beside_it(
+    tmp_path: Path, dtype: str, named: str
+) -> None:
     ids = some_ids(100, top=256).tolist()
     write_megatron(tmp_path / "d.bin", [[ids[:30]], [ids[30:]]], dtype)
     data = open_file(tmp_path / named)
@@ -189,7 +213,9 @@ def test_files_of_one_name_from_two_folders_are_told_apart(tmp_path: Path) -> No
     assert [f.name for f in data.files] == ["a/train.bin", "b/train.bin"]
 
 
-def test_more_files_than_may_be_open_at_once_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_may_be_open_at_once_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokens, "OPEN_FILES", 4)
     for i in range(50):
         write_plain(tmp_path / f"{i:02}.bin", np.full(17, i))
@@ -207,13 +233,24 @@ documents_of = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, ma
 )
 
 
-@given(documents=documents_of, seq_len=st.integers(1, 5), dtype=st.sampled_from(["uint16", "int32"]), data=st.data())
+@given(
+    documents=documents_of,
+    seq_len=st.integers(1, 5),
+    dtype=st.sampled_from(["uint16", "int32"]),
+    data=st.data(),
+)
 def test_boundaries_and_spans_are_where_documents_begin(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], seq_len: int, dtype: str, data: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    seq_len: int,
+    dtype: str,
+    data: Any,
 ) -> None:
     # Documents of several sequences, of none, and of empty ones; each id is the number of its document.
     path = tmp_path_factory.mktemp("m") / "d.bin"
-    write_megatron(path, [[[n] * size for size in sizes] for n, sizes in enumerate(documents)], dtype)
+    write_megatron(
+        path, [[[n] * size for size in sizes] for n, sizes in enumerate(documents)], dtype
+    )
     owner = [n for n, sizes in enumerate(documents) for size in sizes for _ in range(size)]
     set_ = open_file(path, seq_len)
     asked = data.draw(st.lists(st.integers(0, len(set_) - 1), max_size=6))
@@ -262,7 +299,13 @@ def test_a_row_says_from_where_in_which_file_it_comes(tmp_path: Path) -> None:
     write_plain(tmp_path / "a.bin", some_ids(20))
     write_plain(tmp_path / "b.bin", some_ids(40))
     (span,) = open_file(tmp_path).spans(4)
-    assert (span.file, span.offset, span.row, span.tokens, span.at) == ("b.bin", 16, 2, (0, 9), (0, 9))
+    assert (span.file, span.offset, span.row, span.tokens, span.at) == (
+        "b.bin",
+        16,
+        2,
+        (0, 9),
+        (0, 9),
+    )
 
 
 # Size, threads, processes
@@ -332,7 +375,10 @@ def test_a_pickle_is_small_and_reads_the_same_rows(tmp_path: Path) -> None:
     again = pickle.loads(dumped)
     assert all_rows(again) == rows
     assert again.data_id() == data.data_id()
-    assert again.boundaries(range(len(data)))[1].tolist() == data.boundaries(range(len(data)))[1].tolist()
+    assert (
+        again.boundaries(range(len(data)))[1].tolist()
+        == data.boundaries(range(len(data)))[1].tolist()
+    )
 
 
 def test_another_process_reads_the_same_rows(tmp_path: Path) -> None:
@@ -340,7 +386,11 @@ def test_another_process_reads_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "pickle").write_bytes(pickle.dumps(data))
     code = "import pickle, sys; d = pickle.load(open(sys.argv[1], 'rb')); print(d.__getitems__(range(len(d))).tolist())"
     out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "pickle")], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(tmp_path / "pickle")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert out.stdout.strip() == str(rows)
 
@@ -366,7 +416,9 @@ def test_other_threads_run_while_rows_are_gathered(tmp_path: Path) -> None:
         # The first and the last turn are taken outside: a gather that lets nobody in may fill all between them.
         turns = [time.perf_counter()]
         with ThreadPoolExecutor(1) as pool:
-            gathering = pool.submit(lambda: (time.perf_counter(), data.__getitems__(asked), time.perf_counter()))
+            gathering = pool.submit(
+                lambda: (time.perf_counter(), data.__getitems__(asked), time.perf_counter())
+            )
             while not gathering.done():
                 turns.append(time.perf_counter())
         turns.append(time.perf_counter())
@@ -419,7 +471,12 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_half_an_id_is_refused(tmp_path: Path) -> None:
     refused(CorruptFile, "101 bytes are no whole number of uint16", sparse(tmp_path / "a.bin", 101))
-    refused(CorruptFile, "102 bytes are no whole number of uint32", sparse(tmp_path / "b.bin", 102), dtype="uint32")
+    refused(
+        CorruptFile,
+        "102 bytes are no whole number of uint32",
+        sparse(tmp_path / "b.bin", 102),
+        dtype="uint32",
+    )
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.txt", "a.bin.zst", "a.npz"])
@@ -429,14 +486,24 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "nonsense", None, "bool", object, 3.5])
 def test_a_type_that_is_not_of_whole_numbers_is_refused(tmp_path: Path, dtype: Any) -> None:
-    refused(ConfigError, "needs 'auto' or a type", write_plain(tmp_path / "a.bin", some_ids(100)), dtype=dtype)
+    refused(
+        ConfigError,
+        "needs 'auto' or a type",
+        write_plain(tmp_path / "a.bin", some_ids(100)),
+        dtype=dtype,
+    )
 
 
 def test_a_type_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
     header = write_header(tmp_path / "a.bin", some_ids(100))
     refused(ConfigError, "holds uint16", header, dtype="uint32")
     assert len(open_file(header, dtype="uint16")) == 12
-    refused(ConfigError, "holds int32", write_megatron(tmp_path / "m.bin", [[[1] * 20]], "int32"), dtype="uint16")
+    refused(
+        ConfigError,
+        "holds int32",
+        write_megatron(tmp_path / "m.bin", [[[1] * 20]], "int32"),
+        dtype="uint16",
+    )
 
 
 def test_too_few_ids_for_a_row_are_no_data(tmp_path: Path) -> None:
@@ -447,16 +514,24 @@ def test_too_few_ids_for_a_row_are_no_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seq_len", [0, -1, 1.5, "8", True])
 def test_a_length_that_makes_no_row_is_refused(tmp_path: Path, seq_len: Any) -> None:
-    refused(ConfigError, "seq_len=", write_plain(tmp_path / "a.bin", some_ids(100)), seq_len=seq_len)
+    refused(
+        ConfigError, "seq_len=", write_plain(tmp_path / "a.bin", some_ids(100)), seq_len=seq_len
+    )
 
 
 def test_a_header_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
     ids = some_ids(100)
     refused(
-        CorruptFile, "header of 101 ids, so 1226 bytes; it has 1224", write_header(tmp_path / "a.bin", ids, count=101)
+        CorruptFile,
+        "header of 101 ids, so 1226 bytes; it has 1224",
+        write_header(tmp_path / "a.bin", ids, count=101),
     )
     refused(CorruptFile, "header of 99 ids", write_header(tmp_path / "b.bin", ids, count=99))
-    refused(CorruptFile, "version 2; we read version 1", write_header(tmp_path / "c.bin", ids, version=2))
+    refused(
+        CorruptFile,
+        "version 2; we read version 1",
+        write_header(tmp_path / "c.bin", ids, version=2),
+    )
     (tmp_path / "d.bin").write_bytes(write_header(tmp_path / "d.bin", ids).read_bytes()[:600])
     refused(CorruptFile, "it has 600", tmp_path / "d.bin")
     refused(ConfigError, "evaluation file", write_header(tmp_path / "e.bin", ids, magic=20240522))
@@ -594,7 +669,9 @@ def drained(path: Path, workers: int, shuffle: bool) -> AsyncDataLoader:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_taken_as_fast_as_they_come_are_those_of_one_who_rests(tmp_path: Path, shuffle: bool) -> None:
+def test_batches_taken_as_fast_as_they_come_are_those_of_one_who_rests(
+    tmp_path: Path, shuffle: bool
+) -> None:
     path, n = write_plain(tmp_path / "a.bin", some_ids(20_000)), 4000  # more than an epoch
     with drained(path, 0, shuffle) as loader:
         expected = taken(loader, n)
@@ -616,7 +693,9 @@ def test_a_state_taken_amid_batches_that_come_fast_goes_on_there(tmp_path: Path)
             assert np.array_equal(taken(loader, 3000 - at), expected[at:])
 
 
-def test_an_id_that_is_too_large_ends_a_stream_taken_fast_after_the_batches_before_it(tmp_path: Path) -> None:
+def test_an_id_that_is_too_large_ends_a_stream_taken_fast_after_the_batches_before_it(
+    tmp_path: Path,
+) -> None:
     ids = some_ids(100_001)
     ids[8 * 4 * 2500] = -1
     path = write_plain(tmp_path / "a.bin", ids, "int32")
@@ -656,7 +735,9 @@ def test_blocks_of_long_rows_are_no_longer_than_those_of_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "EAGER_S", 10.0)  # however busy the machine is
-    data = TokenFileDataset.from_binary_file(write_plain(tmp_path / "a.bin", some_ids(2_000_000)), 65_536)
+    data = TokenFileDataset.from_binary_file(
+        write_plain(tmp_path / "a.bin", some_ids(2_000_000)), 65_536
+    )
     most = 0
     with AsyncDataLoader(data, 1, n_workers=2, output="numpy") as loader:
         for _ in range(300):

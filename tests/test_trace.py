@@ -62,11 +62,16 @@ def recorded(loader: AsyncDataLoader, path: Path, **how: Any) -> Events:
 
 
 def spans(events: Events, *names: str) -> Events:
-    return sorted((e for e in events if e["ph"] == "X" and (not names or e["name"] in names)), key=lambda e: e["ts"])
+    return sorted(
+        (e for e in events if e["ph"] == "X" and (not names or e["name"] in names)),
+        key=lambda e: e["ts"],
+    )
 
 
 def rows(events: Events) -> dict[int, str]:
-    return {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    return {
+        e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
+    }
 
 
 def check_format(events: Events) -> None:
@@ -140,7 +145,9 @@ def test_every_stage_is_on_the_row_of_its_thread_with_what_it_worked_on(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_trainer_shows_every_call_of_next_and_every_step(corpus: Path, tmp_path: Path, workers: int) -> None:
+def test_the_trainer_shows_every_call_of_next_and_every_step(
+    corpus: Path, tmp_path: Path, workers: int
+) -> None:
     events = recorded(make(corpus, n_workers=workers), tmp_path / "trace.json")
     calls, steps = spans(events, "next"), spans(events, "step")
     assert len(calls) == len(steps) == STEPS
@@ -159,28 +166,48 @@ def test_what_worker_processes_did_is_there(corpus: Path, tmp_path: Path) -> Non
     assert {span["name"] for span in made} == {"decode", "tokenize"}
     assert all(on[span["tid"]].startswith("penstock-worker") for span in made)
     first, last = spans(events, "next")[0], spans(events, "next")[-1]
-    assert made[0]["ts"] < first["ts"] + first["dur"], "the first batch was made of it, on the same clock"
+    assert made[0]["ts"] < first["ts"] + first["dur"], (
+        "the first batch was made of it, on the same clock"
+    )
     assert all(span["ts"] < last["ts"] + 60e6 for span in made)
 
 
-def test_fetches_from_a_server_are_on_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_from_a_server_are_on_rows_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = pa.BufferOutputStream()
     texts = [random.Random(i).randbytes(2000).hex() for i in range(40)]
     pq.write_table(pa.table({"text": texts}), sink, row_group_size=5)
     with HubServer(latency_s=0.02) as hub:
         hub.add("org/data", {"a.parquet": sink.getvalue().to_pybytes()})
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        data = TextDataset("hf://datasets/org/data", tokenizer="byte", seq_len=64, cache=False, remote={"fetches": 2})
-        events = recorded(AsyncDataLoader(data, 4, output="numpy", n_workers=1), tmp_path / "trace.json")
+        data = TextDataset(
+            "hf://datasets/org/data",
+            tokenizer="byte",
+            seq_len=64,
+            cache=False,
+            remote={"fetches": 2},
+        )
+        events = recorded(
+            AsyncDataLoader(data, 4, output="numpy", n_workers=1), tmp_path / "trace.json"
+        )
     check_format(events)
     assert read(tmp_path / "trace.json")["otherData"]["samples_failed"] == 0
     on = rows(events)
-    fetches = [span for span in spans(events, "fetch") if on[span["tid"]].startswith("penstock-fetch")]
+    fetches = [
+        span for span in spans(events, "fetch") if on[span["tid"]].startswith("penstock-fetch")
+    ]
     assert fetches
     assert all("hf://datasets/org/data" in span["args"]["what"] for span in fetches)
-    ids = [event["id"] for event in events if event["ph"] == "s" and on[event["tid"]].startswith("penstock-fetch")]
+    ids = [
+        event["id"]
+        for event in events
+        if event["ph"] == "s" and on[event["tid"]].startswith("penstock-fetch")
+    ]
     ended = [event for event in events if event["ph"] == "f" and event["id"] in ids]
-    assert any(on[event["tid"]].startswith("penstock-worker") for event in ended), "a worker waited for a fetch"
+    assert any(on[event["tid"]].startswith("penstock-worker") for event in ended), (
+        "a worker waited for a fetch"
+    )
 
 
 def test_an_arrow_leads_from_the_work_to_the_wait_that_it_ended(
@@ -200,11 +227,15 @@ def test_an_arrow_leads_from_the_work_to_the_wait_that_it_ended(
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     for begin in (event for event in events if event["ph"] == "s"):
         inner = min((s for s in spans(events) if around(s, begin)), key=lambda s: s["dur"])
-        wait = min((s for s in spans(events) if around(s, ends[begin["id"]])), key=lambda s: s["dur"])
+        wait = min(
+            (s for s in spans(events) if around(s, ends[begin["id"]])), key=lambda s: s["dur"]
+        )
         assert wait["name"] == "waits for input"
         ways[on[begin["tid"]], inner["name"], on[wait["tid"]]] += 1
     assert ways["penstock-worker-0", "tokenize", "penstock-producer"] > 0, ways
-    assert any(source == "penstock-producer" and sink.startswith("trainer") for source, _, sink in ways), ways
+    assert any(
+        source == "penstock-producer" and sink.startswith("trainer") for source, _, sink in ways
+    ), ways
 
 
 def test_queues_pauses_and_events_are_drawn(corpus: Path, tmp_path: Path) -> None:
@@ -312,7 +343,9 @@ def test_a_recorder_can_be_used_again(corpus: Path, tmp_path: Path) -> None:
         for steps in (3, 4):
             with recorder:
                 train(loader, recorder, steps)
-            assert len(spans(read(recorder.save(tmp_path / "a.json"))["traceEvents"], "next")) == steps
+            assert (
+                len(spans(read(recorder.save(tmp_path / "a.json"))["traceEvents"], "next")) == steps
+            )
 
 
 def test_a_sample_that_fails_is_counted_and_never_reaches_the_pipeline(
@@ -356,7 +389,11 @@ def profiled(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
     folder = tmp_path_factory.mktemp("profiled")
     loader = make(corpus, n_workers=1)
-    with Recorder(loader) as recorder, loader, profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with (
+        Recorder(loader) as recorder,
+        loader,
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+    ):
         for step in range(10):
             with record_function(f"take {step}"):
                 next(loader)
@@ -376,7 +413,9 @@ def test_next_lies_within_the_profilers_region_around_it_once_both_are_merged(
         [region] = [e for e in spans(events, f"take {step}") if e["cat"] == "user_annotation"]
         assert region["ts"] - 1000 <= call["ts"]
         assert call["ts"] + call["dur"] <= region["ts"] + region["dur"] + 1000
-        assert call["pid"] != region["pid"], "a row of the profiler's could not take spans that reach out of its own"
+        assert call["pid"] != region["pid"], (
+            "a row of the profiler's could not take spans that reach out of its own"
+        )
     ours = [event for event in events if event["pid"] == calls[0]["pid"]]
     check_format(ours)
 
@@ -394,10 +433,16 @@ def test_a_merged_trace_has_all_of_both_and_a_compressed_profile_will_do(
     assert both["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
 
 
-def test_a_profile_without_a_base_counts_from_1970(profiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_profile_without_a_base_counts_from_1970(
+    profiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     ours = read(profiled[0])
     at = ours["baseTimeNanoseconds"] / 1e3 + spans(ours["traceEvents"], "next")[0]["ts"]
-    old = {"traceEvents": [{"ph": "X", "name": "old", "ts": at, "dur": 10, "pid": 1, "tid": 1, "id": 7}]}
+    old = {
+        "traceEvents": [
+            {"ph": "X", "name": "old", "ts": at, "dur": 10, "pid": 1, "tid": 1, "id": 7}
+        ]
+    }
     (tmp_path / "old.json").write_text(json.dumps(old))
     events = read(merge(profiled[0], tmp_path / "old.json", tmp_path / "both.json"))["traceEvents"]
     assert spans(events, "next")[0]["ts"] == pytest.approx(at, abs=1)
@@ -412,7 +457,11 @@ def bad_profiles() -> Iterator[tuple[str, type[Exception], str]]:
     yield '{"traceEvents": [1]}', CorruptFile, "not a Chrome trace"
     yield '{"loader": {}}', CorruptFile, "not a Chrome trace"
     yield '{"traceEvents": [', CorruptFile, "is not JSON"
-    yield f'{{"baseTimeNanoseconds": "x", "traceEvents": [{span}]}}', CorruptFile, "baseTimeNanoseconds"
+    yield (
+        f'{{"baseTimeNanoseconds": "x", "traceEvents": [{span}]}}',
+        CorruptFile,
+        "baseTimeNanoseconds",
+    )
 
 
 @pytest.mark.parametrize(("text", "kind", "words"), list(bad_profiles()))
@@ -426,7 +475,9 @@ def test_what_cannot_be_merged_is_refused_with_its_name(
     assert not (tmp_path / "both.json").exists()
 
 
-def test_traces_in_the_wrong_order_and_missing_ones_are_named(profiled: tuple[Path, Path], tmp_path: Path) -> None:
+def test_traces_in_the_wrong_order_and_missing_ones_are_named(
+    profiled: tuple[Path, Path], tmp_path: Path
+) -> None:
     ours, profile = profiled
     with pytest.raises(ConfigError, match=r"give that one first"):
         merge(profile, ours, tmp_path / "both.json")
@@ -448,7 +499,19 @@ def run(*args: object) -> Result:
 
 def test_the_command_traces_an_address_and_says_where_to_look(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "trace.json"
-    done = run(corpus / "parquet", "-o", out, "--steps", 12, "--step-ms", 1, "--seq-len", 16, "--batch-size", 2)
+    done = run(
+        corpus / "parquet",
+        "-o",
+        out,
+        "--steps",
+        12,
+        "--step-ms",
+        1,
+        "--seq-len",
+        16,
+        "--batch-size",
+        2,
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("12 steps: ")
     assert "ui.perfetto.dev" in done.stdout
@@ -456,7 +519,9 @@ def test_the_command_traces_an_address_and_says_where_to_look(corpus: Path, tmp_
     events = read(out)["traceEvents"]
     check_format(events)
     assert len(spans(events, "next")) == 12
-    assert {"fetch", "decode", "tokenize", "pack", "batch"} == {s["name"] for s in spans(events)} & set(STAGES)
+    assert {"fetch", "decode", "tokenize", "pack", "batch"} == {
+        s["name"] for s in spans(events)
+    } & set(STAGES)
     assert all(call["args"]["tokens"] == 32 for call in spans(events, "next"))
 
 
@@ -477,12 +542,17 @@ def test_the_command_traces_what_a_settings_file_describes(corpus: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.jsonc"])
-def test_a_settings_file_in_json_is_no_data_and_needs_no_batch_size(corpus: Path, tmp_path: Path, name: str) -> None:
+def test_a_settings_file_in_json_is_no_data_and_needs_no_batch_size(
+    corpus: Path, tmp_path: Path, name: str
+) -> None:
     data = {"kind": "text", "urls": str(corpus / "parquet"), "tokenizer": "byte", "seq_len": 16}
     (tmp_path / name).write_text(json.dumps({"data": data}))
     done = run(tmp_path / name, "-o", tmp_path / "trace.json", "--steps", 2, "--step-ms", 0)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert [call["args"]["tokens"] for call in spans(read(tmp_path / "trace.json")["traceEvents"], "next")] == [256] * 2
+    assert [
+        call["args"]["tokens"]
+        for call in spans(read(tmp_path / "trace.json")["traceEvents"], "next")
+    ] == [256] * 2
 
 
 def test_the_command_merges_two_traces(profiled: tuple[Path, Path], tmp_path: Path) -> None:
@@ -491,8 +561,12 @@ def test_the_command_merges_two_traces(profiled: tuple[Path, Path], tmp_path: Pa
     assert len(spans(read(tmp_path / "both.json")["traceEvents"], "next")) == 10
 
 
-@pytest.mark.parametrize("args", [[], ["x.parquet", "--settings", "y.toml"], ["--merge", "profile.json"]])
-def test_the_command_says_what_it_needs(args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "args", [[], ["x.parquet", "--settings", "y.toml"], ["--merge", "profile.json"]]
+)
+def test_the_command_says_what_it_needs(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert isinstance(run(*args).exception, ConfigError)
     assert not list(tmp_path.iterdir())
@@ -504,4 +578,9 @@ def test_times_are_those_of_the_calendar(corpus: Path, tmp_path: Path) -> None:
     after = time.time()
     base = read(tmp_path / "trace.json")["baseTimeNanoseconds"] / 1e9
     for span in spans(events):
-        assert before - 0.01 <= base + span["ts"] / 1e6 <= base + (span["ts"] + span["dur"]) / 1e6 <= after + 0.01
+        assert (
+            before - 0.01
+            <= base + span["ts"] / 1e6
+            <= base + (span["ts"] + span["dur"]) / 1e6
+            <= after + 0.01
+        )

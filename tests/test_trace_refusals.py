@@ -28,7 +28,9 @@ def recorded(path: Path) -> Path:
 @pytest.mark.parametrize("given", ["inf", "1e300", "nan", "-1", "60001"])
 def test_a_step_that_no_clock_can_wait_for_is_refused_in_a_line(tmp_path: Path, given: str) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 1000)
-    done = penstock("trace", tmp_path / "a.txt", "--step-ms", given, "--steps", 1, "-o", tmp_path / "trace.json")
+    done = penstock(
+        "trace", tmp_path / "a.txt", "--step-ms", given, "--steps", 1, "-o", tmp_path / "trace.json"
+    )
     (said,) = done.stderr.splitlines()
     assert done.returncode == 2
     assert "--step-ms" in said
@@ -38,7 +40,18 @@ def test_a_step_that_no_clock_can_wait_for_is_refused_in_a_line(tmp_path: Path, 
 
 def test_one_step_is_one_step(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 1000)
-    options = ("--steps", 1, "--step-ms", 0, "--seq-len", 16, "--batch-size", 2, "-o", tmp_path / "trace.json")
+    options = (
+        "--steps",
+        1,
+        "--step-ms",
+        0,
+        "--seq-len",
+        16,
+        "--batch-size",
+        2,
+        "-o",
+        tmp_path / "trace.json",
+    )
     done = penstock("trace", tmp_path / "a.txt", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "1 step: one step says nothing"
@@ -52,5 +65,7 @@ def test_a_trace_of_ours_is_not_taken_for_the_profilers(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"traceEvents": [SPAN]}))
     merge(ours, profile, both)
-    with pytest.raises(ConfigError, match=r"both\.json: was written by a Recorder, or has one's trace in it"):
+    with pytest.raises(
+        ConfigError, match=r"both\.json: was written by a Recorder, or has one's trace in it"
+    ):
         merge(ours, both, tmp_path / "again.json")

@@ -59,7 +59,11 @@ def said(done: Result) -> str:
 
 
 def trials(done: Result, word: str) -> list[str]:
-    return [line.removeprefix(word).strip() for line in done.stdout.splitlines() if line.startswith(word + " ")]
+    return [
+        line.removeprefix(word).strip()
+        for line in done.stdout.splitlines()
+        if line.startswith(word + " ")
+    ]
 
 
 # What is tried
@@ -87,7 +91,9 @@ def test_workers_ranks_and_repeated_resumes_are_all_tried(corpus: Path) -> None:
         assert f"fresh, {ranks}" in tried
     for at in points:
         assert re.search(rf"resume at {at}, \d worker", tried)
-        assert re.search(rf"resume at (\d+, again at )?{at}, (again at \d+, )?\d, then \d worker", tried)
+        assert re.search(
+            rf"resume at (\d+, again at )?{at}, (again at \d+, )?\d, then \d worker", tried
+        )
     assert re.search(r"on 1 -> 2 -> 4 ranks +12 batches", tried)
     assert re.search(r"on 2 -> 4 -> 1 ranks +12 batches", tried)
     assert re.search(r"on 4 -> 1 -> 2 ranks +12 batches", tried)
@@ -109,7 +115,16 @@ def test_the_digest_does_not_depend_on_how_rows_are_cut_into_batches(corpus: Pat
 def test_settings_and_options_of_the_run_hold(corpus: Path) -> None:
     vocabulary = corpus / "tokenizer.json"
     done = run(
-        corpus / "parquet", *SMALL, "--tokenizer", vocabulary, "--lanes", 2, "--set", "shuffle=true", "--set", "seed=9"
+        corpus / "parquet",
+        *SMALL,
+        "--tokenizer",
+        vocabulary,
+        "--lanes",
+        2,
+        "--set",
+        "shuffle=true",
+        "--set",
+        "seed=9",
     )
     data = TextDataset(corpus / "parquet", tokenizer=vocabulary, seq_len=32)
     assert said(done) == digest_of(data, 12, 8, lanes=2, shuffle=True, seed=9)
@@ -129,7 +144,9 @@ def test_one_lane_says_that_ranks_are_not_tried(corpus: Path) -> None:
     assert "ranks  " not in "".join(trials(done, "same"))
 
 
-def test_where_there_is_text_for_fewer_lanes_that_is_said_and_the_rest_is_tried(corpus: Path) -> None:
+def test_where_there_is_text_for_fewer_lanes_that_is_said_and_the_rest_is_tried(
+    corpus: Path,
+) -> None:
     done = run(corpus / "docs.jsonl.gz", *SMALL)
     assert done.exit_code == 0, done.output
     assert "more ranks, cannot be tried: lane 1 of 2 would have no text" in done.stdout
@@ -139,15 +156,22 @@ def test_where_there_is_text_for_fewer_lanes_that_is_said_and_the_rest_is_tried(
     assert asked.exit_code == 2  # what was asked for is not exchanged for something else
 
 
-def test_fewer_lanes_are_taken_where_more_of_them_leave_less_than_two_batches(tmp_path: Path) -> None:
+def test_fewer_lanes_are_taken_where_more_of_them_leave_less_than_two_batches(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text('{"text": "all but 32 bytes of text."}\n' * 4)
     short = ("--seq-len", "32", "--batch", "2", "--set", "epochs=1")
     done = run(path, *short)
     assert done.exit_code == 0, done.output
     assert "2 batches of 2 rows, epoch 0; 2 lanes, for ranks 1, 2\n" in done.stdout
-    assert "more ranks, cannot be tried: with 4 lanes the data gives 1 batch of 4 rows\n" in done.stdout
-    assert said(done) == digest_of(TextDataset(path, tokenizer="byte", seq_len=32), 2, 2, lanes=2, epochs=1)
+    assert (
+        "more ranks, cannot be tried: with 4 lanes the data gives 1 batch of 4 rows\n"
+        in done.stdout
+    )
+    assert said(done) == digest_of(
+        TextDataset(path, tokenizer="byte", seq_len=32), 2, 2, lanes=2, epochs=1
+    )
     asked = run(path, *short, "--lanes", 4)
     assert asked.exit_code == 2  # what was asked for is not exchanged for something else
 
@@ -191,7 +215,9 @@ def test_the_data_of_a_settings_file_is_tried(written: str, corpus: Path, tmp_pa
 
 
 def test_data_that_ends_is_compared_to_its_end(corpus: Path) -> None:
-    done = run(corpus / "parquet", "--seq-len", 256, "--batches", 500, "--points", 2, "--set", "epochs=1")
+    done = run(
+        corpus / "parquet", "--seq-len", 256, "--batches", 500, "--points", 2, "--set", "epochs=1"
+    )
     assert done.exit_code == 0, done.output
     found = re.search(r"reference +(\d+) batches", done.stdout)
     assert found
@@ -214,7 +240,9 @@ def test_data_that_ends_is_compared_to_its_end(corpus: Path) -> None:
 def lines(folder: Path, changed: int = -1) -> Path:
     """Documents of the same length, one of which may be another one."""
     path = folder / "docs.jsonl"
-    documents = [f"{'changed' if i == changed else 'written'} document {i:05} " * 4 for i in range(400)]
+    documents = [
+        f"{'changed' if i == changed else 'written'} document {i:05} " * 4 for i in range(400)
+    ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return path
 
@@ -226,7 +254,9 @@ def verification(path: Path, **how: Any) -> Verification:
     return Verification(make, {"batch_size": 4} | how, batches=20, points=3, seed=0)
 
 
-def test_a_file_exchanged_for_another_of_equal_size_is_found_where_it_differs(tmp_path: Path) -> None:
+def test_a_file_exchanged_for_another_of_equal_size_is_found_where_it_differs(
+    tmp_path: Path,
+) -> None:
     path = lines(tmp_path)
     tried = verification(path, lanes=1)
     size = path.stat().st_size
@@ -243,11 +273,17 @@ def test_a_file_exchanged_for_another_of_equal_size_is_found_where_it_differs(tm
     fresh = found["fresh, 0 workers"]
     assert fresh is not None
     assert (fresh.batch, fresh.row) == expected
-    assert fresh.expected == fresh.got == tried.reference.stream.batches[fresh.batch][fresh.row].origin
+    assert (
+        fresh.expected == fresh.got == tried.reference.stream.batches[fresh.batch][fresh.row].origin
+    )
     assert re.search(r"row \d: docs\.jsonl \(byte \d+, .* has other ids now", str(fresh))
     # Whoever resumes after the place reads the rest, which is as it was.
     for at_point in tried.reference.points:
-        alone = [difference for name, difference in found.items() if name.startswith(f"resume at {at_point}, ")]
+        alone = [
+            difference
+            for name, difference in found.items()
+            if name.startswith(f"resume at {at_point}, ")
+        ]
         assert all((difference is None) == (at_point > fresh.batch) for difference in alone)
 
 
@@ -259,7 +295,9 @@ def holds(origin: str, document: int, path: Path) -> bool:
     for line in path.read_text().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     first = starts.index(int(found[1]))
-    return first <= document <= first + int(found[4] or 0) and not (first == document and int(found[2]) > 0)
+    return first <= document <= first + int(found[4] or 0) and not (
+        first == document and int(found[2]) > 0
+    )
 
 
 def lose_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +311,9 @@ def lose_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextSource, "check_place", check_place)
 
 
-def test_a_source_that_loses_its_place_is_found_by_every_resume(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_loses_its_place_is_found_by_every_resume(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lose_the_place(monkeypatch)
     done = run(corpus / "parquet", *SMALL)
     assert done.exit_code == 1, done.output
@@ -281,13 +321,17 @@ def test_a_source_that_loses_its_place_is_found_by_every_resume(corpus: Path, mo
     assert different
     assert all(trial.startswith("fresh") for trial in trials(done, "same"))
     for trial in different:
-        found = re.match(r"resume at (\d+), .*: batch (\d+), row \d+: expected \S+\.parquet \(row group", trial)
+        found = re.match(
+            r"resume at (\d+), .*: batch (\d+), row \d+: expected \S+\.parquet \(row group", trial
+        )
         assert found, trial
         assert found[1] == found[2]  # at once
     assert re.search(rf"{len(different)} of \d+ trials gave another stream", done.stdout)
 
 
-def test_lanes_dealt_to_the_wrong_rank_are_found_by_ranks_alone(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_dealt_to_the_wrong_rank_are_found_by_ranks_alone(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = State.for_shard
 
     def for_shard(self: State, own: Any) -> State:
@@ -302,7 +346,9 @@ def test_lanes_dealt_to_the_wrong_rank_are_found_by_ranks_alone(corpus: Path, mo
     assert done.exit_code == 1, done.output
     assert trials(done, "DIFFERENT")
     assert all("ranks: batch" in trial for trial in trials(done, "DIFFERENT"))
-    assert all("fresh" in trial or "ranks" not in trial for trial in trials(done, "same")), done.output
+    assert all("fresh" in trial or "ranks" not in trial for trial in trials(done, "same")), (
+        done.output
+    )
 
 
 def test_a_resume_that_forgets_how_many_batches_there_were_is_found(
@@ -342,7 +388,9 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
     tried = verification(corpus / "docs.jsonl", lanes=1)
     rows = tried.reference.stream.batches[0]
     with AsyncDataLoader(
-        TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=4096), 4, output="numpy"
+        TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=4096),
+        4,
+        output="numpy",
     ) as loader:
         batch = next(loader)
     assert compare(batch, rows, 0, 1, 0) is None
@@ -351,7 +399,11 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
     assert (short.batch, short.row, short.got) == (7, 1, "nothing: the stream has ended")
     long = compare(batch, rows[:3], 7, 1, 0)
     assert long is not None
-    assert (long.row, long.expected, long.got) == (3, "nothing: the stream ends there", rows[3].origin)
+    assert (long.row, long.expected, long.got) == (
+        3,
+        "nothing: the stream ends there",
+        rows[3].origin,
+    )
 
 
 # What cannot be tried
@@ -370,7 +422,9 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
         (("CORPUS/parquet", "--lanes", "2", "--set", "lanes=4"), "--lanes 2 and --set lanes=4: keep one of them"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_tried_is_one_line_and_exit_code_2(args: tuple[str, ...], why: str, corpus: Path) -> None:
+def test_what_cannot_be_tried_is_one_line_and_exit_code_2(
+    args: tuple[str, ...], why: str, corpus: Path
+) -> None:
     done = run(*(arg.replace("CORPUS", str(corpus)) for arg in args))
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
@@ -417,7 +471,9 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": list(texts()) * 4}), sink, row_group_size=20)
     with HubServer() as server:
-        server.add("HuggingFaceFW/fineweb-edu", {f"data/{i}.parquet": sink.getvalue() for i in range(2)})
+        server.add(
+            "HuggingFaceFW/fineweb-edu", {f"data/{i}.parquet": sink.getvalue() for i in range(2)}
+        )
         yield server
 
 

@@ -15,7 +15,15 @@ NOW = 1_790_000_000.0
 def step(n: int, at: float | None = None, **fields: Any) -> dict[str, Any]:
     """A step that takes a second."""
     at = float(n) if at is None else at
-    known = {"ts": NOW + at, "iso": "", "mono": at, "pid": 1, "rank": 0, "step": n, "msg": "progress"}
+    known = {
+        "ts": NOW + at,
+        "iso": "",
+        "mono": at,
+        "pid": 1,
+        "rank": 0,
+        "step": n,
+        "msg": "progress",
+    }
     return known | {"dt_step_s": 1.0} | fields
 
 
@@ -49,7 +57,12 @@ def test_tokens_that_nobody_counts_are_unknown_and_not_none() -> None:
     assert (view.ranks[0].tokens, view.ranks[0].tokens_per_s) == (None, None)
     progress = view.progress(NOW + 40)
     assert progress is not None
-    assert (progress.tokens, progress.share, progress.tokens_per_s, progress.eta_s) == (None, None, None, None)
+    assert (progress.tokens, progress.share, progress.tokens_per_s, progress.eta_s) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert progress_line(progress) == ""
     rows = plain(view, NOW + 40)
     assert "  - tokens/s  " in rows[0]
@@ -64,7 +77,9 @@ def test_what_is_no_count_of_tokens_adds_nothing(strange: Any) -> None:
 
 def test_steps_that_go_back_have_no_time_of_arrival() -> None:
     settings = {"max_steps": 1000}
-    view = viewed(boot(0, settings=settings), *(step(100 - n, float(n), tokens=10) for n in range(1, 50)))
+    view = viewed(
+        boot(0, settings=settings), *(step(100 - n, float(n), tokens=10) for n in range(1, 50))
+    )
     progress = view.progress(NOW + 50)
     assert progress is not None
     assert progress.eta_s is None

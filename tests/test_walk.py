@@ -47,7 +47,9 @@ def names(source: Path) -> list[str]:
     return [file.name for file in list_files(str(source), whole=False)]
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error(folder: Path, request: pytest.FixtureRequest) -> None:
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    folder: Path, request: pytest.FixtureRequest
+) -> None:
     for name in "abc":
         write(folder / "data" / name / "x.txt")
     assert names(folder / "data") == ["a/x.txt", "b/x.txt", "c/x.txt"]
@@ -102,6 +104,8 @@ def test_an_empty_address_in_a_file_is_not_the_folder_of_the_file(tmp_path: Path
     from penstock.settings import build
 
     write(tmp_path / "x.txt")
-    (tmp_path / "run.toml").write_text('[data]\nkind = "text"\nurls = ""\ntokenizer = "byte"\nseq_len = 8\n')
+    (tmp_path / "run.toml").write_text(
+        '[data]\nkind = "text"\nurls = ""\ntokenizer = "byte"\nseq_len = 8\n'
+    )
     with pytest.raises(ConfigError, match="an address is empty"):
         build(tmp_path / "run.toml", batch_size=1)

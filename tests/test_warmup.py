@@ -27,8 +27,12 @@ ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60.0
 
 with_torch = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata 0.11 of itself
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # DataLoader forks
+    pytest.mark.filterwarnings(
+        "ignore:'set_vital' is deprecated:UserWarning"
+    ),  # torchdata 0.11 of itself
+    pytest.mark.filterwarnings(
+        "ignore:This process .* is multi-threaded:DeprecationWarning"
+    ),  # DataLoader forks
 ]
 
 
@@ -41,7 +45,12 @@ def marked(test: Any) -> Any:
 class Counting:
     """Counts up. Can be held before some items, raises in the place of others, and knows what was pulled."""
 
-    def __init__(self, end: int | None = None, hold: int | None = None, faults: dict[int, Exception] | None = None):
+    def __init__(
+        self,
+        end: int | None = None,
+        hold: int | None = None,
+        faults: dict[int, Exception] | None = None,
+    ):
         self.end, self.hold, self.faults = end, hold, faults or {}
         self.pulled = self.taken = self.most = 0
         self.held, self.let_go = threading.Event(), threading.Event()
@@ -86,7 +95,9 @@ def until(true: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def timed_out_in_an_item(prefetch: int | None = None, end: int = 6, hold: int = 2) -> tuple[Counting, Warmed[int]]:
+def timed_out_in_an_item(
+    prefetch: int | None = None, end: int = 6, hold: int = 2
+) -> tuple[Counting, Warmed[int]]:
     """A warmup that ended while an item was under way, however busy the machine is."""
     for timeout in (0.1, 2.0, 30.0):
         source = Counting(end, hold=hold)
@@ -103,7 +114,9 @@ def timed_out_in_an_item(prefetch: int | None = None, end: int = 6, hold: int = 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 1, 3, 50])
 @pytest.mark.parametrize("batches", [0, 1, 4, 100, "auto"])
-def test_a_generator_gives_the_same_items_in_the_same_order(batches: Any, prefetch: int | None) -> None:
+def test_a_generator_gives_the_same_items_in_the_same_order(
+    batches: Any, prefetch: int | None
+) -> None:
     with warmup_loader((n * n for n in range(20)), batches, prefetch=prefetch) as warmed:
         assert list(warmed) == [n * n for n in range(20)]
         assert list(warmed) == []  # the end stays the end
@@ -137,7 +150,9 @@ def test_any_mixture_of_sizes_faults_and_pace_gives_what_the_bare_iterator_gives
 @marked
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataloader_gives_the_same_batches_for_the_same_seed(num_workers: int, prefetch: int | None) -> None:
+def test_a_dataloader_gives_the_same_batches_for_the_same_seed(
+    num_workers: int, prefetch: int | None
+) -> None:
     import torch
     from torch.utils.data import DataLoader
 
@@ -156,7 +171,9 @@ def test_a_stream_of_datasets_gives_the_same_rows_and_the_state_of_the_last_one(
     datasets = pytest.importorskip("datasets")
 
     def stream() -> Any:
-        return datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(12)]}).to_iterable_dataset(num_shards=3)
+        return datasets.Dataset.from_dict(
+            {"text": [f"row {n}" for n in range(12)]}
+        ).to_iterable_dataset(num_shards=3)
 
     plain = list(stream())
     with warmup_loader(stream(), 5, timeout=DEADLINE_S, prefetch=2) as warmed:
@@ -182,7 +199,10 @@ def test_a_stream_shorter_than_the_warmup_is_ready_as_a_whole() -> None:
 
 
 def test_a_validation_iterator_is_warmed_up_beside_the_training_one() -> None:
-    with warmup_loader(Counting(), 4, prefetch=2) as train, warmup_loader(Counting(3), 4, prefetch=1) as validation:
+    with (
+        warmup_loader(Counting(), 4, prefetch=2) as train,
+        warmup_loader(Counting(3), 4, prefetch=1) as validation,
+    ):
         assert [next(train) for _ in range(3)] == [0, 1, 2]
         assert list(validation) == [0, 1, 2]
         with warmup_loader(Counting(2), 4) as again:
@@ -250,7 +270,9 @@ def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_auto_waits_for_no_more_than_a_quick_first_item(prefetch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_waits_for_no_more_than_a_quick_first_item(
+    prefetch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(warmup, "QUICK_S", DEADLINE_S)
     source = Counting(12, hold=3)
     with warmup_loader(source, "auto", DEADLINE_S, prefetch=prefetch) as warmed:
@@ -278,7 +300,9 @@ def test_an_exception_comes_at_its_item_with_its_type_and_traceback(
     batches: int, filled: int, prefetch: int | None
 ) -> None:
     fault = KeyError("damaged")
-    with warmup_loader(Counting(6, faults={3: fault}), batches, DEADLINE_S, prefetch=prefetch) as warmed:
+    with warmup_loader(
+        Counting(6, faults={3: fault}), batches, DEADLINE_S, prefetch=prefetch
+    ) as warmed:
         assert warmed.result.filled == filled
         assert [next(warmed) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(KeyError) as caught:
@@ -411,7 +435,9 @@ def test_close_wakes_whoever_waits_for_an_item() -> None:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -478,7 +504,9 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
 
     def loader(seed: int) -> Any:
         torch.manual_seed(seed)
-        return StatefulDataLoader(list(range(16)), batch_size=2, shuffle=True, num_workers=num_workers)
+        return StatefulDataLoader(
+            list(range(16)), batch_size=2, shuffle=True, num_workers=num_workers
+        )
 
     plain = [batch.tolist() for batch in loader(1)]
     states, got = [], []
@@ -500,7 +528,9 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
 def test_the_state_after_the_end_starts_the_next_pass(prefetch: int | None) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    with warmup_loader(StatefulDataLoader(list(range(4))), 8, DEADLINE_S, prefetch=prefetch) as warmed:
+    with warmup_loader(
+        StatefulDataLoader(list(range(4))), 8, DEADLINE_S, prefetch=prefetch
+    ) as warmed:
         assert len(list(warmed)) == 4
         state = warmed.state_dict()
     resumed = StatefulDataLoader(list(range(4)))
@@ -525,7 +555,9 @@ class Stateful(Counting):
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_state_is_kept_as_it_was_even_if_the_loader_goes_on_changing_it(prefetch: int | None) -> None:
+def test_a_state_is_kept_as_it_was_even_if_the_loader_goes_on_changing_it(
+    prefetch: int | None,
+) -> None:
     with warmup_loader(Stateful(end=8), 4, DEADLINE_S, prefetch=prefetch) as warmed:
         assert warmed.state_dict() == {"nested": []}
         for n in range(8):
@@ -544,7 +576,10 @@ def test_the_state_before_a_first_item_that_came_from_outside_is_refused() -> No
 
 @pytest.mark.parametrize("batches", [0, 2])
 def test_a_loader_without_a_state_says_so(batches: int) -> None:
-    with warmup_loader(Counting(4), batches) as warmed, pytest.raises(StateError, match="Counting has no state_dict"):
+    with (
+        warmup_loader(Counting(4), batches) as warmed,
+        pytest.raises(StateError, match="Counting has no state_dict"),
+    ):
         warmed.state_dict()
 
 
@@ -553,14 +588,19 @@ def test_a_state_that_cannot_be_taken_harms_no_item(caplog: pytest.LogCaptureFix
         def state_dict(self) -> Any:
             raise RuntimeError("not now")
 
-    with caplog.at_level(logging.WARNING, "penstock"), warmup_loader(Secretive(5), 3, DEADLINE_S) as warmed:
+    with (
+        caplog.at_level(logging.WARNING, "penstock"),
+        warmup_loader(Secretive(5), 3, DEADLINE_S) as warmed,
+    ):
         next(warmed)
         with pytest.raises(StateError, match="not now") as caught:
             warmed.state_dict()
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert [next(warmed), next(warmed)] == [1, 2]
         assert list(warmed) == [3, 4]
-        with pytest.raises(RuntimeError, match="not now"):  # nothing is ahead any more: it is the loader's answer
+        with pytest.raises(
+            RuntimeError, match="not now"
+        ):  # nothing is ahead any more: it is the loader's answer
             warmed.state_dict()
     assert caplog.text.count("not now") == 1
 
@@ -630,7 +670,9 @@ class Held:
 
 
 def in_order(data: Held) -> AsyncDataLoader:
-    return AsyncDataLoader(data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5, output="numpy")
+    return AsyncDataLoader(
+        data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5, output="numpy"
+    )
 
 
 def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
@@ -640,7 +682,9 @@ def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch(
         assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
 
 
-def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pipeline, "QUICK_S", DEADLINE_S)
     data = Held(3)  # a full queue would have to wait for it
     with in_order(data) as loader:
@@ -653,7 +697,9 @@ def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(monke
 # What is said
 
 
-@pytest.mark.parametrize(("prefix", "msg"), [(None, "loader_warmup"), ("fineweb_loader_", "fineweb_loader_warmup")])
+@pytest.mark.parametrize(
+    ("prefix", "msg"), [(None, "loader_warmup"), ("fineweb_loader_", "fineweb_loader_warmup")]
+)
 @pytest.mark.parametrize("make", [lambda: Counting(6), own], ids=["foreign", "own"])
 def test_a_heartbeat_hears_of_it(make: Callable[[], Any], prefix: str | None, msg: str) -> None:
     heard = Heard(prefix)
@@ -705,7 +751,9 @@ def test_without_a_length_there_is_none_and_it_is_true_all_the_same() -> None:
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
-def test_what_does_not_fit_is_refused_before_anything_is_fetched(options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_fetched(
+    options: dict[str, Any], message: str
+) -> None:
     source = Counting(3)
     with pytest.raises(ConfigError, match=message):
         warmup_loader(**({"iterable": source} | options))
@@ -713,7 +761,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_fetched(options: dict[s
 
 
 def test_the_script_gives_the_same_functions() -> None:
-    spec = importlib.util.spec_from_file_location("warmup_helper", ROOT / "scripts" / "warmup_helper.py")
+    spec = importlib.util.spec_from_file_location(
+        "warmup_helper", ROOT / "scripts" / "warmup_helper.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -101,7 +101,14 @@ def test_a_rank_without_a_line_for_ten_seconds_is_stale_until_it_speaks_again() 
 def test_a_stuck_step_is_shown_with_its_stage_and_file_until_the_next_step() -> None:
     view = RunView()
     view.add(line("progress", step=5, data_wait_pct=1.0))
-    view.add(line("beat", step=5, waiting={"stage": "fetch", "where": "part-3.parquet", "for_s": 7.5}, verdict="fine"))
+    view.add(
+        line(
+            "beat",
+            step=5,
+            waiting={"stage": "fetch", "where": "part-3.parquet", "for_s": 7.5},
+            verdict="fine",
+        )
+    )
     assert view.ranks[0].state(NOW) == "waits for fetch"
     assert view.verdict(NOW) == "waiting for fetch for 7.5 s: part-3.parquet"
     view.add(line("progress", step=6, data_wait_pct=1.0))
@@ -196,7 +203,11 @@ def test_a_run_is_over_when_all_ranks_have_ended_or_one_was_lost() -> None:
 def test_what_ranks_say_together_is_one_event_and_what_is_said_again_another() -> None:
     view = RunView()
     for rank in range(4):
-        view.add(line("fallback", rank=rank, ts=NOW + rank, to="synthetic", reason="no batch within 60 s"))
+        view.add(
+            line(
+                "fallback", rank=rank, ts=NOW + rank, to="synthetic", reason="no batch within 60 s"
+            )
+        )
     view.add(line("stall", rank=2, ts=NOW + 5, stage="fetch", wait_s=6.0))
     view.add(line("stall", rank=2, ts=NOW + 6, stage="fetch", wait_s=6.0))
     assert [(event.kind, event.ranks) for event in view.events] == [
@@ -211,7 +222,9 @@ def test_the_latest_events_are_kept_whichever_file_was_read_first() -> None:
     view = RunView()
     for rank in range(2):
         for n in range(100):
-            view.add(line("pause", rank=rank, ts=NOW + 20 * n + rank, name=f"eval of {rank}", seconds=n))
+            view.add(
+                line("pause", rank=rank, ts=NOW + 20 * n + rank, name=f"eval of {rank}", seconds=n)
+            )
     times = [event.ts for event in view.events]
     assert times == sorted(times)
     assert len(times) == 64
@@ -223,7 +236,14 @@ def test_stage_shares_are_those_of_the_last_minute() -> None:
     view = RunView()
     for second in range(200):
         busy = min(second, 100) * 1.0  # it was busy in the first half only
-        stages = {"tokenize": {"busy_s": busy, "blocked_in_s": second - busy, "items": second, "bytes": 10 * second}}
+        stages = {
+            "tokenize": {
+                "busy_s": busy,
+                "blocked_in_s": second - busy,
+                "items": second,
+                "bytes": 10 * second,
+            }
+        }
         view.add(line("beat", ts=NOW + second, stages=stages))
     (share,) = view.ranks[0].stages()
     assert share.stage == "tokenize"
@@ -236,19 +256,27 @@ def test_stage_shares_are_those_of_the_last_minute() -> None:
 
 def drawn(view: RunView, now: float, look: Look) -> list[str]:
     out = StringIO()
-    console = Console(file=out, width=look.width, height=look.height, highlight=False, color_system=None)
+    console = Console(
+        file=out, width=look.width, height=look.height, highlight=False, color_system=None
+    )
     console.print(screen(view, now, look))
     return out.getvalue().splitlines()
 
 
 @cache
 def busy(ranks: int) -> RunView:
-    return view_of(Recording(steps=70, ranks=ranks, stalls=(40,), ended=False, settings={"max_steps": 500}))
+    return view_of(
+        Recording(steps=70, ranks=ranks, stalls=(40,), ended=False, settings={"max_steps": 500})
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 40])
-@pytest.mark.parametrize(("width", "height"), [(40, 10), (60, 24), (80, 24), (80, 12), (120, 40), (200, 60)])
-def test_the_screen_fits_and_has_the_verdict_and_the_slowest_rank(width: int, height: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "height"), [(40, 10), (60, 24), (80, 24), (80, 12), (120, 40), (200, 60)]
+)
+def test_the_screen_fits_and_has_the_verdict_and_the_slowest_rank(
+    width: int, height: int, ranks: int
+) -> None:
     view = busy(ranks)
     shown = drawn(view, last_ts(view), Look(width=width, height=height))
     assert len(shown) <= height
@@ -265,7 +293,18 @@ def test_the_screen_fits_and_has_the_verdict_and_the_slowest_rank(width: int, he
 def test_a_narrow_terminal_still_has_all_that_matters() -> None:
     view = view_of(Recording(steps=70, ranks=2, ended=False, settings={"max_steps": 500}))
     shown = "\n".join(drawn(view, last_ts(view), Look(width=60, height=24)))
-    for wanted in ("loss", "tok/s", "data wait", "queue", "age", "tokenize", "busy", "events", " left", "% "):
+    for wanted in (
+        "loss",
+        "tok/s",
+        "data wait",
+        "queue",
+        "age",
+        "tokenize",
+        "busy",
+        "events",
+        " left",
+        "% ",
+    ):
         assert wanted in shown, wanted
     assert "…" not in shown.splitlines()[5]
 
@@ -296,7 +335,9 @@ def test_many_notes_leave_room_for_the_run() -> None:
     assert "cannot read 3" not in text
     assert "and 197 more" in text
     assert any(re.match(r" *\d+ +70 ", each) for each in shown)
-    assert "more" not in "\n".join(drawn(view, last_ts(view), Look(width=80, height=24, notes=notes[:3])))
+    assert "more" not in "\n".join(
+        drawn(view, last_ts(view), Look(width=80, height=24, notes=notes[:3]))
+    )
 
 
 def test_validation_is_told_apart_and_one_that_did_not_happen_is_told() -> None:
@@ -340,8 +381,15 @@ def test_a_terminal_without_unicode_gets_other_bars() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["nan", "fetch"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["nan", "fetch"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 FIELDS = st.sampled_from(
@@ -411,9 +459,16 @@ MSGS = st.sampled_from(
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(MSGS, st.integers(0, 2) | JSON, st.dictionaries(FIELDS, JSON, max_size=6)), max_size=6))
+@given(
+    st.lists(
+        st.tuples(MSGS, st.integers(0, 2) | JSON, st.dictionaries(FIELDS, JSON, max_size=6)),
+        max_size=6,
+    )
+)
 @example([("stall", 0, {}), ("stall", 1 << 40, {})])
-def test_whatever_a_line_says_the_view_can_be_drawn(told: list[tuple[str, Any, dict[str, Any]]]) -> None:
+def test_whatever_a_line_says_the_view_can_be_drawn(
+    told: list[tuple[str, Any, dict[str, Any]]],
+) -> None:
     view = RunView()
     for msg, rank, fields in told:
         view.add(line(msg) | fields | {"rank": rank})
@@ -440,14 +495,22 @@ def test_a_rate_has_few_digits(value: float | None, shown: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0.04, "0.0 s"), (59, "59 s"), (61, "1 min 01 s"), (119.7, "2 min"), (3700, "1 h 01 min"), (1e6, "11.6 days")],
+    [
+        (0.04, "0.0 s"),
+        (59, "59 s"),
+        (61, "1 min 01 s"),
+        (119.7, "2 min"),
+        (3700, "1 h 01 min"),
+        (1e6, "11.6 days"),
+    ],
 )
 def test_a_span_has_two_units_at_most(seconds: float, shown: str) -> None:
     assert span(seconds) == shown
 
 
 @pytest.mark.parametrize(
-    ("given", "tokens"), [("2000", 2e3), ("2e9", 2e9), ("1.5B", 1.5e9), ("10_000", 1e4), ("3k", 3e3)]
+    ("given", "tokens"),
+    [("2000", 2e3), ("2e9", 2e9), ("1.5B", 1.5e9), ("10_000", 1e4), ("3k", 3e3)],
 )
 def test_a_number_of_tokens_is_read_as_people_write_it(given: str, tokens: float) -> None:
     assert _count(given) == tokens
@@ -462,7 +525,9 @@ def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
 # Which files
 
 
-def test_files_that_come_later_are_picked_up_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_come_later_are_picked_up_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.watch.view.follow.LOOK_S", 0.0)
     with Follower([tmp_path / "run"]) as follower:
         assert follower.poll() == []
@@ -498,7 +563,9 @@ def test_a_look_that_has_left_lines_for_the_next_one_says_so(tmp_path: Path) -> 
         rest = tail.poll()
         assert not tail.behind
         assert some
-        assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(range(1, 31))
+        assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(
+            range(1, 31)
+        )
 
 
 class Busy(Follower):
@@ -539,21 +606,32 @@ def test_lines_that_never_pause_keep_neither_once_nor_a_log_from_printing(
 
 def environment(**more: str) -> dict[str, str]:
     kept = {
-        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
     }
     return kept | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | more
 
 
 def run(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), cwd=cwd
+    )
 
 
 def test_once_prints_a_line_for_each_rank_and_ends(tmp_path: Path) -> None:
     write_run(tmp_path / "artifacts" / "train_showcase", Recording(steps=60, ranks=2))
     done = run("--once", cwd=tmp_path)  # the folder is the one a run writes to by default
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(re.findall(r"^rank [01]  step 60  loss \d\.\d+  .* tokens/s  data wait .*$", done.stdout, re.M)) == 2
+    assert (
+        len(
+            re.findall(
+                r"^rank [01]  step 60  loss \d\.\d+  .* tokens/s  data wait .*$", done.stdout, re.M
+            )
+        )
+        == 2
+    )
     assert "verdict: input-bound" in done.stdout
     assert "\x1b" not in done.stdout
 
@@ -568,7 +646,11 @@ def test_once_without_a_heartbeat_says_what_it_looked_for(tmp_path: Path) -> Non
 def test_without_a_terminal_it_waits_for_the_run_and_ends_with_it(tmp_path: Path) -> None:
     command = [*COMMAND, str(tmp_path / "run"), "--every", "0.2", "--until-end"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1")
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(PYTHONUNBUFFERED="1"),
     ) as child:
         try:
             assert child.stderr is not None
@@ -615,11 +697,15 @@ class Terminal:
 
 
 @contextmanager
-def watching(args: Sequence[str], width: int = 80, height: int = 24, **env: str) -> Iterator[tuple[Terminal, Any]]:
+def watching(
+    args: Sequence[str], width: int = 80, height: int = 24, **env: str
+) -> Iterator[tuple[Terminal, Any]]:
     terminal = Terminal(width, height)
     # A session of its own takes the first terminal that it opens, and so Ctrl-C there reaches it.
     shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(terminal.theirs)]
-    child = subprocess.Popen([*shell, *COMMAND, *args], env=environment(**env), start_new_session=True)
+    child = subprocess.Popen(
+        [*shell, *COMMAND, *args], env=environment(**env), start_new_session=True
+    )
     try:
         yield terminal, child
     finally:
@@ -632,7 +718,9 @@ def watching(args: Sequence[str], width: int = 80, height: int = 24, **env: str)
 HOME, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
-def test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_order(tmp_path: Path) -> None:
+def test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_order(
+    tmp_path: Path,
+) -> None:
     with watching([str(tmp_path), "--every", "0.2"], width=120) as (terminal, child):
         terminal.until("waiting for", child)
         assert HOME in terminal.seen

@@ -22,7 +22,17 @@ COMMAND = (sys.executable, "-m", "penstock.cli.main", "watch")
 
 def line(step: int) -> bytes:
     ts = 1.79e9 + step
-    return encode({"ts": ts, "iso": "", "mono": float(step), "pid": 1, "rank": 0, "step": step, "msg": "progress"})
+    return encode(
+        {
+            "ts": ts,
+            "iso": "",
+            "mono": float(step),
+            "pid": 1,
+            "rank": 0,
+            "step": step,
+            "msg": "progress",
+        }
+    )
 
 
 @pytest.fixture
@@ -61,12 +71,16 @@ def test_more_ranks_than_files_may_be_open_are_all_shown(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    shown = [row for row in done.stdout.splitlines() if row.startswith("rank ") and "step 3 " in row]
+    shown = [
+        row for row in done.stdout.splitlines() if row.startswith("rank ") and "step 3 " in row
+    ]
     assert len(shown) == 300
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
-def test_files_that_stay_open_between_two_looks_are_few_and_no_line_is_missed(tmp_path: Path) -> None:
+def test_files_that_stay_open_between_two_looks_are_few_and_no_line_is_missed(
+    tmp_path: Path,
+) -> None:
     files = [tmp_path / f"heartbeat_rank{rank}.jsonl" for rank in range(HELD + 20)]
     before = open_files()
     with Follower([tmp_path]) as follower:
@@ -80,7 +94,10 @@ def test_files_that_stay_open_between_two_looks_are_few_and_no_line_is_missed(tm
 
 def test_a_file_that_is_not_held_is_followed_through_rotations(tmp_path: Path) -> None:
     found: list[int] = []
-    with Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart, Tail(heart.path, hold=False) as tail:
+    with (
+        Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart,
+        Tail(heart.path, hold=False) as tail,
+    ):
         for step in range(1, 601):
             heart.progress(step, loss=1.0)
             if step % 7 == 0:
@@ -92,7 +109,9 @@ def test_a_file_that_is_not_held_is_followed_through_rotations(tmp_path: Path) -
     assert tail.skipped == 0
 
 
-def test_the_end_of_a_line_comes_after_a_rotation_too(path: Path, tail: Tail, steps: Callable[[], list[int]]) -> None:
+def test_the_end_of_a_line_comes_after_a_rotation_too(
+    path: Path, tail: Tail, steps: Callable[[], list[int]]
+) -> None:
     append(path, line(1), line(2)[:30])
     assert steps() == [1]
     append(path, line(2)[30:], line(3))
@@ -128,7 +147,9 @@ def test_a_file_in_the_place_of_another_is_read_from_its_beginning(
     assert steps() == [30]
 
 
-def test_a_file_that_was_deleted_is_followed_by_the_next_one(path: Path, steps: Callable[[], list[int]]) -> None:
+def test_a_file_that_was_deleted_is_followed_by_the_next_one(
+    path: Path, steps: Callable[[], list[int]]
+) -> None:
     append(path, line(1), line(2))
     assert steps() == [1, 2]
     path.unlink()
@@ -141,7 +162,9 @@ def test_a_file_that_was_deleted_is_followed_by_the_next_one(path: Path, steps: 
     assert steps() == [4, 5, 6]
 
 
-def test_a_line_that_was_cut_off_by_a_kill_is_counted(path: Path, tail: Tail, steps: Callable[[], list[int]]) -> None:
+def test_a_line_that_was_cut_off_by_a_kill_is_counted(
+    path: Path, tail: Tail, steps: Callable[[], list[int]]
+) -> None:
     append(path, line(1)[:30])
     assert steps() == []
     path.rename(f"{path}.1")

@@ -124,9 +124,15 @@ def train(run: Run, corpus: Path, patch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(260, 16), torch.nn.Linear(16, 260))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = AsyncDataLoader(text(corpus), 4, shuffle=True, seed=1, n_workers=1, prefetch_size=2, telemetry=telemetry)
+    loader = AsyncDataLoader(
+        text(corpus), 4, shuffle=True, seed=1, n_workers=1, prefetch_size=2, telemetry=telemetry
+    )
     beating = Heartbeat(
-        run.folder, observed=loader.telemetry, prefix="fineweb_loader_", every_s=0.05, settings={"lr": 0.1}
+        run.folder,
+        observed=loader.telemetry,
+        prefix="fineweb_loader_",
+        every_s=0.05,
+        settings={"lr": 0.1},
     )
     try:
         with loader, beating:
@@ -135,7 +141,9 @@ def train(run: Run, corpus: Path, patch: pytest.MonkeyPatch) -> None:
             for batch in loader:
                 optimizer.zero_grad()
                 logits = model(batch.inputs.long())
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.long().flatten())
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch.targets.long().flatten()
+                )
                 loss.backward()
                 optimizer.step()
                 run.losses.append(loss.item())
@@ -166,7 +174,13 @@ def test_the_file_has_everything_that_happened_and_every_line_is_whole(run: Run)
     count = Counter(line["msg"] for line in lines)
     assert count["progress"] == run.steps
     assert count["pause"] == len(run.paused_s) == 2
-    for once in ("boot", "fineweb_loader_ready", "fineweb_loader_warmup", "fineweb_loader_error", "shutdown"):
+    for once in (
+        "boot",
+        "fineweb_loader_ready",
+        "fineweb_loader_warmup",
+        "fineweb_loader_error",
+        "shutdown",
+    ):
         assert count[once] == 1, once
     assert count["stall"] >= 1
     assert count["beat"] >= 2
@@ -174,7 +188,9 @@ def test_the_file_has_everything_that_happened_and_every_line_is_whole(run: Run)
         assert line["pid"] == os.getpid()
         assert line["rank"] == 0
         assert 0 <= line["step"] <= run.steps
-        assert datetime.fromisoformat(line["iso"]).timestamp() == pytest.approx(line["ts"], abs=2e-3)
+        assert datetime.fromisoformat(line["iso"]).timestamp() == pytest.approx(
+            line["ts"], abs=2e-3
+        )
     assert lines[0]["settings"] == {"lr": 0.1}
     assert lines[0]["world_size"] == 1
     assert {"python", "penstock", "torch"} <= lines[0]["versions"].keys()
@@ -209,7 +225,9 @@ def test_every_step_has_sane_numbers(run: Run) -> None:
 
 def test_waits_steps_and_pauses_add_up_to_what_the_trainer_measured(run: Run) -> None:
     steps, stats = run.lines("progress"), run.counted
-    assert sum(line["dt_fetch_s"] for line in steps) == pytest.approx(stats.wait_s, abs=1e-6 * (run.steps + 1))
+    assert sum(line["dt_fetch_s"] for line in steps) == pytest.approx(
+        stats.wait_s, abs=1e-6 * (run.steps + 1)
+    )
     by_stage: Counter[str] = Counter()
     for line in steps:
         by_stage.update(line["wait_by_stage"])
@@ -242,7 +260,10 @@ def test_the_stall_is_told_with_its_stage_and_file_while_it_lasts_and_after_it(r
         assert line["wait_s"] >= STALL_S
         assert "tokenize" in line["verdict"]
     waiting = [line["waiting"] for line in run.lines("beat") if "waiting" in line]
-    assert any(one["stage"] == "tokenize" and ".parquet" in one["where"] and one["for_s"] > 0 for one in waiting)
+    assert any(
+        one["stage"] == "tokenize" and ".parquet" in one["where"] and one["for_s"] > 0
+        for one in waiting
+    )
     longest = max(run.lines("progress"), key=lambda line: float(line["dt_fetch_s"]))
     assert longest["dt_fetch_s"] >= STALL_S
     assert longest["wait_by_stage"]["tokenize"] > 0.5 * longest["dt_fetch_s"]
@@ -273,13 +294,29 @@ def test_beats_count_upwards(run: Run) -> None:
 def test_the_start_the_warmup_the_error_and_the_end_are_told(run: Run) -> None:
     warmup, ready, error, end = (
         run.lines(msg)[0]
-        for msg in ("fineweb_loader_warmup", "fineweb_loader_ready", "fineweb_loader_error", "shutdown")
+        for msg in (
+            "fineweb_loader_warmup",
+            "fineweb_loader_ready",
+            "fineweb_loader_error",
+            "shutdown",
+        )
     )
     assert run.warmup is not None
-    assert (warmup["requested"], warmup["filled"]) == (run.warmup.requested, run.warmup.filled) == (2, 2)
-    assert warmup["wait_ms"] == warmup["fetch_warmup_wait_ms"] == pytest.approx(run.warmup.wait_ms, abs=1e-3)
+    assert (
+        (warmup["requested"], warmup["filled"])
+        == (run.warmup.requested, run.warmup.filled)
+        == (2, 2)
+    )
+    assert (
+        warmup["wait_ms"]
+        == warmup["fetch_warmup_wait_ms"]
+        == pytest.approx(run.warmup.wait_ms, abs=1e-3)
+    )
     assert warmup["fetch_warmup_batches"] == 2
-    marks = [ready["ledger"][name] for name in ("first_bytes", "first_tokens", "first_row", "first_batch")]
+    marks = [
+        ready["ledger"][name]
+        for name in ("first_bytes", "first_tokens", "first_row", "first_batch")
+    ]
     assert marks == sorted(marks)
     assert ready["dt"] > 0
     assert all(seconds >= 0 for seconds in ready["parts"].values())
@@ -315,7 +352,11 @@ def test_report_agrees_with_the_file_and_the_loader(run: Run, tmp_path: Path) ->
     assert page.stat().st_size > 100_000
     rank = json.loads(told.read_text())["ranks"][0]
     steps = run.lines("progress")
-    assert (rank["steps"], rank["tokens"], rank["ended"]) == (run.steps, run.tokens, "ValueError: a bad text")
+    assert (rank["steps"], rank["tokens"], rank["ended"]) == (
+        run.steps,
+        run.tokens,
+        "ValueError: a bad text",
+    )
     wait, wall = (sum(line[name] for line in steps) for name in ("dt_fetch_s", "dt_step_s"))
     assert rank["wall_s"] == pytest.approx(wall)
     assert rank["data_wait_all_pct"] == pytest.approx(100 * wait / wall, rel=0.01)
@@ -331,7 +372,11 @@ def test_health_judges_by_the_limits_it_is_given(run: Run) -> None:
     too_much = ask("health", run.folder, "--min-tokens-per-s", 1e15, *at_once)
     assert too_much.exit_code == 1, too_much.output
     (rank,) = json.loads(too_much.output)["ranks"]
-    assert (rank["status"], rank["step"], rank["ended"]) == ("fail", run.steps, "ValueError: a bad text")
+    assert (rank["status"], rank["step"], rank["ended"]) == (
+        "fail",
+        run.steps,
+        "ValueError: a bad text",
+    )
     assert any("tokens/s, limit" in reason for reason in rank["reasons"])
     assert ask("health", run.folder / "elsewhere").exit_code == 2
 
@@ -355,13 +400,18 @@ MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
     "a device": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, device="meta"),
     "a mixture": lambda corpus: AsyncDataLoader(
         Mixture(
-            {"a": (text(corpus), 0.7), "b": (TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 0.3)}
+            {
+                "a": (text(corpus), 0.7),
+                "b": (TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 0.3),
+            }
         ),
         4,
         n_workers=2,
     ),
     "map-style": lambda corpus: AsyncDataLoader(Squares(), 4, n_workers=2),
-    "an iterable": lambda corpus: AsyncDataLoader(({"x": np.full(8, i)} for i in range(200)), 4, n_workers=1),
+    "an iterable": lambda corpus: AsyncDataLoader(
+        ({"x": np.full(8, i)} for i in range(200)), 4, n_workers=1
+    ),
     "compressed": lambda corpus: AsyncDataLoader(
         TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=64), 4, n_workers=1
     ),
@@ -412,7 +462,9 @@ def test_shutting_down_and_going_on_keeps_the_counts(corpus: Path, tmp_path: Pat
     assert stats.stages["pack"].items >= 4 * 30
 
 
-def test_a_state_that_is_loaded_in_the_middle_leaves_no_nonsense_in_the_file(corpus: Path, tmp_path: Path) -> None:
+def test_a_state_that_is_loaded_in_the_middle_leaves_no_nonsense_in_the_file(
+    corpus: Path, tmp_path: Path
+) -> None:
     states = []
     with AsyncDataLoader(text(corpus), 4, n_workers=1) as loader:
         with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
@@ -433,7 +485,9 @@ def test_a_state_that_is_loaded_in_the_middle_leaves_no_nonsense_in_the_file(cor
 
 def test_training_and_validation_are_measured_apart(corpus: Path) -> None:
     train = AsyncDataLoader(text(corpus), 4, n_workers=1)
-    valid = AsyncDataLoader(TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 8, n_workers=1, epochs=1)
+    valid = AsyncDataLoader(
+        TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64), 8, n_workers=1, epochs=1
+    )
     with train, valid:
         for step in range(1, 21):
             next(train)
@@ -466,20 +520,28 @@ def test_hundreds_of_epochs_leave_nothing_behind() -> None:
     assert stats.batches == 4 * 100 == stats.stages["batch"].items
 
 
-def test_a_loader_that_nobody_holds_ends_while_its_heartbeat_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_loader_that_nobody_holds_ends_while_its_heartbeat_goes_on(
+    corpus: Path, tmp_path: Path
+) -> None:
     loader = AsyncDataLoader(text(corpus), 4, n_workers=1).start()
     with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
         next(loader)
         beating.progress(1, loss=1.0)
         del loader
         gc.collect()
-        ours = [t for t in threading.enumerate() if t.name.startswith("penstock-") and "heartbeat" not in t.name]
+        ours = [
+            t
+            for t in threading.enumerate()
+            if t.name.startswith("penstock-") and "heartbeat" not in t.name
+        ]
         for thread in ours:
             thread.join(LONGEST_S)
             assert not thread.is_alive()
         beating.progress(2, loss=1.0)
     assert beating.counts() == dict.fromkeys(beating.counts(), 0)
-    assert [line["step"] for line in read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")] == [1, 2]
+    assert [
+        line["step"] for line in read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
+    ] == [1, 2]
 
 
 def test_after_an_interrupt_within_next_the_stream_and_the_numbers_go_on(
@@ -539,7 +601,13 @@ def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
     monkeypatch.setattr(Tokenizer, "encode", encode)
 
     def make(tunes: bool) -> AsyncDataLoader:
-        how: dict[str, Any] = {"shuffle": True, "seed": 3, "n_workers": 1, "prefetch_size": 1, "autotune": tunes}
+        how: dict[str, Any] = {
+            "shuffle": True,
+            "seed": 3,
+            "n_workers": 1,
+            "prefetch_size": 1,
+            "autotune": tunes,
+        }
         return AsyncDataLoader(text(corpus), 4, telemetry=Listened("tune"), **how)
 
     tuned = make(True)
@@ -568,7 +636,9 @@ def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
         assert line["what"] != "n_workers" or line["to"] <= len(os.sched_getaffinity(0))
 
 
-def test_prewarming_with_a_batch_of_ours_moves_neither_the_stream_nor_the_model(corpus: Path) -> None:
+def test_prewarming_with_a_batch_of_ours_moves_neither_the_stream_nor_the_model(
+    corpus: Path,
+) -> None:
     from penstock.train.prewarm import prewarm, verify_prewarm
 
     def make() -> AsyncDataLoader:

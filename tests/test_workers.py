@@ -14,7 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset, TokenFileDataset, WorkerDied
+from penstock import (
+    AsyncDataLoader,
+    Mixture,
+    SyntheticDataset,
+    TextDataset,
+    TokenFileDataset,
+    WorkerDied,
+)
 from tests import contracts
 
 
@@ -49,7 +56,11 @@ def large(sample: Any) -> Any:
 def pids(loader: AsyncDataLoader) -> list[int]:
     assert loader._pipeline is not None
     pool: Any = loader._pipeline._pool
-    return [worker.pid for worker in list(pool._workers) if worker is not None and worker.pid is not None]
+    return [
+        worker.pid
+        for worker in list(pool._workers)
+        if worker is not None and worker.pid is not None
+    ]
 
 
 def running(pid: int) -> bool:
@@ -63,7 +74,9 @@ def running(pid: int) -> bool:
 @pytest.mark.parametrize("most", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(Slow(), 8, seed=3, output="numpy", preprocess=large, prefetch_size=4, **how)
+        return AsyncDataLoader(
+            Slow(), 8, seed=3, output="numpy", preprocess=large, prefetch_size=4, **how
+        )
 
     batches = 6 * most
     expected = contracts.ledger(make, batches, n_workers=2)
@@ -87,14 +100,18 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
 
 
 def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> None:
-    with AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy") as loader:
+    with AsyncDataLoader(
+        Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy"
+    ) as loader:
         with pytest.raises(WorkerDied, match=r"exit code 3.*36"):
             contracts.take(loader, 50)
         assert loader.stats().batches == 9  # everything before it
 
 
 def test_without_restart_the_first_death_is_an_error() -> None:
-    with AsyncDataLoader(Slow(), 4, n_workers=1, workers="process", restart_workers=False) as loader:
+    with AsyncDataLoader(
+        Slow(), 4, n_workers=1, workers="process", restart_workers=False
+    ) as loader:
         next(loader)
         os.kill(pids(loader)[0], signal.SIGKILL)
         begun = time.monotonic()
@@ -107,7 +124,9 @@ def sources(folder: Path) -> dict[str, Any]:
     ids = folder / "ids.bin"
     (np.arange(4000) % 251).astype(np.uint16).tofile(ids)
     lines = folder / "docs.jsonl"
-    lines.write_text("".join(f'{{"text": "document {i} {"words " * (i % 9)}"}}\n' for i in range(400)))
+    lines.write_text(
+        "".join(f'{{"text": "document {i} {"words " * (i % 9)}"}}\n' for i in range(400))
+    )
     text = TextDataset(lines, tokenizer="byte", seq_len=32, chunk_bytes=1024)
     tokens = TokenFileDataset.from_binary_file(ids, seq_len=32)
     return {
@@ -121,7 +140,9 @@ def sources(folder: Path) -> dict[str, Any]:
 
 
 def texts_of(path: Path) -> Any:
-    return TextDataset.from_iterable(path.read_text().splitlines, tokenizer="byte", seq_len=32, chunk_docs=32, name="x")
+    return TextDataset.from_iterable(
+        path.read_text().splitlines, tokenizer="byte", seq_len=32, chunk_docs=32, name="x"
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "synthetic", "map", "iterable", "mixture"])
@@ -129,9 +150,15 @@ def test_processes_give_the_stream_that_threads_give(kind: str, tmp_path: Path) 
     data = sources(tmp_path)[kind]
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, **{"batch_size": 4, "shuffle": True, "seed": 2, "output": "numpy", **how})
+        return AsyncDataLoader(
+            data, **{"batch_size": 4, "shuffle": True, "seed": 2, "output": "numpy", **how}
+        )
 
-    ways: list[dict[str, Any]] = [{"n_workers": 0}, {"n_workers": 2}, {"n_workers": 2, "workers": "process"}]
+    ways: list[dict[str, Any]] = [
+        {"n_workers": 0},
+        {"n_workers": 2},
+        {"n_workers": 2, "workers": "process"},
+    ]
     contracts.same_for_any(make, 30, ways)
 
 
@@ -139,7 +166,9 @@ def test_a_stream_of_processes_resumes_and_closes_like_any(tmp_path: Path) -> No
     data = sources(tmp_path)["mixture"]
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, 4, seed=2, n_workers=1, workers="process", output="numpy", **how)
+        return AsyncDataLoader(
+            data, 4, seed=2, n_workers=1, workers="process", output="numpy", **how
+        )
 
     contracts.resumes_everywhere(make, 8, every=3)
     contracts.closes_cleanly(make)
@@ -169,7 +198,9 @@ def test_shutdown_does_not_wait_for_a_process_that_is_busy() -> None:
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_workers_keep_to_their_cores(workers: Any) -> None:
     core = min(os.sched_getaffinity(0))
-    with AsyncDataLoader(Cores(), 2, n_workers=2, workers=workers, cpus=[core], output="numpy", epochs=1) as loader:
+    with AsyncDataLoader(
+        Cores(), 2, n_workers=2, workers=workers, cpus=[core], output="numpy", epochs=1
+    ) as loader:
         assert all((np.asarray(batch.inputs) == core).all() for batch in loader)
     assert core in os.sched_getaffinity(0)
 
@@ -189,5 +220,7 @@ class Cores:
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8, 16])
 def test_every_combination_of_workers_and_prefetch_runs(workers: int, prefetch: int) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=64)
-    with AsyncDataLoader(data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1, output="numpy") as loader:
+    with AsyncDataLoader(
+        data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1, output="numpy"
+    ) as loader:
         assert sum(1 for _ in loader) == 16

@@ -59,7 +59,9 @@ class Work:
         return {"small": np.arange(3), "large": [np.full(n, i, dtype=np.int32) for i in range(5)]}
 
     def texts(self, n: int) -> pa.Array:
-        return pa.array([f"text {i} " + "x" * 50 if i % 7 else None for i in range(n)], pa.large_string())
+        return pa.array(
+            [f"text {i} " + "x" * 50 if i % 7 else None for i in range(n)], pa.large_string()
+        )
 
     def raw(self, n: int, value: int) -> bytes:
         return bytes([value]) * n

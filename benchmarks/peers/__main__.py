@@ -55,7 +55,9 @@ def chosen(names: list[str] | None) -> list[Entrant]:
     return [
         entrant
         for entrant in ENTRANTS
-        if names is None or entrant.environment == "penstock" or any(name in entrant.name for name in names)
+        if names is None
+        or entrant.environment == "penstock"
+        or any(name in entrant.name for name in names)
     ]
 
 
@@ -63,19 +65,30 @@ def versions(entrants: list[Entrant]) -> dict[str, str]:
     """Of what matters."""
     found: dict[str, str] = {}
     for name in sorted({entrant.environment for entrant in entrants}):
-        found |= {package: version for package, version in environments.versions(name).items() if package in NAMED}
+        found |= {
+            package: version
+            for package, version in environments.versions(name).items()
+            if package in NAMED
+        }
     return found
 
 
 def main() -> None:
     options: argparse.ArgumentParser = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options.add_argument("--only", nargs="+", metavar="NAME", help="peers whose name contains one of these")
+    options.add_argument(
+        "--only", nargs="+", metavar="NAME", help="peers whose name contains one of these"
+    )
     args = options.parse_args()
     repeats = args.repeats or (1 if args.quick else 3)
     corpus = load_corpus(args.quick)
     bench_sizes = QUICK if args.quick else Sizes()
-    settings = {"corpus": corpus.name, "repeats": repeats, "parts": list(args.parts), "batch": [16, 1024]}
+    settings = {
+        "corpus": corpus.name,
+        "repeats": repeats,
+        "parts": list(args.parts),
+        "batch": [16, 1024],
+    }
     report = Report("peers", args.quick, settings)
     bench = Bench(report, corpus, chosen(args.only), bench_sizes)
     report.settings["versions"] = versions(bench.entrants)
@@ -91,7 +104,9 @@ def main() -> None:
         bench.close()
         about = {"machine": machine(), "versions": report.settings["versions"], "repeats": repeats}
         written = page.write(RESULTS, bench.entrants, bench.seen, about)
-        subprocess.run([str(environments.python("penstock")), str(HERE / "plots.py"), str(RESULTS)], check=True)
+        subprocess.run(
+            [str(environments.python("penstock")), str(HERE / "plots.py"), str(RESULTS)], check=True
+        )
         report.close()
         print(written.read_text(encoding="utf-8"))
 

@@ -87,11 +87,16 @@ class Seen:
 class Bench:
     """One run of the benchmark."""
 
-    def __init__(self, report: Report, corpus: Corpus, entrants: Sequence[Entrant], sizes: Sizes) -> None:
+    def __init__(
+        self, report: Report, corpus: Corpus, entrants: Sequence[Entrant], sizes: Sizes
+    ) -> None:
         self._report, self._corpus, self._sizes = report, corpus, sizes
         self.entrants = [entrant for entrant in entrants if self._installed(entrant)]
         self.seen: dict[str, Seen] = {entrant.name: Seen() for entrant in entrants}
-        self._scratch = {entrant.name: Path(tempfile.mkdtemp(prefix="penstock-peers-")) for entrant in self.entrants}
+        self._scratch = {
+            entrant.name: Path(tempfile.mkdtemp(prefix="penstock-peers-"))
+            for entrant in self.entrants
+        }
 
     def _installed(self, entrant: Entrant) -> bool:
         try:
@@ -126,20 +131,30 @@ class Bench:
         if not took.exists():
             (folder / "data").mkdir(exist_ok=True)
             made = run(
-                environments.python(entrant.environment), "prepare", replace(case, contender=module), deadline_s=900.0
+                environments.python(entrant.environment),
+                "prepare",
+                replace(case, contender=module),
+                deadline_s=900.0,
             )
             if made.what != "done":
-                raise NotPrepared(f"its format could not be prepared: {made.why}\n{made.last_words}")
+                raise NotPrepared(
+                    f"its format could not be prepared: {made.why}\n{made.last_words}"
+                )
             took.write_text(json.dumps(made.told["seconds"]))
         if entrant.group != LIMIT:
             self._add(entrant, "preparation", json.loads(took.read_text()), "s")
         return case
 
     def _run(self, entrant: Entrant, what: str, case: Case, *options: str, **more: Any) -> Outcome:
-        given: dict[str, Any] = {"deadline_s": self._sizes.deadline_s, "scratch": self._scratch[entrant.name]} | more
+        given: dict[str, Any] = {
+            "deadline_s": self._sizes.deadline_s,
+            "scratch": self._scratch[entrant.name],
+        } | more
         outcome = run(environments.python(entrant.environment), what, case, *options, **given)
         if outcome.what in ("error", "silence"):
-            print(f"# {entrant.name}, {what}: {outcome.why}\n{outcome.last_words[-800:]}", flush=True)
+            print(
+                f"# {entrant.name}, {what}: {outcome.why}\n{outcome.last_words[-800:]}", flush=True
+            )
         return outcome
 
     def _add(self, entrant: Entrant, metric: str, value: float, unit: str) -> None:
@@ -148,7 +163,13 @@ class Bench:
     def _say(self, entrant: Entrant, metric: str, words: str) -> None:
         self.seen[entrant.name].words[metric] = words
 
-    def _rounds(self, repeats: int, measure: Callable[[Entrant], None], entrants: Sequence[Entrant], part: str) -> None:
+    def _rounds(
+        self,
+        repeats: int,
+        measure: Callable[[Entrant], None],
+        entrants: Sequence[Entrant],
+        part: str,
+    ) -> None:
         """Each once a round, each first in its turn."""
         for number in range(repeats):
             turn = number % len(entrants) if entrants else 0
@@ -159,7 +180,10 @@ class Bench:
                 except NotPrepared as error:
                     print(f"# {entrant.name}: {error}", flush=True)
                     self._say(entrant, part, str(error).partition("\n")[0])
-            print(f"# {part}, round {number + 1} of {repeats}: {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"# {part}, round {number + 1} of {repeats}: {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
 
     # The parts
 
@@ -169,9 +193,14 @@ class Bench:
 
         def measure(entrant: Entrant) -> None:
             tokens = entrant.group == PREPARED or "copy" in entrant.variant
-            copies = 1 if entrant.slow else self._sizes.token_copies if tokens else self._sizes.copies
+            copies = (
+                1 if entrant.slow else self._sizes.token_copies if tokens else self._sizes.copies
+            )
             case = self._case(entrant, copies, passes=self._sizes.passes if tokens else 1)
-            options = ["--after", str(self._sizes.slow_settled if entrant.slow else self._sizes.settled)]
+            options = [
+                "--after",
+                str(self._sizes.slow_settled if entrant.slow else self._sizes.settled),
+            ]
             options += ["--batches", str(self._sizes.slow_batches)] if entrant.slow else []
             outcome = self._run(entrant, "drain", case, *options)
             if outcome.what != "done" or outcome.first_s is None or not outcome.told["tokens"]:
@@ -195,7 +224,9 @@ class Bench:
             self._rounds(1, measure, entrants, "drain")
             cold = False
         self._rounds(repeats, measure, entrants, "drain")
-        self._rounds(self._sizes.more, measure, [each for each in entrants if not each.slow], "drain")
+        self._rounds(
+            self._sizes.more, measure, [each for each in entrants if not each.slow], "drain"
+        )
 
     def pace(self, repeats: int) -> None:
         """`next()` and data wait beside a consumer that waits. Those that take seconds for a batch are asked once."""
@@ -204,17 +235,28 @@ class Bench:
             for pause_s, steps in self._sizes.paced.items():
                 tokens = entrant.group == PREPARED
                 case = self._case(
-                    entrant, 1 if entrant.slow else self._sizes.token_copies, passes=self._sizes.passes if tokens else 1
+                    entrant,
+                    1 if entrant.slow else self._sizes.token_copies,
+                    passes=self._sizes.passes if tokens else 1,
                 )
-                outcome = self._run(entrant, "pace", case, "--batches", str(steps), "--pause-s", str(pause_s))
+                outcome = self._run(
+                    entrant, "pace", case, "--batches", str(steps), "--pause-s", str(pause_s)
+                )
                 if outcome.what != "done":
                     self._say(entrant, "pace", outcome.why)
                     continue
                 fetches = outcome.told["fetches"]
                 name = f"{1e3 * pause_s:.0f} ms steps"
-                self._add(entrant, f"{name}, data wait", 100 * sum(fetches) / outcome.told["seconds"], "%")
+                self._add(
+                    entrant, f"{name}, data wait", 100 * sum(fetches) / outcome.told["seconds"], "%"
+                )
                 for share in (0.5, 0.99):
-                    self._add(entrant, f"{name}, next() p{100 * share:.0f}", 1e3 * percentile(fetches, share), "ms")
+                    self._add(
+                        entrant,
+                        f"{name}, next() p{100 * share:.0f}",
+                        1e3 * percentile(fetches, share),
+                        "ms",
+                    )
 
         entrants = [each for each in self.entrants if each.group != LIMIT or each.paced]
         self._rounds(1, measure, entrants, "pace")
@@ -240,7 +282,15 @@ class Bench:
                 expected = through.told["digests"][at:]
                 case = self._case(entrant, 1, shuffle=case.shuffle, state=first)
                 once = self._run(
-                    entrant, "follow", case, "--batches", str(AFTER), "--save-at", str(AFTER), "--save-to", second
+                    entrant,
+                    "follow",
+                    case,
+                    "--batches",
+                    str(AFTER),
+                    "--save-at",
+                    str(AFTER),
+                    "--save-to",
+                    second,
                 )
                 if once.what != "done" or once.first_s is None:
                     self._say(entrant, "resume", once.why or "no batch")
@@ -249,16 +299,26 @@ class Bench:
                 self._say(entrant, "resume, once", same(expected[:AFTER], once.told["digests"]))
                 case = self._case(entrant, 1, shuffle=case.shuffle, state=second)
                 twice = self._run(entrant, "follow", case, "--batches", str(AFTER))
-                told = same(expected[AFTER : 2 * AFTER], twice.told["digests"]) if twice.what == "done" else twice.why
+                told = (
+                    same(expected[AFTER : 2 * AFTER], twice.told["digests"])
+                    if twice.what == "done"
+                    else twice.why
+                )
                 self._say(entrant, "resume, twice", told)
                 if not entrant.workers:
                     return
                 case = self._case(entrant, 1, shuffle=case.shuffle, state=first, workers=1)
                 fewer = self._run(entrant, "follow", case, "--batches", str(AFTER))
-                told = same(expected[:AFTER], fewer.told["digests"]) if fewer.what == "done" else fewer.why
+                told = (
+                    same(expected[:AFTER], fewer.told["digests"])
+                    if fewer.what == "done"
+                    else fewer.why
+                )
                 self._say(entrant, "resume, one worker instead of two", told)
 
-        self._rounds(repeats, measure, [each for each in self.entrants if each.group != LIMIT], "resume")
+        self._rounds(
+            repeats, measure, [each for each in self.entrants if each.group != LIMIT], "resume"
+        )
 
     def _whole(self) -> int:
         """Batches of one copy of the corpus, by the file of ids."""
@@ -274,7 +334,9 @@ class Bench:
             for workers in (1, 2):
                 for shuffle in (True, False):
                     case = self._case(entrant, 1, workers=workers, shuffle=shuffle)
-                    outcome = self._run(entrant, "follow", case, "--batches", str(self._sizes.followed))
+                    outcome = self._run(
+                        entrant, "follow", case, "--batches", str(self._sizes.followed)
+                    )
                     if outcome.what != "not offered":
                         break
                 if outcome.what != "done":
@@ -283,7 +345,12 @@ class Bench:
                 digests.append(outcome.told["digests"])
             self._say(entrant, "one worker, two", same(*digests))
 
-        self._rounds(1, measure, [each for each in self.entrants if each.workers and each.group != LIMIT], "workers")
+        self._rounds(
+            1,
+            measure,
+            [each for each in self.entrants if each.workers and each.group != LIMIT],
+            "workers",
+        )
 
     def far(self, repeats: int) -> None:
         """First batch from a Hub, nothing cached."""
@@ -292,7 +359,9 @@ class Bench:
 
             def measure(entrant: Entrant) -> None:
                 case = self._case(entrant, 1, source=f"hf://datasets/{REPOSITORY}")
-                outcome = self._run(entrant, "drain", case, "--batches", "2", environment=environment, scratch=None)
+                outcome = self._run(
+                    entrant, "drain", case, "--batches", "2", environment=environment, scratch=None
+                )
                 if outcome.first_s is None:
                     self._say(entrant, "first batch, Hub", outcome.why)
                 else:
@@ -304,7 +373,11 @@ class Bench:
         """A Hub whose bodies stop half-way: one of them, or from then on all. What is said, and when?"""
         from penstock.testing import Fault, HubServer
 
-        entrants = [each for each in self.entrants if each.far and each.group == DOCUMENTED and not each.variant]
+        entrants = [
+            each
+            for each in self.entrants
+            if each.far and each.group == DOCUMENTED and not each.variant
+        ]
         file = next(self._corpus.hosted("zstd", 250).iterdir())
         with HubServer(latency_s=self._sizes.latency_ms / 1e3) as hub:
             hub.add(REPOSITORY, {f"data/{number:03}.parquet": file for number in range(3)})
@@ -312,7 +385,9 @@ class Bench:
             def measure(entrant: Entrant) -> None:
                 for name, times in (("one answer stalls", 1), ("all answers stall", None)):
                     hub.clear_faults()
-                    hub.fault(Fault("stall", path="*.parquet", port="cdn", times=times, after=50_000))
+                    hub.fault(
+                        Fault("stall", path="*.parquet", port="cdn", times=times, after=50_000)
+                    )
                     case = self._case(entrant, 1, source=f"hf://datasets/{REPOSITORY}")
                     outcome = self._run(
                         entrant, "drain", case, "--batches", "100", environment={"HF_ENDPOINT": hub.endpoint},
@@ -326,7 +401,12 @@ class Bench:
 
     @contextlib.contextmanager
     def _hub(self) -> Iterator[dict[str, str]]:
-        network = ("--latency-ms", str(self._sizes.latency_ms), "--bandwidth-mb", str(self._sizes.bandwidth_mb))
+        network = (
+            "--latency-ms",
+            str(self._sizes.latency_ms),
+            "--bandwidth-mb",
+            str(self._sizes.bandwidth_mb),
+        )
         with Hub(self._corpus.hosted("zstd", 250), self._sizes.files, *network) as hub:
             yield {"HF_ENDPOINT": hub.endpoint}
 
@@ -348,6 +428,7 @@ def same(expected: Sequence[str], given: Sequence[str]) -> str:
     if list(expected) == list(given):
         return "identical"
     agree = next(
-        (i for i, (a, b) in enumerate(zip(expected, given, strict=False)) if a != b), min(len(expected), len(given))
+        (i for i, (a, b) in enumerate(zip(expected, given, strict=False)) if a != b),
+        min(len(expected), len(given)),
     )
     return f"differs from batch {agree + 1} on" if agree < len(expected) else "identical"

@@ -52,8 +52,13 @@ class Run:
         except StopIteration:
             return None
         self.took = time.perf_counter() - asked
-        if tuple(inputs.shape) != (BATCH_SIZE, SEQ_LEN) or tuple(targets.shape) != (BATCH_SIZE, SEQ_LEN):
-            raise ValueError(f"{self._case.contender} gave {tuple(inputs.shape)} and {tuple(targets.shape)}")
+        if tuple(inputs.shape) != (BATCH_SIZE, SEQ_LEN) or tuple(targets.shape) != (
+            BATCH_SIZE,
+            SEQ_LEN,
+        ):
+            raise ValueError(
+                f"{self._case.contender} gave {tuple(inputs.shape)} and {tuple(targets.shape)}"
+            )
         int(inputs[0].sum())
         int(targets[-1, -1])
         if not self._given:
@@ -114,7 +119,8 @@ def digest(batch: tuple[Any, Any]) -> str:
     import numpy as np
 
     return hashlib.blake2b(
-        b"".join(np.ascontiguousarray(np.asarray(part), np.int64).tobytes() for part in batch), digest_size=12
+        b"".join(np.ascontiguousarray(np.asarray(part), np.int64).tobytes() for part in batch),
+        digest_size=12,
     ).hexdigest()
 
 
@@ -135,7 +141,11 @@ def main() -> None:
             if args.what == "prepare":
                 begun = time.perf_counter()
                 importlib.import_module(f"contenders.{args.case.contender}").prepare(args.case)
-                print(json.dumps({"what": "done", "seconds": time.perf_counter() - begun}), file=out, flush=True)
+                print(
+                    json.dumps({"what": "done", "seconds": time.perf_counter() - begun}),
+                    file=out,
+                    flush=True,
+                )
                 return
             run = Run(args.case, out)
             if args.what == "drain":
@@ -150,7 +160,12 @@ def main() -> None:
             print(json.dumps({"what": "not offered", "why": str(error)}), file=out, flush=True)
         except Exception as error:
             traceback.print_exc()
-            told = {"what": "error", "kind": type(error).__name__, "why": str(error), "at": time.monotonic()}
+            told = {
+                "what": "error",
+                "kind": type(error).__name__,
+                "why": str(error),
+                "at": time.monotonic(),
+            }
             print(json.dumps(told), file=out, flush=True)
             sys.exit(1)
 

@@ -81,17 +81,25 @@ class Tiktoken:
         words: dict[str, int] = told["model"]["vocab"]
         special = {token["content"] for token in told["added_tokens"]}
         decode = {character: byte for byte, character in enumerate(byte_characters())}
-        ranks = {bytes(decode[c] for c in word): i for word, i in words.items() if word not in special}
+        ranks = {
+            bytes(decode[c] for c in word): i for word, i in words.items() if word not in special
+        }
         self._eos = words[EOS]
         self._encoding = tiktoken.Encoding(
-            "vocabulary", pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens={EOS: self._eos}
+            "vocabulary",
+            pat_str=self.PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={EOS: self._eos},
         )
 
     def __call__(self, texts: Texts) -> npt.NDArray[np.uint16]:
         pieces = []
         end = np.array([self._eos], np.uint16)
         for text in strings(texts):
-            pieces += [self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16), end]
+            pieces += [
+                self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16),
+                end,
+            ]
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 
 
@@ -125,7 +133,11 @@ class Gigatoken:
             import gigatoken
 
             instance = self._own.instance = gigatoken.Tokenizer(self._vocabulary)
-        column = pa.array(texts, pa.large_string()) if isinstance(texts, list) else texts.cast(pa.large_string())
+        column = (
+            pa.array(texts, pa.large_string())
+            if isinstance(texts, list)
+            else texts.cast(pa.large_string())
+        )
         encoded = instance.encode_batch(awkward.from_arrow(column), parallel=False).layout
         ends = np.asarray(encoded.offsets.data)[1:]
         ids = np.empty(len(column) + int(ends[-1] if len(ends) else 0), np.uint16)

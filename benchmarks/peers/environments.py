@@ -58,7 +58,9 @@ def python(name: str) -> Path:
     needs = (*ALL, *NEEDS[name])
     constraints = REPO / "constraints.txt"
     told = json.dumps([needs, ALONE.get(name), constraints.read_text(), sys.version, str(REPO)])
-    folder = bench_folder("environments") / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
+    folder = (
+        bench_folder("environments") / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
+    )
     interpreter, complete = folder / "bin" / "python", folder / "complete"
     if not complete.exists():
         print(f"# installing the environment {name}: {' '.join(NEEDS[name])}", flush=True)
@@ -77,16 +79,23 @@ def python(name: str) -> Path:
 
 def versions(name: str) -> dict[str, str]:
     """What is installed there."""
-    listed = _run([str(python(name)), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"], name)
+    listed = _run(
+        [str(python(name)), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"],
+        name,
+    )
     return {package["name"]: package["version"] for package in json.loads(listed)}
 
 
 def _run(command: list[str], name: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_S, check=True
+        )
     except subprocess.CalledProcessError as error:
         words = " / ".join(error.stderr.strip().splitlines()[-LAST_LINES:])
         raise NotInstalled(f"the environment {name} could not be made: {words}") from error
     except subprocess.TimeoutExpired as error:
-        raise NotInstalled(f"the environment {name} was not made within {INSTALL_S:.0f} s") from error
+        raise NotInstalled(
+            f"the environment {name} was not made within {INSTALL_S:.0f} s"
+        ) from error
     return done.stdout

@@ -39,7 +39,10 @@ class Packer:
         while len(flat) - at >= self.NEEDED:
             batch = cut(flat[at : at + self.NEEDED])
             at += self.NEEDED - 1
-            self._pieces, self._held = [flat[at:]], len(flat) - at  # before it is given: `rest` may be asked for then
+            self._pieces, self._held = (
+                [flat[at:]],
+                len(flat) - at,
+            )  # before it is given: `rest` may be asked for then
             yield batch
 
     def rest(self) -> Ids:

@@ -49,7 +49,9 @@ STALLED = {"one answer stalls": "one answer stalls", "all answers stall": "all a
 Results = Mapping[str, Seen]
 
 
-def write(folder: Path, entrants: Sequence[Entrant], seen: Results, about: Mapping[str, Any]) -> Path:
+def write(
+    folder: Path, entrants: Sequence[Entrant], seen: Results, about: Mapping[str, Any]
+) -> Path:
     """The page; the plots' numbers beside it."""
     lines = ["# Beside its peers", "", *_about(about), ""]
     lines += ["## Goals", "", *_goals(entrants, seen), ""]
@@ -61,7 +63,10 @@ def write(folder: Path, entrants: Sequence[Entrant], seen: Results, about: Mappi
     path = folder / "peers.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     numbers = {
-        entrant.name: {"group": entrant.group, **{key: seen[entrant.name].median(key) for key in (*SPEED, *PACED)}}
+        entrant.name: {
+            "group": entrant.group,
+            **{key: seen[entrant.name].median(key) for key in (*SPEED, *PACED)},
+        }
         for entrant in entrants
     }
     (folder / "peers.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
@@ -85,7 +90,11 @@ def _cell(seen: Seen, key: str) -> str:
 
 
 def _table(entrants: Sequence[Entrant], seen: Results, columns: Mapping[str, str]) -> list[str]:
-    used = {key: title for key, title in columns.items() if any(_cell(seen[each.name], key) for each in entrants)}
+    used = {
+        key: title
+        for key, title in columns.items()
+        if any(_cell(seen[each.name], key) for each in entrants)
+    }
     if not used:
         return ["Not measured."]
     lines = ["| | " + " | ".join(used.values()) + " |", "|---" * (len(used) + 1) + "|"]
@@ -99,7 +108,9 @@ def _table(entrants: Sequence[Entrant], seen: Results, columns: Mapping[str, str
         if rows:
             lines.append(f"| **{title}** |" + " |" * len(used))
         for name, cells in rows:
-            failed = seen[name].words.get("drain" if columns is SPEED else "resume" if columns is RESUMED else "", "")
+            failed = seen[name].words.get(
+                "drain" if columns is SPEED else "resume" if columns is RESUMED else "", ""
+            )
             if failed and not any(cells):
                 cells = [failed, *cells[1:]]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -114,20 +125,28 @@ def _goals(entrants: Sequence[Entrant], seen: Results) -> list[str]:
         found = [
             (each.name, value)
             for each in entrants
-            if each.group == group and each.module != "ours" and (value := seen[each.name].median(key)) is not None
+            if each.group == group
+            and each.module != "ours"
+            and (value := seen[each.name].median(key)) is not None
         ]
         return pick(found, key=lambda pair: pair[1]) if found else None
 
     def add(what: str, value: float | None, goal: Goal, beside: str = "") -> None:
         if value is not None:
-            lines.append(f"| {what}: {goal} | {show(value)}{beside} | {'met' if goal.met(value) else '**missed**'} |")
+            lines.append(
+                f"| {what}: {goal} | {show(value)}{beside} | {'met' if goal.met(value) else '**missed**'} |"
+            )
 
     def over(a: float | None, b: float | None) -> float | None:
         return None if a is None or not b else a / b
 
     rate, cpu, first = "rate|M tokens/s", "CPU|s/M tokens", "first batch, local|s"
     own = seen[PENSTOCK]
-    add("from text, of the limit", over(own.median(rate), seen[LIMIT_TEXT].median(rate)), Goal(">=", 0.85))
+    add(
+        "from text, of the limit",
+        over(own.median(rate), seen[LIMIT_TEXT].median(rate)),
+        Goal(">=", 0.85),
+    )
     for group, bound, what in (
         (HANDED, 2, "that has our tokenizer too"),
         (DOCUMENTED, 15, "as documented"),
@@ -135,12 +154,20 @@ def _goals(entrants: Sequence[Entrant], seen: Results) -> list[str]:
     ):
         rival = best(group, rate, max)
         if group == PREPARED and rival:
-            rivals = [(n, seen[n].median(rate)) for n in ("litdata, TokensLoader", "MosaicML Streaming, MDS of tokens")]
+            rivals = [
+                (n, seen[n].median(rate))
+                for n in ("litdata, TokensLoader", "MosaicML Streaming, MDS of tokens")
+            ]
             known = [(n, value) for n, value in rivals if value is not None]
             rival = max(known, key=lambda pair: pair[1]) if known else None
         if rival:
             ratio = over(own.median(rate), rival[1])
-            add(f"times the best peer {what}", ratio, Goal(">=", bound), f" ({rival[0]}, {show(rival[1])} M tokens/s)")
+            add(
+                f"times the best peer {what}",
+                ratio,
+                Goal(">=", bound),
+                f" ({rival[0]}, {show(rival[1])} M tokens/s)",
+            )
     add(
         "from tokens, of a bare gather and copy",
         over(seen[PENSTOCK_TOKENS].median(rate), seen[LIMIT_COPY].median(rate)),
@@ -155,7 +182,11 @@ def _goals(entrants: Sequence[Entrant], seen: Results) -> list[str]:
             Goal("<=", 1),
             f" ({show(own.median(first) or 0)} s; {name}, {show(value)} s)",
         )
-    add("CPU time a token, of the limit's", over(own.median(cpu), seen[LIMIT_TEXT].median(cpu)), Goal("<=", 1.25))
+    add(
+        "CPU time a token, of the limit's",
+        over(own.median(cpu), seen[LIMIT_TEXT].median(cpu)),
+        Goal("<=", 1.25),
+    )
     add("peak RSS, MB", own.median("peak RSS|MB"), Goal("<=", 400))
     for pause in PAUSES_S:
         name = f"{1e3 * pause:.0f} ms steps, data wait"

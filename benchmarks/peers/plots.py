@@ -31,10 +31,15 @@ def main(folder: Path) -> None:
     names = [name for name, numbers in entrants.items() if numbers["rate|M tokens/s"] is not None]
     if not names:
         return
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 0.32 * len(names) + 1.2), sharey=True)
+    figure, axes = pyplot.subplots(
+        1, len(PANELS), figsize=(15, 0.32 * len(names) + 1.2), sharey=True
+    )
     for axis, (key, (title, logarithmic)) in zip(axes, PANELS.items(), strict=True):
         values = [entrants[name][key] or 0.0 for name in names]
-        colours = [OURS if name.startswith("Penstock") else COLOURS[entrants[name]["group"]] for name in names]
+        colours = [
+            OURS if name.startswith("Penstock") else COLOURS[entrants[name]["group"]]
+            for name in names
+        ]
         axis.barh(names, values, color=colours, log=logarithmic)
         axis.set_title(title, fontsize=10)
         axis.grid(axis="x", alpha=0.3)

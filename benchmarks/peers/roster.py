@@ -53,15 +53,30 @@ LIMIT_DEQUE = "limit: batches in a deque, taken in Python"
 
 def _twice(name: str, module: str, environment: str, **more: Any) -> tuple[Entrant, Entrant]:
     """With the tokenizer of its documentation, and with ours."""
-    documented = Entrant(name=name, module=module, environment=environment, group=DOCUMENTED, slow=True, **more)
+    documented = Entrant(
+        name=name, module=module, environment=environment, group=DOCUMENTED, slow=True, **more
+    )
     return documented, replace(documented, name=f"{name} + gigatoken", group=HANDED, slow=False)
 
 
 ENTRANTS: tuple[Entrant, ...] = (
     Entrant(name=LIMIT_TEXT, module="limits", environment="penstock", group=LIMIT, variant="text"),
     Entrant(name=PENSTOCK, module="ours", environment="penstock", group=DOCUMENTED, far=True),
-    Entrant(name=PENSTOCK_TORCH, module="ours", environment="penstock", group=DOCUMENTED, variant="torch", far=True),
-    Entrant(name=PENSTOCK_SHUFFLED, module="ours", environment="penstock", group=DOCUMENTED, shuffle=True),
+    Entrant(
+        name=PENSTOCK_TORCH,
+        module="ours",
+        environment="penstock",
+        group=DOCUMENTED,
+        variant="torch",
+        far=True,
+    ),
+    Entrant(
+        name=PENSTOCK_SHUFFLED,
+        module="ours",
+        environment="penstock",
+        group=DOCUMENTED,
+        shuffle=True,
+    ),
     *_twice("plain loop, tokenizers", "plain", "plain", far=True, workers=False),
     Entrant(
         name="plain loop, tiktoken",
@@ -86,9 +101,30 @@ ENTRANTS: tuple[Entrant, ...] = (
     *_twice("SPDL", "spdl_pipeline", "spdl"),
     *_twice("litdata, Parquet", "lit", "litdata", variant="parquet", prepares=True),
     *_twice("MosaicML Streaming, MDS of text", "mosaic", "mosaic", variant="text", prepares=True),
-    Entrant(name=LIMIT_COPY, module="limits", environment="penstock", group=LIMIT, variant="copy torch", shuffle=True),
-    Entrant(name=LIMIT_LIST, module="limits", environment="penstock", group=LIMIT, variant="list", paced=True),
-    Entrant(name=LIMIT_DEQUE, module="limits", environment="penstock", group=LIMIT, variant="deque", paced=True),
+    Entrant(
+        name=LIMIT_COPY,
+        module="limits",
+        environment="penstock",
+        group=LIMIT,
+        variant="copy torch",
+        shuffle=True,
+    ),
+    Entrant(
+        name=LIMIT_LIST,
+        module="limits",
+        environment="penstock",
+        group=LIMIT,
+        variant="list",
+        paced=True,
+    ),
+    Entrant(
+        name=LIMIT_DEQUE,
+        module="limits",
+        environment="penstock",
+        group=LIMIT,
+        variant="deque",
+        paced=True,
+    ),
     Entrant(
         name=PENSTOCK_TOKENS,
         module="ours",
@@ -107,7 +143,11 @@ ENTRANTS: tuple[Entrant, ...] = (
         prepares=True,
     ),
     Entrant(
-        name="MosaicML Streaming, MDS of tokens", module="mosaic", environment="mosaic", group=PREPARED, prepares=True
+        name="MosaicML Streaming, MDS of tokens",
+        module="mosaic",
+        environment="mosaic",
+        group=PREPARED,
+        prepares=True,
     ),
     Entrant(
         name="memory map, nanoGPT",

@@ -62,7 +62,9 @@ class Outcome:
         """What went wrong, in a line."""
         if self.what == "silence":
             return f"nothing for {self.after_s:.0f} s"
-        return f"{self.told.get('kind', '')}: {self.told.get('why', '')}".strip(": ").partition("\n")[0][:200]
+        return f"{self.told.get('kind', '')}: {self.told.get('why', '')}".strip(": ").partition(
+            "\n"
+        )[0][:200]
 
 
 def run(
@@ -77,11 +79,19 @@ def run(
     """Run one contender. Its caches are in `scratch`, or nowhere."""
     made = Path(tempfile.mkdtemp(prefix="penstock-peers-")) if scratch is None else scratch
     variables = (
-        dict(os.environ) | QUIET | {"PENSTOCK_CACHE": f"{made}/penstock", "HF_HOME": f"{made}/hf", "TMPDIR": str(made)}
+        dict(os.environ)
+        | QUIET
+        | {"PENSTOCK_CACHE": f"{made}/penstock", "HF_HOME": f"{made}/hf", "TMPDIR": str(made)}
     )
     variables |= environment or {"HF_HUB_OFFLINE": "1"}
     variables.pop("PYTHONPATH", None)
-    command = [str(interpreter), str(HERE / "contend.py"), what, replace(case, scratch=str(made)).json(), *options]
+    command = [
+        str(interpreter),
+        str(HERE / "contend.py"),
+        what,
+        replace(case, scratch=str(made)).json(),
+        *options,
+    ]
     try:
         with tempfile.TemporaryFile("w+") as words:
             begun = time.monotonic()
@@ -181,7 +191,9 @@ def cpu_s(pid: int) -> float:
 
 def memory(pid: int) -> int:
     """Resident bytes."""
-    sizes: Sequence[list[str]] = [_read(Path(f"/proc/{member}/statm")).split() for member in family(pid)]
+    sizes: Sequence[list[str]] = [
+        _read(Path(f"/proc/{member}/statm")).split() for member in family(pid)
+    ]
     return sum(int(fields[1]) * PAGE for fields in sizes if fields)
 
 

@@ -58,11 +58,15 @@ def anew(
     )
 
 
-def after(source: Source, options: Options, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> State:
+def after(
+    source: Source, options: Options, saved: dict[str, Any] | Sequence[dict[str, Any]]
+) -> State:
     """A saved state, or the states of all ranks, checked: this rank's part of it."""
     loaded = parse(saved)
     source.check_data(loaded)
-    loaded.require(stream=_stream_id(source, options), data=source.data_id(), tokenizer=source.tokenizer_id())
+    loaded.require(
+        stream=_stream_id(source, options), data=source.data_id(), tokenizer=source.tokenizer_id()
+    )
     if source.by_lane:
         fitting(loaded.lanes, options.shard.mod, StateMismatch)
         if options.lanes not in (None, loaded.lanes):
@@ -99,7 +103,11 @@ def _stream_id(source: Source, options: Options) -> dict[str, Any]:
 
 
 def reweighted(
-    mixture: MixtureSource, options: Options, state: State, weights: Mapping[str, float], step: int | None
+    mixture: MixtureSource,
+    options: Options,
+    state: State,
+    weights: Mapping[str, float],
+    step: int | None,
 ) -> State:
     """A state with other weights from its next batch on, or from the batch number `step` on."""
     at = state.batch if step is None else whole_number("step", step, 0)

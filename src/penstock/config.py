@@ -19,7 +19,9 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.types import Shard
 
-OTHER_VARIABLES = frozenset({"PENSTOCK_CACHE", "PENSTOCK_CONFIG", "PENSTOCK_BENCH_DIR", "PENSTOCK_BENCH_DATA"})
+OTHER_VARIABLES = frozenset(
+    {"PENSTOCK_CACHE", "PENSTOCK_CONFIG", "PENSTOCK_BENCH_DIR", "PENSTOCK_BENCH_DATA"}
+)
 """Variables of ours that are no setting of the loader; any other `PENSTOCK_…` is one, or a mistake."""
 
 
@@ -47,12 +49,16 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 def available_cores() -> int:
     """Cores this process may use: its affinity, and its cgroup's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = cgroup_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def cgroup_cores(told: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cgroup_cores(
+    told: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> float | None:
     """Cores that this process's cgroup may use, or one that it lies in; None where nothing bounds them.
 
     Within a container the path that the kernel tells may be the host's, and only the mount's root is there to be read.
@@ -61,9 +67,14 @@ def cgroup_cores(told: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/
     try:
         for line in told.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):  # the second version has one tree for everything
+            if not controllers or "cpu" in controllers.split(
+                ","
+            ):  # the second version has one tree for everything
                 tree = mounted / "cpu" if controllers else mounted
-                folders += [tree / part for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents)]
+                folders += [
+                    tree / part
+                    for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents)
+                ]
     except (OSError, ValueError):
         pass  # no Linux, or nothing that tells
     quotas = [quota for folder in folders if (quota := _cpu_quota(folder)) is not None]
@@ -89,7 +100,11 @@ def installed_version(package: str) -> str | None:
     if spec is None:
         return None
     beside = Path(spec.origin).parent.parent if spec.origin else Path(os.devnull)
-    found = [name for name in os.listdir(beside) if name.startswith(f"{package}-")] if beside.is_dir() else []
+    found = (
+        [name for name in os.listdir(beside) if name.startswith(f"{package}-")]
+        if beside.is_dir()
+        else []
+    )
     if len(found) == 1 and found[0].endswith(".dist-info"):
         return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
     from importlib.metadata import PackageNotFoundError, version
@@ -139,7 +154,9 @@ def gpu_is_here() -> bool:
 
 def launched() -> bool:
     """Whether a launcher such as torchrun has told this process where to meet the others."""
-    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return all(
+        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
 
 
 def cache_dir() -> Path:
@@ -168,7 +185,10 @@ def hub_token() -> str | None:
         if token := os.environ.get(name, "").strip():
             return token
     named = os.environ.get("HF_TOKEN_PATH")
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = (
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
     try:
         return Path(named or Path(home) / "token").expanduser().read_text().strip() or None
     except OSError:
@@ -178,10 +198,21 @@ def hub_token() -> str | None:
 def offline() -> bool:
     """Whether the network is not to be used."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    return any(os.environ.get(name, "").strip().upper() in {"1", "ON", "YES", "TRUE"} for name in names)
+    return any(
+        os.environ.get(name, "").strip().upper() in {"1", "ON", "YES", "TRUE"} for name in names
+    )
 
 
-ACCESS = ("HF_", "HUGGING_FACE_", "AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "XDG_CACHE_HOME", "HOME")
+ACCESS = (
+    "HF_",
+    "HUGGING_FACE_",
+    "AWS_",
+    "GOOGLE_",
+    "AZURE_",
+    "SSL_CERT_",
+    "XDG_CACHE_HOME",
+    "HOME",
+)
 
 
 def access_variables() -> dict[str, str]:
@@ -202,7 +233,9 @@ def adopt(variables: Mapping[str, str]) -> None:
 
 def proxy_for(scheme: str, host: str) -> str | None:
     """The proxy that the environment names for a host, if it does."""
-    if host in ("localhost", "127.0.0.1", "::1") or not any(name.lower().endswith("_proxy") for name in os.environ):
+    if host in ("localhost", "127.0.0.1", "::1") or not any(
+        name.lower().endswith("_proxy") for name in os.environ
+    ):
         return None
     from urllib.request import getproxies, proxy_bypass
 
@@ -216,13 +249,17 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = f"{path.parent}/.{path.name}.{os.urandom(8).hex()}"
         # Not a temporary file of the library's, which nobody but its owner may read, whatever the umask says.
-        with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
+        with open(
+            os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8"
+        ) as file:
             name = aside
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException as error:  # also text that cannot be encoded, and Ctrl-C: no half file is left
+    except (
+        BaseException
+    ) as error:  # also text that cannot be encoded, and Ctrl-C: no half file is left
         if name is not None and os.path.exists(name):
             os.unlink(name)
         if not (best_effort and isinstance(error, OSError)):

@@ -21,7 +21,18 @@ from penstock.errors import ConfigError, StateFormat
 from penstock.read.attempt import Remote
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.settings import ReadSettings
-from penstock.types import AUTO, WORD_CACHE_BYTES, Address, FileRef, Format, GiB, KiB, MiB, OnBadRecord, Packing
+from penstock.types import (
+    AUTO,
+    WORD_CACHE_BYTES,
+    Address,
+    FileRef,
+    Format,
+    GiB,
+    KiB,
+    MiB,
+    OnBadRecord,
+    Packing,
+)
 
 if TYPE_CHECKING:
     from penstock.encode.tokenize import Tokenizer
@@ -139,7 +150,9 @@ class TextDataset:
         if not isinstance(text_field, str):
             raise ConfigError(f"text_field={text_field!r}: needs the name of a column or field")
         if not isinstance(separator, str | bytes | None) or separator in ("", b""):
-            raise ConfigError(f"separator={separator!r}: needs text, or None to make each file a document")
+            raise ConfigError(
+                f"separator={separator!r}: needs text, or None to make each file a document"
+            )
         if not isinstance(quarantine, str | os.PathLike | None):
             raise ConfigError(f"quarantine={quarantine!r}: needs a path")
         if (on_bad_record == "quarantine") != (quarantine is not None):
@@ -157,9 +170,13 @@ class TextDataset:
         self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.quarantine = None if quarantine is None else os.fspath(quarantine)
         if not isinstance(config, str | None):
-            raise ConfigError(f"config={config!r}: needs the name of a configuration of the dataset's card")
+            raise ConfigError(
+                f"config={config!r}: needs the name of a configuration of the dataset's card"
+            )
         if not isinstance(cache, bool) and cache != "auto":  # 1 is not True: it would keep nothing
-            raise ConfigError(f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is.")
+            raise ConfigError(
+                f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is."
+            )
         if not isinstance(share_listing, bool):
             raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
         words = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
@@ -175,7 +192,9 @@ class TextDataset:
             self.files, self.tokenizer, self.outside = far_away(listing, Remote.of(remote), load)
         else:
             if config is not None:
-                raise ConfigError(f"config={config!r}: is for datasets on the Hub; these files are on disk")
+                raise ConfigError(
+                    f"config={config!r}: is for datasets on the Hub; these files are on disk"
+                )
             here = partial(list_files, urls, format=format, whole=separator is None)
             if share_listing:
                 from penstock.sources.far import shared
@@ -190,7 +209,9 @@ class TextDataset:
             from penstock.sources.network import Outside
 
             self.outside = self.outside or Outside(limits=Remote.of(remote), folder=cache_dir())
-            self.outside = replace(self.outside, cache_bytes=whole_number("cache_bytes", cache_bytes, 0))
+            self.outside = replace(
+                self.outside, cache_bytes=whole_number("cache_bytes", cache_bytes, 0)
+            )
         self.read = ReadSettings(
             text_field=text_field,
             separator=separator,
@@ -231,7 +252,9 @@ class TextDataset:
             raise ConfigError(f"skip: {error}") from error
         for entry in addresses:
             if entry.file not in names:
-                raise ConfigError(f"skip names {entry.file!r}, which is none of the {len(names)} files listed")
+                raise ConfigError(
+                    f"skip names {entry.file!r}, which is none of the {len(names)} files listed"
+                )
         return addresses
 
     def __repr__(self) -> str:
@@ -289,5 +312,9 @@ class TextDataset:
         if read.separator is not None:
             settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
         if read.split is not None:
-            settings |= {"split": read.split, "val_fraction": read.val_fraction, "split_seed": read.split_seed}
+            settings |= {
+                "split": read.split,
+                "val_fraction": read.val_fraction,
+                "split_seed": read.split_seed,
+            }
         return settings

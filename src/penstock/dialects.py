@@ -53,7 +53,9 @@ TABLES = ("loader", "training", "data", "train")
 # Names
 
 
-def unknown(where: str, key: str, known: Collection[str], also: Mapping[str, str] | None = None) -> ConfigError:
+def unknown(
+    where: str, key: str, known: Collection[str], also: Mapping[str, str] | None = None
+) -> ConfigError:
     """The error for a name nobody knows. `also` has names that other dialects use for the known ones."""
     if also and key in also:
         return ConfigError(f"{where}: unknown; here it is called {also[key]}")
@@ -77,16 +79,26 @@ def from_options(options: Mapping[str, Any], names: Collection[str], origin: str
 
 def from_environment(environment: Mapping[str, str], names: Collection[str]) -> Iterator[Said]:
     """What variables say, `PENSTOCK_…` before `NSA_FWE_…`. An empty variable says nothing."""
-    ours = {_variable(name): name for name in names} | {_variable(key): name for key, name in EVERYWHERE.items()}
+    ours = {_variable(name): name for name in names} | {
+        _variable(key): name for key, name in EVERYWHERE.items()
+    }
     known = ours | NSA_FWE
     for variable in sorted(environment, key=lambda name: (not name.startswith("PENSTOCK_"), name)):
         if not variable.startswith(("PENSTOCK_", "NSA_FWE_")) or variable in OTHER_VARIABLES:
             continue
         where = f"environment {variable}"
         if variable not in known:
-            also = {key.replace("NSA_FWE_", "PENSTOCK_"): _variable(name) for key, name in NSA_FWE.items()}
+            also = {
+                key.replace("NSA_FWE_", "PENSTOCK_"): _variable(name)
+                for key, name in NSA_FWE.items()
+            }
             also |= {_variable(key): _variable(name) for key, name in TRAINING.items()}
-            raise unknown(where, variable, NSA_FWE if variable.startswith("NSA") else {*ours, *OTHER_VARIABLES}, also)
+            raise unknown(
+                where,
+                variable,
+                NSA_FWE if variable.startswith("NSA") else {*ours, *OTHER_VARIABLES},
+                also,
+            )
         if environment[variable]:
             yield Said(known[variable], environment[variable], where)
 
@@ -147,9 +159,13 @@ def _toml(written: str) -> dict[str, Any]:
 
 def _json(written: str) -> dict[str, Any]:
     try:
-        value = json.loads(without_comments(written), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        value = json.loads(
+            without_comments(written), object_pairs_hook=_no_key_twice, parse_constant=_no_constant
+        )
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} (at line {error.lineno}, column {error.colno})") from None
+        raise ValueError(
+            f"is not JSON: {error.msg} (at line {error.lineno}, column {error.colno})"
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"is JSON, but not an object: it is {type(value).__name__}")
     return value
@@ -160,7 +176,9 @@ _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
 
 def without_comments(written: str) -> str:
     """JSON with each `//` comment blanked out, so that lines and columns stay where they were."""
-    return _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else " " * len(match[0]), written)
+    return _STRING_OR_COMMENT.sub(
+        lambda match: match[0] if match[0][0] == '"' else " " * len(match[0]), written
+    )
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,10 +218,14 @@ def _no_stray_names(file: ConfigFile, own: Mapping[str, str]) -> None:
         if near:
             raise unknown(file.where("", key), key, near)
     if file.tables and not {*TABLES, "preset"} & file.tables.keys():
-        raise ConfigError(f"file {file.path}: has none of the tables {', '.join(TABLES)}, so nothing in it is for us")
+        raise ConfigError(
+            f"file {file.path}: has none of the tables {', '.join(TABLES)}, so nothing in it is for us"
+        )
 
 
-def each_once(said: Iterable[Said], kinds: Mapping[str, Kind], *, agreeing: bool = False) -> dict[str, Said]:
+def each_once(
+    said: Iterable[Said], kinds: Mapping[str, Kind], *, agreeing: bool = False
+) -> dict[str, Said]:
     """One source's settings, read. A setting that is said twice is an error, unless `agreeing` values may be."""
     found: dict[str, Said] = {}
     written: dict[str, Any] = {}

@@ -40,7 +40,9 @@ class MissingExtra(PenstockError, ImportError):
     """An optional library is needed and not installed."""
 
     def __init__(self, library: str, needed_for: str, extra: str) -> None:
-        super().__init__(f"{needed_for} needs `{library}`, which is not installed: pip install 'penstock[{extra}]'")
+        super().__init__(
+            f"{needed_for} needs `{library}`, which is not installed: pip install 'penstock[{extra}]'"
+        )
 
 
 class SourceError(PenstockError):

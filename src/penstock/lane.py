@@ -22,7 +22,9 @@ from penstock.order.plan import Plan
 from penstock.order.shuffle import permutation, window_chunks
 from penstock.types import ChunkRef, TokenChunk
 
-_DOCUMENTS = 3  # see order.plan: a permutation of documents shares no key with one of files or chunks
+_DOCUMENTS = (
+    3  # see order.plan: a permutation of documents shares no key with one of files or chunks
+)
 
 
 EMPTY_EPOCHS = 8
@@ -116,7 +118,8 @@ class Lane:
     def ahead_bytes(self) -> int:
         """Memory that the chunks asked for take, or may take while they are worked on."""
         return sum(
-            a.task.result().nbytes if a.task.ready() else self._settings.expansion * a.ref.nbytes for a in self._ahead
+            a.task.result().nbytes if a.task.ready() else self._settings.expansion * a.ref.nbytes
+            for a in self._ahead
         )
 
     def wanted_ahead(self, beyond: int) -> int:
@@ -160,7 +163,9 @@ class Lane:
             if self._groups is None:
                 self._groups = self._plan.groups(self.number, self._epoch)
             if self._group >= len(self._groups):
-                self._barren_asks = self._barren_asks + 1 if self._whole_pass and not self._asked else 0
+                self._barren_asks = (
+                    self._barren_asks + 1 if self._whole_pass and not self._asked else 0
+                )
                 if self._barren_asks >= EMPTY_EPOCHS:
                     raise self.no_data()
                 self._whole_pass, self._asked = True, 0
@@ -286,7 +291,9 @@ class Lane:
         lanes = self._plan.lanes
         files = len(self._plan.files)
         if lanes == 1:
-            return NoData(f"the {files} file(s) hold no text: nothing but empty, skipped or filtered documents")
+            return NoData(
+                f"the {files} file(s) hold no text: nothing but empty, skipped or filtered documents"
+            )
         return NoData(
             f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few documents. "
             "Use fewer lanes or ranks, or a larger split."

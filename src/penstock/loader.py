@@ -157,7 +157,9 @@ class AsyncDataLoader:
             ended = self._current()
             self._close()
             weights = restarted(ended.weights, ended.row, ended.lanes)
-            self._state = self._fresh_state(ended.lanes, ended.first + self._options.epochs, ended.batch, weights)
+            self._state = self._fresh_state(
+                ended.lanes, ended.first + self._options.epochs, ended.batch, weights
+            )
             self._exhausted = False
         return self
 
@@ -194,9 +196,17 @@ class AsyncDataLoader:
                 self._origin, self._last.next = batch._origin, batch.index + 1
                 self._last.before = None  # the last thing: a batch lost before that is given again
             return batch
-        except BaseException as error:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            if self._pipeline is not None and (self._pipeline.interrupted or not isinstance(error, Exception)):
-                self._origin, self._quick, self._pipeline.interrupted = self._latest(), nothing_ready, True
+        except (
+            BaseException
+        ) as error:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
+            if self._pipeline is not None and (
+                self._pipeline.interrupted or not isinstance(error, Exception)
+            ):
+                self._origin, self._quick, self._pipeline.interrupted = (
+                    self._latest(),
+                    nothing_ready,
+                    True,
+                )
             raise
 
     def _wait_for_one(self, timeout: float | None) -> Batch | None:
@@ -216,7 +226,11 @@ class AsyncDataLoader:
             self._exhausted = True
         elif self._tuner is not None:
             self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
-        elif self._quick is nothing_ready and not (self._agreement or self._feed) and self._pipeline is not None:
+        elif (
+            self._quick is nothing_ready
+            and not (self._agreement or self._feed)
+            and self._pipeline is not None
+        ):
             self._quick = self._pipeline.shortcut(self.telemetry, self._last)
         return batch
 
@@ -225,7 +239,11 @@ class AsyncDataLoader:
             self.shutdown()
         self._begin()
         assert self._pipeline is not None
-        batch = self._take(timeout) if self._agreement is None else self._agreement.next(lambda: self._take(timeout))
+        batch = (
+            self._take(timeout)
+            if self._agreement is None
+            else self._agreement.next(lambda: self._take(timeout))
+        )
         if batch is not None:
             if self._options.tensors:
                 batch.to_torch()
@@ -241,16 +259,27 @@ class AsyncDataLoader:
             if self._feed is None:
                 from penstock.feed.cargo import open_feed
 
-                poll, hook, ahead = pipeline.poll, options.device_preprocess, options.device_prefetch
-                self._feed = open_feed(options.device, pipeline.next, poll, ahead, hook, self.telemetry.clock)
+                poll, hook, ahead = (
+                    pipeline.poll,
+                    options.device_preprocess,
+                    options.device_prefetch,
+                )
+                self._feed = open_feed(
+                    options.device, pipeline.next, poll, ahead, hook, self.telemetry.clock
+                )
                 self.telemetry.device = self._feed.told
             cargo = self._feed.next(timeout)
             batch = None if cargo is None else cargo.batch
-        pipeline.interrupted = batch is not None  # until it is handed out: whatever fails before, it is given again
+        pipeline.interrupted = (
+            batch is not None
+        )  # until it is handed out: whatever fails before, it is given again
         return batch
 
     def _interrupted(self) -> bool:
-        return any(part is not None and part.interrupted for part in (self._pipeline, self._feed, self._last))
+        return any(
+            part is not None and part.interrupted
+            for part in (self._pipeline, self._feed, self._last)
+        )
 
     # Starting and stopping
 
@@ -269,7 +298,11 @@ class AsyncDataLoader:
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
         run = options.run(self._state, self._skip, self.telemetry.clock)
         pipeline = Pipeline(
-            self._source, run, workers=options.workers, cpus=options.cpus, restart=options.restart_workers
+            self._source,
+            run,
+            workers=options.workers,
+            cpus=options.cpus,
+            restart=options.restart_workers,
         )
         self._pipeline = pipeline
         # The threads know the pipeline and not the loader, so a loader that nobody holds any more
@@ -317,7 +350,9 @@ class AsyncDataLoader:
             self._feed = None
             if self._pipeline is not None:
                 self._tally.keep(self._pipeline)
-                self._pipeline.interrupted = True  # where Ctrl-C comes now, whoever goes on begins with this again
+                self._pipeline.interrupted = (
+                    True  # where Ctrl-C comes now, whoever goes on begins with this again
+                )
                 self._pipeline.close()
                 self._finalizer.detach()  # not before: what is left running then is ended with the interpreter
                 self.telemetry.left()
@@ -358,7 +393,9 @@ class AsyncDataLoader:
         were prepared under the old weights are made anew.
         """
         if self._mixture is None:
-            raise ConfigError(f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}")
+            raise ConfigError(
+                f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}"
+            )
         changed = reweighted(self._mixture, self._options, self._current(), weights, step)
         self._close()
         self._state = changed
@@ -381,7 +418,9 @@ class AsyncDataLoader:
         if self._mixture is not None and not weights:
             weights = ((0, self._mixture.mixture.weights),)
         options, skip = self._options, self._skip
-        return anew(self._source, options, lanes=lanes, first=first, batch=batch, skip=skip, weights=weights)
+        return anew(
+            self._source, options, lanes=lanes, first=first, batch=batch, skip=skip, weights=weights
+        )
 
     # Watching
 

@@ -65,11 +65,22 @@ class Options:
     def batches(self, length: int | None) -> int:
         """Batches of one pass over so many rows or samples."""
         if length is None or self.epochs is None:
-            why = "an endless stream" if self.epochs is None else "a stream whose length is not known beforehand"
+            why = (
+                "an endless stream"
+                if self.epochs is None
+                else "a stream whose length is not known beforehand"
+            )
             raise TypeError(f"{why} has no len()")
         from penstock.sources.indexed import steps
 
-        return steps(length, self.epochs, self.batch_size, self.shard, alone=self.alone, drop_last=self.drop_last)
+        return steps(
+            length,
+            self.epochs,
+            self.batch_size,
+            self.shard,
+            alone=self.alone,
+            drop_last=self.drop_last,
+        )
 
     def run(self, state: State, skip: frozenset[Address], clock: Clock | None = None) -> Run:
         """A run with these options, from a state on."""
@@ -129,14 +140,20 @@ def check(
     """The options that these arguments make, or an error that names the one that does not fit."""
     if not isinstance(shard, Shard | None):
         raise ConfigError(f"shard={shard!r}: needs a Shard(mod, rem)")
-    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("restart_workers", restart_workers)):
+    for name, flag in (
+        ("shuffle", shuffle),
+        ("drop_last", drop_last),
+        ("restart_workers", restart_workers),
+    ):
         if not isinstance(flag, bool | None):
             raise ConfigError(f"{name}={flag!r}: needs True or False")
     one_of("output", output, ("auto", "torch", "numpy"))
     one_of("workers", workers, ("thread", "process"))
     device = _device(device, output)
     if device_preprocess is not None and device is None:
-        raise ConfigError("device_preprocess=… runs on the way to a device: it needs device='cuda' or the like")
+        raise ConfigError(
+            "device_preprocess=… runs on the way to a device: it needs device='cuda' or the like"
+        )
     alone, shard = shard is not None, shard or current_shard()
     epochs = None if epochs is None else whole_number("epochs", epochs, 1)
     chosen = resolve(cpus, numa_node)
@@ -147,7 +164,9 @@ def check(
     if warmup_batches != "auto":
         warmup_batches = whole_number("warmup_batches", warmup_batches, 0)
     device_prefetch = whole_number("device_prefetch", device_prefetch, 1)
-    memory_limit = MEMORY_LIMIT if memory_limit is None else whole_number("memory_limit", memory_limit, 1)
+    memory_limit = (
+        MEMORY_LIMIT if memory_limit is None else whole_number("memory_limit", memory_limit, 1)
+    )
     ready = max(prefetch_size, 0 if warmup_batches == "auto" else warmup_batches) + 1
     on_the_way = device_prefetch + 1 if device is not None else 0
     queue_bytes = (ready + on_the_way) * batch_size * source.row_bytes()
@@ -193,7 +212,9 @@ def check_autotune(autotune: Any, measured: bool) -> bool:
     return autotune
 
 
-def check_warmup(options: Options, batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:
+def check_warmup(
+    options: Options, batches: Any, timeout: Any
+) -> tuple[int | Literal["auto"], float]:
     """What a warmup at run time asks for, if it fits."""
     timeout = _seconds("timeout", timeout)
     if batches == "auto":
@@ -223,7 +244,11 @@ def _device(device: Any, output: str) -> str | None:
 
 
 def _seconds(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= threading.TIMEOUT_MAX:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value <= threading.TIMEOUT_MAX
+    ):
         raise ConfigError(f"{name}={value!r}: needs a number of seconds, at least 0")
     return float(value)
 
@@ -235,7 +260,9 @@ def _tensors(output: str) -> bool:
     return installed if output == "auto" else output == "torch"
 
 
-def _drop_last(asked: bool | None, shard: Shard, alone: bool, epochs: int | None, even: bool) -> bool:
+def _drop_last(
+    asked: bool | None, shard: Shard, alone: bool, epochs: int | None, even: bool
+) -> bool:
     several = shard.mod > 1 and not alone
     if asked is None:
         return several

@@ -59,7 +59,9 @@ class Pipeline:
         self._clock = run.clock
         self._kind = workers
         self._cores = len(cpus) if cpus is not None else default_workers()
-        self._pool: Pool = make_pool(run.n_workers, work, kind=workers, cpus=cpus, restart=restart, clock=run.clock)
+        self._pool: Pool = make_pool(
+            run.n_workers, work, kind=workers, cpus=cpus, restart=restart, clock=run.clock
+        )
         self._closing = threading.Lock()
         self._pid = os.getpid()
         self._failed: Exception | None = None
@@ -82,7 +84,9 @@ class Pipeline:
             weigh = None if source.row_bytes() else _Weigh(run.queue_bytes // run.prefetch_size)
             self._weighs = weigh is not None
             produce, at_once = self._producer.next, self._producer.at_once
-            self._queue = Prefetcher(produce, run.prefetch_size, cpus, weigh, run.clock, at_once, note_of)
+            self._queue = Prefetcher(
+                produce, run.prefetch_size, cpus, weigh, run.clock, at_once, note_of
+            )
             try:
                 self._queue.start()
             except BaseException:  # Ctrl-C, say: nobody has this to close it
@@ -137,7 +141,9 @@ class Pipeline:
         made = self._queue.first_made
         if made is not None and made - self._started <= QUICK_S:
             return 1, filled
-        return self._capacity, self._queue.fill(self._capacity, max(0.0, timeout - (time.monotonic() - begun)))
+        return self._capacity, self._queue.fill(
+            self._capacity, max(0.0, timeout - (time.monotonic() - begun))
+        )
 
     @property
     def depth(self) -> int:
@@ -186,7 +192,9 @@ class Pipeline:
 
     def _fetch_times(self) -> dict[str, Any] | None:
         lanes: Any = getattr(self._producer, "lanes", None)
-        times: dict[str, Any] | None = lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
+        times: dict[str, Any] | None = (
+            lanes.fetch_times() if hasattr(lanes, "fetch_times") else None
+        )
         return times
 
     def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
@@ -197,7 +205,9 @@ class Pipeline:
         lanes = getattr(self._producer, "lanes", None)
         if self._queue is None:
             return Autotune([], telemetry)
-        found = knobs(self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes)
+        found = knobs(
+            self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes
+        )
         return Autotune(found, telemetry)
 
     def known(self) -> Known:
@@ -241,7 +251,10 @@ class Pipeline:
         if self._queue is not None:
             joined = self._queue.join(max(0.0, deadline - time.monotonic())) and joined
         if not joined:
-            log.warning("a worker was still busy %.0f s after shutdown began; it ends with its piece of work", timeout)
+            log.warning(
+                "a worker was still busy %.0f s after shutdown began; it ends with its piece of work",
+                timeout,
+            )
             return False
         with self._closing:
             self._producer.close()

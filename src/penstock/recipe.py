@@ -52,7 +52,9 @@ def read_data(file: ConfigFile) -> DataTable | None:
     if "mixture" in table:
         return _mixture(file, table)
     if "on_end" in table:
-        raise ConfigError(f"{file.where('data', 'on_end')}: is for a mixture, and there is no data.mixture")
+        raise ConfigError(
+            f"{file.where('data', 'on_end')}: is for a mixture, and there is no data.mixture"
+        )
     return _single(file, "data", table)
 
 
@@ -63,7 +65,9 @@ def _single(file: ConfigFile, name: str, table: Mapping[str, Any]) -> DataTable:
     for key in written:
         if key not in known:
             raise unknown(file.where(name, key), key, ["kind", *known])
-    missing = [key for key, each in known.items() if each.default is each.empty and key not in written]
+    missing = [
+        key for key, each in known.items() if each.default is each.empty and key not in written
+    ]
     if missing:
         raise ConfigError(f"{file.where(name)}: kind = {kind!r} needs {' and '.join(missing)}")
     parameters = {key: _value(file, name, key, value) for key, value in written.items()}
@@ -72,8 +76,14 @@ def _single(file: ConfigFile, name: str, table: Mapping[str, Any]) -> DataTable:
 
 def _mixture(file: ConfigFile, table: Mapping[str, Any]) -> DataTable:
     tables = table["mixture"]
-    if not isinstance(tables, dict) or not tables or not all(isinstance(part, dict) for part in tables.values()):
-        raise ConfigError(f"{file.where('data', 'mixture')}: needs a table for each part, with its weight")
+    if (
+        not isinstance(tables, dict)
+        or not tables
+        or not all(isinstance(part, dict) for part in tables.values())
+    ):
+        raise ConfigError(
+            f"{file.where('data', 'mixture')}: needs a table for each part, with its weight"
+        )
     shared = {key: value for key, value in table.items() if key not in ("mixture", "on_end")}
     if shared.get("kind") == "mixture":
         del shared["kind"]
@@ -87,7 +97,9 @@ def _mixture(file: ConfigFile, table: Mapping[str, Any]) -> DataTable:
         weight = number().parse(Said("weight", own["weight"], file.where(name, "weight")))
         kind = _kind(file, name, shared | own)
         # A byte vocabulary that the text parts share is of no use to a part that is made up.
-        fitting = {key: value for key, value in shared.items() if key == "kind" or key in _parameters(kind)}
+        fitting = {
+            key: value for key, value in shared.items() if key == "kind" or key in _parameters(kind)
+        }
         taken |= fitting.keys()
         rest = {key: value for key, value in own.items() if key != "weight"}
         parts[part] = (_single(file, name, fitting | rest), weight)
@@ -130,16 +142,26 @@ def _parameters(kind: str) -> dict[str, inspect.Parameter]:
 def _value(file: ConfigFile, table: str, key: str, value: Any) -> Any:
     folder = file.path.parent.absolute()
     if key in PATHS:
-        return [_beside(folder, one) for one in value] if isinstance(value, list) else _beside(folder, value)
+        return (
+            [_beside(folder, one) for one in value]
+            if isinstance(value, list)
+            else _beside(folder, value)
+        )
     if key == "tokenizer" and isinstance(value, str):
         # A Hub name may look like a path, so only what is there, or can be nothing else, is one.
-        is_path = value.endswith(VOCABULARY_FILES) or value.startswith((".", "~")) or (folder / value).exists()
+        is_path = (
+            value.endswith(VOCABULARY_FILES)
+            or value.startswith((".", "~"))
+            or (folder / value).exists()
+        )
         return _beside(folder, value) if is_path and value != "byte" else value
     if key.endswith("_bytes") and isinstance(value, str):
         try:
             return read_size(value)
         except (ValueError, TypeError, LookupError, ArithmeticError):
-            raise ConfigError(f"{file.where(table, key)} = {value!r}: needs bytes, or a size such as 4MiB") from None
+            raise ConfigError(
+                f"{file.where(table, key)} = {value!r}: needs bytes, or a size such as 4MiB"
+            ) from None
     return value
 
 
@@ -163,7 +185,12 @@ def build_dataset(data: DataTable, *, doc_batch: int | None = None) -> Any:
     if data.kind == "mixture":
         make = importlib.import_module("penstock.sources.mixture").Mixture
         parts = data.parts.items()
-        given = ({name: (build_dataset(part, doc_batch=doc_batch), weight) for name, (part, weight) in parts},)
+        given = (
+            {
+                name: (build_dataset(part, doc_batch=doc_batch), weight)
+                for name, (part, weight) in parts
+            },
+        )
     else:
         make = _maker(data.kind)
         if data.kind == "text" and doc_batch is not None:

@@ -22,7 +22,19 @@ from penstock.dialects import each_once, from_environment, from_file, from_optio
 from penstock.errors import ConfigError
 from penstock.recipe import DataTable, build_dataset, read_data
 from penstock.types import GiB
-from penstock.values import Kind, Said, byte_size, choice, cpu_list, device_name, flag, number, or_none, or_word, whole
+from penstock.values import (
+    Kind,
+    Said,
+    byte_size,
+    choice,
+    cpu_list,
+    device_name,
+    flag,
+    number,
+    or_none,
+    or_word,
+    whole,
+)
 from penstock.watch.telemetry import Telemetry
 
 T = TypeVar("T")
@@ -165,7 +177,11 @@ def load(
     if preset is not None:
         # `--set key=value` is one way to write an option; a preset always has an option of its own.
         is_option = origin.startswith("command line")
-        options.append(Said("preset", preset, "command line --preset" if is_option else origin.format("preset")))
+        options.append(
+            Said(
+                "preset", preset, "command line --preset" if is_option else origin.format("preset")
+            )
+        )
     where, file_from = _find(path, environment)
     named_by = " (named by PENSTOCK_CONFIG)" if file_from == "PENSTOCK_CONFIG" else ""
     file = None if where is None else read_file(where, named_by)
@@ -196,7 +212,9 @@ def _of_preset(layer: Mapping[str, Said]) -> dict[str, Said]:
     return {setting: Said(setting, value, f"preset {name}") for setting, value in values}
 
 
-def _find(path: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> tuple[Path | None, str]:
+def _find(
+    path: str | os.PathLike[str] | None, environment: Mapping[str, str]
+) -> tuple[Path | None, str]:
     if path is not None:
         return Path(path), "given"
     named = environment.get("PENSTOCK_CONFIG")
@@ -242,7 +260,13 @@ def build(
     arguments = loader_arguments(settings) | passed_on
     if dataset is None:
         if resolved.data is None:
-            named = "no file is named, and" if resolved.file is None else f"file {resolved.file} has no table data, and"
-            raise ConfigError(f"no data: {named} no dataset was given; write a table data, or give dataset=…")
+            named = (
+                "no file is named, and"
+                if resolved.file is None
+                else f"file {resolved.file} has no table data, and"
+            )
+            raise ConfigError(
+                f"no data: {named} no dataset was given; write a table data, or give dataset=…"
+            )
         dataset = build_dataset(resolved.data, doc_batch=resolved.settings.doc_batch)
     return dataset, arguments

@@ -36,7 +36,9 @@ class Staged:
     """What the chunk takes that would have been more than asked for. It may be in the cache all the same."""
 
 
-def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], None] | None = None) -> Staged:
+def stage(
+    loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], None] | None = None
+) -> Staged:
     """Fill the cache with the first `max_bytes` of tokens that `loader` will need, or with a whole epoch."""
     whole_number("bytes", max_bytes, 1)
     source, run = loader.lay_open()
@@ -45,7 +47,9 @@ def stage(loader: AsyncDataLoader, max_bytes: int, progress: Callable[[Staged], 
     work = source.work(run)
     if work.cache is None:
         work.close()
-        raise ConfigError("there is no cache to stage into: use cache=True, and cache_bytes above 0")
+        raise ConfigError(
+            "there is no cache to stage into: use cache=True, and cache_bytes above 0"
+        )
     pool = make_pool(run.n_workers, work)
     try:
         lanes = source.open_lanes(replace(run, end_epoch=run.first_epoch + 1), pool, work)

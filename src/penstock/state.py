@@ -24,7 +24,9 @@ from penstock.errors import ConfigError, StateFormat, StateMismatch
 from penstock.types import Address
 
 VERSION = 1
-KEYS = frozenset({"penstock", "row", "batch", "first", "lanes", "at", "stream", "data", "tokenizer", "skip"})
+KEYS = frozenset(
+    {"penstock", "row", "batch", "first", "lanes", "at", "stream", "data", "tokenizer", "skip"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,9 @@ class State:
         """The same, with places that their source has checked."""
         return replace(self, places={lane: check(place) for lane, place in self.places.items()})
 
-    def require(self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]) -> None:
+    def require(
+        self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]
+    ) -> None:
         """Refuse to continue another stream as this one, and say what differs."""
         for what, saved, now in (
             ("the data", self.data, data),
@@ -103,7 +107,9 @@ class State:
             told = {"name"} if what == "the tokenizer" else set()
             names = sorted(key for key in {*saved, *now} - told if saved.get(key) != now.get(key))
             if names:
-                pairs = ", ".join(f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names)
+                pairs = ", ".join(
+                    f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names
+                )
                 raise StateMismatch(
                     f"{what} changed since the state was saved: {pairs}. Restore what it was, or start a new run."
                 )
@@ -144,7 +150,18 @@ def merge(states: Sequence[State]) -> State:
     first = states[0]
     places: dict[int, Any] = {}
     for state in states:
-        for name in ("row", "batch", "first", "lanes", "stream", "data", "tokenizer", "skip", "weights", "source"):
+        for name in (
+            "row",
+            "batch",
+            "first",
+            "lanes",
+            "stream",
+            "data",
+            "tokenizer",
+            "skip",
+            "weights",
+            "source",
+        ):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatch(
                     f"the states of the ranks were not taken at the same batch of the same run: {name} is "
@@ -178,7 +195,9 @@ def _parse_one(value: Any) -> State:
         if not is_count(value[name]):
             raise StateFormat(f"the state's {name!r} is no count: {show(value[name])}")
     for name in ("stream", "data", "tokenizer"):
-        if not isinstance(value[name], Mapping) or not all(isinstance(key, str) for key in value[name]):
+        if not isinstance(value[name], Mapping) or not all(
+            isinstance(key, str) for key in value[name]
+        ):
             raise StateFormat(f"the state's {name!r} is no table: {show(value[name])}")
     lanes = value["lanes"]
     if lanes < 1:
@@ -231,7 +250,9 @@ def address(entry: Any) -> Address:
         file, group, row = entry
         if isinstance(file, str) and (group is None or is_count(group)) and is_count(row):
             return Address(file, group, row)
-    raise StateFormat(f"not an address of a document: {show(entry)}. It needs file, row group or None, and row")
+    raise StateFormat(
+        f"not an address of a document: {show(entry)}. It needs file, row group or None, and row"
+    )
 
 
 def is_count(value: Any) -> bool:

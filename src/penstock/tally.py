@@ -77,7 +77,11 @@ class Tally:
         _add(self.bad, pipeline.bad())
 
     def stats(
-        self, pipeline: Pipeline | None, telemetry: Telemetry, memory_estimate: int, device_wait_s: float | None = None
+        self,
+        pipeline: Pipeline | None,
+        telemetry: Telemetry,
+        memory_estimate: int,
+        device_wait_s: float | None = None,
     ) -> Stats:
         """Everything so far, with what the running pipeline has counted."""
         from penstock.stats import Stats
@@ -113,7 +117,11 @@ class Tally:
 
 def _those(counts: dict[str, int], prefix: str) -> dict[str, int]:
     """Take out the counts whose names begin so."""
-    return {name.removeprefix(prefix): counts.pop(name) for name in list(counts) if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): counts.pop(name)
+        for name in list(counts)
+        if name.startswith(prefix)
+    }
 
 
 def _add(into: dict[str, int], more: dict[str, int]) -> None:

@@ -102,7 +102,10 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             return batch.data
         if batch.targets is None:
             return batch.inputs
-        item = {"input_ids": batch.inputs, "labels": batch.targets if self._shift else self._unshifted(batch)}
+        item = {
+            "input_ids": batch.inputs,
+            "labels": batch.targets if self._shift else self._unshifted(batch),
+        }
         if batch.positions is not None:
             item["position_ids"] = batch.positions
         return item
@@ -159,7 +162,9 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             try:
                 inner, ended = json.loads(state["loader"]), bool(state["ended"])
             except (KeyError, TypeError, ValueError):
-                raise StateFormat(f"this is no state of a Penstock dataset: {show(state)}") from None
+                raise StateFormat(
+                    f"this is no state of a Penstock dataset: {show(state)}"
+                ) from None
         self.loader.load_state_dict(inner)
         self._ended, self._resumed = ended, True
         self._marks.clear()
@@ -171,7 +176,9 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         if behind == 0:
             return self.loader.state_dict()
         if not 0 < behind < len(self._marks):
-            raise ConfigError(f"behind={behind}: the last {max(0, len(self._marks) - 1)} batches are remembered")
+            raise ConfigError(
+                f"behind={behind}: the last {max(0, len(self._marks) - 1)} batches are remembered"
+            )
         return self._marks[-1 - behind]()
 
     def _mark(self, position: Callable[[], Position]) -> None:
@@ -273,7 +280,9 @@ class TrainerMixin:
                 try:
                     saved = json.loads(file.read_bytes())
                 except ValueError as error:
-                    raise StateFormat(f"{file} is damaged ({error}): resume from another checkpoint") from error
+                    raise StateFormat(
+                        f"{file} is damaged ({error}): resume from another checkpoint"
+                    ) from error
                 # The state says where to go on; the Trainer would read and drop as many batches again.
                 self.args.ignore_data_skip = True
                 dataset.load_state_dict(saved)
@@ -338,7 +347,9 @@ def lightning_callback(dataset: TorchDataset) -> Any:
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self.teardown(trainer, pl_module, "fit")
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             self._begun += 1
 
         def state_dict(self) -> dict[str, Any]:

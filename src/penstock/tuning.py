@@ -27,7 +27,9 @@ MADE = frozenset({"fetch", "decode", "tokenize"})
 ALL = MADE | {"pack", "batch", "copy"}
 
 
-def knobs(pool: Pool, queue: Prefetcher[Any], lanes: Any, run: Run, *, cores: int, batch_bytes: int) -> list[Knob]:
+def knobs(
+    pool: Pool, queue: Prefetcher[Any], lanes: Any, run: Run, *, cores: int, batch_bytes: int
+) -> list[Knob]:
     """What can be turned here. `lanes` are those of text, or anything else, which has fewer of them."""
     found: list[Knob] = []
     text = hasattr(lanes, "read_ahead")
@@ -46,14 +48,25 @@ def knobs(pool: Pool, queue: Prefetcher[Any], lanes: Any, run: Run, *, cores: in
     # Processes take long to start: they stay as many as they are.
     if type(pool) is ThreadPool and not getattr(lanes, "forward", False):
         found.append(
-            Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, frozenset({"decode", "tokenize"}), 1)
+            Knob(
+                "n_workers",
+                lambda: pool.n_workers,
+                pool.resize,
+                lambda: cores,
+                frozenset({"decode", "tokenize"}),
+                1,
+            )
         )
     if text:
 
         def set_ahead(chunks: int) -> None:
             lanes.extra = chunks
 
-        found.append(Knob("read_ahead", lanes.read_ahead, set_ahead, lambda: 0 if lanes.tight else AHEAD, MADE))
+        found.append(
+            Knob(
+                "read_ahead", lanes.read_ahead, set_ahead, lambda: 0 if lanes.tight else AHEAD, MADE
+            )
+        )
     if batch_bytes:
         total = run.queue_bytes + run.read_ahead_bytes
         most = min(PREFETCH, max(run.prefetch_size, total // 2 // batch_bytes))
@@ -79,7 +92,11 @@ class _Littles:
         times = self._lanes.fetch_times()
         if times is None:
             return None
-        now, requests, p95_s = time.monotonic(), int(times["requests"]), float(times["p95_ms"]) / 1e3
+        now, requests, p95_s = (
+            time.monotonic(),
+            int(times["requests"]),
+            float(times["p95_ms"]) / 1e3,
+        )
         before, self._last = self._last, (now, requests)
         if before is None or now - before[0] < 0.5:
             return None

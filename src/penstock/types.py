@@ -211,4 +211,6 @@ class TokenChunk:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = int(self.docs.nbytes) + self.rows.nbytes  # asked for often, and Arrow counts for a while
+        self.nbytes = (
+            int(self.docs.nbytes) + self.rows.nbytes
+        )  # asked for often, and Arrow counts for a while

@@ -65,7 +65,11 @@ def number(unit: str = "") -> Kind:
 
     def read(value: Any) -> float:
         measure = float(value)
-        return measure if not isinstance(value, bool) and math.isfinite(measure) and measure >= 0 else refuse()
+        return (
+            measure
+            if not isinstance(value, bool) and math.isfinite(measure) and measure >= 0
+            else refuse()
+        )
 
     return Kind(f"a number{unit and f' of {unit}'}, at least 0", read)
 
@@ -90,7 +94,9 @@ def flag() -> Kind:
             return _FLAGS[_word(str(value))]
         return refuse()
 
-    return Kind("on or off (true, yes, 1 or false, no, 0)", read, lambda value: "on" if value else "off")
+    return Kind(
+        "on or off (true, yes, 1 or false, no, 0)", read, lambda value: "on" if value else "off"
+    )
 
 
 def choice(*words: str, hint: str = "") -> Kind:
@@ -177,7 +183,11 @@ def or_none(kind: Kind, word: str = "none") -> Kind:
     def read(value: Any) -> Any:
         return None if value is None or _word(value) in ("none", word) else kind.read(value)
 
-    return Kind(f"{kind.needs}, or {word!r}", read, lambda value: word if value is None else kind.show(value))
+    return Kind(
+        f"{kind.needs}, or {word!r}",
+        read,
+        lambda value: word if value is None else kind.show(value),
+    )
 
 
 def or_word(kind: Kind, word: str) -> Kind:

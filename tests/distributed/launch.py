@@ -133,9 +133,15 @@ def torchrun(*script: str | Path, ranks: int = 2) -> list[str]:
             f"--nproc_per_node={ranks}", *map(str, script)]  # fmt: skip
 
 
-def bounded(command: Sequence[str], timeout_s: float = 100.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def bounded(
+    command: Sequence[str], timeout_s: float = 100.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command that has to end, and all of its processes with it."""
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | quiet | environment,
         start_new_session=True,
@@ -146,11 +152,15 @@ def bounded(command: Sequence[str], timeout_s: float = 100.0, **environment: str
         # Workers that hang say where: faulthandler listens to this one.
         os.killpg(process.pid, signal.SIGABRT)
         out, err = process.communicate(timeout=20)
-        raise AssertionError(f"not over after {timeout_s:g} s: {out[-2000:]} {err[-8000:]}") from None
+        raise AssertionError(
+            f"not over after {timeout_s:g} s: {out[-2000:]} {err[-8000:]}"
+        ) from None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def session(place: Path, runs: Sequence[Run], ranks: int = 2, timeout_s: float = 200.0) -> dict[str, Ran]:
+def session(
+    place: Path, runs: Sequence[Run], ranks: int = 2, timeout_s: float = 200.0
+) -> dict[str, Ran]:
     """Make runs one after another in the same processes: under torchrun, or with `ranks` 0 in one without it."""
     script = prepare(place, runs)
     command = torchrun(*script, ranks=ranks) if ranks else [sys.executable, *map(str, script)]
@@ -167,7 +177,11 @@ def prepare(place: Path, runs: Sequence[Run]) -> list[Path]:
     described = [
         {
             "name": run.name,
-            "arguments": [*map(str, run.arguments), "--out", str(place.parent / (run.out or run.name))],
+            "arguments": [
+                *map(str, run.arguments),
+                "--out",
+                str(place.parent / (run.out or run.name)),
+            ],
             "environment": list(run.environment),
             "lift": [run.lift[0], str(run.lift[1])] if run.lift else None,
             "port": port,
@@ -180,13 +194,17 @@ def prepare(place: Path, runs: Sequence[Run]) -> list[Path]:
 
 def results(place: Path, runs: Sequence[Run], ranks: int) -> dict[str, Ran]:
     """What came of the runs that a launch has made."""
-    return {run.name: _ran(place.parent / (run.out or run.name), run.name, place, ranks) for run in runs}
+    return {
+        run.name: _ran(place.parent / (run.out or run.name), run.name, place, ranks) for run in runs
+    }
 
 
 def _ran(folder: Path, name: str, place: Path, ranks: int) -> Ran:
     codes = [int((place / f"{name}-{rank}.code").read_text()) for rank in range(ranks)]
     texts = [(place / f"{name}-{rank}.txt").read_text() for rank in range(ranks)]
-    return Ran(folder, codes, texts, [last_run(place / f"{name}-{rank}.jsonl") for rank in range(ranks)])
+    return Ran(
+        folder, codes, texts, [last_run(place / f"{name}-{rank}.jsonl") for rank in range(ranks)]
+    )
 
 
 def last_run(heartbeat: Path) -> list[dict[str, Any]]:

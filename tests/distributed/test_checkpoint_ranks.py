@@ -16,7 +16,9 @@ from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints
 from tests.test_checkpoint import Run, seed
 
-pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+pytestmark = (
+    pytest.mark.slow
+)  # what it shows is shown in one process, or by other ranks, in `make test`
 
 WORKER = """
 import json, os, resource, sys, warnings
@@ -187,7 +189,9 @@ def test_ranks_that_resume_train_on_bit_by_bit(results: list[dict[str, Any]], fo
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_two_ranks_saved_loads_on_one(results: list[dict[str, Any]], out: Path, form: str) -> None:
+def test_what_two_ranks_saved_loads_on_one(
+    results: list[dict[str, Any]], out: Path, form: str
+) -> None:
     checkpoints = Checkpoints(out / form, Alone())
     found = checkpoints.newest()
     assert found is not None
@@ -199,20 +203,26 @@ def test_what_two_ranks_saved_loads_on_one(results: list[dict[str, Any]], out: P
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_one_rank_saved_loads_on_two(results: list[dict[str, Any]], alone: dict[str, str], form: str) -> None:
+def test_what_one_rank_saved_loads_on_two(
+    results: list[dict[str, Any]], alone: dict[str, str], form: str
+) -> None:
     for result in results:
         assert result["loaded"][f"plain in {form}"] == alone
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("origin", FORMS)
-def test_what_was_saved_in_one_form_loads_in_the_other(results: list[dict[str, Any]], origin: str, form: str) -> None:
+def test_what_was_saved_in_one_form_loads_in_the_other(
+    results: list[dict[str, Any]], origin: str, form: str
+) -> None:
     for result in results:
         assert result["loaded"][f"{origin} in {form}"] == results[0]["facts"][origin]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_both_ranks_write_a_share_of_the_tensors(results: list[dict[str, Any]], out: Path, form: str) -> None:
+def test_both_ranks_write_a_share_of_the_tensors(
+    results: list[dict[str, Any]], out: Path, form: str
+) -> None:
     folder = out / form / "step-00000003"
     assert all((folder / f"__{rank}_0.distcp").stat().st_size > 1000 for rank in (0, 1))
 
@@ -248,10 +258,15 @@ def test_ranks_at_different_steps_are_told_so(results: list[dict[str, Any]]) -> 
         assert "different steps, [2, 3]" in result["steps"][0]
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_both_ranks(results: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_of_another_model_is_refused_on_both_ranks(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["model"][0].startswith("StateMismatch: ")
-        assert "hidden.weight was saved as torch.float32 (16, 16) and is torch.float32 (48, 48)" in result["model"][0]
+        assert (
+            "hidden.weight was saved as torch.float32 (16, 16) and is torch.float32 (48, 48)"
+            in result["model"][0]
+        )
 
 
 def test_after_faults_the_ranks_save_as_before(results: list[dict[str, Any]], out: Path) -> None:
@@ -263,7 +278,9 @@ def test_after_faults_the_ranks_save_as_before(results: list[dict[str, Any]], ou
     assert one.step == 2
 
 
-def test_a_rank_that_does_not_see_the_folder_is_named_on_both(results: list[dict[str, Any]]) -> None:
+def test_a_rank_that_does_not_see_the_folder_is_named_on_both(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["blind"][0].startswith("StateFormat: ")
         assert "rank 1: " in result["blind"][0]
@@ -273,7 +290,10 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_both(results: list[dict
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_saves_ends_the_other_with_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOST, str(Path(__file__).parents[2]), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
     told = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert told[0].startswith("PeerFailed: rank 0 of 2 could not reach the other ranks")
     assert ranks[1].returncode == -signal.SIGKILL

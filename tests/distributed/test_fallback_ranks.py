@@ -73,7 +73,12 @@ def files(folder: Path) -> dict[str, Path]:
     made = {}
     for n in range(30):
         path = folder / f"{n:03}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"file {n} line {i}: " + "words " * 60}) + "\n" for i in range(4)))
+        path.write_text(
+            "".join(
+                json.dumps({"text": f"file {n} line {i}: " + "words " * 60}) + "\n"
+                for i in range(4)
+            )
+        )
         made[path.name] = path
     return made
 
@@ -96,7 +101,9 @@ def text(place: Path) -> dict[str, Path]:
 CASES = [(fault, moment) for fault in FAULTS for moment in MOMENTS]
 QUICK = {("dead", "at the start"), ("hanging", "in the middle"), ("raising", "in the middle")}
 """One of each fault; the others take a minute more, and are left to `make test-slow`."""
-PARAMETERS = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
+PARAMETERS = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES
+]
 
 
 def name_of(fault: str, moment: str, on_stall: str) -> str:
@@ -104,9 +111,13 @@ def name_of(fault: str, moment: str, on_stall: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(place: Path, text: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[dict[str, Ran]]:
+def runs(
+    place: Path, text: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Ran]]:
     """Every fault at every moment under every policy, as far as somebody will look at it, in one launch."""
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    parameters = [
+        item.callspec.params for item in request.session.items if hasattr(item, "callspec")
+    ]
     looked_at = {(each.get("fault"), each.get("moment")) for each in parameters}
     with ExitStack() as stack:
 
@@ -123,21 +134,41 @@ def runs(place: Path, text: dict[str, Path], request: pytest.FixtureRequest) -> 
             endpoints = [good, good]
             endpoints[culprit] = hub(Until(over, **FAULTS[fault], **MOMENTS[moment]))
             environment = [
-                {"HF_ENDPOINT": endpoints[rank], "PENSTOCK_CACHE": str(place / f"cache {name} {rank}")}
+                {
+                    "HF_ENDPOINT": endpoints[rank],
+                    "PENSTOCK_CACHE": str(place / f"cache {name} {rank}"),
+                }
                 for rank in (0, 1)
             ]
             hangs = fault == "hanging"
             config = place / ("patient.toml" if hangs else "quick.toml")
-            limits = ["--loader-timeout", str(FIRST_S), "--stall-timeout", str(STALL_S)] if hangs else []
+            limits = (
+                ["--loader-timeout", str(FIRST_S), "--stall-timeout", str(STALL_S)] if hangs else []
+            )
             return Run(
                 name,
-                ["--config", config, "--steps", str(STEPS), "--log-every", "1", "--on-stall", on_stall, *limits],
+                [
+                    "--config",
+                    config,
+                    "--steps",
+                    str(STEPS),
+                    "--log-every",
+                    "1",
+                    "--on-stall",
+                    on_stall,
+                    *limits,
+                ],
                 environment=environment,
                 lift=(LIFTED_AFTER, over),
             )
 
         good = hub()
-        made = [described(*case, on_stall) for on_stall in ("stop", "synthetic") for case in CASES if case in looked_at]
+        made = [
+            described(*case, on_stall)
+            for on_stall in ("stop", "synthetic")
+            for case in CASES
+            if case in looked_at
+        ]
         yield session(place / "runs", made, timeout_s=500)
 
 
@@ -160,7 +191,9 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
     steps = [max(run.losses(rank), default=0) for rank in (0, 1)]
     assert steps[0] == steps[1]
     assert (steps[0] == 0) == (moment == "at the start")
-    assert message.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), message
+    assert message.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), (
+        message
+    )
     assert message.endswith(f". All ranks stop together before step {steps[0] + 1}.")
 
 
@@ -174,13 +207,17 @@ def test_all_ranks_go_on_without_data_and_with_it_again_at_the_same_steps(
 ) -> None:
     run = runs[name_of(fault, moment, "synthetic")]
     assert run.codes == [0, 0], run.told
-    changes = [[(line["to"], line["at_step"]) for line in run.of("fallback", rank)] for rank in (0, 1)]
+    changes = [
+        [(line["to"], line["at_step"]) for line in run.of("fallback", rank)] for rank in (0, 1)
+    ]
     assert changes[0] == changes[1]
     assert [to for to, _ in changes[0]][:2] == ["synthetic", "data"]
     assert changes[0][-1][0] == "data", "the fault was over long before the end"
     assert (changes[0][0][1] == 1) == (moment == "at the start")
     expected = {
-        n for (_, first), (_, end) in zip(changes[0][::2], changes[0][1::2], strict=True) for n in range(first, end)
+        n
+        for (_, first), (_, end) in zip(changes[0][::2], changes[0][1::2], strict=True)
+        for n in range(first, end)
     }
     for rank in (0, 1):
         assert [*run.losses(rank)] == [*range(1, STEPS + 1)]
@@ -196,7 +233,9 @@ def faultless(place: Path, text: dict[str, Path]) -> list[list[Any]]:
     every: list[list[Any]] = []
     for rank in (0, 1):
         data = TextDataset(place / "text", tokenizer="byte", seq_len=64)
-        with AsyncDataLoader(data, 2, shuffle=False, lanes=2, n_workers=1, shard=Shard(2, rank)) as loader:
+        with AsyncDataLoader(
+            data, 2, shuffle=False, lanes=2, n_workers=1, shard=Shard(2, rank)
+        ) as loader:
             states = [loader.state_dict()]
             for _ in range(STEPS):
                 assert loader.next_batch(30) is not None
@@ -226,8 +265,12 @@ def test_a_checkpoint_and_the_report_say_what_was_substituted(
 ) -> None:
     run = runs[name_of(fault, moment, "synthetic")]
     for rank in (0, 1):
-        own = json.loads((run.newest().folder / f"rank-{rank}.json").read_text())["data"]["substituted"]
-        assert {n for each in own for n in range(each["first"], each["last"] + 1)} == substituted(run, rank)
+        own = json.loads((run.newest().folder / f"rank-{rank}.json").read_text())["data"][
+            "substituted"
+        ]
+        assert {n for each in own for n in range(each["first"], each["last"] + 1)} == substituted(
+            run, rank
+        )
         assert own[0]["reason"] == run.of("fallback", rank)[0]["reason"]
     assert f"WARNING: {len(substituted(run, 0))} steps ran on SYNTHETIC data" in run.told[0]
     if (fault, moment) == CASES[0]:
@@ -239,7 +282,9 @@ def test_a_checkpoint_and_the_report_say_what_was_substituted(
 
 
 @pytest.mark.slow
-def test_a_launch_ends_with_an_error_when_one_rank_hangs(place: Path, text: dict[str, Path], tmp_path: Path) -> None:
+def test_a_launch_ends_with_an_error_when_one_rank_hangs(
+    place: Path, text: dict[str, Path], tmp_path: Path
+) -> None:
     script = tmp_path / "ranks.py"
     with HubServer() as good, HubServer() as bad:
         for hub in (good, bad):

@@ -156,7 +156,10 @@ def results(out: Path) -> list[dict[str, Any]]:
     corpus, script = out / "corpus.jsonl", out / "worker.py"
     # No two rows are alike, so that one that comes twice is found.
     corpus.write_text(
-        "".join(json.dumps({"text": " ".join(f"{20 * i + j:07}" for j in range(20))}) + "\n" for i in range(400))
+        "".join(
+            json.dumps({"text": " ".join(f"{20 * i + j:07}" for j in range(20))}) + "\n"
+            for i in range(400)
+        )
     )
     script.write_text(WORKER + ACCELERATE + TRAINER + LIGHTNING + END)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
@@ -168,7 +171,9 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["accelerate", "dcp", "dcp_by_rank", "trainer", "lightning"])
-def test_each_rank_trains_on_its_own_rows_and_resumes_exactly(results: list[dict[str, Any]], name: str) -> None:
+def test_each_rank_trains_on_its_own_rows_and_resumes_exactly(
+    results: list[dict[str, Any]], name: str
+) -> None:
     for result in results:
         assert result[name] == result["own"]
     rows = [tuple(row) for result in results for batch in result[name] for row in batch]
@@ -176,12 +181,18 @@ def test_each_rank_trains_on_its_own_rows_and_resumes_exactly(results: list[dict
     assert len(set(rows)) == len(rows)
 
 
-def test_a_dataloader_that_accelerate_prepared_is_refused_on_each_rank(results: list[dict[str, Any]]) -> None:
+def test_a_dataloader_that_accelerate_prepared_is_refused_on_each_rank(
+    results: list[dict[str, Any]],
+) -> None:
     assert all("would split it again" in result["refused"] for result in results)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-def test_a_distributed_checkpoint_of_two_ranks_loads_on_one(results: list[dict[str, Any]], out: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+)
+def test_a_distributed_checkpoint_of_two_ranks_loads_on_one(
+    results: list[dict[str, Any]], out: Path
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     from penstock import AsyncDataLoader, TextDataset

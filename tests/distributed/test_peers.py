@@ -132,9 +132,13 @@ def test_all_ranks_hear_all_texts_as_they_were_told(told: list[dict[str, Any]]) 
         assert each["long"] == ["🙂" * 4000, "b" * 4000]
 
 
-def test_a_rank_that_hangs_is_given_up_after_the_deadline_and_others_groups_live_on(told: list[dict[str, Any]]) -> None:
+def test_a_rank_that_hangs_is_given_up_after_the_deadline_and_others_groups_live_on(
+    told: list[dict[str, Any]],
+) -> None:
     message, seconds = told[0]["hangs"]
-    assert message.startswith("rank 0 of 2 could not reach the other ranks within 2 s: one of them has ended or hangs")
+    assert message.startswith(
+        "rank 0 of 2 could not reach the other ranks within 2 s: one of them has ended or hangs"
+    )
     assert seconds >= 1.9
     assert told[0]["after"] == told[1]["after"] == [[0], [1]]
 
@@ -145,10 +149,14 @@ def test_a_rank_that_died_is_noticed_before_the_deadline(told: list[dict[str, An
     assert seconds < 60
 
 
-def test_ranks_that_agree_on_batches_say_who_is_gone_and_never_in_the_place_of_their_own_error(tmp_path: Path) -> None:
+def test_ranks_that_agree_on_batches_say_who_is_gone_and_never_in_the_place_of_their_own_error(
+    tmp_path: Path,
+) -> None:
     told = run(tmp_path, AGREEING)
     assert [each["shared"] for each in told] == [["listing 0"] * 3] * 2
     assert [each["next"] for each in told] == ["batch", "batch"]
     assert [each["groups"] for each in told] == [0, 0]
-    assert told[0]["dies"].startswith("PeerFailed: rank 0 of 2 could not reach the other ranks within 300 s")
+    assert told[0]["dies"].startswith(
+        "PeerFailed: rank 0 of 2 could not reach the other ranks within 300 s"
+    )
     assert told[0]["own"] == "ZeroDivisionError: division by zero"

@@ -256,12 +256,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "ddp with unused", "ddp static", "fsdp adamw", "fsdp fused accumulated", "fsdp momentum",
     ],
 )  # fmt: skip
-def test_five_steps_on_two_ranks_are_those_without_a_prewarm(ranks: list[dict[str, Any]], name: str) -> None:
+def test_five_steps_on_two_ranks_are_those_without_a_prewarm(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     assert [rank["checks"][name] for rank in ranks] == [[], []]
     for rank in ranks:
         _, state_bytes, skipped = rank["notes"][name][:3]
         assert state_bytes > 0
-        assert skipped == ({"buckets of DDP": "not asked for"} if name == "ddp without exchange" else {})
+        assert skipped == (
+            {"buckets of DDP": "not asked for"} if name == "ddp without exchange" else {}
+        )
 
 
 def test_the_buckets_of_ddp_are_final_after_a_prewarm(ranks: list[dict[str, Any]]) -> None:
@@ -276,7 +280,9 @@ def test_the_buckets_of_ddp_are_final_after_a_prewarm(ranks: list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_three_ranks_add_gradients_up_in_the_same_order_as_without_a_prewarm(tmp_path: Path) -> None:
+def test_three_ranks_add_gradients_up_in_the_same_order_as_without_a_prewarm(
+    tmp_path: Path,
+) -> None:
     names = ["ddp adamw", "ddp adamw accumulated", "ddp with unused", "fsdp adamw", "proof in ddp"]
     for rank in run(tmp_path, 3, *names, "refused static"):
         assert [rank["checks"][name] for name in names] == [[]] * len(names)
@@ -290,7 +296,9 @@ def test_everything_is_as_it_was_on_both_ranks(ranks: list[dict[str, Any]], name
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_rate_zero_with_real_gradients_is_caught_on_both_ranks(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_rate_zero_with_real_gradients_is_caught_on_both_ranks(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
     for rank in ranks:
         assert "differs after 1 real step(s)" in rank["checks"][f"careless in {kind}"]
 
@@ -303,13 +311,18 @@ def test_rate_zero_with_real_gradients_is_caught_on_both_ranks(ranks: list[dict[
         ("exception within a forward in ddp", "ddp middle"),
     ],
 )
-def test_training_after_a_prewarm_that_failed_is_the_same(ranks: list[dict[str, Any]], name: str, note: str) -> None:
+def test_training_after_a_prewarm_that_failed_is_the_same(
+    ranks: list[dict[str, Any]], name: str, note: str
+) -> None:
     assert [rank["checks"][name] for rank in ranks] == [[], []]
     assert [rank["notes"][note] for rank in ranks] == ["raised", "raised"]
 
 
 def test_what_cannot_be_looked_after_is_refused_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "communication hook powerSGD_hook of DDP keeps a PowerSGDState" in rank["checks"]["stateful hook"]
+        assert (
+            "communication hook powerSGD_hook of DDP keeps a PowerSGDState"
+            in rank["checks"]["stateful hook"]
+        )
         assert rank["checks"]["stateless hook"] is None
         assert "Use torch.distributed.fsdp.fully_shard" in rank["checks"]["old fsdp"]

@@ -68,7 +68,9 @@ def run(corpus: Path, out: Path, mode: str, world: int = 2) -> list[dict[str, An
     return [json.loads(path.read_text()) for path in results]
 
 
-def test_ranks_end_a_finite_stream_with_equally_many_batches_each_its_own(corpus: Path, tmp_path: Path) -> None:
+def test_ranks_end_a_finite_stream_with_equally_many_batches_each_its_own(
+    corpus: Path, tmp_path: Path
+) -> None:
     results = run(corpus, tmp_path, "finite")
     assert [(r["rank"], r["world"]) for r in results] == [(0, 2), (1, 2)]
     assert len(results[0]["batches"]) == len(results[1]["batches"]) > 10
@@ -81,7 +83,9 @@ def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(corpus: Path, tmp_path
     assert "ZeroDivisionError: on one rank only" in results[1]["error"]
 
 
-def test_ranks_that_go_on_after_a_fault_of_one_of_them_miss_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_ranks_that_go_on_after_a_fault_of_one_of_them_miss_nothing(
+    corpus: Path, tmp_path: Path
+) -> None:
     for mode in ("finite", "recovers"):
         (tmp_path / mode).mkdir()
     expected, results = (run(corpus, tmp_path / mode, mode) for mode in ("finite", "recovers"))
@@ -96,7 +100,9 @@ def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path)
     assert not set(results[0]["batches"]) & set(results[1]["batches"])
 
 
-def test_a_finite_stream_on_ranks_that_cannot_agree_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finite_stream_on_ranks_that_cannot_agree_is_refused(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock import AsyncDataLoader, ConfigError, TextDataset, UnevenRanks
 
     monkeypatch.setenv("RANK", "0")

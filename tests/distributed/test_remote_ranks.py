@@ -13,7 +13,9 @@ import pytest
 from penstock.testing import Fault, HubServer
 from tests.reading import write_jsonl
 
-pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+pytestmark = (
+    pytest.mark.slow
+)  # what it shows is shown in one process, or by other ranks, in `make test`
 
 WORKER = """
 import json, os, sys
@@ -70,7 +72,9 @@ def api_requests(hub: HubServer) -> list[str]:
     return [request.path for request in hub.log if request.path.startswith("/api/")]
 
 
-def test_ranks_of_a_host_ask_for_the_listing_and_each_footer_once(hub: HubServer, tmp_path: Path) -> None:
+def test_ranks_of_a_host_ask_for_the_listing_and_each_footer_once(
+    hub: HubServer, tmp_path: Path
+) -> None:
     results = run(tmp_path, "host")
     assert "error" not in results[0] | results[1]
     assert len(results[0]["batches"]) == len(results[1]["batches"]) > 5
@@ -91,7 +95,11 @@ def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_path: Path) -> None:
-    hub.fault(Fault("status", path="/api/*", times=None, code=404, headers={"X-Error-Code": "RepoNotFound"}))
+    hub.fault(
+        Fault(
+            "status", path="/api/*", times=None, code=404, headers={"X-Error-Code": "RepoNotFound"}
+        )
+    )
     results = run(tmp_path, "fails")
     assert "NoData" in results[0]["error"]
     assert "rank 0 could not list the data" in results[1]["error"]

@@ -15,7 +15,17 @@ from penstock.testing import Fault, HubServer
 from penstock.train import saved
 from penstock.train.data import make_loader, recipe
 from penstock.train.options import resolve
-from tests.distributed.launch import SHOWCASE, SMALL, Ran, Run, bounded, places, positions, session, torchrun
+from tests.distributed.launch import (
+    SHOWCASE,
+    SMALL,
+    Ran,
+    Run,
+    bounded,
+    places,
+    positions,
+    session,
+    torchrun,
+)
 
 # Many runs are made for the first test that needs one of them.
 pytestmark = pytest.mark.timeout(600)
@@ -53,7 +63,9 @@ def uneven(place: Path) -> Path:
     folder = place / "uneven"
     folder.mkdir()
     for n, lines in enumerate((9, 40)):
-        (folder / f"{n}.jsonl").write_text("".join(json.dumps({"text": f"{n} {i} " * 20}) + "\n" for i in range(lines)))
+        (folder / f"{n}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{n} {i} " * 20}) + "\n" for i in range(lines))
+        )
     return folder
 
 
@@ -73,7 +85,15 @@ def two(corpus: Path, place: Path, uneven: Path) -> dict[str, Ran]:
         return usual(corpus, "--steps", str(count), *more)
 
     warm = {"NSA_FWE_WARMUP_BATCHES": "4"}
-    fineweb = ["--dataset", "fineweb_edu_local", "--local-path", str(corpus / "docs.jsonl"), *SMALL, "--steps", "2"]
+    fineweb = [
+        "--dataset",
+        "fineweb_edu_local",
+        "--local-path",
+        str(corpus / "docs.jsonl"),
+        *SMALL,
+        "--steps",
+        "2",
+    ]
     runs = [
         Run("ddp", steps(12, "--save-every", "4", "--keep", "9", "--global-batch", "4")),
         Run("fsdp", steps(12, "--save-every", "4", "--keep", "9", "--fsdp")),
@@ -103,7 +123,10 @@ def one(corpus: Path, place: Path, two: dict[str, Ran]) -> dict[str, Ran]:
     runs = [
         Run("single", steps(12, "--global-batch", "4", *lanes)),
         Run("single accumulated", steps(4, "--global-batch", "8", *lanes)),
-        Run("single evaluated", steps(4, *EVAL, "--eval-batches", "4", "--global-batch", "4", *lanes)),
+        Run(
+            "single evaluated",
+            steps(4, *EVAL, "--eval-batches", "4", "--global-batch", "4", *lanes),
+        ),
         Run("elastic 2", steps(8, "--resume", "--global-batch", "4"), out="elastic"),
         Run("ddp of one", steps(4, "--ddp", "1", "--global-batch", "4", *lanes)),
         Run("fsdp of one", steps(4, "--fsdp", "--global-batch", "4", *lanes)),
@@ -111,12 +134,24 @@ def one(corpus: Path, place: Path, two: dict[str, Ran]) -> dict[str, Ran]:
     return session(place / "one", runs, ranks=0)
 
 
-def signalled(corpus: Path, place: Path, number: int, at: int) -> tuple[CompletedProcess[str], Path]:
+def signalled(
+    corpus: Path, place: Path, number: int, at: int
+) -> tuple[CompletedProcess[str], Path]:
     """A run of which rank 1 gets a signal in the middle of a step."""
     out = place / f"signal-{number}"
     script = place / f"signalled-{number}.py"
     script.write_text(SIGNALLED)
-    arguments = usual(corpus, "--steps", "100000", "--save-every", "4", "--collective-timeout", "20", "--out", str(out))
+    arguments = usual(
+        corpus,
+        "--steps",
+        "100000",
+        "--save-every",
+        "4",
+        "--collective-timeout",
+        "20",
+        "--out",
+        str(out),
+    )
     return bounded(torchrun(script, str(number), str(at), *arguments)), out
 
 
@@ -171,7 +206,9 @@ def test_two_ranks_train_as_one_process_with_the_same_global_batch(
     assert len(left.losses()) == (12 if alone == "single" else 4)
     assert left.losses() == pytest.approx(right.losses(), **CLOSE)
     assert left.losses(1) == left.losses(0)
-    norms = [{line["step"]: line["grad_norm"] for line in run.of("progress")} for run in (left, right)]
+    norms = [
+        {line["step"]: line["grad_norm"] for line in run.of("progress")} for run in (left, right)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
@@ -217,7 +254,11 @@ def test_ranks_come_and_go_and_train_as_if_they_had_stayed(
     (whole, first), (second,), (third,) = (
         succeeded(two, "ddp", "elastic"), succeeded(one, "elastic 2"), succeeded(again, "elastic 3")
     )  # fmt: skip
-    assert [list(run.losses()) for run in (first, second, third)] == [[*range(1, 5)], [*range(5, 9)], [*range(9, 13)]]
+    assert [list(run.losses()) for run in (first, second, third)] == [
+        [*range(1, 5)],
+        [*range(5, 9)],
+        [*range(9, 13)],
+    ]
     together = first.losses() | second.losses() | third.losses()
     assert together == pytest.approx(whole.losses(), **CLOSE)
     for step, ranks in ((4, 2), (8, 1), (12, 2)):
@@ -238,27 +279,38 @@ def test_a_run_may_change_between_ddp_and_fsdp(two: dict[str, Ran]) -> None:
 
 @pytest.mark.slow
 def test_a_sigterm_to_one_rank_saves_on_all_and_ends_well(
-    terminated: tuple[CompletedProcess[str], Path], stopped_at: list[int], two: dict[str, Ran], again: dict[str, Ran]
+    terminated: tuple[CompletedProcess[str], Path],
+    stopped_at: list[int],
+    two: dict[str, Ran],
+    again: dict[str, Ran],
 ) -> None:
     done, _ = terminated
     assert done.returncode == 0, done.stderr[-3000:]
     assert stopped_at[0] == STOP_AT
-    assert f"told to stop (by another rank) at step {STOP_AT}: saved; go on with --resume" in done.stdout
+    assert (
+        f"told to stop (by another rank) at step {STOP_AT}: saved; go on with --resume"
+        in done.stdout
+    )
     whole, resumed = two["ddp"], succeeded(again, "after SIGTERM")[0]
-    assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > STOP_AT}
+    assert resumed.losses() == {
+        step: loss for step, loss in whole.losses().items() if step > STOP_AT
+    }
     assert resumed.positions() == whole.positions()
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_and_a_resume_is_exact(
-    killed: tuple[CompletedProcess[str], Path], stopped_at: list[int], two: dict[str, Ran], again: dict[str, Ran]
+    killed: tuple[CompletedProcess[str], Path],
+    stopped_at: list[int],
+    two: dict[str, Ran],
+    again: dict[str, Ran],
 ) -> None:
     done, _ = killed
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
-    assert re.search(r"^penstock: .*rank 0 of 2 .*one of them has ended or hangs", done.stderr, re.MULTILINE), (
-        done.stderr
-    )
+    assert re.search(
+        r"^penstock: .*rank 0 of 2 .*one of them has ended or hangs", done.stderr, re.MULTILINE
+    ), done.stderr
     assert stopped_at[1] == 4
     whole, resumed = two["ddp"], succeeded(again, "after SIGKILL")[0]
     assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 4}
@@ -280,32 +332,50 @@ main()
 """
 
 
-def test_ranks_that_are_told_to_stop_while_they_wait_for_a_vocabulary_end_at_once_and_well(tmp_path: Path) -> None:
+def test_ranks_that_are_told_to_stop_while_they_wait_for_a_vocabulary_end_at_once_and_well(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "early.py"
     script.write_text(EARLY)
     with HubServer() as hub:
         hub.fault(Fault("silence", method="*", times=None))
         home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-        asked = ("--dataset", "fineweb_edu", *SMALL, "--tokenizer", "some/where", "--out", str(tmp_path / "out"))
+        asked = (
+            "--dataset",
+            "fineweb_edu",
+            *SMALL,
+            "--tokenizer",
+            "some/where",
+            "--out",
+            str(tmp_path / "out"),
+        )
         done = bounded(torchrun(script, *asked), **home)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Timeout" not in done.stderr, "nobody waited for the grace time to end"
     assert done.stdout.count("told to stop (SIGTERM) before the first step") == 2
 
 
-def test_two_processes_that_would_train_apart_are_refused_in_one_line(corpus: Path, tmp_path: Path) -> None:
+def test_two_processes_that_would_train_apart_are_refused_in_one_line(
+    corpus: Path, tmp_path: Path
+) -> None:
     done = bounded(torchrun(SHOWCASE, *usual(corpus, "--ddp", "0", "--out", str(tmp_path / "out"))))
     assert done.returncode != 0
     lines = {line for line in done.stderr.splitlines() if line.startswith("penstock: ")}
-    assert lines == {"penstock: --ddp 0 with 2 processes: each would train a model of its own. Use --ddp 1 or --fsdp."}
+    assert lines == {
+        "penstock: --ddp 0 with 2 processes: each would train a model of its own. Use --ddp 1 or --fsdp."
+    }
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_one_process_without_a_launcher_trains_alike_in_any_form(one: dict[str, Ran], form: str) -> None:
+def test_one_process_without_a_launcher_trains_alike_in_any_form(
+    one: dict[str, Ran], form: str
+) -> None:
     single, run = succeeded(one, "single", f"{form} of one")
     assert f"1 rank ({form})" in run.told[0]
-    assert run.losses() == pytest.approx({step: single.losses()[step] for step in range(1, 5)}, **CLOSE)
+    assert run.losses() == pytest.approx(
+        {step: single.losses()[step] for step in range(1, 5)}, **CLOSE
+    )
 
 
 def test_ranks_with_unequal_data_end_at_the_same_step(two: dict[str, Ran]) -> None:
@@ -324,9 +394,13 @@ def test_a_prewarm_changes_no_bit_of_what_follows(two: dict[str, Ran], form: str
     assert warm.positions() == positions(saved.load(cold.folder / "checkpoints" / saved.name_of(4)))
 
 
-def test_ranks_evaluate_to_the_loss_that_one_process_has(two: dict[str, Ran], one: dict[str, Ran]) -> None:
+def test_ranks_evaluate_to_the_loss_that_one_process_has(
+    two: dict[str, Ran], one: dict[str, Ran]
+) -> None:
     (several,), (alone,) = succeeded(two, "evaluated"), succeeded(one, "single evaluated")
-    losses = [[(line["step"], line["loss"]) for line in several.of("eval", rank)] for rank in (0, 1)]
+    losses = [
+        [(line["step"], line["loss"]) for line in several.of("eval", rank)] for rank in (0, 1)
+    ]
     assert losses[0] == losses[1]
     assert [step for step, _ in losses[0]] == [2, 4]
     expected = [line["loss"] for line in alone.of("eval")]

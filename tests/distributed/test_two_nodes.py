@@ -36,7 +36,9 @@ class Host:
 
 
 def ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=20
+    ).stdout
 
 
 def stop(host: Host) -> None:
@@ -87,13 +89,19 @@ def runs(corpus: Path) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def apart(hosts: list[Host], runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def apart(
+    hosts: list[Host], runs: list[Run], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Ran]:
     """Runs of both hosts, with a launcher on each."""
     place = tmp_path_factory.mktemp("hosts") / "session"
     script = prepare(place, runs)
     processes, told = [], [place / f"host-{n}.txt" for n in range(2)]
     for n, host in enumerate(hosts):
-        variables = [f"GLOO_SOCKET_IFNAME={host.cable}", "OMP_NUM_THREADS=1", "PYTHONWARNINGS=ignore::FutureWarning"]
+        variables = [
+            f"GLOO_SOCKET_IFNAME={host.cable}",
+            "OMP_NUM_THREADS=1",
+            "PYTHONWARNINGS=ignore::FutureWarning",
+        ]
         command = ["ip", "netns", "exec", host.name, "env", *variables, sys.executable, "-m", "torch.distributed.run",
                    "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(n), "--local-addr", host.address,
                    "--master_addr", hosts[0].address, "--master_port", str(PORT), *map(str, script)]  # fmt: skip
@@ -114,13 +122,17 @@ def apart(hosts: list[Host], runs: list[Run], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def together(apart: dict[str, Ran], runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def together(
+    apart: dict[str, Ran], runs: list[Run], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Ran]:
     """The same runs on one host."""
     return session(tmp_path_factory.mktemp("host") / "session", runs)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_on_two_hosts_train_as_on_one(apart: dict[str, Ran], together: dict[str, Ran], form: str) -> None:
+def test_ranks_on_two_hosts_train_as_on_one(
+    apart: dict[str, Ran], together: dict[str, Ran], form: str
+) -> None:
     far, near = apart[form], together[form]
     assert far.codes == near.codes == [0, 0], far.told + near.told
     assert f"2 ranks ({form}) on cpu" in far.told[0]
@@ -131,10 +143,13 @@ def test_ranks_on_two_hosts_train_as_on_one(apart: dict[str, Ran], together: dic
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_on_two_hosts_write_one_checkpoint(apart: dict[str, Ran], together: dict[str, Ran], form: str) -> None:
+def test_ranks_on_two_hosts_write_one_checkpoint(
+    apart: dict[str, Ran], together: dict[str, Ran], form: str
+) -> None:
     for step in (3, 6):
         far, near = (
-            saved.load(run.folder / "checkpoints" / saved.name_of(step)) for run in (apart[form], together[form])
+            saved.load(run.folder / "checkpoints" / saved.name_of(step))
+            for run in (apart[form], together[form])
         )
         assert far.world_size == near.world_size == 2
         assert positions(far) == positions(near)

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.watch.heartbeat import read_heartbeat
 
-pytestmark = pytest.mark.slow  # what it shows is shown in one process, or by other ranks, in `make test`
+pytestmark = (
+    pytest.mark.slow
+)  # what it shows is shown in one process, or by other ranks, in `make test`
 
 DELAY_S = 0.25
 """For each chunk of the slow rank: far longer than a collective takes, even on a machine that is busy with other things."""
@@ -104,7 +106,10 @@ def test_a_wait_for_the_other_rank_is_charged_to_ranks_and_not_to_data(run: Path
 
 def test_the_waits_in_the_file_are_those_that_the_loader_counted(run: Path) -> None:
     for rank in (0, 1):
-        told, steps = facts(run, rank), [line for line in lines(run, rank) if line["msg"] == "progress"]
+        told, steps = (
+            facts(run, rank),
+            [line for line in lines(run, rank) if line["msg"] == "progress"],
+        )
         # An epoch ends with a call that gives no batch, which is a wait and no step.
         assert sum(line["dt_fetch_s"] for line in steps) <= told["wait_s"] + 1e-3
         in_file: Counter[str] = Counter()
@@ -118,12 +123,17 @@ def test_the_waits_in_the_file_are_those_that_the_loader_counted(run: Path) -> N
 def test_report_blames_the_rank_that_is_slow(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     told = tmp_path / "report.json"
-    done = CliRunner().invoke(cli, ["report", str(run), "-o", str(tmp_path / "r.html"), "--json", str(told)])
+    done = CliRunner().invoke(
+        cli, ["report", str(run), "-o", str(tmp_path / "r.html"), "--json", str(told)]
+    )
     assert done.exit_code == 0, done.output
     numbers = json.loads(told.read_text())
     assert [one["rank"] for one in numbers["ranks"]] == [0, 1]
     fast, slow = numbers["ranks"]
-    own = [sum(s for stage, s in facts(run, rank)["by_stage"].items() if stage != "ranks") for rank in (0, 1)]
+    own = [
+        sum(s for stage, s in facts(run, rank)["by_stage"].items() if stage != "ranks")
+        for rank in (0, 1)
+    ]
     assert own[1] > 2 * own[0], own
     own_waits = {stage: pct for stage, pct in slow["waits_pct"].items() if stage != "ranks"}
     assert max(own_waits, key=own_waits.__getitem__) == "tokenize"

@@ -31,9 +31,18 @@ QUICK = Remote(
     retry_after_cap=0.2,
     fetches=4,  # few, so that a run has something left to fetch when a fault comes in its middle
 )
-IMPATIENT = replace(QUICK, request_timeout=2, stall_timeout=0.25, retry_budget=0.4, metadata_budget=0.4)
+IMPATIENT = replace(
+    QUICK, request_timeout=2, stall_timeout=0.25, retry_budget=0.4, metadata_budget=0.4
+)
 """For what never succeeds."""
-CALM = replace(QUICK, connect_timeout=20, request_timeout=30, stall_timeout=20, retry_budget=30, metadata_budget=30)
+CALM = replace(
+    QUICK,
+    connect_timeout=20,
+    request_timeout=30,
+    stall_timeout=20,
+    retry_budget=30,
+    metadata_budget=30,
+)
 """For faults that are answers: a busy machine's pauses are none, and are not counted as such."""
 DEADLINE_S = 40.0
 """No run of these tests may take longer until it has ended or failed, however busy the machine; budgets are shorter."""
@@ -56,7 +65,11 @@ def parquet(texts: list[str] | tuple[str, ...], rows: int = 8, **options: Any) -
     """A Parquet file with page checksums, nothing compressed, and a column that nobody wants."""
     table = pa.table({"id": range(len(texts)), "text": list(texts)})
     sink = io.BytesIO()
-    settings = {"compression": "none", "use_dictionary": False, "write_page_checksum": True} | options
+    settings = {
+        "compression": "none",
+        "use_dictionary": False,
+        "write_page_checksum": True,
+    } | options
     pq.write_table(table, sink, row_group_size=rows, **settings)
     return sink.getvalue()
 
@@ -93,7 +106,14 @@ def dataset(url: Any, **data: Any) -> TextDataset:
 
 
 def loader_of(data: TextDataset, **how: Any) -> AsyncDataLoader:
-    settings = {"batch_size": 8, "shuffle": True, "seed": 5, "epochs": 1, "n_workers": 2, "output": "numpy"}
+    settings = {
+        "batch_size": 8,
+        "shuffle": True,
+        "seed": 5,
+        "epochs": 1,
+        "n_workers": 2,
+        "output": "numpy",
+    }
     return AsyncDataLoader(data, **settings | how)
 
 
@@ -113,7 +133,10 @@ class Outcome:
 
 
 def run(
-    url: Any, how: dict[str, Any] | None = None, at: dict[int, Callable[[], Any]] | None = None, **data: Any
+    url: Any,
+    how: dict[str, Any] | None = None,
+    at: dict[int, Callable[[], Any]] | None = None,
+    **data: Any,
 ) -> Outcome:
     """Read everything, whatever happens. `at` says what to do after which batch."""
     began = time.monotonic()

@@ -96,13 +96,17 @@ def strace() -> list[str]:
     return command
 
 
-def run(strace: list[str], folder: Path, task: str, calls: str = "fsync", fault: str = "", *only: str) -> int:
+def run(
+    strace: list[str], folder: Path, task: str, calls: str = "fsync", fault: str = "", *only: str
+) -> int:
     """Run the child with a fault in some of its system calls; its exit code, negative for a signal."""
     traced = [*strace, "-e", f"trace={calls}", *only]
     if fault:
         traced += ["-e", f"inject={calls}:{fault}"]
     if "signal" not in fault:
-        traced.append("--seccomp-bpf")  # starts faster, since no other call is stopped; but then no signal arrives
+        traced.append(
+            "--seccomp-bpf"
+        )  # starts faster, since no other call is stopped; but then no signal arrives
     arguments = [str(folder), task, str(PUTS), str(STEP), calls.split(",")[0]]
     command = [*traced, sys.executable, "-c", CHILD, *arguments]
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -140,7 +144,9 @@ def test_a_failing_disk_turns_the_cache_off_with_one_warning(
     assert verify(tmp_path).damaged == []
 
 
-def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(strace: list[str], tmp_path: Path) -> None:
+def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
+    strace: list[str], tmp_path: Path
+) -> None:
     assert run(strace, tmp_path, "put") == 0
     second = tmp_path / "tokens" / TokenCache(tmp_path, GiB).key("a", 1, "r").name
     assert run(strace, tmp_path, "get", "read", "error=EIO", "-P", str(second)) == 0
@@ -160,7 +166,9 @@ def test_where_locks_are_not_supported_it_works_without(strace: list[str], tmp_p
     assert report["off"] is None
 
 
-def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(strace: list[str], tmp_path: Path) -> None:
+def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(
+    strace: list[str], tmp_path: Path
+) -> None:
     assert run(strace, tmp_path, "close", "fsync", "delay_enter=3s") == 0
     report = report_of(tmp_path)
     assert report["taken"] == [True] * PUTS
@@ -169,8 +177,12 @@ def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(strace: list[str],
     assert verify(tmp_path).damaged == []
 
 
-@pytest.mark.parametrize("calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64", "ftruncate"])
-def test_a_crash_at_any_moment_leaves_no_torn_entry(strace: list[str], tmp_path: Path, calls: str) -> None:
+@pytest.mark.parametrize(
+    "calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64", "ftruncate"]
+)
+def test_a_crash_at_any_moment_leaves_no_torn_entry(
+    strace: list[str], tmp_path: Path, calls: str
+) -> None:
     assert run(strace, tmp_path, "crash", calls, f"signal=KILL:when={LAST}") == 0
     codes = report_of(tmp_path)["codes"]
     crashes = codes.count(-signal.SIGKILL)
@@ -181,7 +193,10 @@ def test_a_crash_at_any_moment_leaves_no_torn_entry(strace: list[str], tmp_path:
         assert verify(folder).damaged == []
         cache = TokenCache(folder, GiB)
         found = [cache.get(cache.key("a", i, "r"), REF) for i in range(PUTS)]
-        assert all(one is None or one.docs.to_pylist() == [bytes([i]) * STEP] for i, one in enumerate(found))
+        assert all(
+            one is None or one.docs.to_pylist() == [bytes([i]) * STEP]
+            for i, one in enumerate(found)
+        )
         assert (None in found) == (nth <= crashes)
         # The next process goes on from there, and cleans up.
         assert all(cache.put(cache.key("a", i, "r"), sized(STEP, i)) for i in range(PUTS + 1))
@@ -195,7 +210,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
@@ -203,7 +220,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_turns_the_cache_off_with_one_warning(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_turns_the_cache_off_with_one_warning(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = TokenCache(small_disk, GiB)
     keys = [cache.key("a", i, "r") for i in range(8)]
     kept = [cache.put(key, sized(4 * STEP, i)) for i, key in enumerate(keys)]

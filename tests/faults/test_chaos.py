@@ -68,7 +68,9 @@ class Round:
         got: list[str] = []
         state = None
         for stop in [*self.stops, None]:
-            with loader_of(dataset(self.url, remote=PATIENT, cache=self._keeps), **self.how) as loader:
+            with loader_of(
+                dataset(self.url, remote=PATIENT, cache=self._keeps), **self.how
+            ) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
                 for expiry in [n for n in self.expiries if len(got) < n < (stop or 10**6)]:
@@ -80,7 +82,11 @@ class Round:
 
 
 def rounds(
-    seeds: Iterable[int], hub: HubServer, expected: Expected, cache: Path, monkeypatch: pytest.MonkeyPatch
+    seeds: Iterable[int],
+    hub: HubServer,
+    expected: Expected,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Counter[str]:
     """One round for each seed; which faults struck."""
     struck: Counter[str] = Counter()
@@ -101,7 +107,9 @@ def seeds_for(seconds: float) -> Iterator[int]:
     first = random.SystemRandom().randrange(10**9)
     print(f"chaos from seed {first} on")
     deadline = time.monotonic() + seconds
-    return itertools.takewhile(lambda seed: seed == first or time.monotonic() < deadline, itertools.count(first))
+    return itertools.takewhile(
+        lambda seed: seed == first or time.monotonic() < deadline, itertools.count(first)
+    )
 
 
 def test_random_faults_do_not_change_the_stream(
@@ -127,4 +135,9 @@ def test_the_same_seed_is_the_same_round(
     one = Round(seed, hub, tmp_path)
     assert one.run(monkeypatch) == expected(one.form or CHOSEN), str(one)
     again = Round(seed, hub, tmp_path)
-    assert (one.url, one.how, one.stops, one.chaos.rate) == (again.url, again.how, again.stops, again.chaos.rate)
+    assert (one.url, one.how, one.stops, one.chaos.rate) == (
+        again.url,
+        again.how,
+        again.stops,
+        again.chaos.rate,
+    )

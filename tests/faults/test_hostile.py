@@ -127,7 +127,9 @@ def test_a_redirect_to_another_public_server_is_followed() -> None:
         assert files.read(file, 100, 50) == DATA[100:150]
         assert files.read(file, 300, 50) == DATA[300:350]
         assert dialled == [PUBLIC, "93.184.216.35"]
-        assert [r.path for r in server.log] == ["/a", "/b", "/b"], "where it was found is remembered"
+        assert [r.path for r in server.log] == ["/a", "/b", "/b"], (
+            "where it was found is remembered"
+        )
 
 
 def test_a_portal_that_sends_everybody_to_its_own_page_for_a_while_is_got_over(
@@ -135,8 +137,19 @@ def test_a_portal_that_sends_everybody_to_its_own_page_for_a_while_is_got_over(
 ) -> None:
     with FileServer({"login": b"<html>Log in</html>"}) as portal:
         portal.fault(Fault("html", times=None))
-        hub.fault(Fault("redirect", path="*a.parquet", port="hub", to=portal.url_of("login"), times=3))
-        hub.fault(Fault("redirect", path="*a.parquet", port="cdn", to=portal.url_of("login"), skip=4, times=2))
+        hub.fault(
+            Fault("redirect", path="*a.parquet", port="hub", to=portal.url_of("login"), times=3)
+        )
+        hub.fault(
+            Fault(
+                "redirect",
+                path="*a.parquet",
+                port="cdn",
+                to=portal.url_of("login"),
+                skip=4,
+                times=2,
+            )
+        )
         outcome = run(hf(CHOSEN))
         assert outcome.error is None
         assert outcome.ledger == expected(CHOSEN)
@@ -162,14 +175,25 @@ def test_a_token_goes_to_the_hub_and_nowhere_else(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     outcome = run("hf://datasets/org/private", at={2: hub.expire_signatures})
     assert outcome.ledger == expected(CHOSEN)
-    assert {r.headers.get("authorization") for r in hub.log if r.port == "hub"} == {"Bearer hf_secret"}
+    assert {r.headers.get("authorization") for r in hub.log if r.port == "hub"} == {
+        "Bearer hf_secret"
+    }
     assert {r.headers.get("authorization") for r in hub.log if r.port == "cdn"} == {None}
 
 
-def test_a_password_goes_to_its_own_server_and_nowhere_else(outside: Path, expected: Expected) -> None:
+def test_a_password_goes_to_its_own_server_and_nowhere_else(
+    outside: Path, expected: Expected
+) -> None:
     data = content()[CHOSEN]
-    with FileServer({"a.parquet": data, "b.parquet": data}) as first, FileServer({"c.parquet": data}) as second:
-        first.fault(Fault("redirect", path="/a.parquet", method="*", to=second.url_of("c.parquet"), times=None))
+    with (
+        FileServer({"a.parquet": data, "b.parquet": data}) as first,
+        FileServer({"c.parquet": data}) as second,
+    ):
+        first.fault(
+            Fault(
+                "redirect", path="/a.parquet", method="*", to=second.url_of("c.parquet"), times=None
+            )
+        )
         url = first.url_of("a.parquet").replace("//", "//user:pass%20word@")
         assert run(url).ledger == expected(CHOSEN)
         assert {r.headers.get("authorization") for r in first.log} == {"Basic dXNlcjpwYXNzIHdvcmQ="}
@@ -231,7 +255,9 @@ def test_a_status_that_is_none_of_the_usual_ones_is_a_typed_error(outside: Path)
 def test_a_bit_flipped_on_the_way_is_fetched_again(hub: HubServer, expected: Expected) -> None:
     for n in range(3):
         hub.fault(Fault("flip", port="cdn", skip=2 + n, bits=3, seed=n))
-    hub.fault(Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4))  # its footer comes with it
+    hub.fault(
+        Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4)
+    )  # its footer comes with it
     outcome = run(hf("parquet"))
     assert sum(r.fault == "flip" for r in hub.log) == 4
     assert outcome.error is None
@@ -288,7 +314,9 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_damaged_file_is_an_error_that_names_it_or_is_left_out_and_counted(hub: HubServer, what: str) -> None:
+def test_a_damaged_file_is_an_error_that_names_it_or_is_left_out_and_counted(
+    hub: HubServer, what: str
+) -> None:
     name = f"org/{what.replace(' ', '-')}"
     hub.add(name, {"a.parquet": GOOD, "b.parquet": DAMAGED[what]})
     url = f"hf://datasets/{name}"
@@ -313,7 +341,9 @@ def test_a_damaged_file_is_fetched_twice_before_it_is_believed_and_no_more(hub: 
 
 def test_a_bomb_is_noticed_before_it_fills_the_memory(hub: HubServer) -> None:
     sink = io.BytesIO()
-    pq.write_table(pa.table({"text": ["x" * 2_000_000] * 60}), sink, compression="zstd", row_group_size=60)
+    pq.write_table(
+        pa.table({"text": ["x" * 2_000_000] * 60}), sink, compression="zstd", row_group_size=60
+    )
     hub.add("org/bomb", {"bomb.parquet": sink.getvalue()})
     assert len(sink.getvalue()) < 20_000
     outcome = run("hf://datasets/org/bomb", max_ratio=10)
@@ -349,12 +379,24 @@ def test_a_file_with_another_schema_is_an_error_that_names_it_and_what_to_do(
         assert word in str(outcome.error)
 
 
-def test_texts_of_another_kind_in_one_file_are_texts_all_the_same(hub: HubServer, tmp_path: Path) -> None:
+def test_texts_of_another_kind_in_one_file_are_texts_all_the_same(
+    hub: HubServer, tmp_path: Path
+) -> None:
     texts = list(documents()[:20])
-    kinds = [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()]
+    kinds = [
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.string_view(),
+    ]
     (tmp_path / "kinds").mkdir()
     for i, kind in enumerate(kinds):
-        array = pa.array([t.encode() for t in texts], kind) if kind == pa.binary() else pa.array(texts).cast(kind)
+        array = (
+            pa.array([t.encode() for t in texts], kind)
+            if kind == pa.binary()
+            else pa.array(texts).cast(kind)
+        )
         pq.write_table(pa.table({"text": array}), tmp_path / "kinds" / f"{i}.parquet")
     hub.add("org/kinds", {p.name: p for p in (tmp_path / "kinds").iterdir()})
     outcome = run("hf://datasets/org/kinds")
@@ -404,7 +446,9 @@ def flip_footers(path: Path, seeds: range) -> dict[str, int]:
 def lean(tmp_path: Path) -> Path:
     """A file whose footer has little in it that does not matter."""
     texts = [text[:200] for text in documents()[:24]]
-    table = pa.table({"other": [t[::-1] for t in texts], "text": texts, "third": [t.upper() for t in texts]})
+    table = pa.table(
+        {"other": [t[::-1] for t in texts], "text": texts, "third": [t.upper() for t in texts]}
+    )
     pq.write_table(
         table, tmp_path / "lean.parquet", row_group_size=4, compression="none", use_dictionary=False,
         write_page_checksum=True, write_statistics=False, store_schema=False,
@@ -488,7 +532,9 @@ def test_odd_names_are_read_kept_and_told_apart(hub: HubServer, outside: Path) -
         "A.jsonl", "a.jsonl", "ä ö.jsonl", "a%20b.jsonl", "a+b&c=d.jsonl", "#hash.jsonl", "wh?at.jsonl", "日本.jsonl",
         "x" * 290 + ".jsonl", "deep/" * 30 + "a.jsonl", "-.jsonl", "a:b.jsonl", "a;b,c.jsonl", "'quoted\".jsonl",
     ]  # fmt: skip
-    hub.add("org/odd", {f"d/{n}": json.dumps({"text": texts[i]}).encode() for i, n in enumerate(names)})
+    hub.add(
+        "org/odd", {f"d/{n}": json.dumps({"text": texts[i]}).encode() for i, n in enumerate(names)}
+    )
 
     def make(**how: Any) -> Any:
         return loader_of(dataset("hf://datasets/org/odd/d", cache=True, seq_len=16), **how)
@@ -526,7 +572,10 @@ def test_a_listing_that_leads_elsewhere_is_refused_and_nothing_is_written_outsid
         assert not any("resolve" in r.path for r in server.log)
     assert isinstance(outcome.error, SourceError)
     assert not isinstance(outcome.error, NoData)
-    assert sorted(p for p in outside.parent.rglob("*") if outside not in p.parents and p != outside) == before
+    assert (
+        sorted(p for p in outside.parent.rglob("*") if outside not in p.parents and p != outside)
+        == before
+    )
 
 
 def test_the_time_that_hostile_answers_take_is_bounded(outside: Path) -> None:

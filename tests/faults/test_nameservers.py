@@ -56,7 +56,9 @@ def alone() -> list[str]:
     if not Path("/etc/resolv.conf").exists():
         pytest.skip("there is no /etc/resolv.conf to put another one over")
     command = ["unshare", "-rnm"]
-    if subprocess.run([*command, "mount", "--bind", "/dev/null", "/etc/resolv.conf"], capture_output=True).returncode:
+    if subprocess.run(
+        [*command, "mount", "--bind", "/dev/null", "/etc/resolv.conf"], capture_output=True
+    ).returncode:
         pytest.skip("no network and mount namespaces may be made here")
     return command
 

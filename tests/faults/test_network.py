@@ -80,7 +80,9 @@ def failed(outcome: Outcome, kind: type[PenstockError], *words: str, reason: str
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_status_that_may_pass_is_tried_again(hub: HubServer, expected: Expected, place: str) -> None:
+def test_a_status_that_may_pass_is_tried_again(
+    hub: HubServer, expected: Expected, place: str
+) -> None:
     for code in (408, 429, 500, 502, 503, 504):
         hub.fault(Fault("status", code=code, **PLACES[place]))
     outcome = run(WHOLE, remote=replace(QUICK, backoff=0.0))
@@ -91,17 +93,25 @@ def test_a_status_that_may_pass_is_tried_again(hub: HubServer, expected: Expecte
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(hub: HubServer, place: str) -> None:
+def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(
+    hub: HubServer, place: str
+) -> None:
     hub.fault(Fault("status", code=503, times=None, **PLACES[place]))
     setting = "retry_budget" if place in ("data", "resolve") else "metadata_budget"
     text = failed(
-        run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", "status_503 ", f"Remote({setting}"
+        run(WHOLE, remote=IMPATIENT),
+        RemoteError,
+        "hf://datasets/org/name@",
+        "status_503 ",
+        f"Remote({setting}",
     )
     assert "attempts in" in text
 
 
 @pytest.mark.parametrize("value", ["0.15", "86400", "in an hour", "inf", "soon"])
-def test_retry_after_is_honoured_up_to_its_cap(hub: HubServer, expected: Expected, value: str) -> None:
+def test_retry_after_is_honoured_up_to_its_cap(
+    hub: HubServer, expected: Expected, value: str
+) -> None:
     if value == "in an hour":
         value = email.utils.formatdate(time.time() + 3600, usegmt=True)
     hub.fault(Fault("status", code=429, retry_after=value, **PLACES["data"]))
@@ -150,7 +160,9 @@ def test_connections_that_always_break_are_an_error(
     failed(run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", reason=reason)
 
 
-def test_a_server_that_goes_away_and_comes_back_is_waited_for(outside: Path, expected: Expected) -> None:
+def test_a_server_that_goes_away_and_comes_back_is_waited_for(
+    outside: Path, expected: Expected
+) -> None:
     files = {"a.parquet": content()[CHOSEN]}
     first = FileServer(files)
     port = int(first.url.rpartition(":")[2])
@@ -160,7 +172,9 @@ def test_a_server_that_goes_away_and_comes_back_is_waited_for(outside: Path, exp
 
         def fall() -> None:
             first.close()
-            held.bind(("127.0.0.1", port))  # so that nobody else gets the port meanwhile; it does not listen
+            held.bind(
+                ("127.0.0.1", port)
+            )  # so that nobody else gets the port meanwhile; it does not listen
             timer = threading.Timer(1.5, lambda: back.append(FileServer(files, port=port)))
             timer.start()
 
@@ -188,7 +202,9 @@ def test_a_closed_port_is_an_error_that_says_so(outside: Path) -> None:
 # Answers that are not what was asked for
 
 
-@pytest.mark.parametrize("kind", ["no_range", "wrong_range", "short", "gzip", "html", "etag", "size"])
+@pytest.mark.parametrize(
+    "kind", ["no_range", "wrong_range", "short", "gzip", "html", "etag", "size"]
+)
 @pytest.mark.parametrize("where", ["hub", "files"])
 def test_a_wrong_answer_is_noticed_and_asked_for_again(
     hub: HubServer, outside: Path, expected: Expected, kind: str, where: str
@@ -214,13 +230,17 @@ def test_an_answer_that_stays_wrong_is_an_error(
     hub: HubServer, kind: str, error: type[PenstockError], word: str
 ) -> None:
     hub.fault(Fault(kind, port="cdn", skip=2, times=None))
-    limits = QUICK if kind in ("no_range", "size", "etag") else IMPATIENT  # those three are believed after a while
+    limits = (
+        QUICK if kind in ("no_range", "size", "etag") else IMPATIENT
+    )  # those three are believed after a while
     failed(run(hf(CHOSEN), remote=limits), error, "parquet/a.parquet", reason=word)
 
 
 @pytest.mark.parametrize("kind", ["short", "gzip", "html"])
 @pytest.mark.parametrize("place", ["revision", "tree"])
-def test_metadata_that_is_none_is_asked_for_again(hub: HubServer, expected: Expected, kind: str, place: str) -> None:
+def test_metadata_that_is_none_is_asked_for_again(
+    hub: HubServer, expected: Expected, kind: str, place: str
+) -> None:
     hub.fault(Fault(kind, **PLACES[place]))
     survived(run(WHOLE), expected(CHOSEN))
     assert [r.fault for r in hub.log if r.fault] == [kind]
@@ -239,7 +259,9 @@ def test_what_a_portal_sends_never_passes_for_the_card_nor_is_kept(
 
 
 @pytest.mark.parametrize("kind", ["html", "status", "silence", "reset", "garbage", "redirect"])
-def test_the_size_of_a_file_is_asked_for_again(outside: Path, expected: Expected, kind: str) -> None:
+def test_the_size_of_a_file_is_asked_for_again(
+    outside: Path, expected: Expected, kind: str
+) -> None:
     with FileServer({"a.parquet": content()[CHOSEN]}) as files:
         files.fault(Fault(kind, method="HEAD", times=6 if kind == "redirect" else 1))
         survived(run(files.url_of("a.parquet")), expected(CHOSEN))
@@ -250,7 +272,9 @@ def test_the_size_of_a_file_is_asked_for_again(outside: Path, expected: Expected
 
 
 @pytest.mark.parametrize("change", ["content", "size", "gone"])
-def test_a_file_that_changes_during_a_run_ends_it(outside: Path, expected: Expected, change: str) -> None:
+def test_a_file_that_changes_during_a_run_ends_it(
+    outside: Path, expected: Expected, change: str
+) -> None:
     data = content()[CHOSEN]
     with FileServer({"a.parquet": data}) as files:
         before = next(iter(files._files.values())).version
@@ -261,32 +285,49 @@ def test_a_file_that_changes_during_a_run_ends_it(outside: Path, expected: Expec
             else:
                 files.put("a.parquet", data[:-1] + b"2" if change == "content" else data + b"more")
 
-        outcome = run(files.url_of("a.parquet"), at={1: alter}, how={"prefetch_size": 1, "n_workers": 1})
+        outcome = run(
+            files.url_of("a.parquet"), at={1: alter}, how={"prefetch_size": 1, "n_workers": 1}
+        )
         now = "" if change == "gone" else next(iter(files._files.values())).version
     text = failed(outcome, SourceChanged, "/a.parquet", "start a new run")
-    assert {"content": f"was {before}, it is {now}", "size": f"it is {len(data) + 4}", "gone": "404"}[change] in text
-    assert outcome.ledger == expected(CHOSEN)[: len(outcome.ledger)], "nothing of the new version was used"
+    assert {
+        "content": f"was {before}, it is {now}",
+        "size": f"it is {len(data) + 4}",
+        "gone": "404",
+    }[change] in text
+    assert outcome.ledger == expected(CHOSEN)[: len(outcome.ledger)], (
+        "nothing of the new version was used"
+    )
 
 
 def test_a_size_that_changes_is_noticed_without_etags(outside: Path) -> None:
     data = content()[CHOSEN]
     with FileServer({"a.parquet": data}, etags=False) as files:
         change = lambda: files.put("a.parquet", data + b"more")  # noqa: E731
-        outcome = run(files.url_of("a.parquet"), at={1: change}, how={"prefetch_size": 1, "n_workers": 1})
-    failed(outcome, SourceChanged, "/a.parquet", f"was {len(data)} bytes long, it is {len(data) + 4}")
+        outcome = run(
+            files.url_of("a.parquet"), at={1: change}, how={"prefetch_size": 1, "n_workers": 1}
+        )
+    failed(
+        outcome, SourceChanged, "/a.parquet", f"was {len(data)} bytes long, it is {len(data) + 4}"
+    )
 
 
 def test_a_new_commit_is_refused_on_resume_with_both_etags_and_the_pinned_one_goes_on(
     hub: HubServer, expected: Expected
 ) -> None:
-    repo = hub.add("org/moving", {"a.parquet": content()[CHOSEN], "b.parquet": content()["parquet/b.parquet"]})
+    repo = hub.add(
+        "org/moving", {"a.parquet": content()[CHOSEN], "b.parquet": content()["parquet/b.parquet"]}
+    )
     old = repo.sha
     with loader_of(dataset("hf://datasets/org/moving")) as loader:
         take(loader, 3)
         state = json.loads(json.dumps(loader.state_dict()))
         rest = take(loader, 10**6)
     repo.commit({"b.parquet": parquet(documents()[:5])})
-    with loader_of(dataset("hf://datasets/org/moving")) as loader, pytest.raises(SourceChanged) as raised:
+    with (
+        loader_of(dataset("hf://datasets/org/moving")) as loader,
+        pytest.raises(SourceChanged) as raised,
+    ):
         loader.load_state_dict(state)
     etags = [repo.at(sha).entries["b.parquet"].etag.strip('"') for sha in (old, "main")]
     assert f"b.parquet changed: its ETag was {etags[0]}, it is {etags[1]}" in str(raised.value)
@@ -308,13 +349,19 @@ def test_the_etags_of_whoever_sends_the_bytes_may_differ_from_those_of_the_hub_a
 
 def tries_of_a_read(server: HubServer | FileServer) -> int:
     """How often the range that was asked for most often was asked for, where the bytes are."""
-    ranges = Counter((r.path, r.range) for r in server.log if r.port != "hub" and r.range is not None)
+    ranges = Counter(
+        (r.path, r.range) for r in server.log if r.port != "hub" and r.range is not None
+    )
     return max(ranges.values())
 
 
-def test_an_address_that_expires_in_mid_run_is_asked_for_again(hub: HubServer, expected: Expected) -> None:
+def test_an_address_that_expires_in_mid_run_is_asked_for_again(
+    hub: HubServer, expected: Expected
+) -> None:
     how = {"prefetch_size": 1, "n_workers": 1}
-    outcome = run(hf("parquet"), at=dict.fromkeys((1, 20, 60), hub.expire_signatures), how=how, remote=CALM)
+    outcome = run(
+        hf("parquet"), at=dict.fromkeys((1, 20, 60), hub.expire_signatures), how=how, remote=CALM
+    )
     survived(outcome, expected("parquet"))
     # An address may also expire on its way from the Hub to whoever asked for it.
     assert outcome.faults["expired"] > 0
@@ -330,8 +377,12 @@ def test_an_address_that_is_refused_once_though_it_is_new_is_asked_for_again(
     survived(run(hf(CHOSEN)), expected(CHOSEN))
 
 
-@pytest.mark.parametrize(("code", "error"), [(400, AccessDenied), (403, AccessDenied), (404, SourceChanged)])
-def test_an_address_that_is_always_refused_is_an_error(hub: HubServer, code: int, error: type[PenstockError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "error"), [(400, AccessDenied), (403, AccessDenied), (404, SourceChanged)]
+)
+def test_an_address_that_is_always_refused_is_an_error(
+    hub: HubServer, code: int, error: type[PenstockError]
+) -> None:
     hub.fault(Fault("status", code=code, port="cdn", times=None, skip=3))
     failed(run(hf(CHOSEN), remote=CALM), error, "parquet/a.parquet", str(code))
     assert tries_of_a_read(hub) <= 4, "the known address and three new ones"
@@ -367,7 +418,9 @@ def test_a_repository_that_is_closed_in_mid_run_says_what_to_do(
         repo.gated = "files"
         hub.expire_signatures()
 
-    outcome = run("hf://datasets/org/closed", at={1: close}, how={"prefetch_size": 1, "n_workers": 1})
+    outcome = run(
+        "hf://datasets/org/closed", at={1: close}, how={"prefetch_size": 1, "n_workers": 1}
+    )
     failed(outcome, AccessDenied, "org/closed is gated", "HF_TOKEN", "No token was sent")
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     assert run("hf://datasets/org/closed").error is None
@@ -380,27 +433,37 @@ PATTERN = {form: f"*{form}" for form in FORMS} | {"parquet": "*.parquet", "texts
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_format_gets_over_faults_in_its_middle(hub: HubServer, expected: Expected, form: str) -> None:
+def test_every_format_gets_over_faults_in_its_middle(
+    hub: HubServer, expected: Expected, form: str
+) -> None:
     pattern = PATTERN[form]
     for kind, details in (
         ("reset", {"after": 500}), ("stall", {"after": 700}), ("status", {}), ("short", {}), ("no_range", {}),
         ("fin", {"after": 300}), ("wrong_range", {}), ("html", {}), ("gzip", {}),
     ):  # fmt: skip
-        hub.fault(Fault(kind, path=pattern, skip=1, **details) if kind != "status" else Fault(kind, path=pattern))
+        hub.fault(
+            Fault(kind, path=pattern, skip=1, **details)
+            if kind != "status"
+            else Fault(kind, path=pattern)
+        )
     outcome = run(hf(form), remote=replace(QUICK, stall_timeout=0.2, backoff=0.0))
     survived(outcome, expected(form))
     assert sum(outcome.faults.values()) >= 4
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_format_ends_in_a_typed_error_where_the_middle_cannot_be_had(hub: HubServer, form: str) -> None:
+def test_every_format_ends_in_a_typed_error_where_the_middle_cannot_be_had(
+    hub: HubServer, form: str
+) -> None:
     path = {"texts": "*texts/05.txt", "parquet": "*a.parquet"}.get(form, f"*{form}")
     hub.fault(Fault("reset", path=path, after=300, times=None, skip=0 if form != "parquet" else 3))
     failed(run(hf(form), remote=IMPATIENT), RemoteError, path.removeprefix("*"), reason="reset")
 
 
 @pytest.mark.parametrize("form", ["parquet", "docs.jsonl.gz"])
-@pytest.mark.parametrize("how", [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}], ids=["none", "process"])
+@pytest.mark.parametrize(
+    "how", [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}], ids=["none", "process"]
+)
 def test_faults_are_survived_for_any_kind_of_workers(
     hub: HubServer, expected: Expected, form: str, how: dict[str, Any]
 ) -> None:
@@ -419,7 +482,9 @@ def test_an_error_reaches_the_trainer_from_a_worker_process(hub: HubServer) -> N
     )
 
 
-def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(hub: HubServer, expected: Expected) -> None:
+def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(
+    hub: HubServer, expected: Expected
+) -> None:
     ways = [{"shard": Shard(2, rank), "n_workers": 1} for rank in range(2)]
     hub.fault(Fault("reset", path="*b.parquet", after=100, times=3))
     hub.fault(Fault("silence", path="*b.parquet"))
@@ -432,7 +497,9 @@ def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(hub: Hu
 # Slow answers
 
 
-def test_a_few_slow_answers_are_not_waited_for(outside: Path, expected: Expected, tmp_path: Path) -> None:
+def test_a_few_slow_answers_are_not_waited_for(
+    outside: Path, expected: Expected, tmp_path: Path
+) -> None:
     data = parquet(documents() * 6, rows=2)
     (tmp_path / "b.parquet").write_bytes(data)
     patient = replace(QUICK, stall_timeout=80, request_timeout=100, retry_budget=100)
@@ -455,7 +522,10 @@ def test_where_everything_becomes_slow_hedging_does_not_double_the_traffic(outsi
     data = parquet(documents() * 2, rows=1)
     with FileServer({"b.parquet": data}) as files:
         files.fault(Fault("slow", delay_s=0.3, skip=40, times=None))
-        outcome = run(files.url_of("b.parquet"), remote=replace(QUICK, stall_timeout=5, request_timeout=20, fetches=32))
+        outcome = run(
+            files.url_of("b.parquet"),
+            remote=replace(QUICK, stall_timeout=5, request_timeout=20, fetches=32),
+        )
         asked = len(files.log)
     assert outcome.error is None
     assert outcome.stats is not None
@@ -498,14 +568,22 @@ AT_ONCE_S = 20.0
 """With these, whoever waits for the network waits longer than that."""
 
 
-@pytest.mark.parametrize("how", [{}, {"workers": "process", "n_workers": 1}], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    "how", [{}, {"workers": "process", "n_workers": 1}], ids=["thread", "process"]
+)
 @pytest.mark.parametrize("form", ["parquet", "docs.jsonl", "docs.jsonl.gz", "texts"])
 @pytest.mark.parametrize("kind", ["silence", "stall", "status"])
-def test_shutdown_does_not_wait_for_the_network(hub: HubServer, form: str, kind: str, how: dict[str, Any]) -> None:
+def test_shutdown_does_not_wait_for_the_network(
+    hub: HubServer, form: str, kind: str, how: dict[str, Any]
+) -> None:
     if how and (kind == "stall" or form in ("docs.jsonl", "texts")):
         pytest.skip("as with threads: the parent fetches")
-    details: dict[str, Any] = {"after": 20} if kind == "stall" else {"retry_after": 50} if kind == "status" else {}
-    hub.fault(Fault(kind, path=PATTERN[form], times=None, skip=1 if form == "parquet" else 0, **details))
+    details: dict[str, Any] = (
+        {"after": 20} if kind == "stall" else {"retry_after": 50} if kind == "status" else {}
+    )
+    hub.fault(
+        Fault(kind, path=PATTERN[form], times=None, skip=1 if form == "parquet" else 0, **details)
+    )
     loader = loader_of(dataset(hf(form), remote=PATIENT), **how).start()
     wait_until(lambda: any(request.fault for request in hub.log))
     began = time.monotonic()
@@ -526,12 +604,16 @@ def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
             assert time.monotonic() - began < AT_ONCE_S
 
 
-def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer(hub: HubServer, outside: Path) -> None:
+def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer(
+    hub: HubServer, outside: Path
+) -> None:
     import fcntl
 
     data = dataset(hf("parquet"), remote=PATIENT)
     (outside / "locks").mkdir(parents=True, exist_ok=True)
-    held = [os.open(outside / "locks" / f"{stripe:02}", os.O_RDWR | os.O_CREAT) for stripe in range(64)]
+    held = [
+        os.open(outside / "locks" / f"{stripe:02}", os.O_RDWR | os.O_CREAT) for stripe in range(64)
+    ]
     try:
         for fd in held:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -552,7 +634,13 @@ def test_a_loader_that_nobody_holds_ends_its_fetches(hub: HubServer) -> None:
     del loader
     gc.collect()
     wait_until(
-        lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock-") and "testing" not in t.name]
+        lambda: (
+            not [
+                t
+                for t in threading.enumerate()
+                if t.name.startswith("penstock-") and "testing" not in t.name
+            ]
+        )
     )
 
 
@@ -567,7 +655,9 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(outside: Path) -> None:
+def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(
+    outside: Path,
+) -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
     data = parquet(documents() * 3, rows=1)

@@ -94,12 +94,18 @@ def private(private_hub: HubServer, outside: Path, monkeypatch: pytest.MonkeyPat
 
 
 def watch(
-    found: Found, url: Any, how: dict[str, Any] | None = None, then: Callable[[], None] | None = None, **data: Any
+    found: Found,
+    url: Any,
+    how: dict[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
+    **data: Any,
 ) -> BaseException | None:
     """Run to the end, with everything kept that it says of itself on the way. `then` is called every few batches."""
     try:
         described = dataset(url, cache=True, **data)
-        found.add(described, described.files, described.outside, described.data_id(), vars(described))
+        found.add(
+            described, described.files, described.outside, described.data_id(), vars(described)
+        )
         with loader_of(described, **how or {}) as loader:
             try:
                 while take(loader, 5):
@@ -147,12 +153,27 @@ def test_faults_that_pass_show_nothing(private: HubServer, found: Found, port: s
 
 
 @pytest.mark.parametrize("port", ["hub", "cdn"])
-@pytest.mark.parametrize(("kind", "details"), KINDS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "details"), KINDS, ids=[f"{n}-{kind}" for n, (kind, _) in enumerate(KINDS)]
+)
 def test_faults_that_stay_show_nothing(
     private: HubServer, found: Found, port: str, kind: str, details: dict[str, Any]
 ) -> None:
-    private.fault(Fault(kind, port=port, path="*a.parquet", times=None, skip=1 if port == "cdn" else 0, **details))
-    error = watch(found, "hf://datasets/org/private", remote=replace(IMPATIENT, retry_budget=0.15, backoff=0.0))
+    private.fault(
+        Fault(
+            kind,
+            port=port,
+            path="*a.parquet",
+            times=None,
+            skip=1 if port == "cdn" else 0,
+            **details,
+        )
+    )
+    error = watch(
+        found,
+        "hf://datasets/org/private",
+        remote=replace(IMPATIENT, retry_budget=0.15, backoff=0.0),
+    )
     if kind not in ("etag", "size") or port == "cdn":
         struck = any(request.fault for request in private.log)
         # A redirect has no body and no range to be wrong; and on a busy machine the time may be over before a fault strikes.
@@ -163,11 +184,18 @@ def test_faults_that_stay_show_nothing(
 def signatures(hub: HubServer) -> list[str]:
     """All signatures that the Hub gave out."""
     queries = [request.query for request in hub.log if request.port == "cdn"]
-    found = {part.partition("=")[2] for query in queries for part in query.split("&") if part.startswith("Signature=")}
+    found = {
+        part.partition("=")[2]
+        for query in queries
+        for part in query.split("&")
+        if part.startswith("Signature=")
+    }
     return sorted(found - {""})
 
 
-def test_an_expired_address_and_a_worker_process_show_nothing(private: HubServer, found: Found) -> None:
+def test_an_expired_address_and_a_worker_process_show_nothing(
+    private: HubServer, found: Found
+) -> None:
     private.fault(Fault("status", port="cdn", code=403, skip=2, times=None))
     how = {"workers": "process", "n_workers": 1}
     assert watch(found, "hf://datasets/org/private", how, remote=IMPATIENT) is not None
@@ -205,7 +233,9 @@ WEB: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("head", [True, False], ids=["listing", "reading"])
 @pytest.mark.parametrize(
-    ("kind", "details"), [("", {}), *WEB], ids=[f"{n}-{k}" for n, (k, _) in enumerate([("", {}), *WEB])]
+    ("kind", "details"),
+    [("", {}), *WEB],
+    ids=[f"{n}-{k}" for n, (k, _) in enumerate([("", {}), *WEB])],
 )
 def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
     outside: Path, found: Found, kind: str, details: dict[str, Any], head: bool
@@ -216,8 +246,20 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
             server.url_of("b.parquet") + f"?{QUERY}&other#fragment",
         ]
         if kind:
-            server.fault(Fault(kind, times=None, method="*" if head else "GET", skip=0 if head else 2, **details))
-        error = watch(found, urls, remote=replace(IMPATIENT, retry_budget=0.15, metadata_budget=0.15, backoff=0.0))
+            server.fault(
+                Fault(
+                    kind,
+                    times=None,
+                    method="*" if head else "GET",
+                    skip=0 if head else 2,
+                    **details,
+                )
+            )
+        error = watch(
+            found,
+            urls,
+            remote=replace(IMPATIENT, retry_budget=0.15, metadata_budget=0.15, backoff=0.0),
+        )
         sent = [request for request in server.log if QUERY in request.query]
         assert sent, "the server gets what belongs to it"
         if error is not None:
@@ -230,12 +272,16 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
         found.check()
 
 
-def test_a_proxys_login_is_not_shown(outside: Path, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxys_login_is_not_shown(
+    outside: Path, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside.mkdir(parents=True)
     (outside / "something").write_text("kept")
     for scheme in ("http", "https"):
         monkeypatch.setenv(f"{scheme}_proxy", f"http://{USER}:{PASSWORD}@127.0.0.1:1")
-        assert watch(found, f"{scheme}://data.invalid/a.parquet?{QUERY}", remote=IMPATIENT) is not None
+        assert (
+            watch(found, f"{scheme}://data.invalid/a.parquet?{QUERY}", remote=IMPATIENT) is not None
+        )
     monkeypatch.setenv("https_proxy", f"socks5://{USER}:{PASSWORD}@127.0.0.1:1")
     assert watch(found, "https://data.invalid/a.parquet", remote=IMPATIENT) is not None
     found.check()

@@ -40,18 +40,41 @@ def something_kept(outside: Path) -> None:
 
 
 def test_a_redirect_to_a_port_that_is_none_shows_nothing(private: HubServer, found: Found) -> None:
-    private.fault(Fault("redirect", port="hub", path="*a.parquet", to=f"http://127.0.0.1:{PASSWORD}/a", times=None))
-    assert watch(found, "hf://datasets/org/private", remote=replace(BRIEF, metadata_budget=5)) is not None
+    private.fault(
+        Fault(
+            "redirect",
+            port="hub",
+            path="*a.parquet",
+            to=f"http://127.0.0.1:{PASSWORD}/a",
+            times=None,
+        )
+    )
+    assert (
+        watch(found, "hf://datasets/org/private", remote=replace(BRIEF, metadata_budget=5))
+        is not None
+    )
     found.check()
 
 
 @pytest.mark.parametrize("code", [401, 403, 404, 503])
-def test_what_a_server_says_of_a_secret_is_not_passed_on(private: HubServer, found: Found, code: int) -> None:
+def test_what_a_server_says_of_a_secret_is_not_passed_on(
+    private: HubServer, found: Found, code: int
+) -> None:
     told = {"X-Error-Message": f"Bearer {TOKEN}", "Location": f"/?{QUERY}"}
     private.fault(
-        Fault("status", code=code, path="*a.parquet", headers=told, body=f"{TOKEN} {QUERY}".encode(), times=None)
+        Fault(
+            "status",
+            code=code,
+            path="*a.parquet",
+            headers=told,
+            body=f"{TOKEN} {QUERY}".encode(),
+            times=None,
+        )
     )
-    assert watch(found, "hf://datasets/org/private", remote=replace(BRIEF, metadata_budget=5)) is not None
+    assert (
+        watch(found, "hf://datasets/org/private", remote=replace(BRIEF, metadata_budget=5))
+        is not None
+    )
     found.check()
 
 
@@ -72,7 +95,9 @@ def test_a_file_that_changed_and_one_that_is_unknown_offline_are_named_without_s
     found: Found,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with FileServer({"a.parquet": parquet(documents()), "b.parquet": parquet(documents())}) as files:
+    with FileServer(
+        {"a.parquet": parquet(documents()), "b.parquet": parquet(documents())}
+    ) as files:
         base = files.url.replace("//", f"//{USER}:{PASSWORD}@")
         urls = [f"{base}/{name}.parquet?{QUERY}" for name in "ab"]
         with loader_of(dataset(urls)) as loader:
@@ -80,7 +105,10 @@ def test_a_file_that_changed_and_one_that_is_unknown_offline_are_named_without_s
             state = loader.state_dict()
         found.add(json.dumps(state))
         files.put("b.parquet", parquet(documents()[1:]))
-        with loader_of(dataset(urls)) as loader, pytest.raises(SourceChanged, match=r"b\.parquet") as raised:
+        with (
+            loader_of(dataset(urls)) as loader,
+            pytest.raises(SourceChanged, match=r"b\.parquet") as raised,
+        ):
             loader.load_state_dict(state)
         found.add_error(raised.value)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -110,14 +138,19 @@ def test_a_list_with_something_else_in_it_is_not_shown(found: Found) -> None:
 
 
 @pytest.mark.parametrize("kind", ["status", "denied", "reset", "garbage", "redirect", "gone"])
-def test_the_keys_of_a_bucket_are_not_shown(found: Found, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_the_keys_of_a_bucket_are_not_shown(
+    found: Found, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     pytest.importorskip("obstore")
     with FileServer({}) as server:
-        details: dict[str, Any] = {"denied": {"code": 403}, "redirect": {"to": f"ftp://h/?sig={PASSWORD}"}}.get(
-            kind, {}
-        )
+        details: dict[str, Any] = {
+            "denied": {"code": 403},
+            "redirect": {"to": f"ftp://h/?sig={PASSWORD}"},
+        }.get(kind, {})
         if kind != "gone":
-            server.fault(Fault("status" if kind == "denied" else kind, method="*", times=None, **details))
+            server.fault(
+                Fault("status" if kind == "denied" else kind, method="*", times=None, **details)
+            )
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", server.url)
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"sv=2024&sig={PASSWORD}")
@@ -145,6 +178,8 @@ def test_staging_reports_no_secret(found: Found, tmp_path: Path, fails: bool) ->
         command = [sys.executable, "-m", "penstock.cli.main", "stage", "--settings", str(settings)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode != 0) == fails, done.stderr
-    assert ("cannot be fetched" if fails else "staged ") in " ".join(f"{done.stdout} {done.stderr}".split())
+    assert ("cannot be fetched" if fails else "staged ") in " ".join(
+        f"{done.stdout} {done.stderr}".split()
+    )
     found.add(done.stdout, done.stderr)
     found.check()

@@ -26,14 +26,27 @@ from penstock.watch.heartbeat import read_heartbeat
 ROOT = Path(__file__).parents[2]
 SMALL = ("--seq-len", "32", "--batch", "2", "--log-every", "1")
 """Steps of some ten milliseconds, and a line for each."""
-OURS = ("PENSTOCK_", "NSA_FWE_", "HF_", "AWS_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OURS = (
+    "PENSTOCK_",
+    "NSA_FWE_",
+    "HF_",
+    "AWS_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+)
 
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
     """The variables of a run: no settings but these, and a cache of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    return clean | {"PENSTOCK_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PATH": path} | more
+    return (
+        clean
+        | {"PENSTOCK_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PATH": path}
+        | more
+    )
 
 
 @dataclass
@@ -97,7 +110,10 @@ def settings(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def here(
-    command: Callable[[], Any], out: Path, on: Mapping[str, Callable[[str], Any]] | None = None, **more: str
+    command: Callable[[], Any],
+    out: Path,
+    on: Mapping[str, Callable[[str], Any]] | None = None,
+    **more: str,
 ) -> Run:
     """Run a command in this process."""
     import torch
@@ -105,7 +121,11 @@ def here(
     said, errors, threads = Heard(on or {}), io.StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with settings(environment(out.parent / "cache", **more)), redirect_stdout(said), redirect_stderr(errors):
+        with (
+            settings(environment(out.parent / "cache", **more)),
+            redirect_stdout(said),
+            redirect_stderr(errors),
+        ):
             command()
         code = 0
     except SystemExit as ended:
@@ -115,7 +135,9 @@ def here(
     return Run(out, code, said.getvalue(), errors.getvalue())
 
 
-def train(out: Path, *arguments: Any, on: Mapping[str, Callable[[str], Any]] | None = None, **more: str) -> Run:
+def train(
+    out: Path, *arguments: Any, on: Mapping[str, Callable[[str], Any]] | None = None, **more: str
+) -> Run:
     """`penstock train` in this process."""
     return here(lambda: app(["train", *map(str, arguments), "--out", str(out)]), out, on, **more)
 
@@ -124,7 +146,15 @@ class Child:
     """`penstock train` in a process of its own."""
 
     def __init__(self, out: Path, *arguments: Any, **more: str) -> None:
-        command = [sys.executable, "-m", "penstock.cli.main", "train", *map(str, arguments), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.cli.main",
+            "train",
+            *map(str, arguments),
+            "--out",
+            str(out),
+        ]
         self.out, self._said = out, ""
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -151,7 +181,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             said, errors = self._process.communicate()
-            raise AssertionError(f"it did not end within {timeout_s} s: {self._said}{said}\n{errors}") from None
+            raise AssertionError(
+                f"it did not end within {timeout_s} s: {self._said}{said}\n{errors}"
+            ) from None
         return Run(self.out, self._process.returncode, self._said + (said or ""), errors)
 
 

@@ -20,7 +20,9 @@ from tests.train.runs import SMALL, Child, Run, train
 @pytest.fixture(scope="module")
 def done(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with a checkpoint."""
-    return train(tmp_path_factory.mktemp("done") / "out", "--dataset", docs, *SMALL, "--steps", 2).good()
+    return train(
+        tmp_path_factory.mktemp("done") / "out", "--dataset", docs, *SMALL, "--steps", 2
+    ).good()
 
 
 def resume(done: Run, docs: Path, out: Path, *more: Any) -> Run:
@@ -52,7 +54,9 @@ def test_a_demo_that_cannot_start_its_run_gives_the_signal_back(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_console_that_nobody_reads_any_more_does_not_end_the_run(docs: Path, tmp_path: Path) -> None:
+def test_a_console_that_nobody_reads_any_more_does_not_end_the_run(
+    docs: Path, tmp_path: Path
+) -> None:
     child = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 30).until("step 3/")
     assert child._process.stdout is not None
     child._process.stdout.close()
@@ -87,7 +91,13 @@ def test_resuming_where_every_checkpoint_is_damaged_is_an_error_and_moves_nothin
 
 
 @pytest.mark.parametrize(
-    "change", [{"data": None}, {"data": 5}, {"rng": None}, {"data": {"loader": None, "substituted": [{"first": 1}]}}]
+    "change",
+    [
+        {"data": None},
+        {"data": 5},
+        {"rng": None},
+        {"data": {"loader": None, "substituted": [{"first": 1}]}},
+    ],
 )
 def test_a_checkpoint_of_another_program_is_refused_by_name(
     done: Run, docs: Path, tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -117,7 +127,9 @@ def test_two_runs_do_not_share_a_folder(docs: Path, tmp_path: Path) -> None:
     assert first.end().good().saved().step >= 2
 
 
-def test_a_folder_that_cannot_be_written_to_is_found_out_before_anything_is_trained(docs: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_found_out_before_anything_is_trained(
+    docs: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     run = train(tmp_path / "file" / "out", "--dataset", docs, *SMALL, "--steps", 2)
     assert run.code == 1

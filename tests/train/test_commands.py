@@ -35,8 +35,12 @@ LOCAL = (
     "PYTHONPATH=. python -u scripts/train_showcase.py --dataset fineweb_edu_local "
     "--local-path /data/fwe_bootstrap.jsonl --ddp 0 --steps 200"
 )
-SMOKE = "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte"
-BOOTSTRAP = "python scripts/automation/fwe_bootstrap.py --out /data/fwe_bootstrap.jsonl --bytes 5368709120"
+SMOKE = (
+    "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte"
+)
+BOOTSTRAP = (
+    "python scripts/automation/fwe_bootstrap.py --out /data/fwe_bootstrap.jsonl --bytes 5368709120"
+)
 
 METRICS = (
     r"^Metrics:\n  Loss: \d+\.\d{3}\n  Avg tokens/sec: \d+\.\d\n  Batch size: %d\n  Data wait: \d+\.\d%%\n"
@@ -94,9 +98,13 @@ def bootstrapped(root: Path, fineweb: HubServer) -> Run:
 
 def test_a_single_process_trains_on_fineweb_edu(single: Run) -> None:
     assert list(single.losses()) == list(range(1, 51))
-    assert re.search(r"^\[train\] first FineWeb-Edu batch fetched in \d+\.\d\ds$", single.said, re.MULTILINE)
+    assert re.search(
+        r"^\[train\] first FineWeb-Edu batch fetched in \d+\.\d\ds$", single.said, re.MULTILINE
+    )
     assert re.search(METRICS % 2, single.said, re.MULTILINE)
-    assert re.search(r"^\[train\] warmup: 16 of 16 batches ready in \d+ ms$", single.said, re.MULTILINE)
+    assert re.search(
+        r"^\[train\] warmup: 16 of 16 batches ready in \d+ ms$", single.said, re.MULTILINE
+    )
     assert single.errors == ""
     assert single.saved().step == 50
 
@@ -167,7 +175,9 @@ def test_text_is_staged_on_local_disk(bootstrapped: Run, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_begins_on_the_local_text_without_a_server(bootstrapped: Run, root: Path, fineweb: HubServer) -> None:
+def test_a_run_begins_on_the_local_text_without_a_server(
+    bootstrapped: Run, root: Path, fineweb: HubServer
+) -> None:
     bootstrapped.good()
     fineweb.clear_log()
     run = keep(shell(LOCAL + " --seq-len 32 --batch 2", root, fineweb, "empty"), "local")
@@ -199,11 +209,23 @@ def script(tmp_path: Path, hub: HubServer, *arguments: Any) -> Run:
     return here(run, out, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path / "home"))
 
 
-@pytest.mark.parametrize("spelled", [("--synthetic-on-fail", "1"), ("--synthetic-on-fail",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "spelled", [("--synthetic-on-fail", "1"), ("--synthetic-on-fail",)], ids=" ".join
+)
 def test_options_against_faults_harm_no_run_without_them(
     spelled: tuple[str, ...], tmp_path: Path, fineweb: HubServer
 ) -> None:
-    how = ("--dataset", "fineweb_edu", "--ddp", "0", "--loader-timeout", "60", *spelled, "--steps", "3")
+    how = (
+        "--dataset",
+        "fineweb_edu",
+        "--ddp",
+        "0",
+        "--loader-timeout",
+        "60",
+        *spelled,
+        "--steps",
+        "3",
+    )
     run = script(tmp_path, fineweb, *how).good()
     assert list(run.losses()) == [1, 2, 3]
     settings = run.of("boot")[0]["settings"]
@@ -222,8 +244,12 @@ def test_made_up_data_needs_nothing_and_resumes(tmp_path: Path, fineweb: HubServ
     assert fineweb.log == []
 
 
-def test_the_last_of_an_option_that_is_given_twice_holds(tmp_path: Path, fineweb: HubServer) -> None:
-    run = script(tmp_path, fineweb, "--dataset", "synthetic", "--steps", "50", "--steps", "2").good()
+def test_the_last_of_an_option_that_is_given_twice_holds(
+    tmp_path: Path, fineweb: HubServer
+) -> None:
+    run = script(
+        tmp_path, fineweb, "--dataset", "synthetic", "--steps", "50", "--steps", "2"
+    ).good()
     assert list(run.losses()) == [1, 2]
 
 
@@ -254,7 +280,11 @@ def test_a_run_on_a_bucket_is_that_on_a_local_copy(bucket: str, docs: Path, tmp_
         "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": str(tmp_path / "config"),
     }  # fmt: skip
     how = (*SMALL, "--steps", 4)
-    remote = train(tmp_path / "s3" / "out", "--dataset", "s3://texts/some", *how, **variables).good()
+    remote = train(
+        tmp_path / "s3" / "out", "--dataset", "s3://texts/some", *how, **variables
+    ).good()
     assert list(remote.losses()) == [1, 2, 3, 4]
-    assert remote.losses() == train(tmp_path / "disk" / "out", "--dataset", docs, *how).good().losses()
+    assert (
+        remote.losses() == train(tmp_path / "disk" / "out", "--dataset", docs, *how).good().losses()
+    )
     assert remote.of("loader_ready")[0]["parts"]["fetch"] > 0

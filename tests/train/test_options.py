@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.errors import ConfigError
 from penstock.settings import Resolved
-from penstock.train.options import OPTIONS, TrainOptions, device_name, on_stall, parallel, resolve, spell_out
+from penstock.train.options import (
+    OPTIONS,
+    TrainOptions,
+    device_name,
+    on_stall,
+    parallel,
+    resolve,
+    spell_out,
+)
 from penstock.train.trainer import _accumulate
 
 TOML = """
@@ -85,7 +93,9 @@ def test_an_option_that_is_the_loaders_too_wins_everywhere(
 
 
 def test_an_option_and_the_same_setting_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match=r"--set batch_size: is given by an option of its own too"):
+    with pytest.raises(
+        ConfigError, match=r"--set batch_size: is given by an option of its own too"
+    ):
         stdlib(batch="2", overrides={"batch_size": "3"})
 
 
@@ -120,7 +130,9 @@ def test_json_says_the_same_as_toml(tmp_path: Path, file: Path) -> None:
 def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     file = tmp_path / "deep" / "run.toml"
-    file.write_text('[train]\ndataset = "fineweb_edu_local"\nlocal_path = "docs.jsonl"\ntensorboard = "/board"\n')
+    file.write_text(
+        '[train]\ndataset = "fineweb_edu_local"\nlocal_path = "docs.jsonl"\ntensorboard = "/board"\n'
+    )
     options = resolve(file, {})[0]
     assert options.local_path == tmp_path / "deep" / "docs.jsonl"
     assert options.tensorboard == Path("/board")
@@ -140,7 +152,10 @@ def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
         ({"dtype": "float16"}, "--dtype = 'float16': needs one of"),
         ({"ddp": "2"}, "--ddp = '2': needs on or off"),
         ({"compile": "maybe"}, "--compile = 'maybe': needs on or off"),
-        ({"loader_timeout": "-1"}, "--loader-timeout = '-1': needs a number of seconds, at least 0"),
+        (
+            {"loader_timeout": "-1"},
+            "--loader-timeout = '-1': needs a number of seconds, at least 0",
+        ),
         ({"on_stall": "wait"}, "--on-stall = 'wait': needs one of 'stop', 'synthetic'"),
         ({"lr": "fast"}, "--lr = 'fast': needs a number"),
         ({"tokenizer": ""}, "--tokenizer = '': needs a text"),
@@ -149,7 +164,9 @@ def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_value_that_does_not_fit_is_named_with_what_would(given: dict[str, str], words: str) -> None:
+def test_a_value_that_does_not_fit_is_named_with_what_would(
+    given: dict[str, str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         stdlib(**given)
 
@@ -160,22 +177,46 @@ def test_a_value_that_does_not_fit_is_named_with_what_would(given: dict[str, str
         ({"dataset": "fineweb_edu_local"}, "--dataset fineweb_edu_local: needs --local-path FILE"),
         ({"local_path": "docs.jsonl"}, "--local-path: is for --dataset fineweb_edu_local"),
         ({"dataset": None}, "no data: give --dataset (stdlib needs nothing), or --config"),
-        ({"ddp": "0", "fsdp": "1"}, "--ddp 0 and --fsdp: a single process has nobody to share a model with"),
-        ({"global_batch": "8", "accumulate": "2"}, "--global-batch and --accumulate: the one follows from the other"),
+        (
+            {"ddp": "0", "fsdp": "1"},
+            "--ddp 0 and --fsdp: a single process has nobody to share a model with",
+        ),
+        (
+            {"global_batch": "8", "accumulate": "2"},
+            "--global-batch and --accumulate: the one follows from the other",
+        ),
         ({"val_fraction": "0"}, "--val-fraction 0: needs a share between 0 and 1"),
         ({"val_fraction": "1"}, "--val-fraction 1: needs a share between 0 and 1"),
         ({"dropout": "1"}, "--dropout 1: needs a share below 1"),
-        ({"loader_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
-        ({"stall_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
-        ({"collective_timeout": "0"}, "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0"),
-        ({"on_stall": "synthetic", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
-        ({"synthetic_on_fail": "1", "overrides": {"prefetch": "off"}}, "--on-stall synthetic: needs prefetch on"),
+        (
+            {"loader_timeout": "0"},
+            "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0",
+        ),
+        (
+            {"stall_timeout": "0"},
+            "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0",
+        ),
+        (
+            {"collective_timeout": "0"},
+            "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0",
+        ),
+        (
+            {"on_stall": "synthetic", "overrides": {"prefetch": "off"}},
+            "--on-stall synthetic: needs prefetch on",
+        ),
+        (
+            {"synthetic_on_fail": "1", "overrides": {"prefetch": "off"}},
+            "--on-stall synthetic: needs prefetch on",
+        ),
         (
             {"on_stall": "synthetic", "overrides": {"n_workers": "0"}},
             "--on-stall synthetic: needs prefetch on, and workers",
         ),
         ({"on_stall": "stop", "synthetic_on_fail": "1"}, "are one option, and differ"),
-        ({"overrides": {"output": "numpy"}}, "command line --set output = 'numpy': a model is trained on tensors"),
+        (
+            {"overrides": {"output": "numpy"}},
+            "command line --set output = 'numpy': a model is trained on tensors",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -187,9 +228,18 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], word
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ('[train]\ndataset = "stdlib"\nstep = 3', "[train] step: unknown; the nearest known name is steps"),
-        ('[train]\ndataset = "stdlib"\nbatch = 3', "[train] batch: in a file it is batch_size of training"),
-        ('[train]\ndataset = "stdlib"\nlr = 3', "[train] lr: in a file it is learning_rate of training"),
+        (
+            '[train]\ndataset = "stdlib"\nstep = 3',
+            "[train] step: unknown; the nearest known name is steps",
+        ),
+        (
+            '[train]\ndataset = "stdlib"\nbatch = 3',
+            "[train] batch: in a file it is batch_size of training",
+        ),
+        (
+            '[train]\ndataset = "stdlib"\nlr = 3',
+            "[train] lr: in a file it is learning_rate of training",
+        ),
         ('[train]\ndataset = "stdlib"\nseed = 3', "[train] seed: in a file it is seed of training"),
         ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': needs a whole number"),
         ('[train]\ndataset = "stdlib"\n[loader]\nn_worker = 3', "[loader] n_worker"),
@@ -210,18 +260,31 @@ DESCRIBED = '[data]\nkind = "text"\nurls = "docs.jsonl"\ntokenizer = "byte"\nseq
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("tokenizer", "gpt2"), ("seq_len", "32"), ("text_field", "body"), ("packing", "bos"), ("dataset_config", "small")],
+    [
+        ("tokenizer", "gpt2"),
+        ("seq_len", "32"),
+        ("text_field", "body"),
+        ("packing", "bos"),
+        ("dataset_config", "small"),
+    ],
 )
-def test_what_a_file_says_of_its_data_is_not_said_again(tmp_path: Path, option: str, value: str) -> None:
+def test_what_a_file_says_of_its_data_is_not_said_again(
+    tmp_path: Path, option: str, value: str
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(DESCRIBED)
     assert resolve(file, {})[0].dataset is None
     spelled = option.replace("_", "-")
-    with pytest.raises(ConfigError, match=re.escape(f"--{spelled}: file {file} [data] describes the data; change it")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"--{spelled}: file {file} [data] describes the data; change it"),
+    ):
         resolve(file, {option: value})
     assert getattr(resolve(file, {option: value, "dataset": "stdlib"})[0], option) in (value, 32)
     file.write_text(DESCRIBED + f'[train]\n{option} = "{value}"\n')
-    with pytest.raises(ConfigError, match=re.escape(f"[train] {option}: file {file} [data] describes the data")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"[train] {option}: file {file} [data] describes the data")
+    ):
         resolve(file, {})
 
 
@@ -254,7 +317,16 @@ def test_a_setting_on_the_command_line_needs_its_name_and_value(pair: str) -> No
 
 
 def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock.cli.main", "train", "--dataset", "stdlib", "--size", "huge"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "train",
+        "--dataset",
+        "stdlib",
+        "--size",
+        "huge",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -322,7 +394,9 @@ def test_how_ranks_share_the_work(given: dict[str, str], world: int, how: str) -
 
 
 def test_processes_that_would_each_train_a_model_of_their_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--ddp 0 with 2 processes: each would train a model of its own"):
+    with pytest.raises(
+        ConfigError, match="--ddp 0 with 2 processes: each would train a model of its own"
+    ):
         parallel(stdlib(ddp="0")[0], 2)
 
 
@@ -347,21 +421,32 @@ def test_micro_steps_follow_from_the_global_batch() -> None:
     assert _accumulate(options, 4, 2) == 3
 
 
-@pytest.mark.parametrize(("device", "where"), [("cpu", None), ("cuda:3", "cuda:3"), ("cuda", "cuda:1")])
-def test_batches_go_where_the_model_is(monkeypatch: pytest.MonkeyPatch, device: str, where: str | None) -> None:
+@pytest.mark.parametrize(
+    ("device", "where"), [("cpu", None), ("cuda:3", "cuda:3"), ("cuda", "cuda:1")]
+)
+def test_batches_go_where_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, device: str, where: str | None
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device_name(stdlib(device=device)[0]) == where
 
 
 def test_both_ways_to_ask_for_made_up_data_are_one() -> None:
     assert on_stall(stdlib()[0]) == "stop"
-    assert on_stall(stdlib(synthetic_on_fail="1")[0]) == on_stall(stdlib(on_stall="synthetic")[0]) == "synthetic"
+    assert (
+        on_stall(stdlib(synthetic_on_fail="1")[0])
+        == on_stall(stdlib(on_stall="synthetic")[0])
+        == "synthetic"
+    )
     assert on_stall(stdlib(synthetic_on_fail="0")[0]) == "stop"
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [("synthetic_on_fail = true", {"on_stall": "stop"}), ('on_stall = "synthetic"', {"synthetic_on_fail": "0"})],
+    [
+        ("synthetic_on_fail = true", {"on_stall": "stop"}),
+        ('on_stall = "synthetic"', {"synthetic_on_fail": "0"}),
+    ],
 )
 def test_the_command_line_can_forbid_the_made_up_data_that_a_file_allows(
     file: Path, written: str, said: dict[str, str]
@@ -387,7 +472,9 @@ def test_a_device_that_is_set_for_the_loader_is_the_models_unless_the_command_li
     file.write_text(TOML.replace("[loader]", '[loader]\ndevice = "cuda:2"') + 'device = "cuda:1"\n')
     assert resolve(file, {})[0].device == "cuda:1", "what the file says of training itself"
     monkeypatch.setenv("PENSTOCK_DEVICE", "mps")
-    with pytest.raises(ConfigError, match="environment PENSTOCK_DEVICE = 'mps': needs auto, cpu, cuda or cuda:N"):
+    with pytest.raises(
+        ConfigError, match="environment PENSTOCK_DEVICE = 'mps': needs auto, cpu, cuda or cuda:N"
+    ):
         stdlib()
 
 

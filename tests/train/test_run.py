@@ -72,20 +72,28 @@ def test_the_standard_library_needs_nothing_but_python(tmp_path: Path) -> None:
 def test_what_feeds_a_run_changes_no_digit_of_its_losses(
     base: Run, docs: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--batch", 4, "--steps", 12, *how).good()
+    run = train(
+        tmp_path / "out", "--dataset", docs, *SMALL, "--batch", 4, "--steps", 12, *how
+    ).good()
     assert run.losses() == base.losses()
     assert bool(run.of("prewarm")) == ("--prewarm" in how)
 
 
-def test_a_file_that_turns_the_async_loader_off_changes_no_digit(base: Run, docs: Path, tmp_path: Path) -> None:
+def test_a_file_that_turns_the_async_loader_off_changes_no_digit(
+    base: Run, docs: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "plain.toml"
     file.write_text("[training]\nuse_async_loader = false\nbatch_size = 4\n")
-    run = train(tmp_path / "out", "--config", file, "--dataset", docs, *SMALL[:2], "--steps", 12).good()
+    run = train(
+        tmp_path / "out", "--config", file, "--dataset", docs, *SMALL[:2], "--steps", 12
+    ).good()
     assert run.losses() == base.losses()
     assert run.of("boot")[0]["settings"]["loader"]["prefetch"] is False
 
 
-@pytest.mark.parametrize("how", [("--accumulate", 2), ("--global-batch", 4)], ids=lambda how: how[0])
+@pytest.mark.parametrize(
+    "how", [("--accumulate", 2), ("--global-batch", 4)], ids=lambda how: how[0]
+)
 def test_two_micro_steps_are_one_step_of_twice_the_rows(
     base: Run, docs: Path, tmp_path: Path, how: tuple[Any, ...]
 ) -> None:
@@ -98,7 +106,9 @@ def test_two_micro_steps_are_one_step_of_twice_the_rows(
 def test_a_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text('{"text": "' + "x" * 62 + '"}\n')  # with its end, every row is the same
-    run = train(tmp_path / "out", "--dataset", file, *SMALL, "--steps", 3, "--lr", 0, "--seq-len", 63).good()
+    run = train(
+        tmp_path / "out", "--dataset", file, *SMALL, "--steps", 3, "--lr", 0, "--seq-len", 63
+    ).good()
     assert len(set(run.losses().values())) == 1
 
 
@@ -108,7 +118,9 @@ def test_a_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
 def first_batch(*arguments: Any, split: str | None = None) -> Any:
     given = {name: str(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
     options, resolved = resolve(None, given)
-    with make_loader(recipe(options, resolved), options, resolved, split=split, telemetry=False, device=None) as loader:
+    with make_loader(
+        recipe(options, resolved), options, resolved, split=split, telemetry=False, device=None
+    ) as loader:
         return next(loader)
 
 
@@ -120,7 +132,18 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_with_padding_the_loss_is_the_mean_over_what_is_none(lines: Path, tmp_path: Path) -> None:
-    run = train(tmp_path / "out", "--dataset", lines, *SMALL, "--steps", 30, "--packing", "best_fit", "--lr", 3e-3)
+    run = train(
+        tmp_path / "out",
+        "--dataset",
+        lines,
+        *SMALL,
+        "--steps",
+        30,
+        "--packing",
+        "best_fit",
+        "--lr",
+        3e-3,
+    )
     batch = first_batch("dataset", lines, "seq_len", 32, "batch", 2, "packing", "best_fit")
     padding = batch.targets == IGNORED
     assert 0 < padding.sum() < padding.numel()
@@ -148,8 +171,12 @@ def test_evaluations_are_told_and_kept_apart_from_steps(evaluated: Run) -> None:
     assert [line["step"] for line in told] == [3, 6, 9]
     assert [line["batches"] for line in told] == [4, 4, 4]
     for line in told:
-        assert f"[train] step {line['step']}: validation loss {line['loss']:.4f}\n" in evaluated.said
-    pauses = {line["step"]: line["seconds"] for line in evaluated.of("pause") if line["name"] == "eval"}
+        assert (
+            f"[train] step {line['step']}: validation loss {line['loss']:.4f}\n" in evaluated.said
+        )
+    pauses = {
+        line["step"]: line["seconds"] for line in evaluated.of("pause") if line["name"] == "eval"
+    }
     assert list(pauses) == [3, 6, 9]
     steps = {line["step"]: line for line in evaluated.of("progress")}
     for step in (4, 7):
@@ -162,7 +189,9 @@ def test_every_evaluation_sees_the_same_batches(evaluated: Run) -> None:
     assert len(set(evaluated.losses().values())) > 1  # training goes on to others
 
 
-def test_evaluating_changes_no_digit_of_training(evaluated: Run, docs: Path, tmp_path: Path) -> None:
+def test_evaluating_changes_no_digit_of_training(
+    evaluated: Run, docs: Path, tmp_path: Path
+) -> None:
     how = ("--eval-every", 1000, "--val-fraction", 0.3, "--lr", 1e-30)
     run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, *how).good()
     assert not run.of("eval")
@@ -176,7 +205,9 @@ def test_no_document_is_both_trained_and_evaluated_on(docs: Path) -> None:
     for split in ("train", "val"):
         seen[split] = set()
         what = recipe(options, resolved)
-        with make_loader(what, options, resolved, split=split, telemetry=False, device=None) as loader:
+        with make_loader(
+            what, options, resolved, split=split, telemetry=False, device=None
+        ) as loader:
             for batch in loader:
                 if batch.epoch > 0:
                     break
@@ -249,7 +280,9 @@ def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
     file.write_text(f"[training]\nbatch_size = 16\nnum_epochs = 2\n\n{data}")
     run = train(tmp_path / "out", "--config", file).good()
     options, resolved = resolve(file, {})
-    with make_loader(recipe(options, resolved), options, resolved, split=None, telemetry=False, device=None) as loader:
+    with make_loader(
+        recipe(options, resolved), options, resolved, split=None, telemetry=False, device=None
+    ) as loader:
         batches = sum(1 for _ in loader)
     assert batches > 20
     assert f"[train] the data ends after step {batches}\n" in run.said
@@ -257,7 +290,9 @@ def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
     assert run.saved().step == batches
 
 
-def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(lines: Path, tmp_path: Path) -> None:
+def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(
+    lines: Path, tmp_path: Path
+) -> None:
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     text = f'kind = "text"\nurls = "{lines}"\ntokenizer = "byte"\n'
     kinds = {
@@ -272,13 +307,19 @@ def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(lines: Pa
         for masked in (True, False):
             options, resolved = resolve(file, {"doc_mask": str(masked)})
             made = recipe(options, resolved)
-            with make_loader(made, options, resolved, split=None, telemetry=False, device=None) as loader:
+            with make_loader(
+                made, options, resolved, split=None, telemetry=False, device=None
+            ) as loader:
                 assert (next(loader).positions is not None) is masked, kind
     synthetic = 'kind = "synthetic"\nvocab_size = 9\nnum_samples = 9\n'
-    for data in (f"[data]\nseq_len = 32\n{synthetic}", f"{kinds['mixture']}[data.mixture.c]\nweight = 1\n{synthetic}"):
+    for data in (
+        f"[data]\nseq_len = 32\n{synthetic}",
+        f"{kinds['mixture']}[data.mixture.c]\nweight = 1\n{synthetic}",
+    ):
         file.write_text(data)
         with pytest.raises(
-            ConfigError, match=r"--doc-mask with file .* of kind 'synthetic': random ids have no documents"
+            ConfigError,
+            match=r"--doc-mask with file .* of kind 'synthetic': random ids have no documents",
         ):
             recipe(*resolve(file, {"doc_mask": "1"}))
 

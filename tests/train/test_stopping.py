@@ -68,7 +68,9 @@ def test_killed_again_and_again_a_run_goes_on_as_if_nothing_had_happened(
         assert run.code == -signal.SIGKILL
         told = run.losses()
         # The heartbeat is written by a thread of its own: of the last steps it may not have told.
-        assert told == {step: loss for step, loss in whole.losses().items() if at < step <= at + len(told)}
+        assert told == {
+            step: loss for step, loss in whole.losses().items() if at < step <= at + len(told)
+        }
         at = run.saved().step
         assert at % 3 == 0
         assert kill_at - 3 <= at
@@ -78,7 +80,9 @@ def test_killed_again_and_again_a_run_goes_on_as_if_nothing_had_happened(
     assert last.position() == whole.position()
 
 
-@pytest.mark.parametrize("how", [("--prewarm",), ("--set", "prefetch=off"), ("--set", "n_workers=0")], ids=" ".join)
+@pytest.mark.parametrize(
+    "how", [("--prewarm",), ("--set", "prefetch=off"), ("--set", "n_workers=0")], ids=" ".join
+)
 def test_what_feeds_a_run_may_change_when_it_is_resumed(
     whole: Run, docs: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
@@ -115,7 +119,9 @@ def test_a_run_that_is_over_has_nothing_left_to_do(docs: Path, tmp_path: Path, t
     assert run.saved().step == 9
 
 
-def test_a_torn_checkpoint_is_passed_over_for_the_one_before(docs: Path, tmp_path: Path, third: Run) -> None:
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
+    docs: Path, tmp_path: Path, third: Run
+) -> None:
     out = copy(third, tmp_path / "out")
     torn = next((out / "checkpoints" / "step-00000009").glob("*.distcp"))
     os.truncate(torn, torn.stat().st_size // 2)
@@ -183,7 +189,9 @@ def test_without_room_for_checkpoints_training_goes_on_and_the_end_says_so(
 # Told to stop
 
 
-def test_told_to_stop_it_saves_the_step_it_is_at_and_goes_on_from_there(docs: Path, tmp_path: Path) -> None:
+def test_told_to_stop_it_saves_the_step_it_is_at_and_goes_on_from_there(
+    docs: Path, tmp_path: Path
+) -> None:
     run = Child(tmp_path / "out", *endless(docs)).until("step 8/").send(signal.SIGTERM).end().good()
     last = list(run.losses())[-1]
     assert run.saved().step == last
@@ -211,7 +219,9 @@ def silent() -> Iterator[HubServer]:
         yield serve(hub)
 
 
-def test_told_to_stop_while_it_waits_for_a_source_that_hangs_it_ends(silent: HubServer, tmp_path: Path) -> None:
+def test_told_to_stop_while_it_waits_for_a_source_that_hangs_it_ends(
+    silent: HubServer, tmp_path: Path
+) -> None:
     how = ("--dataset", "fineweb_edu", *SMALL, "--loader-timeout", 60, "--grace", 20)
     child = Child(tmp_path / "out", *how, HF_ENDPOINT=silent.endpoint).until("toy model")
     run = child.send(signal.SIGTERM).end().good()
@@ -243,7 +253,9 @@ def test_a_handler_that_python_did_not_set_is_no_error_at_the_end() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with Signals(0, alone=True) as signals:
-            signals._before[signal.SIGTERM] = None  # what signal.signal gives for a handler of another language
+            signals._before[signal.SIGTERM] = (
+                None  # what signal.signal gives for a handler of another language
+            )
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -280,11 +292,15 @@ def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path)
     assert last.startswith("penstock: no data: no batch within 2 s")
     assert "See that the server can be reached, or allow more time" in last
     # The heartbeat's own word of it may come before the end or not.
-    assert all("Connection refused; attempt" in line or line.startswith("health: fail") for line in before), before
+    assert all(
+        "Connection refused; attempt" in line or line.startswith("health: fail") for line in before
+    ), before
 
 
 @pytest.mark.slow
-def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: int, tmp_path: Path) -> None:
+def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(
+    port: int, tmp_path: Path
+) -> None:
     hubs: list[HubServer] = []
 
     def begin(_: str) -> None:
@@ -294,10 +310,21 @@ def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: i
         # A step with some work in it, so that a run of few steps outlasts the opening.
         time.sleep(0.1)
 
-    how = ("--dataset", "fineweb_edu", *SMALL, "--steps", 150, "--loader-timeout", 1, "--synthetic-on-fail")
+    how = (
+        "--dataset",
+        "fineweb_edu",
+        *SMALL,
+        "--steps",
+        150,
+        "--loader-timeout",
+        1,
+        "--synthetic-on-fail",
+    )
     on = {"step 5/": begin, "WARNING: SYNTHETIC data since step 1": slowly}
     try:
-        run = train(tmp_path / "late" / "out", *how, on=on, HF_ENDPOINT=f"http://127.0.0.1:{port}").good()
+        run = train(
+            tmp_path / "late" / "out", *how, on=on, HF_ENDPOINT=f"http://127.0.0.1:{port}"
+        ).good()
         steps = run.of("progress")
         real = [line["step"] for line in steps if not line.get("synthetic")]
         assert steps[0]["synthetic"] is True
@@ -312,7 +339,9 @@ def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: i
         assert [(each["first"], each["last"]) for each in saved] == [(1, real[0] - 1)]
         # The stream is the one that a run without faults would have had after as many steps.
         calm = ("--dataset", "fineweb_edu", *SMALL, "--steps", len(real))
-        plain = train(tmp_path / "calm" / "out", *calm, HF_ENDPOINT=f"http://127.0.0.1:{port}").good()
+        plain = train(
+            tmp_path / "calm" / "out", *calm, HF_ENDPOINT=f"http://127.0.0.1:{port}"
+        ).good()
         assert run.position() == plain.position()
     finally:
         for hub in hubs:
@@ -323,7 +352,10 @@ def test_on_made_up_data_it_waits_for_the_server_and_then_misses_nothing(port: i
     ("how", "words"),
     [
         (("--dataset", "/nowhere/docs.jsonl"), "/nowhere/docs.jsonl"),
-        (("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"), "/nowhere/docs.jsonl"),
+        (
+            ("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"),
+            "/nowhere/docs.jsonl",
+        ),
         (("--tokenizer", "/nowhere/tokenizer.json"), "/nowhere/tokenizer.json"),
         (("--text-field", "body"), "body"),
     ],
@@ -343,7 +375,11 @@ def test_a_mistake_is_an_error_and_no_reason_for_made_up_data(
 @pytest.mark.parametrize(
     ("how", "msg", "words"),
     [
-        (("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"), "fineweb_loader_error", "/nowhere"),
+        (
+            ("--dataset", "fineweb_edu_local", "--local-path", "/nowhere/docs.jsonl"),
+            "fineweb_loader_error",
+            "/nowhere",
+        ),
         (("--dataset", None, "--text-field", "body"), "loader_error", "body"),
         (
             ("--dataset", None, "--tokenizer", "/nowhere/tokenizer.json"),

@@ -33,22 +33,30 @@ def test_a_slow_step_in_which_torch_compiled_is_explained_by_that() -> None:
     assert any(line.startswith("why step 1:") and "compil" in line for line in lines), lines
 
 
-def test_data_wait_at_the_end_of_a_single_step_is_no_more_than_all_of_it(docs: Path, tmp_path: Path) -> None:
+def test_data_wait_at_the_end_of_a_single_step_is_no_more_than_all_of_it(
+    docs: Path, tmp_path: Path
+) -> None:
     run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 1).good()
     (told,) = re.findall(r"^  Data wait: (.*)%$", run.said, re.MULTILINE)
     assert 0 < float(told) <= 100, run.said
 
 
 def test_a_run_without_telemetry_trains_all_the_same(docs: Path, tmp_path: Path) -> None:
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 3, "--set", "telemetry=off").good()
+    run = train(
+        tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 3, "--set", "telemetry=off"
+    ).good()
     assert list(run.losses()) == [1, 2, 3]
     assert not run.of("loader_ready")
 
 
 def test_documents_that_were_read_are_reported_on_the_console(docs: Path, tmp_path: Path) -> None:
-    child = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, NSA_FWE_REPORT_DOCS="1")
+    child = Child(
+        tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, NSA_FWE_REPORT_DOCS="1"
+    )
     run = child.end().good()
-    assert re.search(r"^\[train\] \d+ documents, \d+\.\d MB of text read$", run.said, re.MULTILINE), run.said
+    assert re.search(
+        r"^\[train\] \d+ documents, \d+\.\d MB of text read$", run.said, re.MULTILINE
+    ), run.said
     assert run.errors == ""
 
 
@@ -61,7 +69,13 @@ def test_what_is_secret_of_an_address_is_told_nobody(docs: Path, tmp_path: Path)
     assert run.of("boot")[0]["settings"]["dataset"] == f"http://{host}/docs.jsonl"
     left = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert left
-    for text in (*left, run.said.encode(), run.errors.encode(), smoke.said.encode(), smoke.errors.encode()):
+    for text in (
+        *left,
+        run.said.encode(),
+        run.errors.encode(),
+        smoke.said.encode(),
+        smoke.errors.encode(),
+    ):
         assert b"SECRET" not in text
     assert "[smoke][OK]" in smoke.said
 

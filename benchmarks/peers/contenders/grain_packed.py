@@ -94,13 +94,19 @@ class Grain:
         tokens = pieces.map(functools.partial(tokenize, encoder(case))).to_iter_dataset(
             grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
         )
-        rows = grain.experimental.ConcatThenSplitIterDataset(tokens, length_struct={"tokens": SEQ_LEN + 1})
+        rows = grain.experimental.ConcatThenSplitIterDataset(
+            tokens, length_struct={"tokens": SEQ_LEN + 1}
+        )
         batches = rows.batch(BATCH_SIZE, drop_remainder=True, batch_fn=collate)
         if processes:
-            options = grain.MultiprocessingOptions(num_workers=case.workers, per_worker_buffer_size=AHEAD)
+            options = grain.MultiprocessingOptions(
+                num_workers=case.workers, per_worker_buffer_size=AHEAD
+            )
             self._batches = iter(batches.mp_prefetch(options))
         else:
-            self._batches = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=AHEAD))
+            self._batches = iter(
+                grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=AHEAD)
+            )
         if case.state:
             with open(case.state, "rb") as file:
                 self._batches.set_state(pickle.load(file))

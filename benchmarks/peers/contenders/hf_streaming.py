@@ -61,7 +61,9 @@ class Streamed:
 
     def __init__(self, case: Case) -> None:
         if "://" in case.source:
-            texts = load_dataset(case.source.removeprefix("hf://datasets/"), split="train", streaming=True)
+            texts = load_dataset(
+                case.source.removeprefix("hf://datasets/"), split="train", streaming=True
+            )
         else:
             files = [str(file) for file in case.files()]
             texts = load_dataset("parquet", data_files=files, split="train", streaming=True)
@@ -72,7 +74,13 @@ class Streamed:
             # By default up to 10 shards fill the buffer. With that, a state of two workers could not be loaded again
             # (IndexError, datasets 5.2.0): it lists a worker's own shards and is loaded over those of all.
             texts = texts.shuffle(seed=SEED, buffer_size=BUFFER, max_buffer_input_shards=1)
-        rows = texts.map(Pack(case), input_columns=["text"], batched=True, batch_size=ROWS, remove_columns=["text"])
+        rows = texts.map(
+            Pack(case),
+            input_columns=["text"],
+            batched=True,
+            batch_size=ROWS,
+            remove_columns=["text"],
+        )
         self._loader = StatefulDataLoader(
             rows,
             batch_size=BATCH_SIZE,

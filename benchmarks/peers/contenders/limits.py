@@ -37,7 +37,11 @@ class DecodeAndTokenize:
         import pyarrow.parquet as pq
 
         files = case.files()
-        groups = [(f, g) for f, file in enumerate(files) for g in range(pq.ParquetFile(file).num_row_groups)]
+        groups = [
+            (f, g)
+            for f, file in enumerate(files)
+            for g in range(pq.ParquetFile(file).num_row_groups)
+        ]
         self._made: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._counting = threading.Lock()
         self._ids, self._next, self._left, self._ready = 0, iter(groups), case.workers, 0
@@ -51,7 +55,9 @@ class DecodeAndTokenize:
                     f, g = next(self._next, (-1, -1))
                 if f < 0:
                     break
-                column = opened[f].read_row_group(g, columns=["text"], use_threads=False).column("text")
+                column = (
+                    opened[f].read_row_group(g, columns=["text"], use_threads=False).column("text")
+                )
                 texts = awkward.from_arrow(column.cast(pa.large_string()))
                 self._count(len(instance.encode_batch(texts, parallel=False).layout.content.data))
             with self._counting:
@@ -96,11 +102,15 @@ class GatherAndCopy:
         batches = (len(ids) - 1) // (BATCH_SIZE * SEQ_LEN)
         shape, strides = (batches * BATCH_SIZE, SEQ_LEN + 1), (2 * SEQ_LEN, 2)
         # A plain array: np.memmap runs Python whenever it is indexed.
-        self._rows = np.lib.stride_tricks.as_strided(np.asarray(ids), shape, strides, writeable=False)
+        self._rows = np.lib.stride_tricks.as_strided(
+            np.asarray(ids), shape, strides, writeable=False
+        )
         order = np.arange(len(self._rows))
         if case.shuffle:
             order = np.random.default_rng(0).permutation(order)
-        self._order = itertools.chain.from_iterable(itertools.repeat(list(order.reshape(-1, BATCH_SIZE)), case.passes))
+        self._order = itertools.chain.from_iterable(
+            itertools.repeat(list(order.reshape(-1, BATCH_SIZE)), case.passes)
+        )
         self._wrap: Any = None
         if "torch" in case.variant:
             import torch
@@ -125,7 +135,9 @@ class Ready:
     def __init__(self, case: Case) -> None:
         ids = np.arange(BATCH_SIZE * SEQ_LEN).reshape(BATCH_SIZE, SEQ_LEN)
         made = [(ids + number, ids + number + 1) for number in range(READY)]
-        self._batches: Iterator[tuple[Any, Any]] = iter(made) if case.variant == "list" else Popping(made)
+        self._batches: Iterator[tuple[Any, Any]] = (
+            iter(made) if case.variant == "list" else Popping(made)
+        )
 
     def __next__(self) -> tuple[Any, Any]:
         inputs, targets = next(self._batches)

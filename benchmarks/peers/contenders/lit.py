@@ -52,7 +52,11 @@ def prepare(case: Case) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     optimize(
         fn=partial(tokenized, encode=Tokenizers(case.vocabulary)),
-        inputs=[(str(file), group) for file in case.files() for group in range(pq.ParquetFile(file).num_row_groups)],
+        inputs=[
+            (str(file), group)
+            for file in case.files()
+            for group in range(pq.ParquetFile(file).num_row_groups)
+        ],
         output_dir=case.prepared,
         chunk_size=(SEQ_LEN + 1) * 8012,
         item_loader=TokensLoader(),
@@ -88,7 +92,10 @@ def stack(rows: list[Ids]) -> torch.Tensor:
 def tokens(case: Case) -> Rows:
     """Blocks as they were cut."""
     dataset = StreamingDataset(
-        case.prepared, item_loader=TokensLoader(block_size=SEQ_LEN + 1), shuffle=case.shuffle, drop_last=True
+        case.prepared,
+        item_loader=TokensLoader(block_size=SEQ_LEN + 1),
+        shuffle=case.shuffle,
+        drop_last=True,
     )
     loader = StreamingDataLoader(
         dataset, batch_size=BATCH_SIZE, num_workers=case.workers, collate_fn=stack, drop_last=True
@@ -101,7 +108,10 @@ def text(case: Case) -> Documents:
     # Each worker would start as many tokenizing threads as there are cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     dataset = StreamingDataset(
-        case.prepared, item_loader=ParquetLoader(columns=["text"]), shuffle=case.shuffle, drop_last=False
+        case.prepared,
+        item_loader=ParquetLoader(columns=["text"]),
+        shuffle=case.shuffle,
+        drop_last=False,
     )
     loader = StreamingDataLoader(
         dataset,

@@ -35,7 +35,9 @@ class RowGroups:
     @classmethod
     def begin(cls, case: Case) -> None:
         """In each process."""
-        cls.encode = staticmethod(Gigatoken(case.vocabulary) if case.tokenizer == "ours" else Tiktoken(case.vocabulary))
+        cls.encode = staticmethod(
+            Gigatoken(case.vocabulary) if case.tokenizer == "ours" else Tiktoken(case.vocabulary)
+        )
 
     @classmethod
     def ids(cls, place: tuple[Path, int]) -> npt.NDArray[np.uint16]:
@@ -43,7 +45,11 @@ class RowGroups:
         import pyarrow.parquet as pq
 
         file, group = place
-        column = pq.ParquetFile(file).read_row_group(group, columns=["text"], use_threads=False).column(0)
+        column = (
+            pq.ParquetFile(file)
+            .read_row_group(group, columns=["text"], use_threads=False)
+            .column(0)
+        )
         return cls.encode(column.combine_chunks())
 
 
@@ -51,7 +57,11 @@ def prepare(case: Case) -> None:
     """Tokenize everything into one file."""
     import pyarrow.parquet as pq
 
-    places = [(file, group) for file in case.files() for group in range(pq.ParquetFile(file).num_row_groups)]
+    places = [
+        (file, group)
+        for file in case.files()
+        for group in range(pq.ParquetFile(file).num_row_groups)
+    ]
     # Spawned: pyarrow's threads, which the footers above have started, do not survive a fork.
     with (
         get_context("spawn").Pool(PROCESSES, RowGroups.begin, (case,)) as pool,
@@ -93,7 +103,12 @@ class MemoryMap:
 
 def rows(data: npt.NDArray[np.uint16], starts: torch.Tensor) -> torch.Tensor:
     """One row from each start."""
-    return torch.stack([torch.from_numpy(data[start : start + SEQ_LEN].astype(np.int64)) for start in starts.tolist()])
+    return torch.stack(
+        [
+            torch.from_numpy(data[start : start + SEQ_LEN].astype(np.int64))
+            for start in starts.tolist()
+        ]
+    )
 
 
 def stream(case: Case) -> MemoryMap:

@@ -72,5 +72,7 @@ def prepare(case: Case) -> None:
         for path in case.files():
             opened = pq.ParquetFile(path)
             for group in range(opened.num_row_groups):
-                np.asarray(encode(opened.read_row_group(group, columns=["text"]).column(0))).tofile(file)
+                np.asarray(encode(opened.read_row_group(group, columns=["text"]).column(0))).tofile(
+                    file
+                )
     temporary.rename(Path(case.prepared) / TOKENS)

@@ -42,7 +42,9 @@ class Read:
     def __call__(self, address: tuple[int, Path, int]) -> Iterator[Any]:
         """Arrow columns of texts."""
         number, file, group = address
-        column = pq.ParquetFile(file).read_row_group(group, columns=["text"]).column(0).combine_chunks()
+        column = (
+            pq.ParquetFile(file).read_row_group(group, columns=["text"]).column(0).combine_chunks()
+        )
         if self._shuffle:
             column = column.take(np.random.default_rng((SEED, number)).permutation(len(column)))
         for at in range(0, len(column), self._rows):
@@ -63,7 +65,9 @@ class Pack:
             return list(batches)
         import torch
 
-        return [(torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches]
+        return [
+            (torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches
+        ]
 
 
 class Spdl:
@@ -77,10 +81,16 @@ class Spdl:
         tensors = case.variant != "numpy"
         if tensors:
             import torch  # noqa: F401 (a script that trains has it at its top)
-        addresses = [(file, group) for file in case.files() for group in range(pq.read_metadata(file).num_row_groups)]
+        addresses = [
+            (file, group)
+            for file in case.files()
+            for group in range(pq.read_metadata(file).num_row_groups)
+        ]
         numbered = [(number, *address) for number, address in enumerate(addresses)]
         if case.shuffle:
-            source = embed_shuffle(samplers.DistributedRandomSampler(len(numbered), rank=0, world_size=1), epoch=SEED)
+            source = embed_shuffle(
+                samplers.DistributedRandomSampler(len(numbered), rank=0, world_size=1), epoch=SEED
+            )
         else:
             source = samplers.DistributedDeterministicSampler(len(numbered), rank=0, world_size=1)
         # The reader takes the lists of batches apart. A `disaggregate` stage, which passes each batch through the event

@@ -54,7 +54,9 @@ def opened(name: str) -> Any:
     return pq.ParquetFile(HfFileSystem().open(name), pre_buffer=True)
 
 
-def columns(files: list[str], shuffle: bool, first: int = 0, share: int = 0, of: int = 1) -> Iterator[tuple[int, Any]]:
+def columns(
+    files: list[str], shuffle: bool, first: int = 0, share: int = 0, of: int = 1
+) -> Iterator[tuple[int, Any]]:
     """The texts of each row group from number `first` on that is this reader's share, with its number.
 
     Shuffled: the files, the row groups of each and the rows of those. An iterable has no shuffle in PyTorch but the
@@ -67,9 +69,13 @@ def columns(files: list[str], shuffle: bool, first: int = 0, share: int = 0, of:
         groups = file.num_row_groups
         for group in order.permutation(groups) if shuffle else range(groups):
             if number >= first and number % of == share:
-                column = file.read_row_group(int(group), columns=["text"]).column(0).combine_chunks()
+                column = (
+                    file.read_row_group(int(group), columns=["text"]).column(0).combine_chunks()
+                )
                 if shuffle:
-                    column = column.take(pa.array(np.random.default_rng((SEED, number)).permutation(len(column))))
+                    column = column.take(
+                        pa.array(np.random.default_rng((SEED, number)).permutation(len(column)))
+                    )
                 yield number, column
             number += 1
 
@@ -81,7 +87,12 @@ class Documents(IterableDataset[Ids]):
         self._files = names(case)
         self._shuffle = case.shuffle
         self._encode = encoder(case)
-        self._place: dict[str, Any] = {"group": 0, "row": 0, "rest": np.empty(0, np.uint16), "given": 0}
+        self._place: dict[str, Any] = {
+            "group": 0,
+            "row": 0,
+            "rest": np.empty(0, np.uint16),
+            "given": 0,
+        }
 
     def __iter__(self) -> Iterator[Ids]:
         worker = get_worker_info()
@@ -122,7 +133,11 @@ class Loaded:
     """A DataLoader's iterator."""
 
     def __init__(self, case: Case) -> None:
-        options: dict[str, Any] = {"num_workers": case.workers, "prefetch_factor": PREFETCH, "collate_fn": as_it_is}
+        options: dict[str, Any] = {
+            "num_workers": case.workers,
+            "prefetch_factor": PREFETCH,
+            "collate_fn": as_it_is,
+        }
         self._loader: Any
         if case.variant == "stateful":
             from torchdata.stateful_dataloader import StatefulDataLoader

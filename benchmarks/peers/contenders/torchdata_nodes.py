@@ -67,7 +67,11 @@ class Packed(BaseNode):  # type: ignore[misc]
 
     def next(self) -> Tensors:
         while (pair := next(self._ready, None)) is None:
-            self._before, self._rest, self._given = self._source.state_dict(), self._packer.rest(), 0
+            self._before, self._rest, self._given = (
+                self._source.state_dict(),
+                self._packer.rest(),
+                0,
+            )
             self._ready = self._packer.add(next(self._source))
         self._given += 1
         return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
@@ -80,7 +84,9 @@ class Nodes:
     """The nodes in their Loader."""
 
     def __init__(self, case: Case) -> None:
-        ids = ParallelMapper(IterableWrapper(Texts(case)), encoder(case), num_workers=case.workers, method="thread")
+        ids = ParallelMapper(
+            IterableWrapper(Texts(case)), encoder(case), num_workers=case.workers, method="thread"
+        )
         self._loader = Loader(Prefetcher(Packed(ids), PREFETCH), restart_on_stop_iteration=False)
         if case.state:
             with open(case.state, "rb") as file:

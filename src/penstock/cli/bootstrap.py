@@ -23,7 +23,10 @@ SAY_EVERY_S = 5.0
 
 def bootstrap(
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl or .parquet.")
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl or .parquet."
+        ),
     ],
     urls: Annotated[
         list[str] | None,
@@ -35,12 +38,19 @@ def bootstrap(
         ),
     ] = None,
     size: Annotated[
-        str, typer.Option("--bytes", metavar="SIZE", help="How much to write: 5GB, 100MiB or a number.")
+        str,
+        typer.Option("--bytes", metavar="SIZE", help="How much to write: 5GB, 100MiB or a number."),
     ] = "5GiB",
     config: CardConfig = None,
-    text_field: Annotated[str, typer.Option(metavar="NAME", help="The column or field with the text.")] = "text",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Extend a finished file to this size.")] = False,
-    background: Annotated[bool, typer.Option("--background", help="Go on in the background; see PATH.log.")] = False,
+    text_field: Annotated[
+        str, typer.Option(metavar="NAME", help="The column or field with the text.")
+    ] = "text",
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Extend a finished file to this size.")
+    ] = False,
+    background: Annotated[
+        bool, typer.Option("--background", help="Go on in the background; see PATH.log.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Write the first bytes of a source's text to a local file.
@@ -55,7 +65,9 @@ def bootstrap(
     check_name(out, refresh)
     sources = urls or ["fineweb_edu"]
     if background:
-        _detach(sources, out, goal, config, text_field, ["--refresh"] * refresh + ["--quiet"] * quiet)
+        _detach(
+            sources, out, goal, config, text_field, ["--refresh"] * refresh + ["--quiet"] * quiet
+        )
         return
     show = _Silence() if quiet else _Bar() if sys.stderr.isatty() else _Plain()
     began = time.monotonic()
@@ -80,7 +92,9 @@ def main() -> None:
     app(["bootstrap", *sys.argv[1:]])
 
 
-def _detach(urls: list[str], out: Path, goal: int, config: str | None, text_field: str, flags: list[str]) -> None:
+def _detach(
+    urls: list[str], out: Path, goal: int, config: str | None, text_field: str, flags: list[str]
+) -> None:
     """The same in a process of its own, which outlives this one and its terminal."""
     import penstock
     from penstock.config import environment
@@ -153,7 +167,13 @@ class _Bar(_Silence):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
         from rich.progress import Progress as Bar
 
         columns = (

@@ -28,7 +28,10 @@ cache = typer.Typer(help="Look at, check or empty the token cache.", no_args_is_
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", metavar="FOLDER", help="The cache folder.", show_default="PENSTOCK_CACHE, or ~/.cache/penstock"
+        "--dir",
+        metavar="FOLDER",
+        help="The cache folder.",
+        show_default="PENSTOCK_CACHE, or ~/.cache/penstock",
     ),
 ]
 
@@ -52,7 +55,9 @@ def info(folder: Folder = None, as_json: AsJson = False) -> None:
 @cache.command()
 def verify(
     folder: Folder = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Remove what is damaged; it is made again.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove what is damaged; it is made again.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read everything and compare checksums.
@@ -66,11 +71,17 @@ def verify(
         result = verify_all(folder, delete)
     if as_json:
         damaged = [{"path": str(path), "why": why} for path, why in result.damaged]
-        typer.echo(json.dumps({"entries": result.entries, "bytes": result.bytes, "damaged": damaged}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"entries": result.entries, "bytes": result.bytes, "damaged": damaged}, indent=2
+            )
+        )
     else:
         for _, why in result.damaged:
             typer.echo(f"damaged: {why}")
-        outcome = f"{len(result.damaged)} damaged" + (", deleted" if delete and result.damaged else "")
+        outcome = f"{len(result.damaged)} damaged" + (
+            ", deleted" if delete and result.damaged else ""
+        )
         typer.echo(f"{folder}: {result.entries} entries, {size(result.bytes)}, {outcome}")
     if result.damaged and not delete:
         raise typer.Exit(1)
@@ -82,7 +93,9 @@ def clear(
     older_than: Annotated[
         str, typer.Option(metavar="AGE", help="Only what was not used for this long: 7d, 12h.")
     ] = "0",
-    everything: Annotated[bool, typer.Option("--all", help="Also what is known of remote files, and locks.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what is known of remote files, and locks.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove token chunks.
@@ -96,7 +109,9 @@ def clear(
     age_s = _seconds(older_than)
     if not yes and sys.stdin.isatty():
         going = [entry for entry in entries(folder) if entry.used <= time.time() - age_s]
-        typer.confirm(f"Remove {len(going)} entries, {size(_bytes(going))}, from {folder}?", abort=True)
+        typer.confirm(
+            f"Remove {len(going)} entries, {size(_bytes(going))}, from {folder}?", abort=True
+        )
     with _told(folder):
         n, freed = clear_all(folder, age_s, everything)
     typer.echo(f"{folder}: removed {n} files, {size(freed)}")
@@ -160,7 +175,9 @@ def _name(group: list[Entry]) -> str:
 
     for entry in group:
         try:
-            return describe(entry.path).file_id.partition("\n")[0]  # its content is identified by the rest
+            return describe(entry.path).file_id.partition("\n")[
+                0
+            ]  # its content is identified by the rest
         except (CorruptFile, OSError):
             continue  # `verify` is the command that tells
     return f"unreadable ({group[0].file})"
@@ -185,7 +202,9 @@ def _print(folder: Path, found: list[Entry], files: list[dict[str, Any]]) -> Non
     for title in ("file", "chunks", "size", "last used"):
         table.add_column(title, overflow="fold", justify="left" if title == "file" else "right")
     for file in files[:SHOWN]:
-        table.add_row(Text(file["file"]), str(file["entries"]), size(file["bytes"]), _ago(file["newest_use"]))
+        table.add_row(
+            Text(file["file"]), str(file["entries"]), size(file["bytes"]), _ago(file["newest_use"])
+        )
     console.print(table)
     if len(files) > SHOWN:
         console.print(Text(f"and {len(files) - SHOWN} more files; all of them with --json"))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def config(
     file: Annotated[
-        Path | None, typer.Argument(help="A TOML or JSON file; default: PENSTOCK_CONFIG, or ./penstock.toml.")
+        Path | None,
+        typer.Argument(help="A TOML or JSON file; default: PENSTOCK_CONFIG, or ./penstock.toml."),
     ] = None,
     set_: Overrides = None,
     preset: Preset = None,
@@ -65,7 +66,8 @@ def _as_json(resolved: Resolved) -> dict[str, Any]:
         "file_from": resolved.file_from or None,
         "preset": resolved.preset,
         "settings": {
-            name: {"value": _shown(values[name]), "source": source} for name, source in resolved.sources.items()
+            name: {"value": _shown(values[name]), "source": source}
+            for name, source in resolved.sources.items()
         },
         "data": None if resolved.data is None else _shown(asdict(resolved.data)),
     }
@@ -93,14 +95,26 @@ def _print(resolved: Resolved) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000  # for grep: a line is a setting, however long its path
-    said_by = {"given": "as given", "PENSTOCK_CONFIG": "named by PENSTOCK_CONFIG", "found": "found in this folder"}
-    console.print(Text("no file" if resolved.file is None else f"file {resolved.file}, {said_by[resolved.file_from]}"))
+    said_by = {
+        "given": "as given",
+        "PENSTOCK_CONFIG": "named by PENSTOCK_CONFIG",
+        "found": "found in this folder",
+    }
+    console.print(
+        Text(
+            "no file"
+            if resolved.file is None
+            else f"file {resolved.file}, {said_by[resolved.file_from]}"
+        )
+    )
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for title in ("setting", "value", "source"):
         table.add_column(title, overflow="fold")
     for name, source in resolved.sources.items():
         shown = shown_address(show(name, getattr(resolved.settings, name)))
-        table.add_row(Text(name), Text(shown), Text(source), style="dim" if source == "default" else None)
+        table.add_row(
+            Text(name), Text(shown), Text(source), style="dim" if source == "default" else None
+        )
     if resolved.data is not None:
         for row in _rows(resolved.data, "data"):
             table.add_row(*map(Text, row))
@@ -111,7 +125,11 @@ def _rows(data: DataTable, name: str) -> Iterator[tuple[str, str, str]]:
     """The data, a line a parameter. Paths are shown as they will be opened, addresses without their secrets."""
     yield f"{name}.kind", data.kind, data.where
     for key, value in _shown(data.parameters).items():
-        yield f"{name}.{key}", value if isinstance(value, str) else json.dumps(value, default=str), data.where
+        yield (
+            f"{name}.{key}",
+            value if isinstance(value, str) else json.dumps(value, default=str),
+            data.where,
+        )
     for part, (table, weight) in data.parts.items():
         yield f"{name}.{part}.weight", str(weight), table.where
         yield from _rows(table, f"{name}.{part}")

@@ -31,7 +31,8 @@ def demo(
     context: typer.Context,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to train.", min=20)] = 300,
     folder: Annotated[
-        Path, typer.Option("--out", metavar="FOLDER", help="Where heartbeat, checkpoints and report go.")
+        Path,
+        typer.Option("--out", metavar="FOLDER", help="Where heartbeat, checkpoints and report go."),
     ] = Path("artifacts/demo"),
 ) -> None:
     """Train a small GPT, kill it, resume it, look at its report.
@@ -45,7 +46,9 @@ def demo(
     every = max(5, steps // 6)
     kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, and before the end
     command = _command(steps, every, folder) + ["--debug"] * (context.obj is True)
-    _say(f"{steps} steps on the interpreter's own library and manual, with a vocabulary trained on them")
+    _say(
+        f"{steps} steps on the interpreter's own library and manual, with a vocabulary trained on them"
+    )
     _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
     _kill(command, folder, kill_at)
     _say(f"killed after step {kill_at}; the same command again, with --resume\n")
@@ -141,10 +144,14 @@ def _compare(folder: Path) -> int:
     print()
     if twice:
         word = "bit for bit the same losses" if same else "NOT the same losses"
-        _say(f"resume   steps {twice[0]} to {twice[-1]} were run twice, before the kill and after it: {word}")
+        _say(
+            f"resume   steps {twice[0]} to {twice[-1]} were run twice, before the kill and after it: {word}"
+        )
     else:
         _say("resume   no step was run twice, so nothing is shown")
-    in_order = [float(losses[step]) for step in sorted(losses)]  # one that is not finite is written as a word
+    in_order = [
+        float(losses[step]) for step in sorted(losses)
+    ]  # one that is not finite is written as a word
     some = max(1, len(in_order) // 10)
     first, last = fmean(in_order[:some]), fmean(in_order[-some:])
     fell = math.isfinite(last) and last < first

@@ -22,7 +22,9 @@ def is_file(target: str) -> bool:
     return target.lower().endswith(FILES) and "://" not in target
 
 
-def described(file: str | Path, about: Mapping[str, Any], running: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def described(
+    file: str | Path, about: Mapping[str, Any], running: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """The dataset of a file, and the arguments of its loader, for one reader alone.
 
     about: what the command line says of the data, which is the file's to say. running: what it says of the loader.
@@ -49,8 +51,14 @@ def addressed(
     from penstock.types import Shard
 
     settings = load(None, overrides=running).settings
-    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH)) | {"shard": Shard(1, 0)}
+    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH)) | {
+        "shard": Shard(1, 0)
+    }
     if arguments["device"] is None and arguments["output"] == "auto":
         arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
-    how: dict[str, Any] = {"tokenizer": "byte", "seq_len": SEQ_LEN, "doc_batch": settings.doc_batch} | data
+    how: dict[str, Any] = {
+        "tokenizer": "byte",
+        "seq_len": SEQ_LEN,
+        "doc_batch": settings.doc_batch,
+    } | data
     return TextDataset(url, **(how | dict(about))), arguments

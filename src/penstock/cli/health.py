@@ -26,22 +26,41 @@ def health(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="HEARTBEAT", help="Files, globs or folders.", show_default="artifacts/train_showcase"),
+        typer.Argument(
+            metavar="HEARTBEAT",
+            help="Files, globs or folders.",
+            show_default="artifacts/train_showcase",
+        ),
     ] = None,
-    min_tokens_per_s: Annotated[float | None, typer.Option(metavar="N", help="Tokens a second, of each rank.")] = None,
-    max_data_wait: Annotated[float | None, typer.Option(metavar="PERCENT", help="Time spent waiting for data.")] = None,
-    max_fetch_p95_ms: Annotated[float | None, typer.Option(metavar="MS", help="Of the time in next().")] = None,
+    min_tokens_per_s: Annotated[
+        float | None, typer.Option(metavar="N", help="Tokens a second, of each rank.")
+    ] = None,
+    max_data_wait: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="Time spent waiting for data.")
+    ] = None,
+    max_fetch_p95_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="Of the time in next().")
+    ] = None,
     max_age: Annotated[
         float, typer.Option(metavar="SECONDS", help="Since the last sign of life, unless ended.")
     ] = 60.0,
-    max_step: Annotated[float | None, typer.Option(metavar="SECONDS", help="Without a finished step.")] = None,
-    for_s: Annotated[float, typer.Option(metavar="SECONDS", help="Limits are judged on the last so many.")] = 30.0,
-    for_steps: Annotated[int, typer.Option(metavar="N", help="And on at least so many steps.")] = 10,
+    max_step: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Without a finished step.")
+    ] = None,
+    for_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Limits are judged on the last so many.")
+    ] = 30.0,
+    for_steps: Annotated[
+        int, typer.Option(metavar="N", help="And on at least so many steps.")
+    ] = 10,
     grace_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The longest grace period, from its first step.")
+        float,
+        typer.Option(metavar="SECONDS", help="The longest grace period, from its first step."),
     ] = 600.0,
     grace_steps: Annotated[int, typer.Option(metavar="N", help="The same in steps.")] = 1000,
-    ignore_loss: Annotated[bool, typer.Option("--ignore-loss", help="A loss may be NaN or infinite.")] = False,
+    ignore_loss: Annotated[
+        bool, typer.Option("--ignore-loss", help="A loss may be NaN or infinite.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge a running or ended run by its heartbeats.
@@ -87,10 +106,14 @@ def _look(
             found.append((path, verdict))
         except (PenstockError, OSError) as error:
             show(context, error)
-            unknown.append(f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
+            unknown.append(
+                f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
+            )
     unknown += [f"{path}: no step in it yet" for path, verdict in found if not verdict.known]
     # Who names files asks about those. Who names a folder asks about a run.
-    lacking = _missing(found) if any(Path(pattern).expanduser().is_dir() for pattern in patterns) else ""
+    lacking = (
+        _missing(found) if any(Path(pattern).expanduser().is_dir() for pattern in patterns) else ""
+    )
     return found, [*unknown, *([lacking] if lacking else [])]
 
 
@@ -113,9 +136,15 @@ def _finish(found: list[tuple[Path, Verdict]], unknown: list[str], as_json: bool
     failed = [verdict for _, verdict in found if verdict.status == "fail" and verdict.known]
     code = UNWELL if failed else UNKNOWN if unknown or not found else WELL
     if as_json:
-        ranks: list[dict[str, Any]] = [{"file": str(path)} | verdict.as_dict() for path, verdict in found]
+        ranks: list[dict[str, Any]] = [
+            {"file": str(path)} | verdict.as_dict() for path, verdict in found
+        ]
         word = {WELL: "ok", UNWELL: "fail", UNKNOWN: "unknown"}[code]
-        typer.echo(json.dumps({"verdict": word, "exit_code": code, "unknown": unknown, "ranks": ranks}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"verdict": word, "exit_code": code, "unknown": unknown, "ranks": ranks}, indent=2
+            )
+        )
         raise typer.Exit(code)
     for path, verdict in found:
         typer.echo(_row(path, verdict))
@@ -138,9 +167,7 @@ def _row(path: Path, verdict: Verdict) -> str:
     elif verdict.age_s is not None:
         numbers.append(f"{verdict.age_s:,.0f} s ago")
     rank = path.name if verdict.rank is None else f"rank {verdict.rank}"
-    return (
-        f"{rank}: {verdict.status if verdict.known else 'unknown'}: {', '.join(numbers)}: {'; '.join(verdict.reasons)}"
-    )
+    return f"{rank}: {verdict.status if verdict.known else 'unknown'}: {', '.join(numbers)}: {'; '.join(verdict.reasons)}"
 
 
 def _sum(found: list[tuple[Path, Verdict]], failed: list[Verdict], code: int) -> str:
@@ -150,4 +177,8 @@ def _sum(found: list[tuple[Path, Verdict]], failed: list[Verdict], code: int) ->
         return "cannot tell"
     if any(verdict.grace for _, verdict in found):
         return "healthy so far: warming up"
-    return "healthy" if all(verdict.status == "ok" for _, verdict in found) else "healthy, with warnings"
+    return (
+        "healthy"
+        if all(verdict.status == "ok" for _, verdict in found)
+        else "healthy, with warnings"
+    )

@@ -71,10 +71,14 @@ def _show_version(wanted: bool) -> None:
 def options(
     context: typer.Context,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; before or after the command.")
+        bool,
+        typer.Option(
+            "--debug", help="Show the traceback of an error; before or after the command."
+        ),
     ] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Options of all commands."""
@@ -112,7 +116,9 @@ def _write_anything() -> None:
     Data, hosts and file names have any. Python does as much for stderr by itself.
     """
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or not out.encoding.lower().startswith("utf")):
+    if isinstance(out, io.TextIOWrapper) and (
+        out.errors == "strict" or not out.encoding.lower().startswith("utf")
+    ):
         out.reconfigure(errors="replace")
 
 
@@ -130,7 +136,9 @@ def _told(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, PenstockError | OSError):
         return f"penstock: {one_line(error)}", FAILED
     if isinstance(error, typer.Abort):
-        return "penstock: aborted", INTERRUPTED if isinstance(error.__cause__, KeyboardInterrupt) else FAILED
+        return "penstock: aborted", INTERRUPTED if isinstance(
+            error.__cause__, KeyboardInterrupt
+        ) else FAILED
     # typer's exceptions for a command line that does not fit have had several homes.
     if hasattr(error, "format_message"):
         if type(error).__name__ == "NoArgsIsHelpError":  # it is shown by now

@@ -15,15 +15,25 @@ def report(
     heartbeats: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="HEARTBEAT", help="Files, globs or folders of one run.", show_default="artifacts/train_showcase"
+            metavar="HEARTBEAT",
+            help="Files, globs or folders of one run.",
+            show_default="artifacts/train_showcase",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
+    ] = Path("report.html"),
     compare: Annotated[
-        bool, typer.Option("--compare", help="Two runs side by side: give two files, folders or quoted patterns.")
+        bool,
+        typer.Option(
+            "--compare", help="Two runs side by side: give two files, folders or quoted patterns."
+        ),
     ] = False,
     numbers: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Also write the numbers as JSON; - prints them.")
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE|-", help="Also write the numbers as JSON; - prints them."
+        ),
     ] = None,
 ) -> None:
     """Make a page that says whether data holds a run back.
@@ -59,4 +69,6 @@ def _write(path: Path, said: str) -> None:
     try:
         write_atomically(path, said)
     except OSError as error:
-        raise PenstockError(f"{path}: the numbers cannot be written: {error.strerror or error}") from error
+        raise PenstockError(
+            f"{path}: the numbers cannot be written: {error.strerror or error}"
+        ) from error

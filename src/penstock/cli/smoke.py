@@ -36,13 +36,21 @@ def smoke(
             autocompletion=complete.data_names,
         ),
     ] = None,
-    local_path: Annotated[Path | None, typer.Option(metavar="FILE", help="The file for fineweb_edu_local.")] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings, in TOML or JSON.")] = None,
+    local_path: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file for fineweb_edu_local.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Settings, in TOML or JSON.")
+    ] = None,
     seq_len: SeqLen = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Rows of a batch.", min=1, show_default="1")] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows of a batch.", min=1, show_default="1")
+    ] = None,
     tokenizer: Tokenizer = None,
     text_field: TextField = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For everything, the listing too.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For everything, the listing too.")
+    ] = 60.0,
     set_: Overrides = None,
     preset: Preset = None,
 ) -> None:
@@ -55,7 +63,9 @@ def smoke(
     with _last_word() as word:
         try:
             if not 0 < timeout <= LONGEST_S:
-                raise ConfigError(f"--timeout {timeout:g}: needs seconds, more than 0 and at most {LONGEST_S:,}")
+                raise ConfigError(
+                    f"--timeout {timeout:g}: needs seconds, more than 0 and at most {LONGEST_S:,}"
+                )
             # Imported here: a library that is missing is a failure like any other.
             from penstock.cli.config import overrides
             from penstock.verify.choice import choose
@@ -68,7 +78,11 @@ def smoke(
             name = choice.name
             seen = check(choice, timeout, begun)
         except Exception as error:  # whatever it is, a runbook reads one line and one exit code
-            said = f" Last heard: {word.text}" if isinstance(error, LoaderTimeout) and word.text else ""
+            said = (
+                f" Last heard: {word.text}"
+                if isinstance(error, LoaderTimeout) and word.text
+                else ""
+            )
             text = f"{name}, after {perf_counter() - begun:.1f} s: {_why(error)}{said}"
             fail(context, error, f"[smoke][FAIL] {' '.join(text.split())}", FAILED)
     for line in _lines(name, seen):
@@ -117,10 +131,16 @@ def _lines(name: str, seen: Smoke) -> Iterator[str]:
     yield _row("data", f"{name}: {seen.data}")
     yield _row("batch", f"{' x '.join(map(str, seen.shape))} {seen.dtype}, {seen.tokens:,} tokens")
     depth, capacity = seen.queue
-    yield _row("queue", f"{depth} ready behind it; prefetch keeps {capacity}" if capacity else "none: prefetch is off")
+    yield _row(
+        "queue",
+        f"{depth} ready behind it; prefetch keeps {capacity}"
+        if capacity
+        else "none: prefetch is off",
+    )
     if seen.warmup is not None:
         yield _row(
-            "warmup", f"{seen.warmup.filled} of {seen.warmup.requested} batches in {seen.warmup.wait_ms / 1e3:.2f} s"
+            "warmup",
+            f"{seen.warmup.filled} of {seen.warmup.requested} batches in {seen.warmup.wait_ms / 1e3:.2f} s",
         )
     yield _row("ledger", "seconds since the process began")
     for entry, seconds in seen.ledger.items():

@@ -11,7 +11,16 @@ import typer
 
 from penstock.cli import complete
 from penstock.cli.described import FILES, addressed, described
-from penstock.cli.given import AS, CardConfig, SettingsFile, Shuffle, Split, TextField, Tokenizer, Workers
+from penstock.cli.given import (
+    AS,
+    CardConfig,
+    SettingsFile,
+    Shuffle,
+    Split,
+    TextField,
+    Tokenizer,
+    Workers,
+)
 from penstock.errors import ConfigError
 from penstock.watch.page.units import size as shown_size
 
@@ -26,7 +35,10 @@ SAY_EVERY_S = 5.0
 def stage(
     url: Annotated[
         str | None,
-        typer.Argument(help="hf://…, s3://…, https://…, a short name or a path.", autocompletion=complete.address),
+        typer.Argument(
+            help="hf://…, s3://…, https://…, a short name or a path.",
+            autocompletion=complete.address,
+        ),
     ] = None,
     size: Annotated[
         str, typer.Option("--bytes", metavar="SIZE", help="Disk to fill with tokens, such as 5GB.")
@@ -40,7 +52,9 @@ def stage(
     seed: Annotated[int | None, typer.Option(metavar="N", help=AS, min=0, show_default="0")] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(metavar="N", help="As for the run: by default its world size.", min=1, show_default="1"),
+        typer.Option(
+            metavar="N", help="As for the run: by default its world size.", min=1, show_default="1"
+        ),
     ] = None,
     workers: Workers = None,
 ) -> None:
@@ -73,7 +87,9 @@ def _said(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _loader(url: str | None, settings: Path | None, data: dict[str, Any], running: dict[str, Any]) -> AsyncDataLoader:
+def _loader(
+    url: str | None, settings: Path | None, data: dict[str, Any], running: dict[str, Any]
+) -> AsyncDataLoader:
     """What is staged: an address with its options, or what a file says."""
     from penstock.loader import AsyncDataLoader
 
@@ -132,9 +148,7 @@ class _Lines:
         if time.monotonic() - self._said >= SAY_EVERY_S:
             self._said = time.monotonic()
             rate = done.bytes / done.seconds / 1e6 if done.seconds else 0.0
-            line = (
-                f"{done.bytes / 1e6:.0f} of {self._goal / 1e6:.0f} MB, {rate:.1f} MB/s, {_eta(self._goal, done)} to go"
-            )
+            line = f"{done.bytes / 1e6:.0f} of {self._goal / 1e6:.0f} MB, {rate:.1f} MB/s, {_eta(self._goal, done)} to go"
             typer.echo(line, err=True)
 
 
@@ -143,9 +157,20 @@ class _Bar:
 
     def __init__(self, goal: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
-        columns = (BarColumn(24), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[eta]} to go"))
+        columns = (
+            BarColumn(24),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TextColumn("{task.fields[eta]} to go"),
+        )
         self._goal = goal
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("", total=goal, eta="?")

@@ -36,16 +36,23 @@ def trace(
             help="A run's settings, run.toml; or hf://…, s3://…, https://…, a path; with --merge, a trace.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace to write.")] = Path("trace.json"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The trace to write.")
+    ] = Path("trace.json"),
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to record.", min=1)] = 200,
     step_ms: Annotated[
         float,
-        typer.Option(metavar="MS", help="How long the stand-in for a training step takes.", callback=_step_ms),
+        typer.Option(
+            metavar="MS", help="How long the stand-in for a training step takes.", callback=_step_ms
+        ),
     ] = 10.0,
     settings: Annotated[
         Path | None,
         typer.Option(
-            "--settings", "--config", metavar="FILE", help="A TOML or JSON file with the run's data and settings."
+            "--settings",
+            "--config",
+            metavar="FILE",
+            help="A TOML or JSON file with the run's data and settings.",
         ),
     ] = None,
     tokenizer: Tokenizer = None,
@@ -59,7 +66,11 @@ def trace(
     ] = 200_000,
     merge: Annotated[
         Path | None,
-        typer.Option("--merge", metavar="PROFILE", help="Put a trace, given first, beside one of torch.profiler."),
+        typer.Option(
+            "--merge",
+            metavar="PROFILE",
+            help="Put a trace, given first, beside one of torch.profiler.",
+        ),
     ] = None,
 ) -> None:
     """Record what each thread does, for Perfetto.
@@ -72,18 +83,26 @@ def trace(
 
     if merge is not None:
         if url is None or settings is not None:
-            raise ConfigError("--merge needs two traces: penstock trace trace.json --merge profile.json -o both.json")
+            raise ConfigError(
+                "--merge needs two traces: penstock trace trace.json --merge profile.json -o both.json"
+            )
         _tell(put_together(url, merge, out))
         return
     if url is not None and settings is None and is_file(url):
         settings, url = Path(url), None
     if (url is None) == (settings is None):
-        raise ConfigError("what to trace? Give an address, or a settings file, which names the data")
+        raise ConfigError(
+            "what to trace? Give an address, or a settings file, which names the data"
+        )
     given: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "text_field": text_field}
     running: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "n_workers": workers}
     told = {name: value for name, value in given.items() if value is not None}
     chosen = {name: value for name, value in running.items() if value is not None}
-    loader = _configured(settings, told, chosen) if settings is not None else _plain(str(url), told, chosen)
+    loader = (
+        _configured(settings, told, chosen)
+        if settings is not None
+        else _plain(str(url), told, chosen)
+    )
     with Recorder(loader, max_segments) as recorder, loader:
         done = _run(loader, recorder.sample, steps, step_ms / 1e3)
         verdict = loader.telemetry.verdict().line if done > 1 else "one step says nothing"

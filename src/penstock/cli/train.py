@@ -42,7 +42,9 @@ class _Log(logging.Handler):
                 print(self.format(record), file=sys.stderr)
             else:
                 show(f"[train] {self.format(record)}")
-        except Exception:  # nobody reads it any more, say: that is no reason for whoever logs something to fail
+        except (
+            Exception
+        ):  # nobody reads it any more, say: that is no reason for whoever logs something to fail
             self.handleError(record)
 
 
@@ -58,7 +60,9 @@ def _signature() -> inspect.Signature:
     """The options of a run, as typer wants to see them: they are described once, in `train.options`."""
 
     def keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None
+        )
 
     own = [
         keyword("config", Path | None, typer.Option("--config", metavar="FILE", help="A TOML or JSON file.", rich_help_panel=SETTINGS)),

@@ -33,15 +33,22 @@ def verify_resume(
             autocompletion=complete.address,
         ),
     ],
-    batches: Annotated[int, typer.Option(metavar="N", help="Batches of the stream to compare.", min=2)] = 64,
+    batches: Annotated[
+        int, typer.Option(metavar="N", help="Batches of the stream to compare.", min=2)
+    ] = 64,
     points: Annotated[int, typer.Option(metavar="N", help="Places to resume at.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(metavar="N", help="Which places; not the seed of the run.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Which places; not the seed of the run.", min=0)
+    ] = 0,
     tokenizer: Tokenizer = None,
     seq_len: SeqLen = None,
     batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows of a batch of all ranks.", min=1, show_default="8")
+        int | None,
+        typer.Option(metavar="N", help="Rows of a batch of all ranks.", min=1, show_default="8"),
     ] = None,
-    lanes: Annotated[int | None, typer.Option(metavar="N", help="As for the run.", min=1, show_default="4")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(metavar="N", help="As for the run.", min=1, show_default="4")
+    ] = None,
     text_field: TextField = None,
     set_: Overrides = None,
 ) -> None:
@@ -62,7 +69,9 @@ def verify_resume(
                 tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             begun = perf_counter()
-            tried = Verification(choice.make, choice.arguments(), batches=batches, points=points, seed=seed)
+            tried = Verification(
+                choice.make, choice.arguments(), batches=batches, points=points, seed=seed
+            )
             for line in _introduce(tried.reference, batches):
                 typer.echo(line)
             different = _try_all(tried)
@@ -97,7 +106,9 @@ def _introduce(reference: Reference, asked: int) -> Iterator[str]:
     if stream.ended:
         yield f"note         the data ends there: {asked} batches were asked for, and all there is is compared"
     if reference.even < count:
-        compared = f"over the first {reference.even} batches only" if reference.even > 1 else "not at all"
+        compared = (
+            f"over the first {reference.even} batches only" if reference.even > 1 else "not at all"
+        )
         yield f"note         how it ends depends on the number of ranks: others than 1 are compared {compared}"
     if reference.fewer:
         yield f"note         more lanes, and so more ranks, cannot be tried: {reference.fewer}"
@@ -124,4 +135,8 @@ def _line(trial: Trial) -> str:
 
 def _verdict(different: tuple[int, int]) -> str:
     n, count = different
-    return f"{n} of {count} trials gave another stream" if n else f"all {count} trials gave the same stream"
+    return (
+        f"{n} of {count} trials gave another stream"
+        if n
+        else f"all {count} trials gave the same stream"
+    )

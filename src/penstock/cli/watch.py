@@ -42,24 +42,45 @@ def watch(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Show verdict and stages of this rank.", min=0, show_default="the slowest"),
+        typer.Option(
+            metavar="N",
+            help="Show verdict and stages of this rank.",
+            min=0,
+            show_default="the slowest",
+        ),
     ] = None,
     total_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="Where the run ends, for progress and ETA: 2000000000, 2e9, 2B.")
+        str | None,
+        typer.Option(
+            metavar="N", help="Where the run ends, for progress and ETA: 2000000000, 2e9, 2B."
+        ),
     ] = None,
     every: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, show_default="0.5, without a terminal 10"),
+        typer.Option(
+            metavar="SECONDS",
+            help="Between two looks.",
+            min=0.1,
+            show_default="0.5, without a terminal 10",
+        ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
     until_end: Annotated[
-        bool, typer.Option("--until-end", help="End when all ranks have: 0, or 1 if one was lost without a word.")
+        bool,
+        typer.Option(
+            "--until-end", help="End when all ranks have: 0, or 1 if one was lost without a word."
+        ),
     ] = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Serve metrics of the run to Prometheus at this port; 0 takes a free one."),
+        typer.Option(
+            metavar="N",
+            help="Serve metrics of the run to Prometheus at this port; 0 takes a free one.",
+        ),
     ] = None,
-    metrics_addr: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to serve them.")] = "127.0.0.1",
+    metrics_addr: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to serve them.")
+    ] = "127.0.0.1",
 ) -> None:
     """Watch a run live: rates, data wait, queues, what happened.
 
@@ -74,7 +95,9 @@ def watch(
     from penstock.watch.view.follow import Follower
 
     if once and (until_end or metrics_port is not None):
-        raise ConfigError("--once ends at once: it goes neither with --until-end nor with --metrics-port")
+        raise ConfigError(
+            "--once ends at once: it goes neither with --until-end nor with --metrics-port"
+        )
     view = RunView(total_tokens=None if total_tokens is None else _count(total_tokens))
     with contextlib.ExitStack() as stack:
         follower = stack.enter_context(Follower(files or [str(FOLDER / PATTERN)]))
@@ -206,7 +229,11 @@ class _Log:
             for note in notes:
                 typer.echo(note, err=True)
         events = self._view.events
-        new = events[-EARLIER_EVENTS:] if self._noted is None else [e for e in events if e.number > self._noted]
+        new = (
+            events[-EARLIER_EVENTS:]
+            if self._noted is None
+            else [e for e in events if e.number > self._noted]
+        )
         self._noted = self._view.noted
         for event in new:
             typer.echo(event_line(event))
@@ -254,8 +281,16 @@ def _terminated() -> Iterator[None]:
 
 def _count(given: str) -> float:
     """A number of tokens as people write it."""
-    written = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?) ?([kKMBGT]?)", given.strip())
-    number = 0.0 if written is None else float(re.sub("[_,]", "", written[1])) * COUNTS[written[2].upper()]
+    written = re.fullmatch(
+        r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?) ?([kKMBGT]?)", given.strip()
+    )
+    number = (
+        0.0
+        if written is None
+        else float(re.sub("[_,]", "", written[1])) * COUNTS[written[2].upper()]
+    )
     if number < 1:
-        raise ConfigError(f"--total-tokens {given}: needs a number of tokens, such as 2000000000, 2e9 or 2B")
+        raise ConfigError(
+            f"--total-tokens {given}: needs a number of tokens, such as 2000000000, 2e9 or 2B"
+        )
     return number

@@ -60,18 +60,26 @@ class Recommended:
             f'memory_limit = "{self.memory_limit // MiB}MiB"',
         ]
         if self.cache is not None:
-            lines += ["", "[data]", 'cache = "auto"' if self.cache == "auto" else f"cache = {str(self.cache).lower()}"]
+            lines += [
+                "",
+                "[data]",
+                'cache = "auto"' if self.cache == "auto" else f"cache = {str(self.cache).lower()}",
+            ]
         if self.fetches is not None:
             lines.append(f"remote = {{ fetches = {self.fetches} }}")
         return lines
 
 
-def recommend(setup: Setup, alone: Alone | None, limited_by: str, wanted: float | None, enough: bool) -> Recommended:
+def recommend(
+    setup: Setup, alone: Alone | None, limited_by: str, wanted: float | None, enough: bool
+) -> Recommended:
     """What to set. `wanted`: the tokens/s of the trainer; without it, as fast as the machine can."""
     if alone is None:
         limit = _memory(setup.batch_bytes * (setup.prefetch_size + 1))
         return Recommended(
-            n_workers=setup.n_workers if enough and wanted else max(setup.n_workers, default_workers()),
+            n_workers=setup.n_workers
+            if enough and wanted
+            else max(setup.n_workers, default_workers()),
             prefetch_size=setup.prefetch_size,
             memory_limit=max(setup.memory_limit, limit),
             fetches=None,
@@ -92,7 +100,11 @@ def recommend(setup: Setup, alone: Alone | None, limited_by: str, wanted: float 
     if not enough and not alone.remote and limited_by in ("fetch", "decode", "tokenize"):
         cache = True
     return Recommended(
-        n_workers=workers, prefetch_size=prefetch, memory_limit=_memory(need), fetches=fetches, cache=cache
+        n_workers=workers,
+        prefetch_size=prefetch,
+        memory_limit=_memory(need),
+        fetches=fetches,
+        cache=cache,
     )
 
 
@@ -100,7 +112,11 @@ def _fetches(alone: Alone, wanted: float | None) -> int | None:
     """More fetches at a time where they are needed, and where those so far have not filled the link."""
     if not alone.remote:
         return None
-    one, many, stored = alone.fetch_bytes_per_s, alone.in_flight_bytes_per_s, alone.stored_bytes_per_token
+    one, many, stored = (
+        alone.fetch_bytes_per_s,
+        alone.in_flight_bytes_per_s,
+        alone.stored_bytes_per_token,
+    )
     if not one or not many or not stored:
         return alone.in_flight
     need = SPARE * stored * (wanted if wanted is not None else alone.workers_tokens_per_s)

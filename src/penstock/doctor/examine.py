@@ -114,7 +114,11 @@ class Diagnosis:
         values["recommended"]["lines"] = self.recommended.lines()
         if self.what_if is not None:
             values["what_if"]["apart_points"] = self.what_if.apart
-        return values | {"cores_short": self.cores_short, "enough": self.enough, "exit_code": self.exit_code}
+        return values | {
+            "cores_short": self.cores_short,
+            "enough": self.enough,
+            "exit_code": self.exit_code,
+        }
 
 
 def examine(
@@ -141,15 +145,21 @@ def examine(
     _check(seconds, tokens_per_second)
     one_of("what_if", what_if, (None, "cached", "synthetic"))
     options = (
-        {"output": "numpy", "report_docs": 0, "shard": Shard(1, 0)} | options | {"telemetry": True, "autotune": False}
+        {"output": "numpy", "report_docs": 0, "shard": Shard(1, 0)}
+        | options
+        | {"telemetry": True, "autotune": False}
     )
     if options.get("device") is not None:
         options["output"] = "auto"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before this adds to it
     by = monotonic() + 60 + 20 * seconds
-    with tempfile.TemporaryDirectory(prefix="penstock-doctor-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="penstock-doctor-", ignore_cleanup_errors=True
+    ) as folder:
         if what_if == "cached":
-            with_cache(dataset, Path(folder))  # what cannot be asked is said now, and not after a minute
+            with_cache(
+                dataset, Path(folder)
+            )  # what cannot be asked is said now, and not after a minute
         if isinstance(dataset, TextDataset):
             dataset = _apart(dataset, Path(folder), max(PATIENCE_S, 4 * seconds))
             options["epochs"] = None  # a part of the data, over and over if need be
@@ -165,7 +175,17 @@ def examine(
         found = None
         if what_if is not None:
             say(f"what if {what_if}")
-            found = ask(what_if, dataset, make, flow, alone, Path(folder) / "tokens", seconds, by, tokens_per_second)
+            found = ask(
+                what_if,
+                dataset,
+                make,
+                flow,
+                alone,
+                Path(folder) / "tokens",
+                seconds,
+                by,
+                tokens_per_second,
+            )
     return _diagnose(dataset, loader, alone, flow, tokens_per_second, found, load)
 
 
@@ -173,7 +193,11 @@ def _check(seconds: Any, tokens_per_second: Any) -> None:
     for name, value in (("seconds", seconds), ("tokens_per_second", tokens_per_second)):
         if value is None and name == "tokens_per_second":
             continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise ConfigError(f"{name}={value!r}: needs a number above 0")
 
 
@@ -194,10 +218,16 @@ def _apart(dataset: TextDataset, folder: Path, patience_s: float) -> TextDataset
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options for data of ours that stands in for the user's: without what is done to samples of his own."""
-    return {name: value for name, value in options.items() if name not in ("preprocess", "collate", "pad", "shuffle")}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in ("preprocess", "collate", "pad", "shuffle")
+    }
 
 
-def _try_alone(dataset: Any, loader: AsyncDataLoader, seconds: float, say: Callable[[str], None]) -> Alone | None:
+def _try_alone(
+    dataset: Any, loader: AsyncDataLoader, seconds: float, say: Callable[[str], None]
+) -> Alone | None:
     if not isinstance(dataset, TextDataset):
         return None
     with Trial(dataset, loader.lay_open()[1], seconds) as trial:
@@ -255,7 +285,9 @@ def _limit(alone: Alone | None, flow: Flow) -> str:
     # Stages that the same threads do one after the other share these threads.
     workers = ("decode", "tokenize") if alone.remote else ("fetch", "decode", "tokenize")
     groups = [workers, ("pack", "batch"), *([("fetch",)] if alone.remote else [])]
-    costs = [{stage: 1 / ceilings[stage] for stage in group if stage in ceilings} for group in groups]
+    costs = [
+        {stage: 1 / ceilings[stage] for stage in group if stage in ceilings} for group in groups
+    ]
     dearest = max(costs, key=lambda group: sum(group.values()))
     if flow.tokens_per_s * sum(dearest.values()) < EXPLAINED:
         return waited_for
@@ -270,7 +302,8 @@ def _setup(dataset: Any, loader: AsyncDataLoader, flow: Flow) -> Setup:
         n_workers=run.n_workers,
         prefetch_size=run.prefetch_size,
         batch_tokens=tokens,
-        batch_bytes=source.row_bytes() * run.batch_size or flow.stats.memory_estimate // run.prefetch_size,
+        batch_bytes=source.row_bytes() * run.batch_size
+        or flow.stats.memory_estimate // run.prefetch_size,
         memory_limit=run.queue_bytes + run.read_ahead_bytes,
         window_chunks=dataset.shuffle_chunks if text and run.shuffle else 1,
         lanes=run.lanes,

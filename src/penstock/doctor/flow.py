@@ -120,7 +120,9 @@ def drain(
     with loader:
         batch = loader.next_batch(_left(by))
         if batch is None:
-            raise NoData("the data gives no batch: lower batch_size or seq_len, or use drop_last=False")
+            raise NoData(
+                "the data gives no batch: lower batch_size or seq_len, or use drop_last=False"
+            )
         now = perf_counter()
         first_s = now - begun
         tokens, waited, longest, taken = 0, 0.0, 0.0, 0
@@ -131,7 +133,9 @@ def drain(
         while True:
             step.take(batch.tokens)
             asked = perf_counter()
-            enough = asked - start.at >= seconds or (max_tokens is not None and tokens >= max_tokens)
+            enough = asked - start.at >= seconds or (
+                max_tokens is not None and tokens >= max_tokens
+            )
             if enough and taken >= FEWEST:
                 break
             batch = loader.next_batch(_left(by))
@@ -150,12 +154,17 @@ def drain(
         known, stats = loader.telemetry.known(), loader.stats()
     end = arrival if arrival.at - start.at >= 0.5 * (last.at - start.at) else last
     if end is start:  # there was but one batch: it is all that can be gone by
-        start, end = _Mark(begun, 0, 0.0, {}), _Mark(begun + first_s, first_tokens, first_s, start.by_stage)
+        start, end = (
+            _Mark(begun, 0, 0.0, {}),
+            _Mark(begun + first_s, first_tokens, first_s, start.by_stage),
+        )
     return Flow(
         tokens=end.tokens - start.tokens,
         seconds=end.at - start.at,
         wait_s=end.wait_s - start.wait_s,
-        by_stage={stage: max(0.0, s - start.by_stage.get(stage, 0.0)) for stage, s in end.by_stage.items()},
+        by_stage={
+            stage: max(0.0, s - start.by_stage.get(stage, 0.0)) for stage, s in end.by_stage.items()
+        },
         first_batch_s=first_s,
         seq_len=shape[1] if len(shape) == 2 else 0,
         peak_bytes=max(0, peak - resident),

@@ -39,7 +39,13 @@ PART_BYTES = 32 * MiB
 """Text that is looked at. More says little more, and takes memory and time."""
 FILES = 8
 """Files whose footers are read."""
-FETCHED = ("fetch_bytes_per_s", "in_flight_bytes_per_s", "fetch_p50_ms", "fetch_p95_ms", "first_byte_ms")
+FETCHED = (
+    "fetch_bytes_per_s",
+    "in_flight_bytes_per_s",
+    "fetch_p50_ms",
+    "fetch_p95_ms",
+    "first_byte_ms",
+)
 """What may stay unknown: what the network gives, where there is none."""
 
 
@@ -105,7 +111,9 @@ class Trial:
         self._dataset = dataset
         self._run = run
         self._seconds = seconds
-        self._opened: Opened | None = dataset.outside.open(threads=True) if dataset.outside is not None else None
+        self._opened: Opened | None = (
+            dataset.outside.open(threads=True) if dataset.outside is not None else None
+        )
         self._clock = Clock()
         files = self._opened.files if self._opened is not None else None
         # Without what is kept on disk of footers: what they cost is the question.
@@ -120,7 +128,10 @@ class Trial:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
         if self._opened is not None:
@@ -169,7 +180,9 @@ class Trial:
         """The chunks of the first files."""
         begun, size = perf_counter(), 0
         for number, file in enumerate(self._dataset.files):
-            if self._refs and (number >= FILES or size >= PART_BYTES or perf_counter() - begun > self._seconds):
+            if self._refs and (
+                number >= FILES or size >= PART_BYTES or perf_counter() - begun > self._seconds
+            ):
                 break
             refs = self._chunks_of(file)
             size += sum(ref.nbytes for ref in refs)
@@ -205,7 +218,9 @@ class Trial:
             "first_byte_ms": 1e3 * spent["first_byte_s"] / max(1, spent["requests"]),
         }
 
-    def _flood(self, pool: Pool, method: str, seconds: float, begin: int = 0) -> tuple[list[Any], float]:
+    def _flood(
+        self, pool: Pool, method: str, seconds: float, begin: int = 0
+    ) -> tuple[list[Any], float]:
         """Keep everybody in a pool busy for a while. Gives the results, and how long they took together."""
         results: list[Any] = []
         waiting: deque[Task[Any]] = deque()
@@ -248,7 +263,9 @@ class Trial:
             raise self._nothing()
         # A second time without the disk, and with everything loaded that is loaded on first use. Not for files that
         # are read forwards: they would begin anew.
-        again = first if any(ref.file.open_ended for ref, _ in self._documents) else self._read_again()
+        again = (
+            first if any(ref.file.open_ended for ref, _ in self._documents) else self._read_again()
+        )
         disk: dict[str, Any] = {}
         if first.seconds.get("fetch") and not self._dataset.fetches():
             disk["fetch_bytes_per_s"] = first.bytes["fetch"] / first.seconds["fetch"]
@@ -374,7 +391,8 @@ class _HeldLanes(TextLanes):
         size = sum(chunk.ref.nbytes for chunk in chunks)
         self._held = FileRef("held", "held", size, "jsonl")
         self._chunks = [
-            replace(chunk, ref=ChunkRef(self._held, i, chunk.ref.nbytes), bad=[]) for i, chunk in enumerate(chunks)
+            replace(chunk, ref=ChunkRef(self._held, i, chunk.ref.nbytes), bad=[])
+            for i, chunk in enumerate(chunks)
         ]
         super().__init__(
             plan=Plan(files=(self._held,), lanes=1, shuffle=run.shuffle, seed=run.seed),

@@ -38,7 +38,10 @@ PASSES = 100
 """A cache that holds only a part of the data is read so often at most."""
 HELD_IDS = 1 << 17
 """Of random rows: few enough to stay in a core's own cache."""
-LEFT_OUT = {"cached": ("fetch", "decode", "tokenize"), "synthetic": ("fetch", "decode", "tokenize", "pack", "ranks")}
+LEFT_OUT = {
+    "cached": ("fetch", "decode", "tokenize"),
+    "synthetic": ("fetch", "decode", "tokenize", "pack", "ranks"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,9 @@ def with_cache(dataset: Any, folder: Path) -> TextDataset:
     return kept
 
 
-def _fill(dataset: TextDataset, make: Make, real: Flow, seconds: float, alone: Alone | None) -> int | None:
+def _fill(
+    dataset: TextDataset, make: Make, real: Flow, seconds: float, alone: Alone | None
+) -> int | None:
     """Fill the cache with what the real data gives in about the time. Gives the tokens; None for a whole epoch."""
     itemsize = dataset.tokenizer.dtype.itemsize
     goal = max(MiB, int(seconds * real.tokens_per_s * itemsize))
@@ -117,7 +122,9 @@ def _fill(dataset: TextDataset, make: Make, real: Flow, seconds: float, alone: A
 def _synthetic(dataset: Any, real: Flow) -> SyntheticDataset:
     """Random ids in rows of the same shape."""
     if not real.seq_len:
-        raise ConfigError("what_if='synthetic' is for batches of rows of ids, and these have another shape")
+        raise ConfigError(
+            "what_if='synthetic' is for batches of rows of ids, and these have another shape"
+        )
     size = getattr(getattr(dataset, "tokenizer", None), "size", 50257)
     return _HeldRows(size, real.seq_len, 1 << 20, 0)
 
@@ -135,12 +142,18 @@ class _HeldRows(SyntheticDataset):
 
 
 def _passes(
-    make: Callable[[], AsyncDataLoader], seconds: float, by: float, tokens_per_s: float | None, limit: int | None
+    make: Callable[[], AsyncDataLoader],
+    seconds: float,
+    by: float,
+    tokens_per_s: float | None,
+    limit: int | None,
 ) -> Flow:
     """As often as it takes to fill the time."""
     flows: list[Flow] = []
     begun = perf_counter()
-    while not flows or (limit is not None and perf_counter() - begun < seconds and len(flows) < PASSES):
+    while not flows or (
+        limit is not None and perf_counter() - begun < seconds and len(flows) < PASSES
+    ):
         flows.append(drain(make(), seconds, by=by, tokens_per_s=tokens_per_s, max_tokens=limit))
     return together(flows)
 

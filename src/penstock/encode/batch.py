@@ -119,7 +119,10 @@ class Batch:
             if self.positions is None:  # as usual: no need to look far
                 import torch
 
-                self.inputs, self.targets = torch.from_numpy(self.inputs), torch.from_numpy(self.targets)
+                self.inputs, self.targets = (
+                    torch.from_numpy(self.inputs),
+                    torch.from_numpy(self.targets),
+                )
                 return
         seen: dict[int, Any] = {}  # inputs may be one of the data's own fields, and stay it
         if self.data is not None:
@@ -132,7 +135,11 @@ class Batch:
     def stand_for(self, other: Batch) -> None:
         """Take another's place in the stream: this is what somebody has made of it."""
         self.index, self.synthetic = other.index, other.synthetic
-        self._origin, self._state, self._tokens = other._origin, other._state, self._tokens or other._tokens
+        self._origin, self._state, self._tokens = (
+            other._origin,
+            other._state,
+            self._tokens or other._tokens,
+        )
 
     def provenance(self) -> list[list[Span]]:
         """For each row, the documents that its ids come from."""

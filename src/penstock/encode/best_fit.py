@@ -26,7 +26,9 @@ GROUP_ROWS = 512
 class BestFitPacker:
     """`best_fit`: whole documents into rows, the longest first, each where it leaves least room."""
 
-    def __init__(self, next_window: NextWindow, start: Place, seq_len: int, pad_id: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, next_window: NextWindow, start: Place, seq_len: int, pad_id: int, dtype: np.dtype[Any]
+    ) -> None:
         self._next_window = next_window
         self._start = start
         self._seq_len = seq_len
@@ -76,7 +78,9 @@ class BestFitPacker:
             window = self._window.map
             wanted = window.begin(self._doc) + GROUP_ROWS * (self._seq_len + 1)
             self._last = min(int(np.searchsorted(window.ends, wanted)) + 1, len(window.ends))
-            self._group = pack_group(self._window, self._doc, self._last, self._seq_len, self._pad_id, self._dtype)
+            self._group = pack_group(
+                self._window, self._doc, self._last, self._seq_len, self._pad_id, self._dtype
+            )
         return True
 
     def _open_window(self) -> bool:
@@ -84,7 +88,9 @@ class BestFitPacker:
         window = None
         try:
             window = None if self._ended else self._next_window()
-        except Exception as error:  # raised by whoever deals the rows, after those that came before it
+        except (
+            Exception
+        ) as error:  # raised by whoever deals the rows, after those that came before it
             self.failed = error
         if window is None:
             self._ended = True
@@ -120,7 +126,13 @@ class PackedRows:
         pieces = self.pieces[lo:hi].copy()
         pieces[:, 0] -= first
         return PackedRows(
-            self.ids[first:last], self.valid[first:last], self.width, self.window, pieces, self.begin, first
+            self.ids[first:last],
+            self.valid[first:last],
+            self.width,
+            self.window,
+            pieces,
+            self.begin,
+            first,
         )
 
     def boundaries(self) -> tuple[I64, I64]:
@@ -135,7 +147,9 @@ class PackedRows:
         return spans
 
 
-def pack_group(window: Window, first: int, last: int, seq_len: int, pad_id: int, dtype: np.dtype[Any]) -> PackedRows:
+def pack_group(
+    window: Window, first: int, last: int, seq_len: int, pad_id: int, dtype: np.dtype[Any]
+) -> PackedRows:
     """Fit the documents [first, last) of a window into rows."""
     width = seq_len + 1
     flat = window.gather(first, last)
@@ -155,7 +169,8 @@ def pack_group(window: Window, first: int, last: int, seq_len: int, pad_id: int,
     bins = int(rows.max()) + 1 if len(rows) else 0
     pieces = np.empty((len(whole) + len(docs), 4), np.int64)
     pieces[: len(whole)] = np.stack(
-        [bins + np.arange(len(whole)), np.zeros_like(whole), whole, np.full_like(whole, width)], axis=1
+        [bins + np.arange(len(whole)), np.zeros_like(whole), whole, np.full_like(whole, width)],
+        axis=1,
     )
     tails = begins[docs] + full[docs] * seq_len
     pieces[len(whole) :] = np.stack([rows, columns, tails, rest[docs]], axis=1)

@@ -62,7 +62,9 @@ class Check:
         self._vocabulary = vocabulary
         self._name, self._build = name, build
         ours, theirs = installed_version("gigatoken"), installed_version(self._name)
-        versions = f"{ours} {self._name} {theirs} {PROBE_VERSION}" if ours and theirs else ""  # else nothing to compare
+        versions = (
+            f"{ours} {self._name} {theirs} {PROBE_VERSION}" if ours and theirs else ""
+        )  # else nothing to compare
         self._key = f"{vocabulary.fingerprint} {versions}" if versions else ""
         self._path = cache_dir() / "engines" / hashlib.sha256(self._key.encode()).hexdigest()[:24]
 
@@ -73,7 +75,9 @@ class Check:
         try:
             known = json.loads(self._path.read_text())
             differs, size, ranks = known["differs"], known["size"], known["ranks"]
-            sound = all(type(i) is int for i in [*differs, size]) and (ranks is None or DIGEST.fullmatch(ranks))
+            sound = all(type(i) is int for i in [*differs, size]) and (
+                ranks is None or DIGEST.fullmatch(ranks)
+            )
             if known["key"] == self._key and sound and size > 0:
                 gone = ranks and not _ranks_path(ranks).exists()
                 return Found(differs, size, None if gone else ranks)
@@ -98,7 +102,9 @@ class Check:
         self._write(Found([], tokenizer.vocab_size, ranks))
 
     def _write(self, found: Found) -> None:
-        write_atomically(self._path, json.dumps({"key": self._key, **found._asdict()}), best_effort=True)
+        write_atomically(
+            self._path, json.dumps({"key": self._key, **found._asdict()}), best_effort=True
+        )
 
     def heed(self, differs: list[int]) -> bool:
         """Whether to use the fast engine."""
@@ -171,7 +177,13 @@ def as_ranks(tokenizer_json: str, tokenizer: Any) -> tuple[bytes, Any] | None:
     head, rest = behead(tokenizer_json)
     splits = head.get("pre_tokenizer") or {}
     spaced, split = splits.get("add_prefix_space", True), splits.get("use_regex", True)
-    if splits.get("type") != "ByteLevel" or not split or spaced or head.get("normalizer") or head.get("added_tokens"):
+    if (
+        splits.get("type") != "ByteLevel"
+        or not split
+        or spaced
+        or head.get("normalizer")
+        or head.get("added_tokens")
+    ):
         return None
     model, _ = json.JSONDecoder().raw_decode(rest)
     usual = [(model.get(name) or without) == without for name, without in MERGES_ONLY.items()]
@@ -181,11 +193,17 @@ def as_ranks(tokenizer_json: str, tokenizer: Any) -> tuple[bytes, Any] | None:
     ids = {token: id for id, token in vocabulary.items()}
     tokens = [*(bytes([byte]) for byte in range(256)), *(left + right for left, right in merges)]
     own = [ids.get(token, -1) for token in tokens]
-    if len(ids) < len(vocabulary) or sorted(own) != list(range(len(own))) or own[256:] != sorted(own[256:]):
+    if (
+        len(ids) < len(vocabulary)
+        or sorted(own) != list(range(len(own)))
+        or own[256:] != sorted(own[256:])
+    ):
         return None  # ranks are the ids, leave none out, and say what is merged first
     ranks = b"".join(base64.b64encode(vocabulary[id]) + b" %d\n" % id for id in range(len(tokens)))
     again = _from_ranks(ranks, GPT2)
-    same = again.merges == merges and all(vocabulary[id] == token for id, token in again.vocab.items())
+    same = again.merges == merges and all(
+        vocabulary[id] == token for id, token in again.vocab.items()
+    )
     return (ranks, again) if same else None
 
 

@@ -38,23 +38,34 @@ def put_together(samples: Sequence[Any], pad: int | None) -> Collated:
     """A batch of samples, by what the first one is."""
     first = samples[0]
     if isinstance(first, Mapping):
-        fields = {str(key): _column([_field(s, key) for s in samples], _filler(key, pad)) for key in first}
+        fields = {
+            str(key): _column([_field(s, key) for s in samples], _filler(key, pad)) for key in first
+        }
         return of_mapping(fields)
     if isinstance(first, tuple) and len(first) == 2:
         inputs, targets = zip(*samples, strict=True)
-        return Collated(_column(inputs, pad), _column(targets, None if pad is None else IGNORE), None)
+        return Collated(
+            _column(inputs, pad), _column(targets, None if pad is None else IGNORE), None
+        )
     if isinstance(first, tuple):
         columns = tuple(_column(values, pad) for values in zip(*samples, strict=True))
         return Collated(None, None, columns)
     if _is_row(first):
         return _shifted([as_array(sample) for sample in samples], pad)
     column = _column(samples, pad)
-    return Collated(column, None, None) if isinstance(column, np.ndarray) else Collated(None, None, column)
+    return (
+        Collated(column, None, None)
+        if isinstance(column, np.ndarray)
+        else Collated(None, None, column)
+    )
 
 
 def of_mapping(fields: Mapping[str, Any]) -> Collated:
     """A mapping, with those of its fields that everybody knows."""
-    named = [next((fields[name] for name in names if name in fields), None) for names in (INPUTS, TARGETS)]
+    named = [
+        next((fields[name] for name in names if name in fields), None)
+        for names in (INPUTS, TARGETS)
+    ]
     return Collated(named[0], named[1], fields)
 
 
@@ -78,7 +89,9 @@ def plain(value: Any) -> Any:
 
 def _is_row(sample: Any) -> bool:
     if isinstance(sample, list):
-        return bool(sample) and all(isinstance(id, int | np.integer) and not isinstance(id, bool) for id in sample)
+        return bool(sample) and all(
+            isinstance(id, int | np.integer) and not isinstance(id, bool) for id in sample
+        )
     array = plain(sample)
     return isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"
 
@@ -103,13 +116,17 @@ def _filler(key: Any, pad: int | None) -> int | None:
 def _shifted(rows: list[Array], pad: int | None) -> Collated:
     lengths = {len(row) for row in rows}
     if min(lengths) < 2:
-        raise ConfigError("a row of ids needs at least two of them: one to go in, and one to predict")
+        raise ConfigError(
+            "a row of ids needs at least two of them: one to go in, and one to predict"
+        )
     if len(lengths) == 1:
         ids = np.stack(rows)
         return Collated(ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64), None)
     inputs, targets = [row[:-1] for row in rows], [row[1:] for row in rows]
     filler = None if pad is None else IGNORE
-    return Collated(_padded(inputs, pad).astype(np.int64), _padded(targets, filler).astype(np.int64), None)
+    return Collated(
+        _padded(inputs, pad).astype(np.int64), _padded(targets, filler).astype(np.int64), None
+    )
 
 
 def _column(values: Sequence[Any], filler: int | None) -> Any:

@@ -50,7 +50,14 @@ class Block:
         used = count if self.slots is None else int(self.slots[count - 1]) + 1 if count else 0
         places = []
         for rows_of_lane, end in zip(self.lanes, self.ends, strict=True):
-            mark = next((rows.mark(n) for slots, rows in rows_of_lane if (n := _before(slots, used)) < len(slots)), end)
+            mark = next(
+                (
+                    rows.mark(n)
+                    for slots, rows in rows_of_lane
+                    if (n := _before(slots, used)) < len(slots)
+                ),
+                end,
+            )
             places.append(mark.place())
         return Position(self.row + used * self.world, self.batch + batches, tuple(places))
 
@@ -65,7 +72,11 @@ class Block:
 
     def epoch(self, first: int, last: int) -> int:
         """The epoch that each of the rows [first, last) has reached."""
-        lo, hi = (first, last) if self.slots is None else (int(self.slots[first]), int(self.slots[last - 1]) + 1)
+        lo, hi = (
+            (first, last)
+            if self.slots is None
+            else (int(self.slots[first]), int(self.slots[last - 1]) + 1)
+        )
         return min(
             rows.epoch(n)
             for lane in self.lanes
@@ -156,7 +167,10 @@ class Batcher:
         self._raise_failure()
         if self._ended:
             return []
-        size, self._size = self._size, min(2 * self._size, self._most)  # the first batch does not wait for a second
+        size, self._size = (
+            self._size,
+            min(2 * self._size, self._most),
+        )  # the first batch does not wait for a second
         return self._next(size, leave=False)
 
     def at_once(self) -> list[Batch]:
@@ -164,10 +178,18 @@ class Batcher:
         are: whoever takes such a batch finishes it."""
         if self._ended or self._failed is not None:
             return []
-        if self._leaves and (size := min(self._leaves, self._packers[0].at_hand() // self._batch_size)) > self._size:
+        if (
+            self._leaves
+            and (size := min(self._leaves, self._packers[0].at_hand() // self._batch_size))
+            > self._size
+        ):
             return self._next(size, leave=True)
         rows = -(-self._size * self._batch_size // len(self._packers))
-        return self._next(self._size, leave=False) if all(packer.holds(rows) for packer in self._packers) else []
+        return (
+            self._next(self._size, leave=False)
+            if all(packer.holds(rows) for packer in self._packers)
+            else []
+        )
 
     def _next(self, size: int, *, leave: bool) -> list[Batch]:
         block, count = self._deal(size * self._batch_size)
@@ -225,10 +247,16 @@ class Batcher:
         own = len(self._packers)
         return [self._numbers[i:wanted:own] for i in range(min(own, wanted))]
 
-    def _fill_up(self, present: I64, slot: int, lanes: list[list[tuple[I64, Rows]]]) -> tuple[I64, int]:
+    def _fill_up(
+        self, present: I64, slot: int, lanes: list[list[tuple[I64, Rows]]]
+    ) -> tuple[I64, int]:
         """Some lanes are at their end: go on with the others until a batch is full, or all are."""
         slots = present.tolist()
-        while not all(self._dry) and self._failed is None and (len(slots) % self._batch_size or not slots):
+        while (
+            not all(self._dry)
+            and self._failed is None
+            and (len(slots) % self._batch_size or not slots)
+        ):
             lane = self._turn(slot)
             if not self._take(lane, np.array([slot]), lanes[lane]):
                 slots.append(slot)
@@ -283,7 +311,9 @@ class Batcher:
             begins.append(at[padded] * self._seq_len + rows.valid[padded])
         return begins
 
-    def _slice(self, block: Block, made: _Wide | _Narrow | _Left, count: int, begins: list[I64]) -> list[Batch]:
+    def _slice(
+        self, block: Block, made: _Wide | _Narrow | _Left, count: int, begins: list[I64]
+    ) -> list[Batch]:
         size = self._batch_size
         starts: I64 | None = None
         if self._extras:
@@ -310,14 +340,18 @@ class Batcher:
             batches.append(batch)
         return batches
 
-    def _documents(self, starts: I64, first: int, last: int) -> tuple[I64, np.ndarray[Any, np.dtype[np.int32]]]:
+    def _documents(
+        self, starts: I64, first: int, last: int
+    ) -> tuple[I64, np.ndarray[Any, np.dtype[np.int32]]]:
         """Positions and cumulative lengths; a document that began in an earlier row begins anew."""
         lo, hi = first * self._seq_len, last * self._seq_len
         inside = starts[_before(starts, lo) : _before(starts, hi)] - lo
         return document_fields(inside, last - first, self._seq_len)
 
 
-def document_fields(starts: I64, rows: int, seq_len: int) -> tuple[I64, np.ndarray[Any, np.dtype[np.int32]]]:
+def document_fields(
+    starts: I64, rows: int, seq_len: int
+) -> tuple[I64, np.ndarray[Any, np.dtype[np.int32]]]:
     """`positions` and `cu_seqlens` of a batch, given where documents (and rows) begin in it when flattened."""
     bounds = np.append(starts, rows * seq_len)
     positions = np.arange(rows * seq_len) - np.repeat(starts, np.diff(bounds))

@@ -142,7 +142,9 @@ class GigatokenEngine(Engine):
         self._unborn = vocab_size is not None
         """Whether nobody has begun to load the first one."""
         if vocab_size is None:
-            self._idle.append(_Instance(load()))  # fails here and now if the vocabulary is not for it
+            self._idle.append(
+                _Instance(load())
+            )  # fails here and now if the vocabulary is not for it
             vocab_size = int(self._idle[0].tokenizer.vocab_size)
         self._changed = threading.Condition()
         self._done = 0
@@ -172,7 +174,11 @@ class GigatokenEngine(Engine):
         try:
             # The first batches, for which somebody is waiting, do without a quarter of a second of import,
             # during which no other thread gets on either.
-            if self._done < self.FIRST and "awkward" not in sys.modules and texts.nbytes <= self.PLAIN:
+            if (
+                self._done < self.FIRST
+                and "awkward" not in sys.modules
+                and texts.nbytes <= self.PLAIN
+            ):
                 return self._encode_plainly(instance, texts)
             if self._later is not None and instance.seen >= self.SETTLED:
                 self._settle(instance)
@@ -229,7 +235,9 @@ class GigatokenEngine(Engine):
     def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         from penstock.encode.lists import strings
 
-        encoded = instance.tokenizer.encode_batch(strings(*text_buffers(texts)), parallel=False).layout
+        encoded = instance.tokenizer.encode_batch(
+            strings(*text_buffers(texts)), parallel=False
+        ).layout
         return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
 
     def _encode_plainly(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
@@ -243,7 +251,10 @@ class GigatokenEngine(Engine):
 
     def _outgrown(self, instance: _Instance) -> bool:
         """Whether the process has grown by more than the budget since these instances were warm."""
-        if instance.seen - instance.looked < self.MIN_TEXT or instance.generation != self._generation:
+        if (
+            instance.seen - instance.looked < self.MIN_TEXT
+            or instance.generation != self._generation
+        ):
             return False
         now, instance.looked = anonymous_bytes(), instance.seen
         if now is None:

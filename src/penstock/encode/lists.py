@@ -30,7 +30,9 @@ def strings(data: Array, offsets: Array) -> Any:
 def _made(kind: type, data: Array, offsets: Array, *names: str) -> Any:
     inner, outer = ({"__array__": name} for name in names) if names else (None, None)
     content = ak.contents.NumpyArray(data, parameters=inner)
-    array = ak.Array(ak.contents.ListOffsetArray(ak.index.Index64(offsets), content, parameters=outer))
+    array = ak.Array(
+        ak.contents.ListOffsetArray(ak.index.Index64(offsets), content, parameters=outer)
+    )
     object.__setattr__(array, "__class__", kind)  # awkward chooses the class of what it makes
     return array
 
@@ -38,10 +40,14 @@ def _made(kind: type, data: Array, offsets: Array, *names: str) -> Any:
 class _Known(ak.Array):  # type: ignore[misc]  # it has no types
     """An array that answers some questions itself."""
 
-    def __awkward_function__(self, function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __awkward_function__(
+        self, function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if len(args) == 1 and not kwargs:
             layout = self.layout
-            answer = self._answer(function, np.asarray(layout.content.data), np.asarray(layout.offsets.data))
+            answer = self._answer(
+                function, np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+            )
             if answer is not None:
                 return answer
         return function(*_plain(args), **_plain(kwargs))
@@ -67,7 +73,9 @@ class _Lists(_Known):
 class _Numbers(np.ndarray[Any, Any]):
     """An answer: an array already, where awkward is asked to make it one."""
 
-    def __awkward_function__(self, function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __awkward_function__(
+        self, function: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if function is ak.to_numpy and len(args) == 1 and not kwargs:
             return np.asarray(self)
         return function(*_plain(args), **_plain(kwargs))

@@ -33,4 +33,13 @@ def make_packer(
 
         return BestFitPacker(next_window, start, seq_len, pad_id, dtype)
     aligned = packing == "bos"
-    return StreamPacker(next_window, start, seq_len, pad_id, dtype, aligned=aligned, keep_tail=keep_tail, track=track)
+    return StreamPacker(
+        next_window,
+        start,
+        seq_len,
+        pad_id,
+        dtype,
+        aligned=aligned,
+        keep_tail=keep_tail,
+        track=track,
+    )

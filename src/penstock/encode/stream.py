@@ -166,7 +166,9 @@ class StreamPacker:
     def _pass(self, starts: I64) -> None:
         if self._aligned:
             last = np.append(starts[1:], self._after(int(starts[-1])))
-            self.counts.cropped_tokens += int(np.maximum(last - starts - self._seq_len - 1, 0).sum())
+            self.counts.cropped_tokens += int(
+                np.maximum(last - starts - self._seq_len - 1, 0).sum()
+            )
         self._at = self._after(int(starts[-1]))
 
     def _tail(self) -> list[Rows]:
@@ -185,13 +187,19 @@ class StreamPacker:
         return [rows]
 
     def _make(self, ids: Ids, valid: I64 | None, starts: I64) -> StreamRows:
-        return StreamRows(ids, valid, self._seq_len + 1, starts, tuple(self._windows), self._doc_starts)
+        return StreamRows(
+            ids, valid, self._seq_len + 1, starts, tuple(self._windows), self._doc_starts
+        )
 
     def _fill(self, until: int) -> None:
         """Have the stream in the buffer up to `until`, or to its end."""
         if self._piece is not None and self._at >= self._gathered - len(self._piece):
             # The rows have left what was carried over: go on in the piece itself.
-            self._flat, self._base, self._end = self._piece, self._gathered - len(self._piece), self._gathered
+            self._flat, self._base, self._end = (
+                self._piece,
+                self._gathered - len(self._piece),
+                self._gathered,
+            )
             self._piece = None
         if self._end >= until or (self._ended and self._piece is None):
             return
@@ -212,7 +220,10 @@ class StreamPacker:
             self._piece = parts[-1]
             parts[-1] = self._piece[: len(self._piece) - surplus]
         self._flat = np.concatenate(parts)
-        self._base, self._end = self._at, min(self._gathered, until) if self._piece is not None else self._gathered
+        self._base, self._end = (
+            self._at,
+            min(self._gathered, until) if self._piece is not None else self._gathered,
+        )
         while len(self._windows) > 1 and self._windows[1][0] <= self._at:
             self._windows.pop(0)
         if self._track:
@@ -240,7 +251,9 @@ class StreamPacker:
         window = None
         try:
             window = None if self._ended else self._next_window()
-        except Exception as error:  # raised by whoever deals the rows, after those that came before it
+        except (
+            Exception
+        ) as error:  # raised by whoever deals the rows, after those that came before it
             self.failed = error
         self._window = window
         self._doc = 0

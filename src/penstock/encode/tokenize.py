@@ -94,8 +94,22 @@ class Tokenizer:
             if between is not None:
                 between()
             parts.append(self._encode(texts[i : i + step]))
-        docs = parts[0] if len(parts) == 1 else pa.concat_arrays(parts) if parts else nothing(pa.large_binary())
-        return TokenChunk(ref, docs, documents.rows, documents.last, documents.bad, documents.empty, _text_bytes(texts))
+        docs = (
+            parts[0]
+            if len(parts) == 1
+            else pa.concat_arrays(parts)
+            if parts
+            else nothing(pa.large_binary())
+        )
+        return TokenChunk(
+            ref,
+            docs,
+            documents.rows,
+            documents.last,
+            documents.bad,
+            documents.empty,
+            _text_bytes(texts),
+        )
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)
@@ -106,7 +120,9 @@ class Tokenizer:
             )
         narrow = np.ascontiguousarray(ids, self.dtype)
         docs = pa.LargeBinaryArray.from_buffers(
-            pa.large_binary(), len(texts), [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)]
+            pa.large_binary(),
+            len(texts),
+            [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)],
         )
         before, after = self._bytes(self.bos_id), self._bytes(self.eos_id)
         if not (before or after) or len(docs) == 0:
@@ -169,14 +185,22 @@ def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Eng
     if wanted in ("auto", "gigatoken"):
         check = Check(vocabulary, *reference)
         known = check.recall()
-        fast = _gigatoken(vocabulary, cache_bytes, known, check.find_ranks, required=wanted == "gigatoken")
-        if fast is not None and check.heed(known.differs if known is not None else check.reach(fast)):
+        fast = _gigatoken(
+            vocabulary, cache_bytes, known, check.find_ranks, required=wanted == "gigatoken"
+        )
+        if fast is not None and check.heed(
+            known.differs if known is not None else check.reach(fast)
+        ):
             return fast
         if wanted == "gigatoken":
-            raise TokenizerError(f"gigatoken does not give the reference's ids for {vocabulary.name}")
+            raise TokenizerError(
+                f"gigatoken does not give the reference's ids for {vocabulary.name}"
+            )
     name, build = reference
     if wanted not in ("auto", name):
-        raise TokenizerError(f"engine={wanted!r} cannot encode {vocabulary.name}; its reference engine is {name!r}")
+        raise TokenizerError(
+            f"engine={wanted!r} cannot encode {vocabulary.name}; its reference engine is {name!r}"
+        )
     return build()
 
 
@@ -189,7 +213,9 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
             try:
                 return TokenizersEngine(text)
             except ImportError as error:
-                raise MissingExtra("tokenizers", f"the tokenizer {vocabulary.name}", "hf") from error
+                raise MissingExtra(
+                    "tokenizers", f"the tokenizer {vocabulary.name}", "hf"
+                ) from error
 
         return "tokenizers", build
 
@@ -197,7 +223,9 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
         try:
             import tiktoken
         except ImportError as error:
-            raise MissingExtra("tiktoken", f"the tokenizer {vocabulary.name}", "tiktoken") from error
+            raise MissingExtra(
+                "tiktoken", f"the tokenizer {vocabulary.name}", "tiktoken"
+            ) from error
         encoding = vocabulary.encoding
         if encoding is None:
             import base64
@@ -209,7 +237,10 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
             }
             pattern = _TIKTOKEN_PATTERNS[TIKTOKEN[vocabulary.name][0]]
             encoding = tiktoken.Encoding(
-                vocabulary.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=vocabulary.specials
+                vocabulary.name,
+                pat_str=pattern,
+                mergeable_ranks=ranks,
+                special_tokens=vocabulary.specials,
             )
         return TiktokenEngine(encoding)
 
@@ -217,7 +248,12 @@ def _reference(vocabulary: Vocabulary) -> tuple[str, Callable[[], Engine]]:
 
 
 def _gigatoken(
-    vocabulary: Vocabulary, cache_bytes: int, known: Found | None, later: Callable[[Any], None], *, required: bool
+    vocabulary: Vocabulary,
+    cache_bytes: int,
+    known: Found | None,
+    later: Callable[[Any], None],
+    *,
+    required: bool,
 ) -> GigatokenEngine | None:
     if importlib.util.find_spec("gigatoken") is None:
         if required:
@@ -235,7 +271,9 @@ def _gigatoken(
             raise
         if required:
             raise TokenizerError(f"gigatoken does not take {vocabulary.name}: {error}") from error
-        log.info("gigatoken does not take %s (%s): using the reference engine", vocabulary.name, error)
+        log.info(
+            "gigatoken does not take %s (%s): using the reference engine", vocabulary.name, error
+        )
         return None
 
 

@@ -30,8 +30,19 @@ def train_tokenizer(text: bytes, vocab_size: int) -> str:
 
     eos_id = next((id for id, token in vocab.items() if token == EOS.encode()), len(vocab))
     words = {spell(token): id for id, token in vocab.items() if id != eos_id}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return json.dumps(
         {
             "version": "1.0",

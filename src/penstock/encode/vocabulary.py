@@ -26,7 +26,16 @@ EOS_NAMES = (
     "<｜end▁of▁sentence｜>", "<|endofprompt|>",
 )  # fmt: skip
 
-HEAD = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"}
+HEAD = {
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+}
 """What a tokenizer.json has besides its model, which usually comes last."""
 
 TIKTOKEN = {
@@ -62,7 +71,9 @@ class Vocabulary:
         if isinstance(token, str):
             if token not in self.specials:
                 known = ", ".join(self.specials) or "none"
-                raise TokenizerError(f"{self.name} has no special token {token!r} for {role}; it has {known}")
+                raise TokenizerError(
+                    f"{self.name} has no special token {token!r} for {role}; it has {known}"
+                )
             return self.specials[token]
         if not 0 <= token < size:
             raise TokenizerError(f"{role}={token} is no id of {self.name}, which has {size}")
@@ -104,7 +115,11 @@ def _by_name(name: str) -> Vocabulary:
         if path.suffix == ".tiktoken":
             return _from_tiktoken_file(path)
         return _from_json(path.read_text("utf-8"), str(path), eos=_configured_eos(path))
-    if path.suffix in (".json", ".tiktoken") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if (
+        path.suffix in (".json", ".tiktoken")
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    ):
         raise TokenizerError(f"{path} does not exist (looked from {Path.cwd()})")
     found = _from_hub(name)
     return _from_json(found.read_text("utf-8"), name, eos=_configured_eos(found))
@@ -113,7 +128,11 @@ def _by_name(name: str) -> Vocabulary:
 def _from_hub(name: str) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+        )
     except ImportError as error:
         raise MissingExtra("huggingface_hub", f"tokenizer={name!r} (a Hub name)", "hf") from error
     for repo in (name, *_LEGACY.get(name, ())):
@@ -157,7 +176,9 @@ def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
         added = head.get("added_tokens") or []
         specials = {t["content"]: int(t["id"]) for t in added if t.get("special")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TokenizerError(f"{name} is not a tokenizer.json: {type(error).__name__}: {error}") from error
+        raise TokenizerError(
+            f"{name} is not a tokenizer.json: {type(error).__name__}: {error}"
+        ) from error
     head["added_tokens"] = [t for t in added if not t.get("special")]
     head["truncation"] = head["padding"] = None
     if _adds_specials(head.get("post_processor")):
@@ -166,7 +187,9 @@ def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
     if eos is None or eos not in specials:
         eos = next((token for token in EOS_NAMES if token in specials), None)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return Vocabulary(name=name, fingerprint=digest, specials=specials, eos=eos, tokenizer_json=stripped)
+    return Vocabulary(
+        name=name, fingerprint=digest, specials=specials, eos=eos, tokenizer_json=stripped
+    )
 
 
 def behead(text: str) -> tuple[dict[str, Any], str]:

@@ -80,7 +80,9 @@ class WindowMap(NamedTuple):
         """The place of a token, by document, so that it holds even where a document before it is skipped."""
         doc = self.doc_at(token)
         epoch, group, chunk, window, _, _, _, source = self.start
-        return Place(epoch, group, chunk, window, self.skipped + doc, token - self.begin(doc), row, source)
+        return Place(
+            epoch, group, chunk, window, self.skipped + doc, token - self.begin(doc), row, source
+        )
 
     def token_of(self, place: Place) -> int:
         """The token that a place names."""
@@ -117,7 +119,12 @@ class Window:
     """The ids of a window's documents, to be taken in shuffled order."""
 
     def __init__(
-        self, start: Place, chunks: Sequence[TokenChunk], order: I64 | None, dtype: np.dtype[Any], skipped: int = 0
+        self,
+        start: Place,
+        chunks: Sequence[TokenChunk],
+        order: I64 | None,
+        dtype: np.dtype[Any],
+        skipped: int = 0,
     ) -> None:
         self._dtype = dtype
         self._docs = [chunk.docs for chunk in chunks]
@@ -156,7 +163,9 @@ class Window:
             begin, end = np.searchsorted(sorted_of, [chunk, chunk + 1])
             parts.append(self._docs[chunk].take(integers(sorted_wanted[begin:end] - firsts[chunk])))
         if len(parts) <= 1:
-            return parts[0] if parts else self._docs[0][:0]  # sorting has left their order as it was
+            return (
+                parts[0] if parts else self._docs[0][:0]
+            )  # sorting has left their order as it was
         back = np.empty_like(by_chunk)
         back[by_chunk] = np.arange(len(back))
         return pa.concat_arrays(parts).take(integers(back))

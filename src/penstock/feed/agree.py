@@ -61,7 +61,9 @@ class RankAgreement:
 
         value = torch.tensor([status], dtype=torch.int32)
         with self._clock.stage(RANKS), reaching(self._distributed, DEADLINE_S):
-            self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MIN, group=self._group)
+            self._distributed.all_reduce(
+                value, op=self._distributed.ReduceOp.MIN, group=self._group
+            )
         return int(value.item())
 
 

@@ -165,7 +165,11 @@ class Autotune:
                 break
             for knob in self.knobs:
                 value = knob.more()
-                if stage not in knob.stages or value == knob.get() or now < self._failed.get(knob.name, 0.0):
+                if (
+                    stage not in knob.stages
+                    or value == knob.get()
+                    or now < self._failed.get(knob.name, 0.0)
+                ):
                     continue
                 why = f"data wait {100 * verdict.data_wait:.0f} %, {stage} {100 * verdict.shares[stage]:.0f} %"
                 self._try(knob, value, rate, why, now)
@@ -197,4 +201,6 @@ class Autotune:
     def _tell(self, what: str, before: int, after: int, why: str, kept: bool | None) -> None:
         word = {None: "tried", True: "kept", False: "undone"}[kept]
         log.info("autotune: %s %d → %d %s: %s", what, before, after, word, why)
-        self.watched.event("tune", **{"what": what, "from": before, "to": after, "why": why, "kept": kept})
+        self.watched.event(
+            "tune", **{"what": what, "from": before, "to": after, "why": why, "kept": kept}
+        )

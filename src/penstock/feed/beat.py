@@ -67,23 +67,41 @@ class Heartbeat:
         self.rank = whole_number("rank", rank if shard is None else shard.rem, 0)
         self.prefix = prefix
         if not isinstance(prefix, str) or not prefix.endswith("loader_"):
-            raise ConfigError(f"prefix={prefix!r}: needs a text that ends in 'loader_', such as 'fineweb_loader_'")
-        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0.01 <= every_s <= 3600:
+            raise ConfigError(
+                f"prefix={prefix!r}: needs a text that ends in 'loader_', such as 'fineweb_loader_'"
+            )
+        if (
+            isinstance(every_s, bool)
+            or not isinstance(every_s, int | float)
+            or not 0.01 <= every_s <= 3600
+        ):
             raise ConfigError(f"every_s={every_s!r}: needs a number of seconds, 0.01 to 3600")
         hooks = list(on_metrics)
         if not all(map(callable, hooks)):
-            raise ConfigError("on_metrics: needs functions that take a step and a dictionary of numbers")
+            raise ConfigError(
+                "on_metrics: needs functions that take a step and a dictionary of numbers"
+            )
         given = Path(path).expanduser()
         # A name says what is meant where nothing is yet.
-        is_file = given.name.endswith(".jsonl") or (os.path.exists(given) and not os.path.isdir(given))
+        is_file = given.name.endswith(".jsonl") or (
+            os.path.exists(given) and not os.path.isdir(given)
+        )
         self.path = (given if is_file else given / file_name(self.rank)).absolute()
         world = shard.mod if shard is not None and world_size is None else world_size
         boot = {"settings": dict(settings or {}), "host": platform.node(), "resumed": bool(resumed)}
-        boot |= {} if world is None else {"world_size": whole_number("world_size", world, self.rank + 1)}
+        boot |= (
+            {}
+            if world is None
+            else {"world_size": whole_number("world_size", world, self.rank + 1)}
+        )
         self._observed = observed
         self._core = Beating(
             rank=self.rank,
-            file=(self.path, whole_number("max_bytes", max_bytes, 4 * KiB), whole_number("keep", keep, 0)),
+            file=(
+                self.path,
+                whole_number("max_bytes", max_bytes, 4 * KiB),
+                whole_number("keep", keep, 0),
+            ),
             most=whole_number("queue", queue, 2),
             every_s=float(every_s),
             observed=observed,
@@ -102,7 +120,9 @@ class Heartbeat:
             self._core.start()
         return self
 
-    def progress(self, step: int, loss: Any = None, grad_norm: Any = None, tokens: Any = None, **more: Any) -> None:
+    def progress(
+        self, step: int, loss: Any = None, grad_norm: Any = None, tokens: Any = None, **more: Any
+    ) -> None:
         """A step is finished. Never waits, and never raises.
 
         `loss`, `grad_norm` and numbers in `more` may be tensors. One on the CPU is read at once; one on a device is kept,
@@ -153,7 +173,9 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close("end" if kind is None else f"{kind.__name__}: {error}"[:500])
 
 

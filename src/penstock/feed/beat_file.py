@@ -66,7 +66,11 @@ class BeatFile:
             if self._rest and not self._finish():
                 self._refused = True
                 return False
-            if self._regular and self._boot_end < self._size and self._size + len(line) > self._limit:
+            if (
+                self._regular
+                and self._boot_end < self._size
+                and self._size + len(line) > self._limit
+            ):
                 self._try_to_rotate()
             done = self._put(line)
         except OSError as error:

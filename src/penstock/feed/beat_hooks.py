@@ -60,9 +60,18 @@ class Hooks:
             self._in_a_row[id(hook)] += 1
             if id(hook) not in self._said:
                 self._said.add(id(hook))
-                log.warning("heartbeat: the hook %r failed at step %d; said once", hook, step, exc_info=error)
+                log.warning(
+                    "heartbeat: the hook %r failed at step %d; said once",
+                    hook,
+                    step,
+                    exc_info=error,
+                )
             if self._in_a_row[id(hook)] >= MOST_HOOK_ERRORS:
                 self._hooks.remove(hook)
-                log.warning("heartbeat: the hook %r failed %d times in a row and is dropped", hook, MOST_HOOK_ERRORS)
+                log.warning(
+                    "heartbeat: the hook %r failed %d times in a row and is dropped",
+                    hook,
+                    MOST_HOOK_ERRORS,
+                )
         else:
             self._in_a_row[id(hook)] = 0

@@ -194,7 +194,10 @@ class Beating:
         # A thread that hangs in a system call or a hook cannot be ended; it is a daemon, and holds nothing up.
         thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
         if thread.is_alive():
-            self._wrong(f"the thread hangs, and {len(self._backlog)} lines were not written to {self._file.path}", None)
+            self._wrong(
+                f"the thread hangs, and {len(self._backlog)} lines were not written to {self._file.path}",
+                None,
+            )
         return not thread.is_alive() and not self._backlog
 
     # On the heartbeat's thread
@@ -223,7 +226,9 @@ class Beating:
 
     def _wait(self, until: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._woken or self.closing, max(0.0, until - time.monotonic()))
+            self._changed.wait_for(
+                lambda: self._woken or self.closing, max(0.0, until - time.monotonic())
+            )
             self._woken = False
 
     def _turn(self, until: float) -> None:
@@ -260,7 +265,10 @@ class Beating:
     def _events(self, observed: Observed) -> list[Said]:
         """What the loader has to tell, of a step that is yet to be found out."""
         try:
-            return [Said(ts, mono, -1, msg, dict(fields)) for ts, mono, msg, fields in observed.take_events()]
+            return [
+                Said(ts, mono, -1, msg, dict(fields))
+                for ts, mono, msg, fields in observed.take_events()
+            ]
         except Exception as error:
             self._wrong("the loader's telemetry failed", error)
             return []
@@ -268,7 +276,11 @@ class Beating:
     def _is_ready(self, said: Said) -> bool:
         late = [value for value in said.fields.values() if isinstance(value, Late)]
         now = time.monotonic()
-        return all(value.ready() for value in late) or now - said.mono > LATE_S or now > self._deadline - LAST_S
+        return (
+            all(value.ready() for value in late)
+            or now - said.mono > LATE_S
+            or now > self._deadline - LAST_S
+        )
 
     def _emit(self, said: Said) -> None:
         """Make a line of it, and show it to those who look at lines."""
@@ -305,7 +317,11 @@ class Beating:
         tokens = fields.get("tokens")
         if isinstance(tokens, int | float):
             self._recent.append((said.mono, count_of(tokens)))
-            if "toks_per_s" not in fields and len(self._recent) > 1 and said.mono > self._recent[0][0]:
+            if (
+                "toks_per_s" not in fields
+                and len(self._recent) > 1
+                and said.mono > self._recent[0][0]
+            ):
                 some = sum(n for _, n in self._recent) - self._recent[0][1]
                 fields["toks_per_s"] = round(some / (said.mono - self._recent[0][0]), 3)
         for name, n in self._memory().items():
@@ -336,7 +352,11 @@ class Beating:
             if msg == "health":
                 level = logging.INFO if fields["status"] == "ok" else logging.WARNING
                 log.log(
-                    level, "health: %s at step %d: %s", fields["status"], line["step"], "; ".join(fields["reasons"])
+                    level,
+                    "health: %s at step %d: %s",
+                    fields["status"],
+                    line["step"],
+                    "; ".join(fields["reasons"]),
                 )
 
     def _keep(self, line: bytes) -> None:
@@ -344,7 +364,9 @@ class Beating:
             self._flush()  # a disk that is well has room for however many come at once
         self._backlog.append(line)
         self._backlog_bytes += len(line)
-        while len(self._backlog) > self._most or (self._backlog_bytes > MAX_BACKLOG_BYTES and len(self._backlog) > 1):
+        while len(self._backlog) > self._most or (
+            self._backlog_bytes > MAX_BACKLOG_BYTES and len(self._backlog) > 1
+        ):
             self._backlog_bytes -= len(self._backlog.popleft())
             self._lost += 1
 
@@ -364,12 +386,20 @@ class Beating:
             self._pause()
             self._collect()
         fields = self.ask(self._observed.beat_fields) if self._observed is not None else {}
-        last: dict[str, Any] = {name: fields[name] for name in ("verdict", "stages", "data_wait_pct") if name in fields}
+        last: dict[str, Any] = {
+            name: fields[name] for name in ("verdict", "stages", "data_wait_pct") if name in fields
+        }
         if self._data_wait is not None:
             last.setdefault("data_wait_pct", self._data_wait)
         now = time.monotonic()
-        last |= {"reason": self._reason, "steps": self._steps, "wall_s": round(now - self._begun, 3)}
-        total = self._before.fields.get("tokens_total", self._tokens) if self._before is not None else 0
+        last |= {
+            "reason": self._reason,
+            "steps": self._steps,
+            "wall_s": round(now - self._begun, 3),
+        }
+        total = (
+            self._before.fields.get("tokens_total", self._tokens) if self._before is not None else 0
+        )
         last |= {"tokens_total": total, "dropped": self.dropped}
         self._try_to_emit(Said(time.time(), now, self.step, "shutdown", last))
         self._file.check()

@@ -52,7 +52,9 @@ class Late:
             return None
         try:
             return float(self._tensor.item())
-        except Exception as error:  # more than one value, or a device that is lost: the line says so
+        except (
+            Exception
+        ) as error:  # more than one value, or a device that is lost: the line says so
             return Unreadable(f"{type(error).__name__}: {error}"[:200])
 
 
@@ -127,7 +129,9 @@ def compile_count() -> int | None:
         return None
     try:
         return int(dynamo.counters["stats"]["unique_graphs"])
-    except Exception:  # not a public name: another version may have another one, and the field is then missing
+    except (
+        Exception
+    ):  # not a public name: another version may have another one, and the field is then missing
         return None
 
 

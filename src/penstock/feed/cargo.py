@@ -36,7 +36,9 @@ class BatchCargo:
 
     def _number(self, value: Any, seen: dict[int, str]) -> Any:
         if isinstance(value, np.ndarray) and value.dtype.name in TYPES:
-            if id(value) not in seen:  # inputs are often one of the data's own fields: it travels once
+            if (
+                id(value) not in seen
+            ):  # inputs are often one of the data's own fields: it travels once
                 seen[id(value)] = f"leaf {len(self._leaves)}"
                 self._leaves[seen[id(value)]] = value
             return _Leaf(seen[id(value)])
@@ -49,7 +51,11 @@ class BatchCargo:
         batch = self.batch
         if batch.narrow is None:
             fields = self._resolve(self._data, {name: landing[name] for name in self._leaves})
-            batch.inputs, batch.targets, batch.data = fields["inputs"], fields["targets"], fields["data"]
+            batch.inputs, batch.targets, batch.data = (
+                fields["inputs"],
+                fields["targets"],
+                fields["data"],
+            )
         else:
             self._widen(landing, batch.narrow)
             batch.narrow = None
@@ -74,7 +80,9 @@ class BatchCargo:
             batch.targets.masked_fill_(columns >= valid[:, None], IGNORE)
         if "positions" in narrow:
             batch.positions = landing.wide("positions")
-            batch.cu_seqlens = landing["cu_seqlens"].clone()  # a view would keep all that landed alive
+            batch.cu_seqlens = landing[
+                "cu_seqlens"
+            ].clone()  # a view would keep all that landed alive
 
     def tensors(self) -> Iterable[Any]:
         found: list[Any] = []

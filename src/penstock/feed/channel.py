@@ -89,7 +89,9 @@ class SharedEnd:
                 os.close(fd)
 
     def _write(self, parts: list[memoryview], fd: int | None, ready: Ready | None) -> None:
-        passed = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        passed = (
+            [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        )
         while parts:
             try:
                 sent = self._socket.sendmsg(parts, passed)
@@ -119,7 +121,10 @@ class SharedEnd:
             if n_buffers == 0:
                 return loads(body)
             if not fds:
-                raise OSError(errno.EMFILE, "a result could not be received: too many open files (see ulimit -n)")
+                raise OSError(
+                    errno.EMFILE,
+                    "a result could not be received: too many open files (see ulimit -n)",
+                )
             sizes = struct.unpack_from(f"<{n_buffers}Q", body)
             return loads(body[8 * n_buffers :], buffers=mapped(fds[0], sizes))
         finally:
@@ -135,7 +140,9 @@ class SharedEnd:
                 ready(False)  # a header is always waited for
             try:
                 if fds is not None:
-                    n, passed, _, _ = self._socket.recvmsg_into([rest], socket.CMSG_SPACE(4), CLOSE_ON_EXEC)
+                    n, passed, _, _ = self._socket.recvmsg_into(
+                        [rest], socket.CMSG_SPACE(4), CLOSE_ON_EXEC
+                    )
                     for level, kind, data in passed:
                         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                             fds.extend(array.array("i", data[: len(data) - len(data) % 4]))
@@ -209,7 +216,9 @@ def dump(message: Any, shared_bytes: int | None) -> tuple[memoryview, list[memor
         return False
 
     stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=5, buffer_callback=None if shared_bytes is None else goes_along)
+    pickler = pickle.Pickler(
+        stream, protocol=5, buffer_callback=None if shared_bytes is None else goes_along
+    )
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "Tensor"):
         pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduce_tensor}
@@ -284,7 +293,9 @@ def mapped(fd: int, sizes: tuple[int, ...]) -> list[memoryview]:
     if os.fstat(fd).st_size < total:
         raise Broken("shared memory is shorter than the message says")
     whole: Any = np.asarray(Map(fd, total))
-    return [memoryview(whole[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        memoryview(whole[start : start + size]) for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 class Map:
@@ -300,7 +311,12 @@ class Map:
             raise OSError(code, f"cannot map {n_bytes} bytes of a result: {os.strerror(code)}")
         self._address = address
         self._unmap = _libc().munmap
-        self.__array_interface__ = {"data": (address, False), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (n_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         if self._address is not None:
@@ -311,7 +327,14 @@ class Map:
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,
+    ]
     libc.munmap.restype = ctypes.c_int
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc

@@ -35,8 +35,12 @@ class Reply(NamedTuple):
 
 def main(end: End, cpus: frozenset[int] | None) -> None:
     """Serve one parent until it closes its end, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as it was started; what the work starts is to heed it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # as it was started; what the work starts is to heed it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_the_parent, name="penstock-parent", daemon=True).start()
     work: Any = None
@@ -74,7 +78,9 @@ def _serve(end: End, work: Any) -> None:
         except Broken:
             raise
         except BaseException as error:
-            error.add_note(f"what {method} gave, a {type(value).__name__}, cannot be sent out of its worker process")
+            error.add_note(
+                f"what {method} gave, a {type(value).__name__}, cannot be sent out of its worker process"
+            )
             end.send(_failed(error))
 
 
@@ -125,15 +131,23 @@ class Remade:
         self._attributes = dict(vars(error))
         if only_portable:
             self._args = error.args if _can_go(error.args) else (str(error),)
-            self._attributes = {name: value for name, value in self._attributes.items() if _can_go(value)}
+            self._attributes = {
+                name: value for name, value in self._attributes.items() if _can_go(value)
+            }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return remake, (self._kind, self._args, self._attributes)
 
 
-def remake(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+def remake(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
     """An exception of this kind, its fields set by the nearest base that Python itself defines."""
-    error = BaseException.__new__(kind) if kind.__new__ is BaseException.__new__ else kind.__new__(kind, *args)
+    error = (
+        BaseException.__new__(kind)
+        if kind.__new__ is BaseException.__new__
+        else kind.__new__(kind, *args)
+    )
     native: Any = next(c for c in kind.__mro__ if c.__module__ == "builtins")
     with contextlib.suppress(TypeError):
         native.__init__(error, *args)

@@ -215,7 +215,9 @@ class DeviceFeed(Generic[C]):
         if self._closed:
             raise LoaderClosed("the way to the device was closed")
         if self.interrupted:
-            raise LoaderClosed("an interrupt lost a batch on its way to the device: restart after the last one you got")
+            raise LoaderClosed(
+                "an interrupt lost a batch on its way to the device: restart after the last one you got"
+            )
         if self._waits is not None:
             self._waits.begin()
         if not self._flying:

@@ -196,7 +196,10 @@ class SharedFeed:
         except LoaderTimeout as timeout:
             blame = self._blame(min(limit_s, 1.0)) if self._loader is not None else str(timeout)
             return _Vote(
-                STALLED, f"no batch within {limit_s:g} s ({blame})" if blame else f"no batch within {limit_s:g} s"
+                STALLED,
+                f"no batch within {limit_s:g} s ({blame})"
+                if blame
+                else f"no batch within {limit_s:g} s",
             )
         except Exception as error:
             return self._failed(error)
@@ -245,10 +248,16 @@ class SharedFeed:
     def _reason(self, codes: list[int], vote: _Vote) -> str:
         texts = self._peers.texts(vote.text)
         without = [rank for rank, code in enumerate(codes) if code < ENDED]
-        who = " and ".join(f"rank {rank}" for rank in without[:4]) + (" and others" if len(without) > 4 else "")
+        who = " and ".join(f"rank {rank}" for rank in without[:4]) + (
+            " and others" if len(without) > 4 else ""
+        )
         worst = min(without, key=lambda rank: codes[rank])
         told = (texts[worst] if len(without) == 1 else f"rank {worst}: {texts[worst]}").rstrip(".")
-        return f"{who} of {self._peers.world} had no data: {told}" if self._peers.world > 1 else f"no data: {told}"
+        return (
+            f"{who} of {self._peers.world} had no data: {told}"
+            if self._peers.world > 1
+            else f"no data: {told}"
+        )
 
     def _real(self, step: int, count: int) -> list[Batch]:
         batches = [self._held.popleft() for _ in range(count)]
@@ -267,7 +276,11 @@ class SharedFeed:
         if not self.substituting:
             self.substituting = True
             self.substitutions.append(Substitution(step, step, reason))
-            log.warning("step %d: %s. All ranks go on with SYNTHETIC data until all have theirs", step, reason)
+            log.warning(
+                "step %d: %s. All ranks go on with SYNTHETIC data until all have theirs",
+                step,
+                reason,
+            )
             self._event("fallback", to="synthetic", reason=reason, at_step=step)
         self.substitutions[-1].last = step
         return [self._substitute(step, n) for n in range(count)]
@@ -325,7 +338,9 @@ class SharedFeed:
 def states_of(saved: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The loaders' states in what all ranks saved with `state_dict`; None for a run that had not begun to read."""
     states: list[Any] = [one.get("loader") for one in saved]
-    whole: list[dict[str, Any]] | None = next((each for each in states if isinstance(each, list)), None)
+    whole: list[dict[str, Any]] | None = next(
+        (each for each in states if isinstance(each, list)), None
+    )
     if whole is not None:  # a rank that never got to open its loader kept what it was to begin with
         return whole
     return None if any(each is None for each in states) else states

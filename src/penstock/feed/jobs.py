@@ -124,10 +124,14 @@ class Jobs:
                     self._idle.remove(worker)
             if self._stopped or worker >= self._limit:
                 self._left.add(worker)
-                if self._any and self._idle:  # this worker may have been woken for what it does not take
+                if (
+                    self._any and self._idle
+                ):  # this worker may have been woken for what it does not take
                     self._wanted[self._idle.pop()].notify_all()
                 return None
-            jobs = own if own and (not self._any or own[0].order < self._any[0].order) else self._any
+            jobs = (
+                own if own and (not self._any or own[0].order < self._any[0].order) else self._any
+            )
             job = jobs.popleft()
             if self._any and self._idle:  # this worker may have been woken for what it did not take
                 self._wanted[self._idle.pop()].notify_all()

@@ -85,7 +85,9 @@ class CacheWriter:
 
     def _fits(self, chunk: TokenChunk) -> bool:
         # One that is larger than the whole queue goes through alone.
-        return self._queued_bytes == 0 or self._queued_bytes + chunk.nbytes <= self._max_queued_bytes
+        return (
+            self._queued_bytes == 0 or self._queued_bytes + chunk.nbytes <= self._max_queued_bytes
+        )
 
     def _done(self) -> bool:
         return not self._waiting and not self._busy

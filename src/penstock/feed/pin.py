@@ -75,7 +75,11 @@ def _node(number: int) -> frozenset[int]:
     except OSError:
         names = [path.name.removeprefix("node") for path in NODES.glob("node[0-9]*")]
         known = ", ".join(sorted(names, key=int))
-        has = f"this system has the nodes {known}" if known else f"this system shows no NUMA nodes in {NODES}"
+        has = (
+            f"this system has the nodes {known}"
+            if known
+            else f"this system shows no NUMA nodes in {NODES}"
+        )
         raise ConfigError(f"numa_node={number}: {has}.") from None
     return parse_list(text)
 

@@ -40,7 +40,12 @@ class Pool(Protocol):
         """Worker processes that died and were replaced."""
 
     def submit(
-        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
     ) -> Task[Any]:
         """Have `method` called with `args`, or with what `before` gives.
 
@@ -91,9 +96,16 @@ class ThreadPool:
             self._threads.append(thread)
 
     def submit(
-        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
     ) -> Task[Any]:
-        return self._jobs.add(self._job(method, args, before), first, None)  # threads share whatever is kept
+        return self._jobs.add(
+            self._job(method, args, before), first, None
+        )  # threads share whatever is kept
 
     def _job(self, method: str, args: tuple[Any, ...], before: Before | None) -> Job:
         return Job(method, args, before, Result(self._clock))
@@ -127,7 +139,9 @@ class ThreadPool:
                 try:
                     args = job.args if job.before is None else job.before()
                     result = self._call(worker, job.method, args)
-                except BaseException as error:  # every failure belongs to whoever waits for the result
+                except (
+                    BaseException
+                ) as error:  # every failure belongs to whoever waits for the result
                     if trail is not None:
                         track.end(trail)
                     job.future.set_exception(error)
@@ -170,7 +184,12 @@ class InlinePool:
         self._work = work
 
     def submit(
-        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
     ) -> Task[Any]:
         return Lazy(lambda: getattr(self._work, method)(*(args if before is None else before())))
 
@@ -251,13 +270,20 @@ class Scoped:
         return self._pool.restarts
 
     def submit(
-        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
     ) -> Task[Any]:
         name = self._name
         if before is None:
             return self._pool.submit("call", name, method, *args, first=first, to=to)
         given = before
-        return self._pool.submit("call", before=lambda: (name, method, *given()), first=first, to=to)
+        return self._pool.submit(
+            "call", before=lambda: (name, method, *given()), first=first, to=to
+        )
 
     def stop(self) -> None:
         self._pool.stop()

@@ -125,7 +125,9 @@ class Prefetcher(Generic[T]):
     def get(self, timeout: float | None = None) -> T | None:
         """The next item, or None at the end. The producer's exception is raised after its items."""
         if not self.at_hand:
-            self._await_item(None if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+            self._await_item(
+                None if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+            )
             if not self.at_hand and self._end is not None:
                 if self._end.error is not None:
                     raise self._end.error
@@ -133,7 +135,9 @@ class Prefetcher(Generic[T]):
         try:
             item = self.at_hand.popleft()
         except IndexError:
-            raise LoaderClosed("the loader was shut down, or another thread took the batch") from None
+            raise LoaderClosed(
+                "the loader was shut down, or another thread took the batch"
+            ) from None
         if self.notes:
             self.notes.popleft()
         self.attend()
@@ -170,7 +174,9 @@ class Prefetcher(Generic[T]):
                     self._wake()  # the producer had begun to make some, or to leave it to this one
                 self.attend()
                 try:
-                    self._bell.get(timeout=None if deadline is None else max(0.0, deadline - perf_counter()))
+                    self._bell.get(
+                        timeout=None if deadline is None else max(0.0, deadline - perf_counter())
+                    )
                 except Empty:
                     self._wanted = self._in_vain = False
                     raise LoaderTimeout(
@@ -191,7 +197,12 @@ class Prefetcher(Generic[T]):
         if self._making._is_owned() or not self._making.acquire(blocking=False):
             return
         try:
-            if not self.at_hand and self._end is None and not self._make_instead(produce) and all_there_is:
+            if (
+                not self.at_hand
+                and self._end is None
+                and not self._make_instead(produce)
+                and all_there_is
+            ):
                 self._finish(None)
         finally:
             with suppress(RuntimeError):  # a signal's handler has shut the loader down meanwhile
@@ -230,7 +241,11 @@ class Prefetcher(Generic[T]):
             try:
                 self._end_lease()
                 # Large items may fill all room before they are as many as was asked for.
-                while self.depth < items and self._end is None and not (self._blocked and self._weigh is not None):
+                while (
+                    self.depth < items
+                    and self._end is None
+                    and not (self._blocked and self._weigh is not None)
+                ):
                     left = deadline - time.monotonic()
                     if left <= 0:
                         break
@@ -253,7 +268,9 @@ class Prefetcher(Generic[T]):
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end, and for whoever makes items in its place, and let go of the items."""
         deadline = time.monotonic() + timeout
-        while self._making._is_owned():  # Ctrl-C took it and left: nobody makes anything here any more
+        while (
+            self._making._is_owned()
+        ):  # Ctrl-C took it and left: nobody makes anything here any more
             self._making.release()
         joined = join_all([self._thread], timeout) if self._thread.ident is not None else True
         if self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -292,7 +309,9 @@ class Prefetcher(Generic[T]):
             if items := self._make(self._produce):
                 return self._hand_out(items)
             self._finish(None)
-        except BaseException as error:  # told before anybody else may make what would have come after it
+        except (
+            BaseException
+        ) as error:  # told before anybody else may make what would have come after it
             self._finish(error)
         return False
 
@@ -301,10 +320,16 @@ class Prefetcher(Generic[T]):
         while not self._stopped:
             if self._lease:
                 with self._turn:
-                    while (left := self._lease - perf_counter()) > 0 and not self._stopped and not self._wanted:
+                    while (
+                        (left := self._lease - perf_counter()) > 0
+                        and not self._stopped
+                        and not self._wanted
+                    ):
                         self._turn.wait(left)
                     self._lease = 0.0
-            elif self._weigh is not None or self._room() > 0:  # how large an item is shows when it is made
+            elif (
+                self._weigh is not None or self._room() > 0
+            ):  # how large an item is shows when it is made
                 return True
             else:
                 self._nap(1)
@@ -354,7 +379,9 @@ class Prefetcher(Generic[T]):
         """Sleep until about half of the queue has been taken, or somebody wakes it."""
         self.meanwhile()
         with self._clock.stage(OUT), self._turn:
-            self._asleep = True  # before it looks once more: whoever takes an item looks at this after it
+            self._asleep = (
+                True  # before it looks once more: whoever takes an item looks at this after it
+            )
             before, begun = len(self.at_hand), perf_counter()
             if not self._stopped and self._room() < weight:
                 wanted = max(1, self._limit // 2 - (self._handed - before - self._seen))

@@ -54,11 +54,15 @@ class ProcessPool(ThreadPool):
         if "forkserver" in methods:
             self._context = multiprocessing.get_context("forkserver")
             # What is imported here, every child would import again: its server does it once for all.
-            self._context.set_forkserver_preload(["__main__", *(name for name in HEAVY if name in sys.modules)])
+            self._context.set_forkserver_preload(
+                ["__main__", *(name for name in HEAVY if name in sys.modules)]
+            )
         else:
             self._context = multiprocessing.get_context("spawn")
         # Said in any case: the server that starts the children may have been started with other cores.
-        self._child_cpus = cpus or (frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None)
+        self._child_cpus = cpus or (
+            frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        )
         self._workers: list[Worker | None] = [None] * n_workers
         self._counting = threading.RLock()  # a garbage collection may call `stop` on any thread
         self._serving = n_workers
@@ -68,7 +72,12 @@ class ProcessPool(ThreadPool):
         super().__init__(n_workers, None, cpus=cpus, clock=clock)
 
     def submit(
-        self, method: str, *args: Any, before: Before | None = None, first: bool = False, to: int | None = None
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
     ) -> Task[Any]:
         return self._jobs.add(self._job(method, args, before), first, to)
 
@@ -78,7 +87,9 @@ class ProcessPool(ThreadPool):
         with self._counting:
             if not self._stop.closed:
                 if not self._stopping.closed:  # the last thread may be gone already
-                    self._stop.send_bytes(b"stop")  # nobody reads it, so every thread that waits for a process sees it
+                    self._stop.send_bytes(
+                        b"stop"
+                    )  # nobody reads it, so every thread that waits for a process sees it
                 self._stop.close()
 
     def _begin(self, worker: int) -> None:
@@ -95,7 +106,9 @@ class ProcessPool(ThreadPool):
             if self._stop.closed:
                 raise closed()
             try:
-                process = Worker(name, self._pickled, self._child_cpus, self._context, self._stopping)
+                process = Worker(
+                    name, self._pickled, self._child_cpus, self._context, self._stopping
+                )
             except StartFailed as failed:
                 if pause_s is None or not self._restart or not failed.again:
                     died = WorkerDied(str(failed))
@@ -103,7 +116,9 @@ class ProcessPool(ThreadPool):
                     raise died from failed.__cause__
                 if self._stop.closed:
                     raise closed() from failed
-                log.warning("worker process %s could not start (%s). It is tried again", name, failed.how)
+                log.warning(
+                    "worker process %s could not start (%s). It is tried again", name, failed.how
+                )
                 self._count()
                 self._stopping.poll(pause_s)
             except ConfigError as error:
@@ -142,7 +157,9 @@ class ProcessPool(ThreadPool):
                 pass
             else:
                 if process.report is not None:
-                    self._clock.track().absorb(process.report, next((a for a in args if hasattr(a, "file")), None))
+                    self._clock.track().absorb(
+                        process.report, next((a for a in args if hasattr(a, "file")), None)
+                    )
                 return value
             how = process.end()
             self._workers[worker] = None
@@ -169,8 +186,14 @@ class ProcessPool(ThreadPool):
             how = process.end()
             self._workers[worker] = process = None
             if not self._restart:
-                raise self._broken(f"worker process penstock-worker-{worker} died of {how} while it had nothing to do")
-            log.warning("worker process %d died of %s while it had nothing to do. It is replaced", worker, how)
+                raise self._broken(
+                    f"worker process penstock-worker-{worker} died of {how} while it had nothing to do"
+                )
+            log.warning(
+                "worker process %d died of %s while it had nothing to do. It is replaced",
+                worker,
+                how,
+            )
         if process is None:
             process = self._start(worker)
             self._count()
@@ -247,7 +270,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         state = None
         with contextlib.suppress(Exception):
             state = value.__getstate__()
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # with __slots__
+        if (
+            isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
+        ):  # with __slots__
             state = {**(state[0] or {}), **state[1]}
         if isinstance(state, dict):
             yield from ((f".{name}", part) for name, part in state.items())

@@ -60,7 +60,9 @@ class Last:
         """The index of the first batch that was jotted down, or will be."""
         self.before: Origin | None = None
         """Of the batch before that one, if it was taken this way."""
-        self._lock = threading.RLock()  # a signal's handler may ask for the state, wherever it comes in
+        self._lock = (
+            threading.RLock()
+        )  # a signal's handler may ask for the state, wherever it comes in
         self._queue: Prefetcher[Batch] | None = None
         self._telemetry: Telemetry | None = None
 
@@ -86,7 +88,11 @@ class Last:
         """Of the last batch that was taken this way, if it is the last one of all."""
         with self._lock:
             jotted = len(self.jotted)
-            return self.before if not jotted else self._notes[self.next + jotted - 1 - self._notes[0][0]][2]
+            return (
+                self.before
+                if not jotted
+                else self._notes[self.next + jotted - 1 - self._notes[0][0]][2]
+            )
 
     def written(self, everything: bool) -> list[Ready]:
         """What was jotted down, to be written down; or all but the last, which says when a batch was last taken."""
@@ -96,7 +102,9 @@ class Last:
                 return []
             jotted = self.jotted[:count]
             first = self.next - self._notes[0][0]
-            notes = list(self._notes)[first : first + count]  # made in one go: the producer may add to them meanwhile
+            notes = list(self._notes)[
+                first : first + count
+            ]  # made in one go: the producer may add to them meanwhile
             last, after = notes[-1][2], self.next + count
             # At once: nothing is called here, so no Ctrl-C comes in between.
             self.before = last
@@ -134,7 +142,9 @@ def _forked() -> None:
             last.forked()
 
 
-os.register_at_fork(after_in_child=_forked)  # to look at each batch whether this is a child would take longer
+os.register_at_fork(
+    after_in_child=_forked
+)  # to look at each batch whether this is a child would take longer
 
 
 def shortcut(

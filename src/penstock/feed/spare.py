@@ -58,7 +58,9 @@ class SpareThreads:
             # Not by who is alive: a thread may be so for a moment after it has seen that nothing is to be done.
             self._serving += 1
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            thread = threading.Thread(target=self._serve, name=f"penstock-{self._name}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, name=f"penstock-{self._name}", daemon=True
+            )
             # Started under the lock: a thread that has not begun would not count as alive.
             thread.start()
             self._threads.append(thread)
@@ -101,7 +103,9 @@ class SpareThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # every failure belongs to whoever waits for the result
+                except (
+                    BaseException
+                ) as error:  # every failure belongs to whoever waits for the result
                     future.set_exception(error)
             del call, future  # an idle thread must not keep the last result alive
 

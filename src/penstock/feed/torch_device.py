@@ -42,24 +42,32 @@ def open_device(name: str) -> Device[Any, Any]:
         torch.empty(0, device=device)  # also finds out whether it is here
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise ConfigError(f"device={name!r} cannot be used: {reason}. Here are: {', '.join(available())}.") from None
+        raise ConfigError(
+            f"device={name!r} cannot be used: {reason}. Here are: {', '.join(available())}."
+        ) from None
     if device.type != "cuda":
         return DirectDevice(device)
-    return CudaDevice(torch.device("cuda", cuda.current_device() if device.index is None else device.index))
+    return CudaDevice(
+        torch.device("cuda", cuda.current_device() if device.index is None else device.index)
+    )
 
 
 def available() -> list[str]:
     """Names of the devices of this machine."""
     names = ["cpu", *(f"cuda:{i}" for i in range(cuda.device_count()))]
     names += ["mps"] if torch.backends.mps.is_available() else []
-    names += [f"xpu:{i}" for i in range(torch.xpu.device_count())] if torch.xpu.is_available() else []
+    names += (
+        [f"xpu:{i}" for i in range(torch.xpu.device_count())] if torch.xpu.is_available() else []
+    )
     return names
 
 
 def widen(tensor: Tensor, dtype: str) -> Tensor:
     """The integers as int64, contiguous, in memory of their own. `dtype` is what numpy calls their type."""
     if dtype not in WIDENED:
-        raise ConfigError(f"{dtype} cannot be widened to int64: it needs one of {', '.join(sorted(WIDENED))}")
+        raise ConfigError(
+            f"{dtype} cannot be widened to int64: it needs one of {', '.join(sorted(WIDENED))}"
+        )
     signed, mask = UNSIGNED.get(dtype, (tensor.dtype, 0))
     wide = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
     wide.copy_(tensor.view(signed))
@@ -156,7 +164,9 @@ class CudaDevice:
         with cuda.device(self._device):
             return HostMemory(nbytes, pinned=True)
 
-    def send(self, staging: HostMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]) -> CudaTicket:
+    def send(
+        self, staging: HostMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]
+    ) -> CudaTicket:
         ticket = CudaTicket()
         with cuda.device(self._device):
             if self._first:
@@ -203,7 +213,9 @@ class DirectDevice:
     def staging(self, nbytes: int) -> HostMemory:
         return HostMemory(nbytes, pinned=False)
 
-    def send(self, staging: HostMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]) -> DirectTicket:
+    def send(
+        self, staging: HostMemory, layout: Layout, then: Callable[[Landing], Iterable[Any]]
+    ) -> DirectTicket:
         # A copy on the CPU too: staging is written again for a later batch.
         landed = staging.tensor[: layout.nbytes].to(self._device, copy=True)
         for _ in then(TorchLanding(landed, layout)):

@@ -62,21 +62,27 @@ class Warmed(Iterator[T]):
     end of the interpreter.
     """
 
-    def __init__(self, feed: _Ahead[T] | _Own[T], of: Any, result: WarmupResult, first: Any = _NOTHING) -> None:
+    def __init__(
+        self, feed: _Ahead[T] | _Own[T], of: Any, result: WarmupResult, first: Any = _NOTHING
+    ) -> None:
         self.result = result
         self._feed = feed
         self._kind, self._sized = type(of).__name__, of if hasattr(type(of), "__len__") else None
         self._first = first
         self._closed = False
         # The thread knows the feed and not this, so one that nobody holds any more is collected.
-        self._finalizer = weakref.finalize(self, feed.close, CLOSE_S) if isinstance(feed, _Ahead) else None
+        self._finalizer = (
+            weakref.finalize(self, feed.close, CLOSE_S) if isinstance(feed, _Ahead) else None
+        )
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
         if self._closed:
-            raise LoaderClosed("this warmed iterator was closed. Warm up the loader again for another pass.")
+            raise LoaderClosed(
+                "this warmed iterator was closed. Warm up the loader again for another pass."
+            )
         if self._first is not _NOTHING:
             first, self._first = self._first, _NOTHING
             return first  # type: ignore[no-any-return]
@@ -141,7 +147,9 @@ def warmup_loader(
         each is fetched when it is asked for. A loader of ours has its own, and takes none here.
     heartbeat: gets an event `loader_warmup`, with its own prefix if it has one.
     """
-    return warmup_loader_with_first_batch(iterable, _NOTHING, batches, timeout, prefetch=prefetch, heartbeat=heartbeat)
+    return warmup_loader_with_first_batch(
+        iterable, _NOTHING, batches, timeout, prefetch=prefetch, heartbeat=heartbeat
+    )
 
 
 def warmup_loader_with_first_batch(
@@ -162,11 +170,17 @@ def warmup_loader_with_first_batch(
     timeout = number("seconds").parse(Said("timeout", timeout, "timeout"))
     room: int = 0 if prefetch is None else whole(0).parse(Said("prefetch", prefetch, "prefetch"))
     if not (hasattr(type(iterable), "__iter__") or hasattr(type(iterable), "__getitem__")):
-        raise ConfigError(f"a {type(iterable).__name__} cannot be iterated over: give a loader or an iterator")
-    ours = hasattr(iterable, "warmup") and hasattr(iterable, "next_batch")  # which this module does not know
+        raise ConfigError(
+            f"a {type(iterable).__name__} cannot be iterated over: give a loader or an iterator"
+        )
+    ours = hasattr(iterable, "warmup") and hasattr(
+        iterable, "next_batch"
+    )  # which this module does not know
     if ours and prefetch is not None:
         kind = type(iterable).__name__
-        raise ConfigError(f"prefetch={prefetch}: a {kind} has its own queue; set its prefetch_size instead")
+        raise ConfigError(
+            f"prefetch={prefetch}: a {kind} has its own queue; set its prefetch_size instead"
+        )
     # On the caller's thread: a DataLoader draws its seed here, from the random numbers that the model draws from.
     iterator = iter(iterable)
     if first is not _NOTHING and iterator is not iterable:
@@ -181,9 +195,13 @@ def warmup_loader_with_first_batch(
         result = WarmupResult(0, 0, 0.0) if off else feed.warm(batches, begun, timeout)
         if heartbeat is not None and not off:
             again = {"fetch_warmup_batches": result.filled, "fetch_warmup_wait_ms": result.wait_ms}
-            heartbeat.event(f"{getattr(heartbeat, 'prefix', 'loader_')}warmup", **asdict(result), **again)
+            heartbeat.event(
+                f"{getattr(heartbeat, 'prefix', 'loader_')}warmup", **asdict(result), **again
+            )
     except BaseException as error:  # nobody gets what was made, so nobody could close it
-        feed.close(CLOSE_S if isinstance(error, Exception) else 0.1)  # Ctrl-C does not wait for a slow item
+        feed.close(
+            CLOSE_S if isinstance(error, Exception) else 0.1
+        )  # Ctrl-C does not wait for a slow item
         raise
     return Warmed(feed, iterable, result, first)
 
@@ -233,7 +251,9 @@ class _Fetched:
 class _Ahead(Generic[T]):
     """Reads an iterator ahead: one buffer, and at most one thread that fills it."""
 
-    def __init__(self, iterator: Iterator[T], state_of: Callable[[], Any] | None, prefetch: int) -> None:
+    def __init__(
+        self, iterator: Iterator[T], state_of: Callable[[], Any] | None, prefetch: int
+    ) -> None:
         self._iterator = iterator
         self._kind = type(iterator).__name__
         self._state_of = state_of
@@ -276,7 +296,8 @@ class _Ahead(Generic[T]):
                 self._start()
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.depth >= items or not self._running, max(0.0, deadline - time.monotonic())
+                lambda: self.depth >= items or not self._running,
+                max(0.0, deadline - time.monotonic()),
             )
             return self.depth
 
@@ -366,7 +387,9 @@ class _Ahead(Generic[T]):
     def _has_room(self) -> bool:
         """Wait for room. False if nothing more is to be fetched ahead."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self._buffer) < self._room or not self._room)
+            self._changed.wait_for(
+                lambda: self._stopped or len(self._buffer) < self._room or not self._room
+            )
             self._running = self._room > 0 and not self._stopped
             self._changed.notify_all()
             return self._running
@@ -385,7 +408,11 @@ class _Ahead(Generic[T]):
         try:
             return partial(copy.deepcopy, copy.deepcopy(self._state_of()))
         except Exception as error:
-            log.warning("reading ahead, the loader's state cannot be kept: %s: %s", type(error).__name__, error)
+            log.warning(
+                "reading ahead, the loader's state cannot be kept: %s: %s",
+                type(error).__name__,
+                error,
+            )
             self._lost = partial(_refuse, error)
             return self._lost
 

@@ -77,7 +77,12 @@ class Worker:
     """A child process that was started, and has its work."""
 
     def __init__(
-        self, name: str, work: bytes, cpus: frozenset[int] | None, context: Context, stopping: Connection
+        self,
+        name: str,
+        work: bytes,
+        cpus: frozenset[int] | None,
+        context: Context,
+        stopping: Connection,
     ) -> None:
         self.name = name
         self.busy = True
@@ -86,7 +91,9 @@ class Worker:
         self._deadline: float | None = time.monotonic() + START_S
         self._end, theirs = make_ends()
         self._end.set_blocking(False)
-        self._process = context.Process(target=child.main, args=(theirs, cpus), name=name, daemon=True)
+        self._process = context.Process(
+            target=child.main, args=(theirs, cpus), name=name, daemon=True
+        )
         try:
             with _STARTING, _undisturbed():
                 self._process.start()
@@ -116,7 +123,9 @@ class Worker:
             self._end.send(work, self._ready)
             reply: child.Reply = self._end.receive(self._ready)
         except Late:
-            raise StartFailed(self.name, f"no sign of life within {START_S:.0f} s", again=False) from None
+            raise StartFailed(
+                self.name, f"no sign of life within {START_S:.0f} s", again=False
+            ) from None
         self._deadline = None
         self.busy = False
         if reply.error is not None:
@@ -156,7 +165,9 @@ class Worker:
         """Wait for the child to take or to say something; its death and the pool's end come in between."""
         waiting = self._make_waiting(writing=True) if writing else self._waiting
         while True:
-            ready = waiting(None if self._deadline is None else max(0.0, self._deadline - time.monotonic()))
+            ready = waiting(
+                None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            )
             if self._end in ready:
                 return
             if self._sentinel in ready:
@@ -171,11 +182,14 @@ class Worker:
 
     def _make_waiting(self, writing: bool) -> Callable[[float | None], list[Any]]:
         """What waits for the end, the process and the pool, and gives those that have something to say."""
-        others: list[Any] = [self._sentinel] if self._stopping is None else [self._sentinel, self._stopping]
+        others: list[Any] = (
+            [self._sentinel] if self._stopping is None else [self._sentinel, self._stopping]
+        )
         if isinstance(self._end, PlainEnd):
             end, pipe = self._end, self._end.pipe
             return lambda timeout: [
-                end if ready is pipe else ready for ready in multiprocessing.connection.wait([pipe, *others], timeout)
+                end if ready is pipe else ready
+                for ready in multiprocessing.connection.wait([pipe, *others], timeout)
             ]
         poll = select.poll()
         poll.register(self._end, select.POLLOUT if writing else select.POLLIN)
@@ -183,13 +197,19 @@ class Worker:
         for other in others:
             poll.register(other, select.POLLIN)
             things[other if isinstance(other, int) else other.fileno()] = other
-        return lambda timeout: [things[fd] for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+        return lambda timeout: [
+            things[fd] for fd, _ in poll.poll(None if timeout is None else timeout * 1000)
+        ]
 
     def end(self, leave: float = EXIT_S) -> str:
         """See to it that the process ends, and say how it did. Nothing of it is left."""
         self._end.hang_up()
         process = self._process
-        for wait, then in ((leave, process.terminate), (TERMINATE_S, process.kill), (TERMINATE_S, None)):
+        for wait, then in (
+            (leave, process.terminate),
+            (TERMINATE_S, process.kill),
+            (TERMINATE_S, None),
+        ):
             if multiprocessing.connection.wait([self._sentinel], wait):
                 break
             if then is not None:
@@ -224,7 +244,9 @@ def _loaded(pickled: bytes, traceback: str, worker: Worker) -> BaseException:
     try:
         error = loads(pickled)
     except Exception:
-        error = RuntimeError("an exception of a worker process cannot be loaded here; its traceback is below")
+        error = RuntimeError(
+            "an exception of a worker process cannot be loaded here; its traceback is below"
+        )
     assert isinstance(error, BaseException)
     error.add_note(f"in worker process {worker.name} (pid {worker.pid}):\n{traceback}")
     return error

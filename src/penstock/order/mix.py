@@ -35,19 +35,26 @@ several lanes, weights change between two rounds of them."""
 
 def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
     """Weights as integers that add up to `UNIT`, in the order of the names."""
-    unknown, missing = [n for n in weights if n not in names], [n for n in names if n not in weights]
+    unknown, missing = (
+        [n for n in weights if n not in names],
+        [n for n in names if n not in weights],
+    )
     if unknown or missing:
         raise ConfigError(
             f"weights name {', '.join(map(repr, weights)) or 'nothing'}, and the mixture has {', '.join(map(repr, names))}: "
             "give each part its weight, 0 to leave it out"
         )
     for name, weight in weights.items():
-        fits = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
+        fits = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(
+            weight, bool
+        )
         if not fits or not 0 <= weight < float("inf"):
             raise ConfigError(f"the weight of {name!r} is {weight!r}: needs a number, at least 0")
     total = float(sum(float(weight) for weight in weights.values()))
     if not 0 < total < float("inf"):
-        raise ConfigError(f"the weights add up to {total}: one part at least needs some, and none too much")
+        raise ConfigError(
+            f"the weights add up to {total}: one part at least needs some, and none too much"
+        )
     whole = [round(UNIT * (float(weights[name]) / total)) for name in names]
     largest = max(range(len(whole)), key=whole.__getitem__)
     whole[largest] += UNIT - sum(whole)
@@ -70,7 +77,9 @@ def restarted(schedule: Schedule, row: int, lanes: int) -> Schedule:
     """The weights of a pass that begins after `row` rows of the one before. Planned changes stay as far away as they were, or
     wait for the next round of lanes."""
     held = [(0, weights) for begin, weights in schedule if begin <= row][-1:]
-    later = {-(-(begin - row) // lanes) * lanes: weights for begin, weights in schedule if begin > row}
+    later = {
+        -(-(begin - row) // lanes) * lanes: weights for begin, weights in schedule if begin > row
+    }
     return (*held, *later.items())
 
 
@@ -112,7 +121,9 @@ class Chooser:
         self._blocks: list[Choices] = []
         self._needed: dict[int, int] = {}
 
-    def at(self, rows: I64, who: int, first: int | None = None) -> np.ndarray[Any, np.dtype[np.int16]]:
+    def at(
+        self, rows: I64, who: int, first: int | None = None
+    ) -> np.ndarray[Any, np.dtype[np.int16]]:
         """The parts of some rows, in ascending order. `who` will not ask for rows before the first of them again."""
         self._extend(int(rows[-1]) + 1)
         self._needed[who] = int(rows[0]) if first is None else first
@@ -151,7 +162,10 @@ class Chooser:
         active = [i for i, weight in enumerate(weights) if weight]
         slack = UNIT // max(1, 2 * len(active) - 2)
         # What each part is owed, in units: its share of the rows so far less what it has had.
-        owed = [weight * (self._row - begin) - UNIT * count for weight, count in zip(weights, counts, strict=True)]
+        owed = [
+            weight * (self._row - begin) - UNIT * count
+            for weight, count in zip(weights, counts, strict=True)
+        ]
         parts = []
         for _ in range(self._row, end):
             best, due = -1, 0.0

@@ -50,10 +50,14 @@ def permute(n: int, key: int, indices: I64) -> I64:
     if places.size == 0:
         return np.empty(places.shape, np.int64)
     if places.dtype.kind not in "iu":
-        raise ConfigError(f"indices of {places.dtype} cannot be places in a range: give whole numbers")
+        raise ConfigError(
+            f"indices of {places.dtype} cannot be places in a range: give whole numbers"
+        )
     least, most = places.min(), places.max()
     if least < 0 or most >= n:
-        raise IndexError(f"place {least if least < 0 else most} is outside of range({n}), which is permuted")
+        raise IndexError(
+            f"place {least if least < 0 else most} is outside of range({n}), which is permuted"
+        )
     if n <= _SORTED:
         return permutation(n, key, n)[places]
     columns = isqrt(n - 1) + 1

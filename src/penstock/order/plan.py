@@ -125,5 +125,7 @@ class Plan:
 
     def open_ended(self, lane: int, file: FileRef, index: int, chunk_bytes: int) -> ChunkRef:
         """The lane's `index`-th chunk of a file whose end is not known."""
-        number = index if self.whole_files else index * (self.lanes // self.teams) + lane // self.teams
+        number = (
+            index if self.whole_files else index * (self.lanes // self.teams) + lane // self.teams
+        )
         return ChunkRef(file, number, chunk_bytes, reader=lane)

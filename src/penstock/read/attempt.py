@@ -51,7 +51,13 @@ class Remote:
     """Whether a read much slower than most is asked for a second time, and the first answer taken."""
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "request_timeout", "stall_timeout", "retry_budget", "metadata_budget"):
+        for name in (
+            "connect_timeout",
+            "request_timeout",
+            "stall_timeout",
+            "retry_budget",
+            "metadata_budget",
+        ):
             _seconds(name, getattr(self, name), more_than_none=True)
         for name in ("retry_after_cap", "backoff"):
             _seconds(name, getattr(self, name), more_than_none=False)
@@ -67,14 +73,18 @@ class Remote:
             return cls()
         names = [f.name for f in fields(cls)]
         if not isinstance(value, dict) or not set(value) <= set(names):
-            raise ConfigError(f"remote={value!r}: needs penstock.Remote(…) or a table with some of {', '.join(names)}")
+            raise ConfigError(
+                f"remote={value!r}: needs penstock.Remote(…) or a table with some of {', '.join(names)}"
+            )
         return cls(**value)
 
 
 def _seconds(name: str, value: Any, *, more_than_none: bool) -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or not (value > 0 if more_than_none else value >= 0):
-        raise ConfigError(f"{name}={value!r}: needs seconds, {'more than 0' if more_than_none else 'at least 0'}")
+        raise ConfigError(
+            f"{name}={value!r}: needs seconds, {'more than 0' if more_than_none else 'at least 0'}"
+        )
 
 
 class Fault(Exception):
@@ -151,7 +161,10 @@ class Patience:
         if now >= self.deadline:
             raise self.ran_out()
         # At least a moment: what has arrived is taken before anything is judged.
-        return min(self.deadline - now, max(0.01, min(self._window, self._moved) + self.limits.stall_timeout - now))
+        return min(
+            self.deadline - now,
+            max(0.01, min(self._window, self._moved) + self.limits.stall_timeout - now),
+        )
 
     def asked(self) -> None:
         """A request goes out, or the head of its answer is here: from now on bytes are due."""

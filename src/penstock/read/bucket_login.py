@@ -62,6 +62,12 @@ def azure_account() -> dict[str, Any]:
     found = environment()
     names = {"AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key"}
     given = {ours: found[name] for name, ours in names.items() if found.get(name)}
-    parts = (part.partition("=") for part in found.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"))
-    words = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key"}
+    parts = (
+        part.partition("=") for part in found.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")
+    )
+    words = {
+        "AccountName": "account_name",
+        "AccountKey": "account_key",
+        "SharedAccessSignature": "sas_key",
+    }
     return {words[name]: value for name, _, value in parts if name in words} | given

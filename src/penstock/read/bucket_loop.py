@@ -54,7 +54,9 @@ class BucketLoop(asyncio.SelectorEventLoop):
                 self._awaited -= 1
                 self._answered.notify_all()
 
-    def run(self, reading: Coroutine[Any, Any, Any], begun: Callable[[Callable[[], Any]], None]) -> Any:
+    def run(
+        self, reading: Coroutine[Any, Any, Any], begun: Callable[[Callable[[], Any]], None]
+    ) -> Any:
         """What a coroutine gives. `begun` is told how to cancel it, from any thread."""
         try:
             task = self.create_task(reading)

@@ -22,7 +22,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import AccessDenied, ConfigError, MissingExtra, NoData, RemoteError, SourceChanged
+from penstock.errors import (
+    AccessDenied,
+    ConfigError,
+    MissingExtra,
+    NoData,
+    RemoteError,
+    SourceChanged,
+)
 from penstock.read.attempt import Answer, Fault, Patience
 from penstock.read.bucket_login import LOGIN, azure_account, endpoint_of, s3_credentials
 from penstock.read.bucket_loop import BucketLoop
@@ -48,9 +55,19 @@ def place(url: str) -> tuple[str, str]:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     bucket, _, key = rest.partition("/")
-    form = "abfss://container@account.dfs.core.windows.net/path" if scheme[:1] == "a" else f"{scheme}://bucket/path"
-    if not bucket or ("@" in bucket and not scheme.startswith("abfs")) or re.search(r"[\s:\\\0]", bucket):
-        raise ConfigError(f"{scheme}://…: the name of its bucket does not fit; needs the form {form}")
+    form = (
+        "abfss://container@account.dfs.core.windows.net/path"
+        if scheme[:1] == "a"
+        else f"{scheme}://bucket/path"
+    )
+    if (
+        not bucket
+        or ("@" in bucket and not scheme.startswith("abfs"))
+        or re.search(r"[\s:\\\0]", bucket)
+    ):
+        raise ConfigError(
+            f"{scheme}://…: the name of its bucket does not fit; needs the form {form}"
+        )
     key = key.removesuffix("/")
     if "\0" in key or any(part in ("", ".", "..") for part in key.split("/") if key):
         raise ConfigError(f"{url}: {key!r} is no path in a bucket; needs the form {form}")
@@ -85,7 +102,9 @@ class Buckets:
             last = max(found, default=None)
             try:
                 with _faults(where):
-                    for page in obstore.list(self._store(root), folder or None, offset=last, chunk_size=PAGE):
+                    for page in obstore.list(
+                        self._store(root), folder or None, offset=last, chunk_size=PAGE
+                    ):
                         self._client.tally.add(requests=1)
                         found.update((meta["path"], _entry(meta)) for meta in page)
             except Fault as fault:
@@ -103,7 +122,9 @@ class Buckets:
             while not self._client.keep_trying(where, self._client.limits.metadata_budget, attempt):
                 pass  # some came, and then a fault: what is left has a budget of its own
         except _Missing:
-            raise NoData(f"{root} does not exist at {self.endpoint(root) or 'its provider'}.") from None
+            raise NoData(
+                f"{root} does not exist at {self.endpoint(root) or 'its provider'}."
+            ) from None
         # A provider's web page makes an empty object to stand for a folder.
         folders = {folder}
         for key in found:
@@ -115,7 +136,9 @@ class Buckets:
         """A single file, if it is there."""
         budget = self._client.limits.metadata_budget
         try:
-            return self._client.keep_trying(f"{root}/{key}", budget, lambda _: self._head(root, key))
+            return self._client.keep_trying(
+                f"{root}/{key}", budget, lambda _: self._head(root, key)
+            )
         except _Missing:
             return None
 
@@ -227,7 +250,9 @@ class _Filling:
 
 async def _read(obstore: Any, store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
     async with asyncio.timeout(data.patience.wait_s()):
-        result = await obstore.get_async(store, key, options={"range": (start, start + len(data.buffer))})
+        result = await obstore.get_async(
+            store, key, options={"range": (start, start + len(data.buffer))}
+        )
     # Bytes are taken as they come, some hundred kilobytes at once on a fast line: a drip is seen.
     parts = aiter(result.stream(min_chunk_size=1))
     while True:
@@ -303,14 +328,20 @@ def _fault(text: str, where: str) -> Fault:
         if "<Code>Expired" in said:
             return Fault("expired", detail)
         if 400 <= number < 500 and number not in AGAIN and number != 416 and "Timeout" not in said:
-            advice = "Is AWS_REGION the region of the bucket?" if where[0] == "s" and number == 400 else LOGIN[where[0]]
+            advice = (
+                "Is AWS_REGION the region of the bucket?"
+                if where[0] == "s" and number == 400
+                else LOGIN[where[0]]
+            )
             kind = AccessDenied if number in (401, 403) else RemoteError
             return Fault(f"status_{number}", detail, final=kind(f"{where}: {detail}. {advice}"))
         return Fault(f"status_{number}", detail)
     if "incorrectly configured region" in said:
         detail = f"{where}: the bucket is in another region. Set AWS_REGION to its region."
         return Fault("region", detail, final=RemoteError(detail))
-    reason = next((reason for mark, reason in REASONS.items() if mark in said or mark in inner), "bucket")
+    reason = next(
+        (reason for mark, reason in REASONS.items() if mark in said or mark in inner), "bucket"
+    )
     return Fault(reason, _clean(said))
 
 

@@ -119,8 +119,13 @@ class TokenCache:
             chunk, used = load(path, key.text, ref)
         except CorruptFile as error:
             self._count(misses=1, damaged=1)
-            self._tell_once("damage", f"token cache: {error}. It is removed and made again; more are only counted.")
-            with contextlib.suppress(OSError):  # on a disk that cannot be written it stays, and is refused again
+            self._tell_once(
+                "damage",
+                f"token cache: {error}. It is removed and made again; more are only counted.",
+            )
+            with contextlib.suppress(
+                OSError
+            ):  # on a disk that cannot be written it stays, and is refused again
                 os.unlink(path)
             return None
         except (FileNotFoundError, NotADirectoryError):
@@ -128,12 +133,16 @@ class TokenCache:
             return None
         except OSError as error:
             self._count(misses=1)
-            self._tell_once("read", f"token cache: cannot read ({error}). What cannot be read is made again.")
+            self._tell_once(
+                "read", f"token cache: cannot read ({error}). What cannot be read is made again."
+            )
             return None
         self._count(hits=1)
         now = time.time()
         if abs(now - used) > TOUCH_S:
-            with contextlib.suppress(OSError):  # read-only, or evicted meanwhile: the chunk is good all the same
+            with contextlib.suppress(
+                OSError
+            ):  # read-only, or evicted meanwhile: the chunk is good all the same
                 os.utime(path, (now, now))
         return chunk
 
@@ -159,7 +168,9 @@ class TokenCache:
         """Write nothing from now on. What is there is still read."""
         if self._off is None:
             self._off = why
-            self._tell_once("off", f"token cache in {self._folder}: off, nothing more is written: {why}.", error)
+            self._tell_once(
+                "off", f"token cache in {self._folder}: off, nothing more is written: {why}.", error
+            )
 
     def _put(self, key: Key, chunk: TokenChunk) -> bool:
         path = self._tokens / key.name
@@ -180,11 +191,15 @@ class TokenCache:
                 os.fsync(file.fileno())
                 ours = self._room.settle(file.name, path, image.size)
         except BaseException:
-            with contextlib.suppress(OSError):  # a disk that fails here too: the next scan removes it
+            with contextlib.suppress(
+                OSError
+            ):  # a disk that fails here too: the next scan removes it
                 os.unlink(file.name)
             raise
         if ours:
-            self._room.add(Entry(str(path), key.file, key.index, key.digest, image.size, time.time()))
+            self._room.add(
+                Entry(str(path), key.file, key.index, key.digest, image.size, time.time())
+            )
             self._count(written=1, written_bytes=image.size)
         return True
 
@@ -235,7 +250,9 @@ def clear(folder: Path, older_than_s: float = 0.0, everything: bool = False) -> 
     With `everything`, listings, footers and locks too. Who has an entry mapped keeps it.
     """
     now, tokens = time.time(), folder / "tokens"
-    before = now - older_than_s if older_than_s > 0 else math.inf  # all, even what a wrong clock dates later
+    before = (
+        now - older_than_s if older_than_s > 0 else math.inf
+    )  # all, even what a wrong clock dates later
     n = freed = 0
     if tokens.is_dir():
         with alone(tokens) as lock:
@@ -243,7 +260,9 @@ def clear(folder: Path, older_than_s: float = 0.0, everything: bool = False) -> 
                 if item.name.startswith(TEMPORARY):
                     remove_if_left(item.path, status.st_mtime < now - LIVE_S)
                 elif as_entry(item, status) and status.st_mtime <= before:
-                    with contextlib.suppress(FileNotFoundError):  # a run that finds an entry damaged removes it too
+                    with contextlib.suppress(
+                        FileNotFoundError
+                    ):  # a run that finds an entry damaged removes it too
                         os.unlink(item.path)
                         n, freed = n + 1, freed + status.st_size
             os.truncate(lock, 0)  # no account: whoever writes next scans

@@ -79,7 +79,11 @@ def make_key(file_id: str, index: int, rest: str) -> Key:
 def read_key(text: str) -> Key:
     """The key that a text describes; ValueError if it describes none."""
     parts = json.loads(text)
-    if not isinstance(parts, list) or [type(part) for part in parts] != [int, str, int, str] or parts[0] != VERSION:
+    if (
+        not isinstance(parts, list)
+        or [type(part) for part in parts] != [int, str, int, str]
+        or parts[0] != VERSION
+    ):
         raise ValueError("not the key of an entry")
     return make_key(*parts[1:])
 
@@ -211,8 +215,15 @@ def _chunk(meta: dict[str, Any], batch: Any, ref: ChunkRef) -> TokenChunk:
     import numpy as np
 
     docs = batch.column("docs")
-    rows = np.arange(*meta["rows"], dtype=np.int64) if meta["rows"] else batch.column("rows").to_numpy()
-    bad = [Bad(Address(file, group, row), reason, detail) for file, group, row, reason, detail in meta["bad"]]
+    rows = (
+        np.arange(*meta["rows"], dtype=np.int64)
+        if meta["rows"]
+        else batch.column("rows").to_numpy()
+    )
+    bad = [
+        Bad(Address(file, group, row), reason, detail)
+        for file, group, row, reason, detail in meta["bad"]
+    ]
     if len(rows) != len(docs):
         raise ValueError(f"{len(rows)} rows for {len(docs)} documents")
     return TokenChunk(ref, docs, rows, meta["last"], bad, meta["empty"], meta["text_bytes"])
@@ -236,7 +247,9 @@ def describe(path: Path) -> Key:
             data = head + file.read() if begin is None else begin
             at = data.find(MARK)
             try:
-                meta, _ = json.JSONDecoder().raw_decode(data[at:].decode("latin-1") if at >= 0 else "")
+                meta, _ = json.JSONDecoder().raw_decode(
+                    data[at:].decode("latin-1") if at >= 0 else ""
+                )
                 return read_key(meta["key"])
             except (ValueError, KeyError, TypeError) as error:
                 why = error

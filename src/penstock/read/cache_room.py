@@ -65,7 +65,11 @@ class Room:
         with alone(self._tokens) as lock:
             self._attempts += 1
             used = _read_used(lock)
-            if used is None or self._known < 0 or self._attempts > max(SCAN_PUTS, self._known // SCAN_PUTS):
+            if (
+                used is None
+                or self._known < 0
+                or self._attempts > max(SCAN_PUTS, self._known // SCAN_PUTS)
+            ):
                 used = self._scan()
             if used + size > self._max_bytes:
                 # In a large folder a scan takes longer than making a chunk: not before each.
@@ -136,7 +140,9 @@ class Room:
         for item, status in listing(self._tokens):
             entry = as_entry(item, status)
             if entry is None:
-                if item.name.startswith(TEMPORARY) and not remove_if_left(item.path, status.st_mtime < recent):
+                if item.name.startswith(TEMPORARY) and not remove_if_left(
+                    item.path, status.st_mtime < recent
+                ):
                     used += status.st_size
                 continue
             used += status.st_size

@@ -23,7 +23,9 @@ from penstock.read.manifest import classify, is_marker
 from penstock.types import Format
 
 MAX_DEPTH = 32
-NO_DATA = frozenset({"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+NO_DATA = frozenset(
+    {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+)
 """Files about the data, by name."""
 _TRAIN = re.compile(r"(?:^|[/._\-0-9])train(?:[/._\-0-9]|$)")
 
@@ -89,7 +91,9 @@ def _default(configs: Sequence[Config], where: str) -> Config:
     for group in (marked, named, configs):
         if len(group) == 1:
             return group[0]
-    raise ConfigError(f"{where}: has several configurations and no default one. Choose one: {_names(configs)}")
+    raise ConfigError(
+        f"{where}: has several configurations and no default one. Choose one: {_names(configs)}"
+    )
 
 
 def _named(configs: Sequence[Config], wanted: str, where: str) -> tuple[Config, str | None]:
@@ -125,7 +129,9 @@ def data_files(entries: Iterable[E], where: str, format: Format | None) -> list[
             return training or found
     if format is not None and rest:
         return rest
-    raise NoData(f"{where}: none of its files is Parquet, JSONL or text. Name some: …/NAME/path-or-glob")
+    raise NoData(
+        f"{where}: none of its files is Parquet, JSONL or text. Name some: …/NAME/path-or-glob"
+    )
 
 
 def _is(path: str, kind: str) -> bool:
@@ -160,7 +166,9 @@ def _load(head: str, where: str) -> Any:
     try:
         depth = 0
         for event in yaml.parse(head, Loader=loader_type):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > MAX_DEPTH:
                 raise _broken(where, f"it is nested more than {MAX_DEPTH} deep")
         loader = loader_type(head)
@@ -172,7 +180,14 @@ def _load(head: str, where: str) -> Any:
                     return loader.construct_document(value)
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError, TypeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+        LookupError,
+        AttributeError,
+        TypeError,
+    ) as error:
         raise _broken(where, " ".join(str(error).split())[:200]) from None
     return None
 
@@ -195,9 +210,16 @@ def _refuse_references(yaml: Any, root: Any, where: str) -> None:
 def _config(item: Any, where: str) -> Config:
     if not isinstance(item, dict):
         raise _broken(where, f"a configuration is {str(item)[:60]!r}")
-    name, folder, files = item.get("config_name", "default"), item.get("data_dir"), item.get("data_files")
+    name, folder, files = (
+        item.get("config_name", "default"),
+        item.get("data_dir"),
+        item.get("data_files"),
+    )
     if not isinstance(name, str | int | float) or not isinstance(folder, str | None):
-        raise _broken(where, f"a configuration is called {str(name)[:60]!r}, with the data_dir {str(folder)[:60]!r}")
+        raise _broken(
+            where,
+            f"a configuration is called {str(name)[:60]!r}, with the data_dir {str(folder)[:60]!r}",
+        )
     return Config(
         str(name),
         item.get("default") is True,
@@ -215,14 +237,20 @@ def _splits(files: Any, where: str) -> dict[str, list[str]]:
     if isinstance(files, list) and files and all(isinstance(item, dict) for item in files):
         out: dict[str, list[str]] = {}
         for item in files:
-            out.setdefault(str(item.get("split", "train")), []).extend(_patterns(item.get("path"), where))
+            out.setdefault(str(item.get("split", "train")), []).extend(
+                _patterns(item.get("path"), where)
+            )
         return out
     return {"train": _patterns(files, where)}
 
 
 def _patterns(value: Any, where: str) -> list[str]:
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not values or not all(isinstance(item, str) for item in values):
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(item, str) for item in values)
+    ):
         raise _broken(where, f"data_files has {str(value)[:60]!r} for a pattern")
     return values
 
@@ -241,7 +269,9 @@ def _confined(pattern: str, folder: str, where: str) -> str:
 
 
 def _broken(where: str, why: str) -> SourceError:
-    return SourceError(f"{where} cannot be understood: {why}. Name the files instead: …/NAME/path-or-glob")
+    return SourceError(
+        f"{where} cannot be understood: {why}. Name the files instead: …/NAME/path-or-glob"
+    )
 
 
 __all__ = ["Choice", "Config", "about_data", "choose", "configurations", "data_files"]

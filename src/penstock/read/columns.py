@@ -34,14 +34,20 @@ def widened(column: pa.Array) -> pa.Array:
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type):
         return column
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    text = (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
     wide = pa.large_string() if text else pa.large_binary()
-    if column.null_count or not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
+    if column.null_count or not (
+        pa.types.is_string(column.type) or pa.types.is_binary(column.type)
+    ):
         return column.cast(wide)
     _, raw, data = column.buffers()
     if raw is None:
         return nothing(wide)
-    offsets = np.frombuffer(raw, np.int32)[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    offsets = np.frombuffer(raw, np.int32)[column.offset : column.offset + len(column) + 1].astype(
+        np.int64
+    )
     return pa.Array.from_buffers(wide, len(column), [None, pa.py_buffer(offsets), data])
 
 
@@ -67,7 +73,9 @@ def binaries(values: Sequence[bytes], kind: pa.DataType | None = None) -> pa.Arr
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     data = pa.py_buffer(b"".join(values))
-    return pa.Array.from_buffers(kind or pa.large_binary(), len(values), [None, pa.py_buffer(offsets), data])
+    return pa.Array.from_buffers(
+        kind or pa.large_binary(), len(values), [None, pa.py_buffer(offsets), data]
+    )
 
 
 @lru_cache(64)

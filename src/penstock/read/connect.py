@@ -54,7 +54,11 @@ class Target:
     def origin(self) -> tuple[str, str, int]:
         parts = urlsplit(self.url)
         port = parts.port
-        return parts.scheme, parts.hostname or "", (443 if parts.scheme == "https" else 80) if port is None else port
+        return (
+            parts.scheme,
+            parts.hostname or "",
+            (443 if parts.scheme == "https" else 80) if port is None else port,
+        )
 
     @property
     def host(self) -> str:
@@ -84,7 +88,9 @@ class Target:
         if scheme == "http" and self.origin[0] == "https":
             raise _refused(f"a redirect from https to plain http ({host[:100]}) was refused")
         if not host or parts.username is not None or parts.password is not None:
-            raise _refused("a redirect to an address without a host, or with a password in it, was refused")
+            raise _refused(
+                "a redirect to an address without a host, or with a password in it, was refused"
+            )
         return target
 
     def check(self, address: str) -> None:
@@ -95,7 +101,9 @@ class Target:
             odd = odd or ip.is_reserved or (isinstance(ip, IPv6Address) and ip.is_site_local)
         if self.redirected and (odd or not (ip.is_global or self.private_ok)):
             kind = "link-local" if ip.is_link_local else "private"
-            raise _refused(f"a redirect to {self.origin[1][:100]}, which is the {kind} address {ip}, was refused")
+            raise _refused(
+                f"a redirect to {self.origin[1][:100]}, which is the {kind} address {ip}, was refused"
+            )
 
 
 def plain_ip(address: str) -> IPv4Address | IPv6Address:
@@ -254,7 +262,10 @@ class Connector:
         try:
             found = self._resolve(host, port, patience)
         except TimeoutError:
-            raise Fault("dns", f"the host's name was not resolved within {patience.limits.connect_timeout} s") from None
+            raise Fault(
+                "dns",
+                f"the host's name was not resolved within {patience.limits.connect_timeout} s",
+            ) from None
         except OSError as error:
             raise fault_of(error) from error
         except UnicodeError:
@@ -275,20 +286,29 @@ class Connector:
                 return Connection(sock, key, private, f"http://{target.host}", _proxy_login(proxy))
             patience.when_cancelled(partial(hang_up, sock))
             if proxy is not None:
-                _tunnel(sock, f"[{host}]:{port}" if ":" in host else f"{_ascii(host)}:{port}", proxy, patience)
+                _tunnel(
+                    sock,
+                    f"[{host}]:{port}" if ":" in host else f"{_ascii(host)}:{port}",
+                    proxy,
+                    patience,
+                )
             if self._tls is None:
                 import ssl
 
                 self._tls = ssl.create_default_context()
             sock.settimeout(patience.connect_s())
-            dressed = self._tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            dressed = self._tls.wrap_socket(
+                sock, server_hostname=host, do_handshake_on_connect=False
+            )
             patience.when_cancelled(partial(hang_up, dressed))
             dressed.do_handshake()
             return Connection(dressed, key, private)
         except BaseException as error:
             _let_go(dressed, patience)
             if isinstance(error, ValueError) and not isinstance(error, OSError):
-                raise Fault("tls", f"{host[:100]!r} is no name that a certificate could have") from None
+                raise Fault(
+                    "tls", f"{host[:100]!r} is no name that a certificate could have"
+                ) from None
             raise
 
 
@@ -330,7 +350,11 @@ def _proxy_login(proxy: Target) -> dict[str, str]:
 
 def _tunnel(sock: socket.socket, to: str, proxy: Target, patience: Patience) -> None:
     """Have a proxy pass everything on."""
-    lines = [f"CONNECT {to} HTTP/1.1", f"Host: {to}", *(f"{n}: {v}" for n, v in _proxy_login(proxy).items())]
+    lines = [
+        f"CONNECT {to} HTTP/1.1",
+        f"Host: {to}",
+        *(f"{n}: {v}" for n, v in _proxy_login(proxy).items()),
+    ]
     sock.settimeout(patience.connect_s())
     sock.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
     head = b""
@@ -340,12 +364,30 @@ def _tunnel(sock: socket.socket, to: str, proxy: Target, patience: Patience) -> 
             break
         head += byte
     words = head.partition(b"\r\n")[0].split(b" ")
-    status = int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/1.") and words[1].isdigit() else 0
+    status = (
+        int(words[1])
+        if len(words) > 1 and words[0].startswith(b"HTTP/1.") and words[1].isdigit()
+        else 0
+    )
     if status == 407:
-        text = f"the proxy {proxy.origin[1]} wants a login: https_proxy=http://user:password@host:port"
+        text = (
+            f"the proxy {proxy.origin[1]} wants a login: https_proxy=http://user:password@host:port"
+        )
         raise Fault("proxy", text, final=AccessDenied(text))
     if status != 200:
-        raise Fault("proxy", f"the proxy {proxy.origin[1]} did not open a way to {to} ({status or 'no answer'})")
+        raise Fault(
+            "proxy",
+            f"the proxy {proxy.origin[1]} did not open a way to {to} ({status or 'no answer'})",
+        )
 
 
-__all__ = ["Connection", "Connector", "Dial", "Resolve", "Target", "dial_directly", "fault_of", "resolve_here"]
+__all__ = [
+    "Connection",
+    "Connector",
+    "Dial",
+    "Resolve",
+    "Target",
+    "dial_directly",
+    "fault_of",
+    "resolve_here",
+]

@@ -63,7 +63,9 @@ def read_records(source: AnyFile, lo: int, hi: int, separator: bytes, max_bytes:
     return records
 
 
-def _extend(records: Records, source: AnyFile, separator: bytes, max_bytes: int, at_end: bool) -> None:
+def _extend(
+    records: Records, source: AnyFile, separator: bytes, max_bytes: int, at_end: bool
+) -> None:
     """Read on until the last record is complete, or longer than allowed."""
     start = int(records.starts[-1])
     parts = [records.buffer]

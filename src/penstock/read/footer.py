@@ -124,11 +124,15 @@ class RemoteFooters:
 
     def footer(self, file: FileRef) -> pq.FileMetaData:
         """A file's metadata. What cannot be parsed is fetched a second time before it is believed."""
-        if self._kept is None or not file.etag:  # nothing would tell that the file is another one by now
+        if (
+            self._kept is None or not file.etag
+        ):  # nothing would tell that the file is another one by now
             tail = self._fetch(file)
         else:
             stop = self._remote.closing
-            tail = self._kept.once("footers", _key(file), lambda: self._fetch(file), wait_s=30.0, stop=stop)
+            tail = self._kept.once(
+                "footers", _key(file), lambda: self._fetch(file), wait_s=30.0, stop=stop
+            )
         try:
             return self._parse(file, tail)
         except CorruptFile:
@@ -157,7 +161,11 @@ class RemoteFooters:
         """The ETag that the file came with, a newline, and its last bytes from the footer on."""
         if file.size < 12:
             raise damaged(file, "it is too short")
-        guess = file.size if file.size <= SMALL else min(file.size, max(64 * KiB, min(file.size // 1000, 2 * MiB)))
+        guess = (
+            file.size
+            if file.size <= SMALL
+            else min(file.size, max(64 * KiB, min(file.size // 1000, 2 * MiB)))
+        )
         tail = self._remote.read(file, file.size - guess, guess)
         need = int.from_bytes(tail[-8:-4], "little") + 8
         if tail.endswith(MAGIC) and guess < need <= min(file.size, MAX_FOOTER):

@@ -51,7 +51,11 @@ class RangeStream(io.RawIOBase):
         if not self._ahead:
             return b""
         first = self._ahead.popleft()
-        return self._remote.read(self._file, first, self._length(first)) if isinstance(first, int) else first.result()
+        return (
+            self._remote.read(self._file, first, self._length(first))
+            if isinstance(first, int)
+            else first.result()
+        )
 
     def _length(self, start: int) -> int:
         return min(STREAM_BLOCK, self._file.size - start)

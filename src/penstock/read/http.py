@@ -45,7 +45,9 @@ RECEIVE = MiB
 class Spent(Protocol):
     """Adds up the time that the parts of exchanges take."""
 
-    def __call__(self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None: ...
+    def __call__(
+        self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0
+    ) -> None: ...
 
 
 def _untold(*, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None:
@@ -73,7 +75,12 @@ class Response:
     """An answer whose body has not been read yet. A context manager."""
 
     def __init__(
-        self, http: Http, connection: Connection, wire: h11.Connection, head: h11.Response, patience: Patience
+        self,
+        http: Http,
+        connection: Connection,
+        wire: h11.Connection,
+        head: h11.Response,
+        patience: Patience,
     ):
         self._http, self._connection, self._wire, self._patience = http, connection, wire, patience
         self.status: int = head.status_code
@@ -87,7 +94,10 @@ class Response:
         self._whole = False
         self._came = time.perf_counter()
         patience.asked()
-        self._keep = head.http_version == b"1.1" and "close" not in self.headers.get("connection", "").lower()
+        self._keep = (
+            head.http_version == b"1.1"
+            and "close" not in self.headers.get("connection", "").lower()
+        )
 
     def __enter__(self) -> Response:
         return self
@@ -171,7 +181,9 @@ class Http:
         self._idle: list[Connection] = []
         self._closed = False
 
-    def open(self, method: str, target: Target, headers: Mapping[str, str], patience: Patience) -> Response:
+    def open(
+        self, method: str, target: Target, headers: Mapping[str, str], patience: Patience
+    ) -> Response:
         """Send a request and read the head of its answer. Nothing is followed."""
         while True:
             connection = self._connection(target, patience)
@@ -184,7 +196,12 @@ class Http:
                     raise
 
     def _ask(
-        self, method: str, target: Target, headers: Mapping[str, str], connection: Connection, patience: Patience
+        self,
+        method: str,
+        target: Target,
+        headers: Mapping[str, str],
+        connection: Connection,
+        patience: Patience,
     ) -> Response:
         wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
         message = _message(wire, method, target, headers, connection)
@@ -252,7 +269,10 @@ class Http:
         key = (*target.origin, target.redirected, target.private_ok)
         while True:
             with self._lock:
-                at = next((i for i in range(len(self._idle) - 1, -1, -1) if self._idle[i].key == key), None)
+                at = next(
+                    (i for i in range(len(self._idle) - 1, -1, -1) if self._idle[i].key == key),
+                    None,
+                )
                 connection = self._idle.pop(at) if at is not None else None
             if connection is None:
                 begun = time.perf_counter()
@@ -266,13 +286,24 @@ class Http:
 
 
 def _message(
-    wire: h11.Connection, method: str, target: Target, headers: Mapping[str, str], connection: Connection
+    wire: h11.Connection,
+    method: str,
+    target: Target,
+    headers: Mapping[str, str],
+    connection: Connection,
 ) -> bytes:
     """A request as it goes over the wire."""
     try:
-        given = {"Host": target.host, "Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
+        given = {
+            "Host": target.host,
+            "Accept-Encoding": "identity",
+            "User-Agent": "penstock",
+            **headers,
+        }
         asked = connection.before_path + target.path
-        request = h11.Request(method=method, target=asked, headers=[*given.items(), *connection.headers.items()])
+        request = h11.Request(
+            method=method, target=asked, headers=[*given.items(), *connection.headers.items()]
+        )
         return (wire.send(request) or b"") + (wire.send(h11.EndOfMessage()) or b"")
     except (h11.LocalProtocolError, UnicodeError):
         pass  # what is raised must not have these as its context: they quote the header, and with it a token

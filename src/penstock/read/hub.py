@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
-from penstock.errors import AccessDenied, ConfigError, NoData, PenstockError, RemoteError, SourceError
+from penstock.errors import (
+    AccessDenied,
+    ConfigError,
+    NoData,
+    PenstockError,
+    RemoteError,
+    SourceError,
+)
 from penstock.read.http import Refused, Target
 from penstock.read.retry import Client, Reply
 from penstock.types import MiB
@@ -100,7 +107,9 @@ def _revision(url: str, rest: str) -> tuple[str, str]:
     written, path = (refs[0], rest[refs.end() + 1 :]) if refs else rest.partition("/")[::2]
     revision = unquote(written)
     if not sound(revision) or any(c.isspace() for c in revision):
-        raise ConfigError(f"{url}: {written!r} is no revision; needs a branch, a tag or a commit: {FORM}")
+        raise ConfigError(
+            f"{url}: {written!r} is no revision; needs a branch, a tag or a commit: {FORM}"
+        )
     return (revision.lower() if _SHA.fullmatch(revision) else revision), path
 
 
@@ -130,7 +139,9 @@ def refused(address: str, refusal: Refused) -> PenstockError:
             f"account that accepted them. {sent}"
         )
     if code == "RevisionNotFound":
-        return NoData(f"{repo} has no revision {unquote(revision)!r}. See {where}/datasets/{repo} for those it has.")
+        return NoData(
+            f"{repo} has no revision {unquote(revision)!r}. See {where}/datasets/{repo} for those it has."
+        )
     if code == "EntryNotFound":
         return NoData(f"{address} does not exist.")
     if code == "RepoNotFound" or refusal.status in (401, 404):
@@ -141,7 +152,9 @@ def refused(address: str, refusal: Refused) -> PenstockError:
             f"it. {sent}"
         )
     if refusal.status in (403, 451):
-        return AccessDenied(f"{address}: {where} refuses access ({refusal.status}). To get it, {login}. {sent}")
+        return AccessDenied(
+            f"{address}: {where} refuses access ({refusal.status}). To get it, {login}. {sent}"
+        )
     return RemoteError(f"{address}: {where} answered {refusal.status}.")
 
 
@@ -168,13 +181,17 @@ class Hub:
         except Refused as refusal:
             raise refused(address, refusal) from None
         if not isinstance(found, str) or not _SHA.fullmatch(found):
-            raise SourceError(f"{address}: {_shown(self._endpoint)} answered with {str(found)[:60]!r} for a commit")
+            raise SourceError(
+                f"{address}: {_shown(self._endpoint)} answered with {str(found)[:60]!r} for a commit"
+            )
         return found.lower()
 
     def files(self, repo: str, sha: str, folder: str, *, recursive: bool) -> list[Entry] | None:
         """The files of a folder; None where there is no such folder."""
         address = f"{SCHEME}{repo}@{sha}" + (f"/{folder}" if folder else "")
-        url = f"{self._endpoint}/api/datasets/{repo}/tree/{sha}" + (f"/{quote(folder)}" if folder else "")
+        url = f"{self._endpoint}/api/datasets/{repo}/tree/{sha}" + (
+            f"/{quote(folder)}" if folder else ""
+        )
         url += f"?recursive={str(recursive).lower()}&expand=false"
         found: dict[str, Entry] = {}
         asked: set[str] = set()
@@ -207,7 +224,9 @@ class Hub:
                     return ""
                 raise refused(address, refusal) from None
             if len(reply.body) > MAX_CARD:
-                raise SourceError(f"{address} is longer than {MAX_CARD} bytes: that is no card. Name the files: {FORM}")
+                raise SourceError(
+                    f"{address} is longer than {MAX_CARD} bytes: that is no card. Name the files: {FORM}"
+                )
             card: str = reply.body.decode("utf-8", "replace")
             if not _is_cut(card):
                 break
@@ -256,7 +275,9 @@ def _is_cut(card: str) -> bool:
 class Known(Protocol):
     """Somebody who keeps answers, and asks where there is none: `what` says of what, for messages."""
 
-    def __call__(self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool) -> Any: ...
+    def __call__(
+        self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool
+    ) -> Any: ...
 
 
 class Repository:
@@ -272,15 +293,22 @@ class Repository:
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """The files of a folder; none where there is no such folder."""
         if self._all is not None:
-            return [entry for entry in self._all if not folder or entry.path.startswith(f"{folder}/")]
+            return [
+                entry for entry in self._all if not folder or entry.path.startswith(f"{folder}/")
+            ]
         key = [hub_endpoint(), self._repo, self._sha, folder, recursive]
         make = partial(self._hub.files, self._repo, self._sha, folder, recursive=recursive)
-        found = self._known("listings", key, make, f"which files {self.prefix}{folder} has", moving=False)
+        found = self._known(
+            "listings", key, make, f"which files {self.prefix}{folder} has", moving=False
+        )
         return [Entry(*row) for row in found or ()]
 
     def one(self, path: str) -> Entry | None:
         """A single file, if it is there."""
-        return next((entry for entry in self.below(path.rpartition("/")[0], False) if entry.path == path), None)
+        return next(
+            (entry for entry in self.below(path.rpartition("/")[0], False) if entry.path == path),
+            None,
+        )
 
     def read_all(self) -> None:
         """List everything: whatever is asked for later is among it."""
@@ -289,7 +317,9 @@ class Repository:
     def read_card(self) -> None:
         key = [hub_endpoint(), self._repo, self._sha]
         make = partial(self._hub.card, self._repo, self._sha)
-        self.card = self._known("cards", key, make, f"the card {self.prefix}README.md", moving=False)
+        self.card = self._known(
+            "cards", key, make, f"the card {self.prefix}README.md", moving=False
+        )
 
 
 def _origin(url: str) -> tuple[str, str, int] | None:
@@ -301,7 +331,10 @@ def _origin(url: str) -> tuple[str, str, int] | None:
 
 def _missing(refusal: Refused) -> bool:
     """Whether the repository and the revision are there, and the path is not."""
-    return refusal.status == 404 and refusal.headers.get("x-error-code", "EntryNotFound") == "EntryNotFound"
+    return (
+        refusal.status == 404
+        and refusal.headers.get("x-error-code", "EntryNotFound") == "EntryNotFound"
+    )
 
 
 def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
@@ -309,16 +342,27 @@ def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
     below = f"{folder}/" if folder else ""
     for item in page:
         if not isinstance(item, dict):
-            raise SourceError(f"{address}: its listing has an entry that is none: {str(item)[:80]!r}")
+            raise SourceError(
+                f"{address}: its listing has an entry that is none: {str(item)[:80]!r}"
+            )
         path = item.get("path")
         if not isinstance(path, str) or not sound(path) or not path.startswith(below):
-            raise SourceError(f"{address}: its listing has an entry that leads elsewhere: {str(path)[:300]!r}")
+            raise SourceError(
+                f"{address}: its listing has an entry that leads elsewhere: {str(path)[:300]!r}"
+            )
         if item.get("type") != "file":
             continue
         large = item.get("lfs")
         size, etag = item.get("size"), (large if isinstance(large, dict) else item).get("oid", "")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not isinstance(etag, str):
-            raise SourceError(f"{address}: its listing gives {path} the size {size!r} and the ETag {etag!r}")
+        if (
+            not isinstance(size, int)
+            or isinstance(size, bool)
+            or size < 0
+            or not isinstance(etag, str)
+        ):
+            raise SourceError(
+                f"{address}: its listing gives {path} the size {size!r} and the ETag {etag!r}"
+            )
         if etag and not sound(etag):
             raise SourceError(f"{address}: its listing gives {path} the ETag {etag[:80]!r}")
         yield Entry(path, size, etag)

@@ -71,7 +71,8 @@ def _parse_at_once(buffer: bytes, starts: I64, ends: I64, field: str) -> pa.Arra
             pa.BufferReader(pa.py_buffer(block)),
             read_options=pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
             parse_options=pj.ParseOptions(
-                explicit_schema=pa.schema([(field, pa.string())]), unexpected_field_behavior="ignore"
+                explicit_schema=pa.schema([(field, pa.string())]),
+                unexpected_field_behavior="ignore",
             ),
         )
     except (pa.ArrowException, OverflowError):
@@ -84,7 +85,9 @@ def _parse_at_once(buffer: bytes, starts: I64, ends: I64, field: str) -> pa.Arra
     return pa.concat_arrays(column.cast(pa.large_string()).chunks)
 
 
-def _parse_lines(file: FileRef, buffer: bytes, starts: I64, ends: I64, rows: I64, field: str, judge: Judge) -> pa.Array:
+def _parse_lines(
+    file: FileRef, buffer: bytes, starts: I64, ends: I64, rows: I64, field: str, judge: Judge
+) -> pa.Array:
     texts: list[bytes] = []
     for start, end, row in zip(starts.tolist(), ends.tolist(), rows.tolist(), strict=True):
         text, reason, detail = _line(buffer[start:end], field)
@@ -106,7 +109,11 @@ def _line(line: bytes, field: str) -> tuple[bytes, str, str]:
     if not isinstance(value, dict):
         return b"", "invalid_json", f"not a JSON object but {type(value).__name__}"
     if field not in value:
-        return b"", "missing_field", f"no field {field!r} among {', '.join(map(repr, list(value)[:8])) or 'none'}"
+        return (
+            b"",
+            "missing_field",
+            f"no field {field!r} among {', '.join(map(repr, list(value)[:8])) or 'none'}",
+        )
     text = value[field]
     if text is None:
         return b"", "", ""

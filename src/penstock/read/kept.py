@@ -83,7 +83,9 @@ class Kept:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
             # Not a temporary file of the library's, which nobody but its owner may read, whatever the umask says.
-            with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
+            with open(
+                os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb"
+            ) as file:
                 name = aside
                 file.write(b" ".join((MARK, _digest(kind, key, at, data), at)) + b"\n")
                 file.write(data)
@@ -94,7 +96,10 @@ class Kept:
             if int(path.name[-4:], 16) % TRIM == 0:
                 self._trim(kind)
         except OSError as error:
-            self._tell_once("write", f"{self.folder}: cannot be written ({error}); what is fetched is not kept there.")
+            self._tell_once(
+                "write",
+                f"{self.folder}: cannot be written ({error}); what is fetched is not kept there.",
+            )
         finally:
             if name is not None:
                 with contextlib.suppress(OSError):
@@ -168,7 +173,9 @@ class Kept:
                 left = deadline - time.monotonic()
                 if left <= 0 or stop.wait(min(pause, left)):
                     log.info(
-                        "%s: another process holds a lock for longer than %.1f s; going on without", self.folder, wait_s
+                        "%s: another process holds a lock for longer than %.1f s; going on without",
+                        self.folder,
+                        wait_s,
                     )
                     return False
                 pause = min(2 * pause, LONGEST_WAIT_S)
@@ -179,7 +186,11 @@ class Kept:
     def _no_locks(self, error: OSError) -> None:
         if "locks" not in self._told:
             self._told.add("locks")
-            log.info("%s: no locks there (%s); processes may fetch the same things at once", self.folder, error)
+            log.info(
+                "%s: no locks there (%s); processes may fetch the same things at once",
+                self.folder,
+                error,
+            )
 
     # Disk
 

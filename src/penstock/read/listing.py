@@ -33,7 +33,15 @@ from penstock.read.attempt import Patience
 from penstock.read.http import Refused, Target, version_in
 from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repository, parse
 from penstock.read.kept import Kept
-from penstock.read.manifest import Tree, below, find, known_format, no_known_ending, remember, unknown_format
+from penstock.read.manifest import (
+    Tree,
+    below,
+    find,
+    known_format,
+    no_known_ending,
+    remember,
+    unknown_format,
+)
 from penstock.read.retry import Client, raise_for
 from penstock.types import FileRef, Format
 
@@ -74,9 +82,13 @@ def basic_authorization(url: str) -> tuple[str, dict[str, str]]:
 class RemoteListing:
     """Lists what is elsewhere, for one dataset."""
 
-    def __init__(self, client: Client, kept: Kept, *, config: str | None = None, offline: bool | None = None) -> None:
+    def __init__(
+        self, client: Client, kept: Kept, *, config: str | None = None, offline: bool | None = None
+    ) -> None:
         if not isinstance(config, str | None) or config == "":
-            raise ConfigError(f"config={config!r}: needs the name of a configuration in the dataset's card")
+            raise ConfigError(
+                f"config={config!r}: needs the name of a configuration in the dataset's card"
+            )
         self.kept = kept
         self.config = config
         self.secrets: dict[str, Secret] = {}
@@ -93,7 +105,9 @@ class RemoteListing:
             return not os.path.lexists(source)
         return "://" in source and not source.startswith("file://")
 
-    def files_of(self, sources: Sequence[str], format: Format | None = None) -> dict[str, list[FileRef]]:
+    def files_of(
+        self, sources: Sequence[str], format: Format | None = None
+    ) -> dict[str, list[FileRef]]:
         """The files of each source. All are looked at before anything is asked for."""
         hub: dict[str, HubName] = {}
         buckets: dict[str, tuple[str, str]] = {}
@@ -110,7 +124,9 @@ class RemoteListing:
             elif scheme in ("http", "https"):
                 web[source] = self._checked(url, format)
             else:
-                raise ConfigError(f"{scheme[:20]}://…: cannot be read. What can: a path on disk, {KNOWN}")
+                raise ConfigError(
+                    f"{scheme[:20]}://…: cannot be read. What can: a path on disk, {KNOWN}"
+                )
         if self.config is not None and not any(name.path == "" for name in hub.values()):
             raise ConfigError(
                 f"config={self.config!r}: names a configuration in a dataset's card, so it goes with "
@@ -133,11 +149,15 @@ class RemoteListing:
                 continue
             thunks.append(tree.read_card)
             if self.config is None:
-                thunks.append(tree.read_all)  # most often the default is all or most of a repository
+                thunks.append(
+                    tree.read_all
+                )  # most often the default is all or most of a repository
             later.append(partial(self._configured, found, source, tree, format))
         for source, (root, key) in buckets.items():
             service = service or self._buckets()
-            thunks.append(partial(self._find, found, source, _Bucket(self.known, service, root), key, format))
+            thunks.append(
+                partial(self._find, found, source, _Bucket(self.known, service, root), key, format)
+            )
         for source, path in web.items():
             thunks.append(partial(self._look_up, found, source, path, format))
         self._side_by_side(thunks)
@@ -168,21 +188,29 @@ class RemoteListing:
         key = [hub_endpoint(), name.repo, name.revision]
         self._commits[name[:2]] = self.known("revisions", key, make, what, moving=True)
 
-    def _find(self, found: dict[str, Any], source: str, tree: _Files, pattern: str, format: Format | None) -> None:
+    def _find(
+        self, found: dict[str, Any], source: str, tree: _Files, pattern: str, format: Format | None
+    ) -> None:
         entries, base = find(tree, pattern)
         if not entries:
             where = f"{tree.prefix}{pattern}"
             if has_magic(pattern):
-                raise NoData(f"{where} matches no file. `*` matches within a folder, `**` at any depth.")
+                raise NoData(
+                    f"{where} matches no file. `*` matches within a folder, `**` at any depth."
+                )
             raise NoData(f"{where} does not exist.")
         found[source] = _refs(tree, entries, base, format, pattern)
 
-    def _configured(self, found: dict[str, Any], source: str, tree: Repository, format: Format | None) -> None:
+    def _configured(
+        self, found: dict[str, Any], source: str, tree: Repository, format: Format | None
+    ) -> None:
         """The files that the card gives the configuration, or those that look like data."""
         where = f"{tree.prefix}README.md"
         choice = card.choose(card.configurations(tree.card, where), self.config, where)
         if choice.patterns is None:
-            entries = card.data_files(tree.below(choice.folder, True), f"{tree.prefix}{choice.folder}", format)
+            entries = card.data_files(
+                tree.below(choice.folder, True), f"{tree.prefix}{choice.folder}", format
+            )
             found[source] = _refs(tree, entries, "", format, "")
             return
         found_by: list[list[Entry]] = [[] for _ in choice.patterns]
@@ -192,10 +220,14 @@ class RemoteListing:
             if has_magic(pattern):
                 entries = [entry for entry in entries if not card.about_data(entry.path)]
             if not entries:
-                raise NoData(f"{tree.prefix}{pattern}, which the dataset's card names, matches no file.")
+                raise NoData(
+                    f"{tree.prefix}{pattern}, which the dataset's card names, matches no file."
+                )
             found_by[i] = sorted(entries)
 
-        self._side_by_side([partial(match, i, pattern) for i, pattern in enumerate(choice.patterns)])
+        self._side_by_side(
+            [partial(match, i, pattern) for i, pattern in enumerate(choice.patterns)]
+        )
         each = {entry.path: entry for entries in found_by for entry in entries}
         found[source] = _refs(tree, list(each.values()), "", format, "", sort=False)
 
@@ -216,12 +248,18 @@ class RemoteListing:
         except ValueError:
             host = None
         if not host or re.search(r"[\s\0\\]", url):
-            raise ConfigError("an http(s) address is malformed; needs the form https://host/path/file.parquet")
+            raise ConfigError(
+                "an http(s) address is malformed; needs the form https://host/path/file.parquet"
+            )
         path = self._public(url)
         if "*" in parts.path or parts.path.endswith("/") or not parts.path:
-            raise ConfigError(f"{path}: there is no listing over http(s). Give the address of each file, as a list.")
+            raise ConfigError(
+                f"{path}: there is no listing over http(s). Give the address of each file, as a list."
+            )
         if path.startswith(f"{hub_endpoint()}/datasets/") and "/resolve/" not in path:
-            raise ConfigError(f"{path}: is a page of the Hub. Give its dataset as hf://datasets/ORG/NAME/path-or-glob")
+            raise ConfigError(
+                f"{path}: is a page of the Hub. Give its dataset as hf://datasets/ORG/NAME/path-or-glob"
+            )
         if known_format(parts.path, format) is None:
             raise unknown_format(path)
         return path
@@ -238,13 +276,17 @@ class RemoteListing:
             self.secrets[shown] = Secret(whole)
         return shown
 
-    def _look_up(self, found: dict[str, Any], source: str, path: str, format: Format | None) -> None:
+    def _look_up(
+        self, found: dict[str, Any], source: str, path: str, format: Format | None
+    ) -> None:
         """Size and ETag of a file, by one request."""
         whole = self.secrets[path].reveal() if path in self.secrets else path
         url, login = basic_authorization(whole)
         what = f"the size of {path}"
         # By all of the address: another query may be another file. What is secret of it is kept as a digest only.
-        size, etag = self.known("files", [path, whole], partial(self._ask, url, login, path), what, moving=True)
+        size, etag = self.known(
+            "files", [path, whole], partial(self._ask, url, login, path), what, moving=True
+        )
         kind = known_format(urlsplit(path).path, format)
         assert kind is not None
         name = urlsplit(path).path.rpartition("/")[2]
@@ -254,7 +296,9 @@ class RemoteListing:
 
     def _ask(self, url: str, login: dict[str, str], path: str) -> tuple[int, str]:
         try:
-            reply = self._client.call(url, what=path, method="HEAD", headers=login, ok=(200, 403, 405, 501))
+            reply = self._client.call(
+                url, what=path, method="HEAD", headers=login, ok=(200, 403, 405, 501)
+            )
             length = reply.headers.get("content-length", "")
             if reply.status == 200 and length.isdigit() and "content-encoding" not in reply.headers:
                 return int(length), version_in(reply.headers)
@@ -285,13 +329,17 @@ class RemoteListing:
 
     # On disk
 
-    def known(self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool) -> Any:
+    def known(
+        self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool
+    ) -> Any:
         """What is kept, or else asked for; what moves is asked for anew, unless the network is not to be used."""
         name = json.dumps(key)
         if not self._offline:
             since = time.time() if moving else None
             return json.loads(
-                self.kept.once(kind, name, lambda: json.dumps(make()).encode(), self._wait_s, since=since)
+                self.kept.once(
+                    kind, name, lambda: json.dumps(make()).encode(), self._wait_s, since=since
+                )
             )
         data = self.kept.get(kind, name)
         if data is None:
@@ -332,17 +380,31 @@ class _Bucket:
 
 
 def _refs(
-    tree: _Files, entries: list[Entry], base: str, format: Format | None, pattern: str, *, sort: bool = True
+    tree: _Files,
+    entries: list[Entry],
+    base: str,
+    format: Format | None,
+    pattern: str,
+    *,
+    sort: bool = True,
 ) -> list[FileRef]:
     """Files by their names below a folder, leaving out those that are no text."""
     found = []
-    for name, entry in (sorted if sort else list)((below(entry.path, base), entry) for entry in entries):
+    for name, entry in (sorted if sort else list)(
+        (below(entry.path, base), entry) for entry in entries
+    ):
         kind = known_format(name, format)
         if kind is not None:
-            found.append(FileRef(f"{tree.prefix}{entry.path}", name, entry.size, *kind, etag=entry.etag))
+            found.append(
+                FileRef(f"{tree.prefix}{entry.path}", name, entry.size, *kind, etag=entry.etag)
+            )
     if not found:
         where = f"{tree.prefix}{pattern}"
-        raise unknown_format(where) if [e.path for e in entries] == [pattern] else no_known_ending(where, len(entries))
+        raise (
+            unknown_format(where)
+            if [e.path for e in entries] == [pattern]
+            else no_known_ending(where, len(entries))
+        )
     return found
 
 

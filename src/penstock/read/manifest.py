@@ -73,17 +73,25 @@ def list_files(
     not on disk; without it, only what is on disk can be listed.
     """
     try:
-        sources = [urls] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
+        sources = (
+            [urls] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
+        )
     except TypeError:
         # Not shown: it may have addresses with logins in it.
         kinds = [urls] if isinstance(urls, bytes) or not isinstance(urls, Iterable) else list(urls)
-        wrong = next((type(one).__name__ for one in kinds if not isinstance(one, str | os.PathLike)), "this")
+        wrong = next(
+            (type(one).__name__ for one in kinds if not isinstance(one, str | os.PathLike)), "this"
+        )
         raise ConfigError(f"{wrong} is no path, folder, glob or list of these") from None
     if not sources:
         raise NoData("no data: the list of paths is empty. Name a file, a folder or a glob.")
     paths = [os.fspath(source) for source in sources]
     # All at once: what is far away is asked for side by side.
-    away = remote.files_of([path for path in paths if remote.takes(path)], format) if remote is not None else {}
+    away = (
+        remote.files_of([path for path in paths if remote.takes(path)], format)
+        if remote is not None
+        else {}
+    )
     found: dict[str, FileRef] = {}
     for path in paths:
         for file in away[path] if path in away else _expand(path, format):
@@ -97,11 +105,15 @@ def list_files(
 
 def _expand(source: str, format: Format | None) -> Iterable[FileRef]:
     if not source:
-        raise ConfigError("no data: an address is empty; a folder, also the one we are in, has a name such as .")
+        raise ConfigError(
+            "no data: an address is empty; a folder, also the one we are in, has a name such as ."
+        )
     if "://" in source:
         if not source.startswith("file://"):
             scheme = source.partition("://")[0]
-            raise ConfigError(f"{source}: cannot read {scheme}:// yet. Give a path on disk or file://…")
+            raise ConfigError(
+                f"{source}: cannot read {scheme}:// yet. Give a path on disk or file://…"
+            )
         source = source.removeprefix("file://")
     path = Path(source).expanduser()
     if path.is_file():
@@ -135,7 +147,9 @@ def no_known_ending(where: str, count: int) -> NoData:
 
 def unknown_format(path: str) -> ConfigError:
     """A file was named whose name does not say what it is."""
-    return ConfigError(f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')")
+    return ConfigError(
+        f"{path}: cannot tell its format from its name. Name it: TextDataset(…, format='parquet')"
+    )
 
 
 def tell_apart(files: list[FileRef]) -> list[FileRef]:
@@ -217,7 +231,10 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     """
     parts = pattern.split("/")
     end = len(parts)
-    globs = [re.compile(fnmatch.translate(part)).match if glob.has_magic(part) else None for part in parts]
+    globs = [
+        re.compile(fnmatch.translate(part)).match if glob.has_magic(part) else None
+        for part in parts
+    ]
 
     def fits(at: int, name: str) -> bool:
         match = globs[at]
@@ -315,7 +332,9 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
         nonlocal members, etags, total
         if members:
             etag = ",".join(etags) if any(etags) else ""
-            yield FileRef(members[0].path, members[0].name, total, "text", members=tuple(members), etag=etag)
+            yield FileRef(
+                members[0].path, members[0].name, total, "text", members=tuple(members), etag=etag
+            )
         members, etags, total = [], [], 0
 
     for file in files:

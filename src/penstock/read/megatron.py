@@ -31,7 +31,9 @@ class MegatronIndex:
     copy all of them into memory first.
     """
 
-    def __init__(self, path: str, size: int, *, itemsize: int, sequences: int, documents: int) -> None:
+    def __init__(
+        self, path: str, size: int, *, itemsize: int, sequences: int, documents: int
+    ) -> None:
         self.path, self.sequences, self.itemsize = index_path(path), sequences, itemsize
         data = map_file(self.path, size)
         at = HEADER.size
@@ -42,7 +44,9 @@ class MegatronIndex:
     def end(self) -> int:
         """The bytes of the file that it describes."""
         if self.pointers[0] != 0 or self.firsts[0] != 0 or self.firsts[-1] != self.sequences:
-            raise CorruptFile(f"{self.path}: its documents do not begin and end with its sequences. Write it anew.")
+            raise CorruptFile(
+                f"{self.path}: its documents do not begin and end with its sequences. Write it anew."
+            )
         return int(self.pointers[-1]) + int(self.sizes[-1]) * self.itemsize
 
     def boundaries(self, begins: I64, length: int) -> tuple[I64, I64]:
@@ -55,7 +59,9 @@ class MegatronIndex:
         column = self._starts(document) - begins[row]
         wrong = (last < first) | (self.firsts[last] > self.sequences)
         if wrong.any() or (column.size and not 0 < column.min() <= column.max() < length):
-            raise CorruptFile(f"{self.path}: documents do not lie in the order of their numbers. Write the file anew.")
+            raise CorruptFile(
+                f"{self.path}: documents do not lie in the order of their numbers. Write the file anew."
+            )
         # Documents without a token begin where the next one does; the place counts once.
         new = np.ones(row.size, np.bool_)
         new[1:] = (row[1:] != row[:-1]) | (column[1:] != column[:-1])
@@ -70,7 +76,9 @@ class MegatronIndex:
     def _starts(self, documents: I64) -> I64:
         first = self.firsts[documents]
         if first.size and not 0 <= first.min() <= first.max() < self.sequences:
-            raise CorruptFile(f"{self.path}: a document begins beyond its {self.sequences} sequences. Write it anew.")
+            raise CorruptFile(
+                f"{self.path}: a document begins beyond its {self.sequences} sequences. Write it anew."
+            )
         starts: I64 = self.pointers[first] // self.itemsize
         return starts
 
@@ -91,10 +99,14 @@ def map_file(path: str, size: int) -> mmap.mmap:
         with open(path, "rb") as file:
             # Reading beyond the end of a mapped file kills the process, so nothing is mapped on trust.
             if (now := os.fstat(file.fileno()).st_size) != size:
-                raise CorruptFile(f"{path} changed while in use: it had {size} bytes, it has {now}. Start a new run.")
+                raise CorruptFile(
+                    f"{path} changed while in use: it had {size} bytes, it has {now}. Start a new run."
+                )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise NoData(f"{path} is gone: it was there when the dataset was made (looked from {Path.cwd()})") from None
+        raise NoData(
+            f"{path} is gone: it was there when the dataset was made (looked from {Path.cwd()})"
+        ) from None
 
 
 def index_path(path: str) -> str:

@@ -31,7 +31,11 @@ class Once:
         call `done`."""
         end = time.monotonic() + WAIT_S
         with self._changed:
-            while (found := known()) is None and path in self._asked and (left := end - time.monotonic()) > 0:
+            while (
+                (found := known()) is None
+                and path in self._asked
+                and (left := end - time.monotonic()) > 0
+            ):
                 self._changed.wait(left)
             if found is None:
                 self._asked.add(path)

@@ -38,7 +38,9 @@ STEP_BYTES = 64 * MiB
 class ParquetReader:
     """The Parquet files of one dataset."""
 
-    def __init__(self, storage: Storage, field: str, max_chunk_bytes: int, kept: Kept | None = None) -> None:
+    def __init__(
+        self, storage: Storage, field: str, max_chunk_bytes: int, kept: Kept | None = None
+    ) -> None:
         self._storage = storage
         self._remote = RemoteFooters(storage.remote, kept) if storage.remote is not None else None
         self._field = field
@@ -56,7 +58,10 @@ class ParquetReader:
             meta = group.column(column)
             start, length = column_range(meta)
             if min(start, length) < 0 or (not file.codec and start + length > file.size):
-                raise damaged(file, f"the text of row group {i} is said to lie at bytes {start} to {start + length}")
+                raise damaged(
+                    file,
+                    f"the text of row group {i} is said to lie at bytes {start} to {start + length}",
+                )
             size = meta.total_uncompressed_size
             parts = max(1, min(group.num_rows, -(-size // self._max_chunk_bytes)))
             refs += [ChunkRef(file, i, size // parts, part, parts) for part in range(parts)]
@@ -89,8 +94,12 @@ class ParquetReader:
         try:
             source = self._source(ref, fetched)
             # Not buffered beforehand: that reads on a thread of Arrow's, which nobody measures.
-            opened = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True, pre_buffer=False)
-            for batch in opened.iter_batches(step, row_groups=[ref.index], columns=[self._field], use_threads=False):
+            opened = pq.ParquetFile(
+                source, metadata=footer, page_checksum_verification=True, pre_buffer=False
+            )
+            for batch in opened.iter_batches(
+                step, row_groups=[ref.index], columns=[self._field], use_threads=False
+            ):
                 column = batch.column(0)
                 first, at = at, at + len(column)
                 if at <= lo:
@@ -106,7 +115,9 @@ class ParquetReader:
                     break
             else:
                 if at != meta.num_rows:
-                    raise CorruptFile(f"{ref}: the footer promises {meta.num_rows} rows, there are {at}")
+                    raise CorruptFile(
+                        f"{ref}: the footer promises {meta.num_rows} rows, there are {at}"
+                    )
             return self._clean(ref, pieces, lo, judge)
         except (pa.ArrowException, OSError, BombError, CorruptFile) as error:
             if not is_damage(error):
@@ -177,7 +188,9 @@ class ParquetReader:
         for i in range(footer.num_columns):
             if footer.schema.column(i).path == self._field:
                 return i
-        raise SourceError(f"{file.path}: column {self._field!r} is nested, which text_field cannot name")
+        raise SourceError(
+            f"{file.path}: column {self._field!r} is nested, which text_field cannot name"
+        )
 
 
 def _decoded_bytes(column: pa.Array) -> int:

@@ -59,7 +59,9 @@ class Reader:
         keep = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         self.lane_bytes = keep
         """What the decompressed parts of files may take for each lane, where files are compressed."""
-        self._storage = Storage(max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote, clock=clock)
+        self._storage = Storage(
+            max_ratio=settings.max_ratio, keep_bytes=keep, remote=remote, clock=clock
+        )
         self._parquet = ParquetReader(self._storage, settings.text_field, MAX_CHUNK_BYTES, kept)
         self._shared = Shared()
         self._skip: dict[str, set[tuple[int | None, int]]] = {}
@@ -78,7 +80,9 @@ class Reader:
                 judge.reject_chunk(Address(file.name, None, -1), error)
                 return [], judge.bad
         step = self._settings.chunk_bytes
-        return [ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))], []
+        return [
+            ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))
+        ], []
 
     def fetch(self, ref: ChunkRef, *, again: bool = False) -> list[Bytes]:
         """What has to be fetched to read a chunk, side by side. Nothing of files that are read forwards.
@@ -95,12 +99,17 @@ class Reader:
         if ref.parts == 1:
             return [*remote.read_all(self._ranges(ref))]
         # The parts of a row group all need the whole of its column.
-        return self._shared.get((ref.file.path, ref.index), lambda: [*remote.read_all(self._ranges(ref))])
+        return self._shared.get(
+            (ref.file.path, ref.index), lambda: [*remote.read_all(self._ranges(ref))]
+        )
 
     def _ranges(self, ref: ChunkRef) -> list[tuple[FileRef, int, int]]:
         file, settings = ref.file, self._settings
         if file.members:
-            return [(member, 0, min(member.size, settings.max_doc_bytes + 1)) for member in text.bundled(ref)[1]]
+            return [
+                (member, 0, min(member.size, settings.max_doc_bytes + 1))
+                for member in text.bundled(ref)[1]
+            ]
         if file.codec:
             return []
         if file.format == "parquet":
@@ -139,7 +148,10 @@ class Reader:
 
     def _read_range(self, ref: ChunkRef, fetched: list[Bytes] | None, judge: Judge) -> Documents:
         file, settings = ref.file, self._settings
-        parts = [(start, data) for (_, start, _), data in zip(self._ranges(ref), fetched or (), strict=False)]
+        parts = [
+            (start, data)
+            for (_, start, _), data in zip(self._ranges(ref), fetched or (), strict=False)
+        ]
         source = self._storage.open(file, ref.reader, parts)
         separator = self._separator(file)
         if separator is None:
@@ -147,7 +159,9 @@ class Reader:
                 return Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
             documents = text.whole(file, source, judge)
             if source.broken is not None:
-                documents = Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad)
+                documents = Documents(
+                    nothing(pa.large_string()), np.empty(0, np.int64), last=True, bad=judge.bad
+                )
         else:
             lo, hi = self._span(ref)
             records = read_records(source, lo, hi, separator, settings.max_doc_bytes)
@@ -180,14 +194,20 @@ class Reader:
         if self._skip:
             wanted = np.fromiter(self._wanted(ref, documents.rows), bool, len(documents.rows))
             if not wanted.all():
-                documents.texts = call("if_else", flags(wanted), documents.texts, scalar(b"", pa.large_string()))
+                documents.texts = call(
+                    "if_else", flags(wanted), documents.texts, scalar(b"", pa.large_string())
+                )
         return documents
 
-    def _in_val(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _in_val(
+        self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each document is in the validation split: by its own address, whatever else there is."""
         file, seed = ref.file, self._settings.split_seed
         if file.members:
-            hashed = np.array([_key(seed, file.members[i].name, None) for i in rows.tolist()], np.uint64)
+            hashed = np.array(
+                [_key(seed, file.members[i].name, None) for i in rows.tolist()], np.uint64
+            )
         else:
             group = ref.index if file.format == "parquet" else None
             hashed = mix_array(_key(seed, file.name, group), rows)
@@ -199,13 +219,19 @@ class Reader:
             return True
         members = ref.file.members
         # A file of a bundle goes by its number in it, its address by its name.
-        row = next(i for i, m in enumerate(members) if m.name == address.file) if members else address.row
+        row = (
+            next(i for i, m in enumerate(members) if m.name == address.file)
+            if members
+            else address.row
+        )
         return bool(self._in_val(ref, np.array([row]))[0]) == (self._settings.split == "val")
 
     def _wanted(self, ref: ChunkRef, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Iterable[bool]:
         file = ref.file
         if file.members:
-            return ((None, 0) not in self._skip.get(file.members[i].name, ()) for i in rows.tolist())
+            return (
+                (None, 0) not in self._skip.get(file.members[i].name, ()) for i in rows.tolist()
+            )
         skip = self._skip.get(file.name, set())
         group = ref.index if file.format == "parquet" else None
         return ((group, row) not in skip for row in rows.tolist())

@@ -66,7 +66,9 @@ def reject_cut(file: FileRef, records: Records, judge: Judge) -> None:
     judge.reject(Address(file.name, None, offset), "too_long", detail)
 
 
-def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge) -> Documents:
+def clean(
+    column: pa.Array, rows: I64, address: Callable[[int], Address], judge: Judge
+) -> Documents:
     """Texts that can be tokenized. `address` names the record of an index, where one is rejected."""
     column = widened(column)
     if column.null_count:
@@ -75,11 +77,15 @@ def clean(column: pa.Array, rows: I64, address: Callable[[int], Address], judge:
     drop = np.flatnonzero(lengths > judge.max_doc_bytes)
     for i in drop.tolist():
         judge.reject(
-            address(i), "too_long", f"a text of {lengths[i]} bytes exceeds max_doc_bytes={judge.max_doc_bytes}"
+            address(i),
+            "too_long",
+            f"a text of {lengths[i]} bytes exceeds max_doc_bytes={judge.max_doc_bytes}",
         )
     column = _blank(column, drop)
     column = _valid_utf8(column, address, judge)
-    return Documents(column, rows, bad=judge.bad, empty=max(0, count_empty(column) - len(judge.bad)))
+    return Documents(
+        column, rows, bad=judge.bad, empty=max(0, count_empty(column) - len(judge.bad))
+    )
 
 
 def count_empty(column: pa.Array) -> int:
@@ -115,7 +121,11 @@ def _valid_utf8(column: pa.Array, address: Callable[[int], Address], judge: Judg
             str(text.as_buffer(), "utf-8")
         except UnicodeDecodeError as error:
             broken.append(i)
-            judge.reject(address(i), "invalid_utf8", f"not UTF-8 at byte {error.start} of the text ({error.reason})")
+            judge.reject(
+                address(i),
+                "invalid_utf8",
+                f"not UTF-8 at byte {error.start} of the text ({error.reason})",
+            )
     return _blank(raw, np.array(broken, np.int64)).cast(pa.large_string())
 
 
@@ -128,7 +138,9 @@ class Quarantine:
             os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"cannot write quarantine={self._path!r}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write quarantine={self._path!r}: {error.strerror}"
+            ) from error
 
     def write(self, bad: list[Bad]) -> None:
         """Append all of them in a single write, so that a reader never sees half a line."""

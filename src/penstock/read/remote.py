@@ -199,7 +199,9 @@ class RemoteFiles:
             url, given = basic_authorization(url)
             headers = headers | given
         origin = Target(url)
-        target, response = self._client.follow("GET", origin, headers, token, patience, check=partial(_linked, file))
+        target, response = self._client.follow(
+            "GET", origin, headers, token, patience, check=partial(_linked, file)
+        )
         elsewhere = target.origin != origin.origin
 
         def believed() -> None:
@@ -211,21 +213,35 @@ class RemoteFiles:
         with response:
             status = response.status
             if 400 <= status < 500 and status != 416 and status not in AGAIN:
-                gone = response.headers.get("x-error-code", "") in ("EntryNotFound", "RevisionNotFound")
+                gone = response.headers.get("x-error-code", "") in (
+                    "EntryNotFound",
+                    "RevisionNotFound",
+                )
                 if hub and not elsewhere and not gone:
                     refusal = Refused(status, response.headers, response.read(MiB))
-                    raise Fault(f"status_{status}", "refused", final=hub_refused(file.path, refusal))
+                    raise Fault(
+                        f"status_{status}", "refused", final=hub_refused(file.path, refusal)
+                    )
                 # An address that was signed a moment ago should be good: a new one is asked for.
                 detail = f"the server answered {status}"
-                raise Fault(f"status_{status}", detail, final=_no_access(file, status), doubtful=elsewhere)
+                raise Fault(
+                    f"status_{status}", detail, final=_no_access(file, status), doubtful=elsewhere
+                )
             return self._answer(file, response, start, length, believed)
 
     def _answer(
-        self, file: FileRef, response: Response, start: int, length: int, believed: Callable[[], None] | None = None
+        self,
+        file: FileRef,
+        response: Response,
+        start: int,
+        length: int,
+        believed: Callable[[], None] | None = None,
     ) -> Answer:
         """The body, if the head promises what was asked for; `believed` is called in between."""
         status, headers = response.status, response.headers
-        whole = status == 200 and start == 0 and length == file.size and response.length == file.size
+        whole = (
+            status == 200 and start == 0 and length == file.size and response.length == file.size
+        )
         check_encoding(response)
         if not whole:
             check_page(response)
@@ -264,7 +280,9 @@ class RemoteFiles:
         with self._lock:
             # The Hub's own addresses name a commit, whose content cannot change; what serves the bytes may
             # have ETags of its own, and then those are compared with each other.
-            if listed.startswith(MODIFIED) or (file.path.startswith("hf://") and len(listed) != len(etag)):
+            if listed.startswith(MODIFIED) or (
+                file.path.startswith("hf://") and len(listed) != len(etag)
+            ):
                 listed = ""
             before = listed or self._etags.get(file.path, "") or etag
             if before == etag:
@@ -319,7 +337,9 @@ def _check_range(value: str, start: int, length: int) -> int | None:
     span, _, total = rest.partition("/")
     if unit != "bytes" or span != f"{start}-{start + length - 1}":
         came = value[:60] or "no range"
-        raise Fault("wrong_range", f"bytes {start}-{start + length - 1} were asked for, {came} came")
+        raise Fault(
+            "wrong_range", f"bytes {start}-{start + length - 1} were asked for, {came} came"
+        )
     return int(total) if total.isascii() and total.isdigit() and len(total) < 20 else None
 
 
@@ -336,7 +356,9 @@ def _no_access(file: FileRef, status: int) -> PenstockError:
             f"{file.path}: its server refuses access ({status}). A signed address may have expired, or a login is "
             "missing: make a new address, or give the login as https://user:password@host/…"
         )
-    return RemoteError(f"{file.path}: its server answers {status}, which trying again does not change.")
+    return RemoteError(
+        f"{file.path}: its server answers {status}, which trying again does not change."
+    )
 
 
 class Turnstile:
@@ -382,7 +404,9 @@ class Usual:
         with self._lock:
             # Of other sizes as well, as long as they would take if all of their time grew with the size.
             recent = sorted(
-                seconds * 2.0 ** max(0, size - other) for other, times in self._recent.items() for seconds in times
+                seconds * 2.0 ** max(0, size - other)
+                for other, times in self._recent.items()
+                for seconds in times
             )
         if len(recent) < ENOUGH:
             return None

@@ -63,7 +63,12 @@ class Client:
     """Everything remote that one dataset or one run asks for."""
 
     def __init__(
-        self, limits: Remote, *, http: Http | None = None, side: Threads | None = None, second: Threads | None = None
+        self,
+        limits: Remote,
+        *,
+        http: Http | None = None,
+        side: Threads | None = None,
+        second: Threads | None = None,
     ) -> None:
         """`side` is for things done side by side, `second` for attempts, which wait for nothing of ours.
 
@@ -85,7 +90,12 @@ class Client:
     # Trying
 
     def keep_trying(
-        self, what: str, budget_s: float, attempt: Callable[[Patience], T], *, setting: str = "metadata_budget"
+        self,
+        what: str,
+        budget_s: float,
+        attempt: Callable[[Patience], T],
+        *,
+        setting: str = "metadata_budget",
     ) -> T:
         """The result of an attempt that did not fail.
 
@@ -118,7 +128,14 @@ class Client:
                 if time.monotonic() + delay >= deadline:
                     raise _gave_up(what, tried, last, time.monotonic() - began, setting) from last
                 level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
-                log.log(level, "%s: %s; attempt %d in %.1f s", what, fault.detail, tried.total() + 1, delay)
+                log.log(
+                    level,
+                    "%s: %s; attempt %d in %.1f s",
+                    what,
+                    fault.detail,
+                    tried.total() + 1,
+                    delay,
+                )
             self.pause(delay)
 
     def attempt(self, attempt: Callable[[Patience], T], deadline: float) -> T:
@@ -174,7 +191,9 @@ class Client:
         finally:
             wait([future for future in futures if not future.cancel()])
 
-    def first_of(self, attempt: Callable[[Patience], T], deadline: float, hedge_after_s: float | None) -> T:
+    def first_of(
+        self, attempt: Callable[[Patience], T], deadline: float, hedge_after_s: float | None
+    ) -> T:
         """An attempt, and a second one beside it should it take longer than most do."""
         if self._second is None or hedge_after_s is None:
             return self.attempt(attempt, deadline)
@@ -283,7 +302,9 @@ def check_encoding(response: Response) -> None:
 def check_page(response: Response) -> None:
     """Refuse a web page where data was asked for."""
     if response.status == 200 and "html" in response.headers.get("content-type", "").lower():
-        raise Fault("html", "a web page came, and no listing or file: a portal or proxy is in the way")
+        raise Fault(
+            "html", "a web page came, and no listing or file: a portal or proxy is in the way"
+        )
 
 
 def _named_as_data(url: str) -> bool:
@@ -325,7 +346,9 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _gave_up(what: str, tried: Counter[str], fault: Fault, seconds: float, setting: str) -> RemoteError:
+def _gave_up(
+    what: str, tried: Counter[str], fault: Fault, seconds: float, setting: str
+) -> RemoteError:
     reasons = ", ".join(f"{name} {n}x" if n > 1 else name for name, n in tried.most_common())
     times = "1 attempt" if tried.total() == 1 else f"{tried.total()} attempts"
     return RemoteError(

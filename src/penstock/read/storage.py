@@ -53,7 +53,9 @@ class FetchedFile:
 
     broken: CorruptFile | None = None
 
-    def __init__(self, file: FileRef, remote: RemoteFiles, parts: Sequence[tuple[int, Bytes]]) -> None:
+    def __init__(
+        self, file: FileRef, remote: RemoteFiles, parts: Sequence[tuple[int, Bytes]]
+    ) -> None:
         self._file = file
         self._remote = remote
         self._parts = parts
@@ -81,7 +83,9 @@ class PlainFile:
 
     broken: CorruptFile | None = None
 
-    def __init__(self, file: FileRef, clock: Clock | None = None, tell: threading.Event | None = None) -> None:
+    def __init__(
+        self, file: FileRef, clock: Clock | None = None, tell: threading.Event | None = None
+    ) -> None:
         """`tell` is set once something has been read."""
         self.path, self._size = file.path, file.size
         self._clock = clock or Quiet()
@@ -189,7 +193,9 @@ class CompressedFile:
 
     def _compare(self, block: bytes) -> None:
         """A block that is read again must be what it was: the first may have been used already."""
-        if self._remote is not None and self._sums.setdefault(self._next, zlib.crc32(block)) != zlib.crc32(block):
+        if self._remote is not None and self._sums.setdefault(
+            self._next, zlib.crc32(block)
+        ) != zlib.crc32(block):
             raise CorruptFile(
                 f"{self._file.path}: its text near byte {self._next * BLOCK} came differently when it was fetched again, and "
                 "may have been used. Resume from a checkpoint taken before; use https, or a copy on disk."
@@ -252,7 +258,12 @@ class Storage:
     """The open files of one dataset. Used by all worker threads at once."""
 
     def __init__(
-        self, *, max_ratio: float, keep_bytes: int, remote: RemoteFiles | None = None, clock: Clock | None = None
+        self,
+        *,
+        max_ratio: float,
+        keep_bytes: int,
+        remote: RemoteFiles | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.remote = remote
         self._clock = clock or Quiet()
@@ -287,7 +298,9 @@ class Storage:
             key = (file.path, reader)
             opened = self._compressed.get(key)
             if opened is None:
-                opened = CompressedFile(file, self._keep_bytes, self.max_bytes(file), self._closing, self.remote)
+                opened = CompressedFile(
+                    file, self._keep_bytes, self.max_bytes(file), self._closing, self.remote
+                )
                 self._compressed[key] = opened
                 same_reader = [k for k in self._compressed if k[1] == reader]
                 # A lane reads one file after another; two are open while it crosses over.
@@ -342,7 +355,9 @@ def _go_on(closing: threading.Event) -> None:
         raise LoaderClosed("the loader was shut down")
 
 
-def _copy(source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef, closing: threading.Event) -> None:
+def _copy(
+    source: IO[bytes], sink: IO[bytes], limit: int, file: FileRef, closing: threading.Event
+) -> None:
     written = 0
     while part := source.read(BLOCK):
         _go_on(closing)

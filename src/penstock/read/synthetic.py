@@ -32,7 +32,9 @@ _BLOCK = 1 << 15
 class SyntheticDataset:
     """A map-style dataset of `num_samples` rows of `seq_len + 1` random ids below `vocab_size`."""
 
-    def __init__(self, vocab_size: int = 50257, seq_len: int = 1024, num_samples: int = 10000, seed: int = 42) -> None:
+    def __init__(
+        self, vocab_size: int = 50257, seq_len: int = 1024, num_samples: int = 10000, seed: int = 42
+    ) -> None:
         """Describe the rows; none is made before it is asked for."""
         self.vocab_size = whole_number("vocab_size", vocab_size, 1)
         self.seq_len = whole_number("seq_len", seq_len, 1)

@@ -30,7 +30,15 @@ class Tally:
     """How long the last reads took, in seconds."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, *, requests: int = 0, bytes: int = 0, hedges: int = 0, pause_s: float = 0.0, fault: str = "") -> None:
+    def add(
+        self,
+        *,
+        requests: int = 0,
+        bytes: int = 0,
+        hedges: int = 0,
+        pause_s: float = 0.0,
+        fault: str = "",
+    ) -> None:
         with self._lock:
             self.requests += requests
             self.bytes += bytes
@@ -39,7 +47,9 @@ class Tally:
             if fault:
                 self.faults[fault] += 1
 
-    def exchange(self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None:
+    def exchange(
+        self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0
+    ) -> None:
         """A part of an exchange is over."""
         with self._lock:
             self.connect_s += connect_s

@@ -95,7 +95,9 @@ class Tape:
             made.set_epoch(epoch)
         if state is not None:
             if not hasattr(made, "load_state_dict"):
-                raise SourceError(f"the state has what {self._name} said of itself, and now it has no load_state_dict")
+                raise SourceError(
+                    f"the state has what {self._name} said of itself, and now it has no load_state_dict"
+                )
             made.load_state_dict(state)
         elif begun and self._items is None and self._known.beginning is not None:
             made.load_state_dict(self._known.beginning)  # another run has left it somewhere else
@@ -139,7 +141,9 @@ class Tape:
     def state(self) -> Any:
         """What the source says of where it is; None where it says nothing that can be saved."""
         if self._fresh:
-            return self._opened_with  # most sources know their place only once they have been asked for an item
+            return (
+                self._opened_with
+            )  # most sources know their place only once they have been asked for an item
         if not self._stateful or not _is_stateful(self._made):
             return None
         if _has_shuffle_buffer(self._made):
@@ -149,7 +153,9 @@ class Tape:
             return json.loads(json.dumps(said))
         except (TypeError, ValueError) as error:
             log.warning(
-                "what %s says of its state cannot be saved as JSON (%s): a resume will replay it", self._name, error
+                "what %s says of its state cannot be saved as JSON (%s): a resume will replay it",
+                self._name,
+                error,
             )
             self._stateful = False
             return None
@@ -167,4 +173,8 @@ def _has_shuffle_buffer(made: Any) -> bool:
 
 def name_of(source: Any) -> str:
     """What to call an iterable in messages and states."""
-    return str(getattr(source, "__qualname__", None) or getattr(source, "__name__", None) or type(source).__name__)
+    return str(
+        getattr(source, "__qualname__", None)
+        or getattr(source, "__name__", None)
+        or type(source).__name__
+    )

@@ -32,7 +32,9 @@ def split(file: FileRef, records: Records, judge: Judge) -> Documents:
     column = nothing(pa.large_binary())
     if len(starts):
         alternating = pa.LargeBinaryArray.from_buffers(
-            pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
+            pa.large_binary(),
+            len(offsets) - 1,
+            [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)],
         )
         column = alternating.take(integers(np.arange(0, len(offsets) - 1, 2)))
     documents = clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
@@ -71,7 +73,10 @@ def bundled(ref: ChunkRef) -> tuple[int, list[FileRef]]:
 
 
 def bundle(
-    ref: ChunkRef, fetched: Sequence[bytes | bytearray] | None, plain: Callable[[FileRef], PlainFile], judge: Judge
+    ref: ChunkRef,
+    fetched: Sequence[bytes | bytearray] | None,
+    plain: Callable[[FileRef], PlainFile],
+    judge: Judge,
 ) -> Documents:
     """Small files, each one a document."""
     members = ref.file.members

@@ -71,7 +71,11 @@ class TokenFile(NamedTuple):
     def documents_index(self) -> MegatronIndex:
         """For Megatron: where its documents begin."""
         return MegatronIndex(
-            self.path, self.index_size, itemsize=self.itemsize, sequences=self.sequences, documents=self.documents
+            self.path,
+            self.index_size,
+            itemsize=self.itemsize,
+            sequences=self.sequences,
+            documents=self.documents,
         )
 
 
@@ -87,8 +91,12 @@ class TokenFileDataset:
         if sum(counts) == 0:
             longest = max(files, key=lambda file: file.tokens)
             has = f"{longest.path} has {longest.tokens}, the most of {len(files)} files"
-            raise NoData(f"seq_len={seq_len} needs {seq_len + 1} ids in a file, and {has}. Choose a smaller seq_len.")
-        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if all(file.itemsize <= 2 for file in files) else np.uint32)
+            raise NoData(
+                f"seq_len={seq_len} needs {seq_len + 1} ids in a file, and {has}. Choose a smaller seq_len."
+            )
+        self.dtype: np.dtype[Any] = np.dtype(
+            np.uint16 if all(file.itemsize <= 2 for file in files) else np.uint32
+        )
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._begins = self._ends - np.array(counts, np.int64)
         self._length = int(self._ends[-1])
@@ -98,7 +106,12 @@ class TokenFileDataset:
 
     @classmethod
     def from_binary_file(
-        cls, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto", *, positions: bool = False
+        cls,
+        path: AnyPath | Sequence[AnyPath],
+        seq_len: int,
+        dtype: Any = "auto",
+        *,
+        positions: bool = False,
     ) -> TokenFileDataset:
         """Open a file, a folder (its .bin and .npy), a glob, a Megatron prefix, or a list of these.
 
@@ -124,9 +137,18 @@ class TokenFileDataset:
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         """The rows at `indices`, as a new array of a row each."""
-        plain = isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1 and indices.size > 0
+        plain = (
+            isinstance(indices, np.ndarray)
+            and indices.dtype == np.int64
+            and indices.ndim == 1
+            and indices.size > 0
+        )
         # The usual case, which should not wait for general rules. Seen as unsigned, a negative number is a huge one.
-        if plain and len(self.files) == 1 and int(np.asarray(indices).view(np.uint64).max()) < self._length:
+        if (
+            plain
+            and len(self.files) == 1
+            and int(np.asarray(indices).view(np.uint64).max()) < self._length
+        ):
             return self._gather(0, np.asarray(indices))
         groups, count = self._by_file(indices)
         if len(groups) == 1:
@@ -162,16 +184,25 @@ class TokenFileDataset:
         documents, starts = self._index(number).documents_at(begin + np.array(cuts[:-1], np.int64))
         return [
             Span(file.name, None, begin + a, doc, (begin + a - start, begin + b - start), (a, b))
-            for a, b, doc, start in zip(cuts, cuts[1:], documents.tolist(), starts.tolist(), strict=False)
+            for a, b, doc, start in zip(
+                cuts, cuts[1:], documents.tolist(), starts.tolist(), strict=False
+            )
         ]
 
     def data_id(self) -> dict[str, Any]:
         """What a checkpoint knows the data by. A file's folder and its times are left out: a copy is the same data."""
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(repr((file.name, file.size, file.index_size, file.dtype, file.format)).encode())
+            digest.update(
+                repr((file.name, file.size, file.index_size, file.dtype, file.format)).encode()
+            )
         tokens = sum(file.tokens for file in self.files)
-        return {"kind": "tokens", "hash": digest.hexdigest()[:16], "files": len(self.files), "tokens": tokens}
+        return {
+            "kind": "tokens",
+            "hash": digest.hexdigest()[:16],
+            "files": len(self.files),
+            "tokens": tokens,
+        }
 
     def settings_id(self) -> dict[str, Any]:
         """What else the rows depend on."""
@@ -186,7 +217,9 @@ class TokenFileDataset:
             raise ConfigError(f"{indices!r} are no numbers of rows: they are of {asked.dtype}")
         least, most = int(asked.min()), int(asked.max())
         if least < 0 or most >= len(self):
-            raise IndexError(f"row {least if least < 0 else most}: {self.files[0].path}, … has {len(self)} rows")
+            raise IndexError(
+                f"row {least if least < 0 else most}: {self.files[0].path}, … has {len(self)} rows"
+            )
         if len(self.files) == 1:
             return [(0, np.arange(asked.size), asked)], asked.size
         # Files too short for a row end where they begin, and are passed over.
@@ -197,7 +230,10 @@ class TokenFileDataset:
         order = np.argsort(number, kind="stable")
         files, begins = np.unique(number[order], return_index=True)
         parts = np.split(order, begins[1:])
-        return [(n, at, asked[at] - self._begins[n]) for n, at in zip(files.tolist(), parts, strict=True)], asked.size
+        return [
+            (n, at, asked[at] - self._begins[n])
+            for n, at in zip(files.tolist(), parts, strict=True)
+        ], asked.size
 
     def _gather(self, number: int, rows: I64) -> Ids:
         # Of the ways to copy rows that lie apart, indexing a view of overlapping rows was the fastest,
@@ -219,7 +255,10 @@ def _map_rows(file: TokenFile, seq_len: int) -> tuple[Ids, int | None]:
     unsigned = np.dtype(file.dtype.replace("i", "u"))
     # Seen as unsigned, a negative id is one that is too large.
     limit = min(int(np.iinfo(file.dtype).max), 0xFFFFFFFF)
-    shape, strides = ((file.tokens - 1) // seq_len, seq_len + 1), (seq_len * file.itemsize, file.itemsize)
+    shape, strides = (
+        ((file.tokens - 1) // seq_len, seq_len + 1),
+        (seq_len * file.itemsize, file.itemsize),
+    )
     rows: Ids = np.ndarray(shape, unsigned, map_file(file.path, file.size), file.offset, strides)
     return rows, limit if limit < np.iinfo(unsigned).max else None
 
@@ -227,7 +266,9 @@ def _map_rows(file: TokenFile, seq_len: int) -> tuple[Ids, int | None]:
 def _list(paths: AnyPath | Sequence[AnyPath]) -> list[FileRef]:
     """The files of ids behind `paths`, each once and with a name of its own."""
     try:
-        sources = [os.fspath(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+        sources = [
+            os.fspath(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)
+        ]
     except TypeError:
         raise ConfigError(f"{paths!r} is no path, folder, glob or list of these") from None
     if not sources:
@@ -243,7 +284,9 @@ def _list(paths: AnyPath | Sequence[AnyPath]) -> list[FileRef]:
             if file.path.endswith(_ENDINGS) or not (folder or file.path.endswith(".idx")):
                 found.setdefault(os.path.realpath(file.path), file)
         if not found:
-            raise NoData(f"{source} has no file that ends in {' or '.join(_ENDINGS)}. Name the files, or a glob.")
+            raise NoData(
+                f"{source} has no file that ends in {' or '.join(_ENDINGS)}. Name the files, or a glob."
+            )
     return tell_apart([replace(file, codec="") for file in found.values()])
 
 
@@ -251,9 +294,13 @@ def _inspect(ref: FileRef, asked: np.dtype[Any] | None) -> TokenFile:
     """What a file of ids is, by its first bytes and what lies beside it."""
     path, size = ref.path, ref.size
     if classify(path) or path.lower().endswith(_NOT_IDS):
-        raise ConfigError(f"{path} is no file of token ids. Read text with TextDataset; unpack what is compressed.")
+        raise ConfigError(
+            f"{path} is no file of token ids. Read text with TextDataset; unpack what is compressed."
+        )
     if size == 0:
-        raise CorruptFile(f"{path} is empty. Was the program that writes it stopped? Write it anew, or leave it out.")
+        raise CorruptFile(
+            f"{path} is empty. Was the program that writes it stopped? Write it anew, or leave it out."
+        )
     with open(path, "rb") as stream:
         head = stream.read(_HEADER_BYTES)
     magic, version, count = struct.unpack("<3i", head[:12]) if len(head) >= 12 else (0, 0, 0)
@@ -263,14 +310,20 @@ def _inspect(ref: FileRef, asked: np.dtype[Any] | None) -> TokenFile:
     elif os.path.isfile(index_path(path)):
         file = _inspect_megatron(file)
     elif magic == 20240522:
-        raise ConfigError(f"{path} is an evaluation file of llm.c (magic {magic}): questions and answers, not a text.")
+        raise ConfigError(
+            f"{path} is an evaluation file of llm.c (magic {magic}): questions and answers, not a text."
+        )
     elif magic in _HEADERS:
         known, dtype = _HEADERS[magic]
         if version != known:
-            raise CorruptFile(f"{path}: its header (magic {magic}) is of version {version}; we read version {known}.")
+            raise CorruptFile(
+                f"{path}: its header (magic {magic}) is of version {version}; we read version {known}."
+            )
         file = file._replace(format="header", dtype=dtype, offset=_HEADER_BYTES, tokens=count)
         if size != (should := _HEADER_BYTES + count * file.itemsize):
-            raise CorruptFile(f"{path} has a header of {count} ids, so {should} bytes; it has {size}. Get it anew.")
+            raise CorruptFile(
+                f"{path} has a header of {count} ids, so {should} bytes; it has {size}. Get it anew."
+            )
     else:
         kind = np.dtype("<u2") if asked is None else asked
         if size % kind.itemsize:
@@ -289,7 +342,9 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
     try:
         array = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
-        raise CorruptFile(f"{file.path} begins like a numpy array but cannot be mapped: {error}") from error
+        raise CorruptFile(
+            f"{file.path} begins like a numpy array but cannot be mapped: {error}"
+        ) from error
     if array.dtype.kind not in "iu":
         raise ConfigError(f"{file.path} holds {array.dtype}, and token ids are whole numbers")
     if array.ndim != 1:
@@ -297,7 +352,9 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
             f"{file.path} is an array of shape {array.shape}, and ids are read from one dimension. If its rows "
             f"are one text, save array.reshape(-1); if each is a sample, give the loader the array itself."
         )
-    return file._replace(format="npy", dtype=array.dtype.str, offset=array.offset, tokens=array.size)
+    return file._replace(
+        format="npy", dtype=array.dtype.str, offset=array.offset, tokens=array.size
+    )
 
 
 def _inspect_megatron(file: TokenFile) -> TokenFile:
@@ -311,16 +368,26 @@ def _inspect_megatron(file: TokenFile) -> TokenFile:
         )
     _, version, code, sequences, documents = HEADER.unpack(head)
     if version != 1 or code not in _MEGATRON_TYPES:
-        raise CorruptFile(f"{path}: version {version}, type {code}; we read version 1, types {[*_MEGATRON_TYPES]}.")
+        raise CorruptFile(
+            f"{path}: version {version}, type {code}; we read version 1, types {[*_MEGATRON_TYPES]}."
+        )
     # Megatron's files with several kinds of data have another byte for each sequence at their end.
     should = HEADER.size + 12 * sequences + 8 * documents
     if size not in (should, should + sequences) or sequences == 0 or documents < 2:
-        raise CorruptFile(f"{path} lists {sequences} sequences, so takes {should} bytes; it has {size}. Get it anew.")
+        raise CorruptFile(
+            f"{path} lists {sequences} sequences, so takes {should} bytes; it has {size}. Get it anew."
+        )
     file = file._replace(
-        format="megatron", dtype=_MEGATRON_TYPES[code], index_size=size, sequences=sequences, documents=documents
+        format="megatron",
+        dtype=_MEGATRON_TYPES[code],
+        index_size=size,
+        sequences=sequences,
+        documents=documents,
     )
     if (end := file.documents_index().end()) != file.size:
-        raise CorruptFile(f"{path} describes a .bin of {end} bytes, and {file.path} has {file.size}. Get both anew.")
+        raise CorruptFile(
+            f"{path} describes a .bin of {end} bytes, and {file.path} has {file.size}. Get both anew."
+        )
     return file._replace(tokens=file.size // file.itemsize)
 
 
@@ -331,6 +398,8 @@ def _integer(dtype: Any) -> np.dtype[Any]:
     except TypeError:
         named = np.dtype(object)
     if dtype is None or named.kind not in "iu":
-        raise ConfigError(f"dtype={dtype!r}: needs 'auto' or a type of whole numbers, as 'uint16' or 'uint32'")
+        raise ConfigError(
+            f"dtype={dtype!r}: needs 'auto' or a type of whole numbers, as 'uint16' or 'uint32'"
+        )
     little: np.dtype[Any] = named.newbyteorder("<")
     return little if named.byteorder == "=" else named

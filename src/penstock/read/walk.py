@@ -25,7 +25,9 @@ def files_below(root: Path) -> Iterator[str]:
     read = [os.path.realpath(root)]
     for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
         # Hidden and underscored files are markers of other tools (.git, _SUCCESS, ._part-0).
-        folders[:] = [name for name in _shown(sorted(folders)) if _leads_on(os.path.join(folder, name), read)]
+        folders[:] = [
+            name for name in _shown(sorted(folders)) if _leads_on(os.path.join(folder, name), read)
+        ]
         for name in _shown(names):
             yield os.path.relpath(os.path.join(folder, name), root)
 

@@ -99,9 +99,13 @@ def check_name(out: str | os.PathLike[str], refresh: bool) -> None:
     """Whether a file of this name can be written."""
     ending = Path(out).suffix
     if ending not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{os.fspath(out)}: needs a name that ends in .jsonl or .parquet, which says what to write")
+        raise ConfigError(
+            f"{os.fspath(out)}: needs a name that ends in .jsonl or .parquet, which says what to write"
+        )
     if refresh and ending == ".parquet":
-        raise ConfigError(f"{os.fspath(out)}: only JSONL can be extended. Write another file, without refresh.")
+        raise ConfigError(
+            f"{os.fspath(out)}: only JSONL can be extended. Write another file, without refresh."
+        )
     if os.path.isdir(out):
         raise ConfigError(f"{os.fspath(out)} is a folder; needs the name of a file")
 
@@ -118,9 +122,16 @@ class Asked:
 
     @classmethod
     def of(cls, urls: Paths, config: str | None, text_field: str) -> Asked:
-        given = [os.fspath(url) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)]
+        given = [
+            os.fspath(url) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)
+        ]
         shown = [_shown(url) for url in given]
-        return cls(shown, config, text_field, any("://" in a and a != b for a, b in zip(given, shown, strict=True)))
+        return cls(
+            shown,
+            config,
+            text_field,
+            any("://" in a and a != b for a, b in zip(given, shown, strict=True)),
+        )
 
 
 def _shown(url: str) -> str:
@@ -133,7 +144,9 @@ def _shown(url: str) -> str:
 class Run:
     """One call."""
 
-    def __init__(self, place: Place, goal: int, refresh: bool, progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, place: Place, goal: int, refresh: bool, progress: Callable[[Progress], None]
+    ) -> None:
         self._place = place
         self._goal = goal
         self._refresh = refresh
@@ -157,7 +170,9 @@ class Run:
             if place.parquet:
                 raise ConfigError(f"{have}; only JSONL can be extended. {place.start_anew}")
             if not self._refresh:
-                raise ConfigError(f"{have}. To extend it, say refresh=True (--refresh). {place.start_anew}")
+                raise ConfigError(
+                    f"{have}. To extend it, say refresh=True (--refresh). {place.start_anew}"
+                )
             return False
         same = not asked.secret and (source["urls"], source["config"]) == (asked.urls, asked.config)
         return same and not (self._refresh and self._goal > place.done.goal)
@@ -204,10 +219,16 @@ class Run:
         """Refuse to go on with other data than it was begun with."""
         place, then = self._place, self._place.source
         if then["chunks"] != now["chunks"]:
-            raise ConfigError(f"{place.out} was begun by a version that reads in other pieces. {place.start_anew}")
+            raise ConfigError(
+                f"{place.out} was begun by a version that reads in other pieces. {place.start_anew}"
+            )
         if (then["files"], then["times"]) == (now["files"], now["times"]):
             return
-        why = data.outside.explain_change(then["files"], data.files) if data.outside is not None else None
+        why = (
+            data.outside.explain_change(then["files"], data.files)
+            if data.outside is not None
+            else None
+        )
         if why is None:
             why = f"it was {then['count']} files of {then['bytes']} bytes, it is {now['count']} of {now['bytes']}"
             why += "" if then["files"] != now["files"] else ", written at another time"
@@ -230,18 +251,28 @@ class Run:
                     lines, point = advance(point, piece)
                     while lines:
                         lines = lines[file.write(lines) :]
-                if point.complete or point.bytes - safe >= COMMIT_BYTES or time.monotonic() - at >= COMMIT_S:
+                if (
+                    point.complete
+                    or point.bytes - safe >= COMMIT_BYTES
+                    or time.monotonic() - at >= COMMIT_S
+                ):
                     os.fsync(file.fileno())
                     place.save(done=place.done, doing=point)
                     safe, at = point.bytes, time.monotonic()
                 last = point.complete or point.next[0] >= len(data.files)
                 self._tell(point, began, place.out.name if last else data.files[point.next[0]].name)
         if not point.documents:
-            raise NoData(f"the {len(data.files)} file(s), from {data.files[0].path} on, hold no text")
+            raise NoData(
+                f"the {len(data.files)} file(s), from {data.files[0].path} on, hold no text"
+            )
 
     def _tell(self, point: Point, began: int, file: str) -> None:
         documents = point.documents
-        self._progress(Progress(bytes=point.bytes, goal=point.goal, documents=documents, began=began, file=file))
+        self._progress(
+            Progress(
+                bytes=point.bytes, goal=point.goal, documents=documents, began=began, file=file
+            )
+        )
 
 
 def advance(point: Point, piece: Piece) -> tuple[memoryview, Point]:
@@ -255,10 +286,14 @@ def advance(point: Point, piece: Piece) -> tuple[memoryview, Point]:
         documents = data.count(b"\n")
         following = (piece.file, piece.chunk, int(rows[documents - 1]) + 1)
     counts = dict(point.bad)
-    for record in bad if piece.first == 0 else ():  # else they were counted when the chunk was begun
+    for record in (
+        bad if piece.first == 0 else ()
+    ):  # else they were counted when the chunk was begun
         counts[record.reason] = counts.get(record.reason, 0) + 1
     have, written = point.bytes + len(data), point.documents + documents
-    return memoryview(data), replace(point, next=following, bytes=have, documents=written, bad=counts)
+    return memoryview(data), replace(
+        point, next=following, bytes=have, documents=written, bad=counts
+    )
 
 
 def _source(data: TextDataset, asked: Asked) -> dict[str, Any]:

@@ -31,7 +31,15 @@ AHEAD_BYTES = 128 * MiB
 STEP = 128
 """Documents that are made lines at once: their memory is soon used again, where a chunk's would be new each time."""
 
-ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+ESCAPES = {
+    "\\": "\\\\",
+    '"': '\\"',
+    "\n": "\\n",
+    "\r": "\\r",
+    "\t": "\\t",
+    "\b": "\\b",
+    "\f": "\\f",
+}
 CONTROL = re.compile(rb"[\x00-\x1f]")
 BETWEEN = b"\xff"
 """A byte that no UTF-8 has."""
@@ -105,9 +113,13 @@ class InOrder:
         self._file, self._chunk, self._first = file, chunk, document
         workers, self._fetches = min(4, default_workers()), data.fetches()
         self._most = self._fetches + 2 * workers
-        self._work = LineWork(data.read, data.tokenizer, None, workers, 1, data.outside, threads=True)
+        self._work = LineWork(
+            data.read, data.tokenizer, None, workers, 1, data.outside, threads=True
+        )
         self._workers = ThreadPool(workers, self._work)
-        self._fetchers = ThreadPool(self._fetches, self._work, name="fetch") if self._fetches else None
+        self._fetchers = (
+            ThreadPool(self._fetches, self._work, name="fetch") if self._fetches else None
+        )
         self._inspected: dict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = {}
         self._ahead: deque[Ahead] = deque()
 

@@ -90,7 +90,9 @@ class Place:
             if saved["version"] != VERSION:
                 raise ValueError(f"version {saved['version']!r}")
             self.source = dict(saved["source"])
-            self.done, self.doing = (Point(**p) if (p := saved[key]) else None for key in ("done", "doing"))
+            self.done, self.doing = (
+                Point(**p) if (p := saved[key]) else None for key in ("done", "doing")
+            )
         except FileNotFoundError:
             pass  # nothing was begun
         except (ValueError, KeyError, TypeError) as error:
@@ -113,7 +115,9 @@ class Place:
         if size is None:
             self.done = None
         elif self.done is None:
-            raise ConfigError(f"{self.out} is there, and no bootstrap made it. Move it away, or name another file.")
+            raise ConfigError(
+                f"{self.out} is there, and no bootstrap made it. Move it away, or name another file."
+            )
         elif self.done.size != size:
             raise ConfigError(
                 f"{self.out} was changed after it was finished: it had {self.done.size} bytes, it has {size}. "
@@ -123,7 +127,11 @@ class Place:
     @property
     def start_anew(self) -> str:
         """For messages: what to do if all else fails."""
-        there = [str(path) for path, point in ((self.out, self.done), (self.partial, self.doing)) if point is not None]
+        there = [
+            str(path)
+            for path, point in ((self.out, self.done), (self.partial, self.doing))
+            if point is not None
+        ]
         return f"To start anew, delete {' and '.join(there)}."
 
     def save(self, *, done: Point | None, doing: Point | None) -> None:
@@ -155,9 +163,13 @@ class Place:
         have = self.doing.bytes
         size = self.partial.stat().st_size
         if size < have:
-            raise ConfigError(f"{self.partial} had {have} bytes, and has {size} now. {self.start_anew}")
+            raise ConfigError(
+                f"{self.partial} had {have} bytes, and has {size} now. {self.start_anew}"
+            )
         if goal <= have and not (self.doing.complete and goal == self.doing.goal):
-            raise ConfigError(f"{self.partial} has {have} bytes already, so {goal} are too few. {self.start_anew}")
+            raise ConfigError(
+                f"{self.partial} has {have} bytes already, so {goal} are too few. {self.start_anew}"
+            )
         self.doing = replace(self.doing, goal=goal, size=None)
         os.truncate(self.partial, have)
 
@@ -201,7 +213,9 @@ def _lock(path: Path) -> int | None:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            log.warning("%s: this disk has no locks; see that nobody else writes the same file", path)
+            log.warning(
+                "%s: this disk has no locks; see that nobody else writes the same file", path
+            )
         if not path.exists() or not os.path.samestat(os.fstat(fd), path.stat()):
             os.close(fd)
             return None
@@ -246,9 +260,13 @@ def write_parquet(lines: Path, out: Path) -> int:
 
     schema = pa.schema([("text", pa.string())])
     with open(lines, "rb") as source, _new(out) as sink:
-        writer = pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False, write_page_checksum=True)
+        writer = pq.ParquetWriter(
+            sink, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
         with writer:
             while group := source.readlines(GROUP_BYTES):
                 texts = [json.loads(line)["text"] for line in group]
-                writer.write_batch(pa.record_batch([pa.array(texts, pa.string())], schema), len(texts))
+                writer.write_batch(
+                    pa.record_batch([pa.array(texts, pa.string())], schema), len(texts)
+                )
         return int(sink.tell())

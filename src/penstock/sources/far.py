@@ -47,7 +47,9 @@ def far_away(
     """The files, the tokenizer, and what it takes to get at the files."""
     outside = Outside(limits=limits, folder=cache_dir())
     with outside.open(threads=True) as opened:
-        remote = RemoteListing(client=opened.client, kept=opened.kept, config=listing.config, offline=offline())
+        remote = RemoteListing(
+            client=opened.client, kept=opened.kept, config=listing.config, offline=offline()
+        )
         if listing.share:
             # A collective belongs on the thread that trains; only rank 0 asks.
             tokenizer = load()
@@ -56,7 +58,9 @@ def far_away(
         else:
             under_way = opened.meanwhile(lambda: _list(listing, remote))
             tokenizer = load()
-            importlib.import_module("penstock.sources.files")  # the loader will need it; now it costs nothing
+            importlib.import_module(
+                "penstock.sources.files"
+            )  # the loader will need it; now it costs nothing
             files = under_way.result()
     return files, tokenizer, replace(outside, secrets=dict(remote.secrets))
 
@@ -77,7 +81,9 @@ def pack(files: Sequence[FileRef]) -> bytes:
 
 def unpack(data: bytes) -> tuple[FileRef, ...]:
     def file(values: dict[str, Any]) -> FileRef:
-        return FileRef(**{**values, "members": tuple(Member(*member) for member in values["members"])})
+        return FileRef(
+            **{**values, "members": tuple(Member(*member) for member in values["members"])}
+        )
 
     return tuple(file(values) for values in json.loads(data))
 

@@ -55,7 +55,9 @@ class FileLanes(TextLanes):
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
         # A shuffled window, and one from which documents are chosen to fit, is needed as a whole.
         split = not run.shuffle and dataset.packing != "best_fit" and type(pool) is ThreadPool
-        self._first = FIRST_BYTES * run.batch_size * dataset.seq_len // len(run.own_lanes) if split else 0
+        self._first = (
+            FIRST_BYTES * run.batch_size * dataset.seq_len // len(run.own_lanes) if split else 0
+        )
         compressed = self.forward = any(file.open_ended for file in dataset.files)
         # A mixture may open each lane by itself; what there is for all of them is then divided.
         own = len(run.own_lanes)
@@ -77,7 +79,11 @@ class FileLanes(TextLanes):
         # What is remote is fetched by threads of its own, in this process, whatever the workers are. They come
         # last: nobody would end them if something else failed here.
         self._fetches = -(-dataset.fetches() * own // work.lanes) if pool.n_workers > 0 else 0
-        self._fetchers = ThreadPool(self._fetches, work, name="fetch", clock=run.clock) if self._fetches else None
+        self._fetchers = (
+            ThreadPool(self._fetches, work, name="fetch", clock=run.clock)
+            if self._fetches
+            else None
+        )
 
     def chunks_of(self, group: tuple[int, ...]) -> list[list[ChunkRef]]:
         """The chunks of some files: their footers are read side by side, and kept for a while."""
@@ -113,7 +119,11 @@ class FileLanes(TextLanes):
         if self._fetchers is None or not ref.file.remote or ref.file.codec:
             task = self._pool.submit("encode", ref, None, False, enough)
             # Where there is no other thread, the chunk goes first.
-            self._prepare(beside=type(self._pool) is ThreadPool and self._pool.n_workers > 1 and not ref.file.codec)
+            self._prepare(
+                beside=type(self._pool) is ThreadPool
+                and self._pool.n_workers > 1
+                and not ref.file.codec
+            )
             return task
         self._prepare()
         fetched = self._fetchers.submit("fetch", ref)
@@ -129,11 +139,19 @@ class FileLanes(TextLanes):
         last, before, doubtful = self._before.get(ref.reader, (None, None, False))
         at_hand = self._work.at_hand(ref)
         task: Task[TokenChunk]
-        if before is not None and doubtful and not at_hand and last is not None and last.file is ref.file:
+        if (
+            before is not None
+            and doubtful
+            and not at_hand
+            and last is not None
+            and last.file is ref.file
+        ):
             # What is before it is at hand, and this is not: perhaps because the file has ended there, which
             # is not worth opening it for.
             waited_for = before
-            task = self._pool.submit("encode", before=lambda: (ref, None, waited_for.result().last), to=ref.reader)
+            task = self._pool.submit(
+                "encode", before=lambda: (ref, None, waited_for.result().last), to=ref.reader
+            )
         else:
             task = self._pool.submit("encode", ref, to=ref.reader)
             doubtful = at_hand
@@ -199,13 +217,17 @@ class FileLanes(TextLanes):
         """Why chunks are not being kept, if they are not."""
         cache = self._work.cache
         if cache is None or cache.off is not None:
-            return "there is no cache" if cache is None else f"the cache cannot be written: {cache.off}"
-        if cache.full:
-            return f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: cache_bytes=…"
-        if cache.counts()["cache_refused"]:
             return (
-                f"{cache.folder} was cleared while it was written to. Do it again; what is there is not fetched again."
+                "there is no cache"
+                if cache is None
+                else f"the cache cannot be written: {cache.off}"
             )
+        if cache.full:
+            return (
+                f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: cache_bytes=…"
+            )
+        if cache.counts()["cache_refused"]:
+            return f"{cache.folder} was cleared while it was written to. Do it again; what is there is not fetched again."
         return None
 
     def totals(self) -> dict[str, int]:
@@ -298,7 +320,9 @@ class TextSource(RowSource):
         """Data that changed elsewhere is refused with the name of the file, where that can be known."""
         files = self._dataset.data_id()["files"]
         if self._dataset.outside is not None and state.data.get("files") != files:
-            text = self._dataset.outside.explain_change(str(state.data.get("files")), self._dataset.files)
+            text = self._dataset.outside.explain_change(
+                str(state.data.get("files")), self._dataset.files
+            )
             if text is not None:
                 raise SourceChanged(f"the data changed since the state was saved: {text}")
 

@@ -22,7 +22,9 @@ GROUP, EPOCH = 1e6, 1e12
 class Foresight:
     """The plan of a run, asked from the cache's side."""
 
-    def __init__(self, plan: Plan, lanes: Sequence[Lane], file_hash: Callable[[FileRef], str]) -> None:
+    def __init__(
+        self, plan: Plan, lanes: Sequence[Lane], file_hash: Callable[[FileRef], str]
+    ) -> None:
         self._plan = plan
         self._lanes = lanes
         self._file_hash = file_hash
@@ -35,7 +37,9 @@ class Foresight:
         number = self._by_hash.get(file)
         if number is None:
             return None
-        soonest = [when for lane in self._lanes if (when := self._in_lane(lane, number, index)) is not None]
+        soonest = [
+            when for lane in self._lanes if (when := self._in_lane(lane, number, index)) is not None
+        ]
         return min(soonest, default=None)
 
     def _in_lane(self, lane: Lane, file: int, index: int) -> float | None:
@@ -71,4 +75,11 @@ def _position(refs: list[ChunkRef] | None, file: FileRef, index: int) -> int | N
     """The last place of a chunk in the order of its group: its parts come one after another or apart."""
     if refs is None:
         return None
-    return next((i for i in range(len(refs) - 1, -1, -1) if refs[i].index == index and refs[i].file is file), None)
+    return next(
+        (
+            i
+            for i in range(len(refs) - 1, -1, -1)
+            if refs[i].index == index and refs[i].file is file
+        ),
+        None,
+    )

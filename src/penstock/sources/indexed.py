@@ -124,7 +124,9 @@ class FetchedFrom:
     def position(self) -> Position:
         group, after = self.group, self.number + 1
         row = group.row + after * group.whole
-        return Position(row if group.total is None else min(row, group.total), group.batch + after, ())
+        return Position(
+            row if group.total is None else min(row, group.total), group.batch + after, ()
+        )
 
     def spans(self) -> list[list[Span]]:
         group = self.group
@@ -143,7 +145,9 @@ def spans_of(dataset: Any, index: int) -> list[Span]:
 class IndexedProducer:
     """Has batches made ahead, and gives them out in order."""
 
-    def __init__(self, dataset: Any, length: int, run: Run, pool: Pool, rows: bool, work: SampleWork) -> None:
+    def __init__(
+        self, dataset: Any, length: int, run: Run, pool: Pool, rows: bool, work: SampleWork
+    ) -> None:
         # Threads share what a dataset keeps, so the producer may make batches itself; processes do not.
         self._own: Pool = InlinePool(work) if type(pool) is ThreadPool else pool
         self._cheap = False
@@ -213,7 +217,9 @@ class IndexedProducer:
         # What was cheap once has to be clearly dear to count as such: a core may be taken away at any time.
         self._cheap = each < (3 * CHEAP_S if self._cheap else CHEAP_S)
         self._batch_bytes = max(1, made.nbytes // len(made.batches))
-        fitting = max(1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1))
+        fitting = max(
+            1, self._run.read_ahead_bytes // self._batch_bytes // (self._pool.n_workers + 1)
+        )
         self._group = max(1, min(self._most, fitting, int(TASK_S / max(each, 1e-6))))
         if self._leaves:
             left = LEFT_TOKENS // (self._run.batch_size * self._dataset.seq_len)
@@ -225,7 +231,11 @@ class IndexedProducer:
         under_way = sum([len(group) for group, _ in self._tasks])
         workers = self._pool.n_workers if leave or not self._cheap else 0
         while len(self._tasks) <= workers and not self._full(under_way):
-            most = max(self._group, self._left // NEEDED if needed else self._left) if leave else self._group
+            most = (
+                max(self._group, self._left // NEEDED if needed else self._left)
+                if leave
+                else self._group
+            )
             group = self._plan(most)
             if group is None:
                 return
@@ -269,7 +279,11 @@ class IndexedProducer:
     def _rows(self, n: int) -> I64:
         """The next rows of this shard, by their numbers in the global stream."""
         world = self._run.shard.mod
-        return self._row + (self._run.shard.rem - self._row) % world + world * np.arange(n, dtype=np.int64)
+        return (
+            self._row
+            + (self._run.shard.rem - self._row) % world
+            + world * np.arange(n, dtype=np.int64)
+        )
 
     def _planned(self, n: int) -> tuple[I64, I64]:
         """The samples of the next rows. A permutation costs as much for a few as for hundreds."""
@@ -330,7 +344,9 @@ class IndexedSource(Source):
 
     def data_id(self) -> dict[str, Any]:
         known = getattr(self.dataset, "data_id", None)
-        about: dict[str, Any] = known() if known is not None else {"type": type(self.dataset).__name__}
+        about: dict[str, Any] = (
+            known() if known is not None else {"type": type(self.dataset).__name__}
+        )
         return about | {"length": self._length}
 
     def tokenizer_id(self) -> dict[str, Any]:
@@ -344,11 +360,15 @@ class IndexedSource(Source):
         return None
 
     def check_place(self, value: Any) -> Any:
-        raise StateFormat(f"data that can be addressed has no lanes, and the state has a place for one: {value!r}")
+        raise StateFormat(
+            f"data that can be addressed has no lanes, and the state has a place for one: {value!r}"
+        )
 
     def check_state(self, state: State) -> None:
         if max(state.row, state.first) >= LONGEST:
-            raise StateFormat(f"the state stands at row {state.row} of epoch {state.first}: no stream is that long")
+            raise StateFormat(
+                f"the state stands at row {state.row} of epoch {state.first}: no stream is that long"
+            )
 
     def row_bytes(self) -> int:
         return row_bytes(int(self.dataset.seq_len), self.positions) if self.rows else 0
@@ -379,7 +399,9 @@ class IndexedSource(Source):
         return IndexedProducer(self.dataset, self._length, run, pool, self.rows, work)
 
 
-def steps(length: int, epochs: int, batch_size: int, shard: Shard, *, alone: bool, drop_last: bool) -> int:
+def steps(
+    length: int, epochs: int, batch_size: int, shard: Shard, *, alone: bool, drop_last: bool
+) -> int:
     """Batches of one pass."""
     total, whole = length * epochs, batch_size * shard.mod
     full, left = divmod(total, whole)

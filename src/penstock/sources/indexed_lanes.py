@@ -75,7 +75,13 @@ class IndexedPacker:
     """Gives out the rows of one lane."""
 
     def __init__(
-        self, source: IndexedRowSource, order: Order, lane: int, run: Run, start: IndexedPlace, pool: Pool
+        self,
+        source: IndexedRowSource,
+        order: Order,
+        lane: int,
+        run: Run,
+        start: IndexedPlace,
+        pool: Pool,
     ) -> None:
         self._source = source
         self._order = order
@@ -137,22 +143,32 @@ class IndexedPacker:
         if not len(ids):
             self.failed = self._ended_by
             return None
-        return IndexedRows(ids, self.mark(), samples[: len(ids)], epochs[: len(ids)], self._source.dataset)
+        return IndexedRows(
+            ids, self.mark(), samples[: len(ids)], epochs[: len(ids)], self._source.dataset
+        )
 
     def _ask(self) -> bool:
-        last = self._asked + self._size if self._end is None else min(self._asked + self._size, self._end)
+        last = (
+            self._asked + self._size
+            if self._end is None
+            else min(self._asked + self._size, self._end)
+        )
         if last <= self._asked:
             return False
         rows = np.arange(self._asked, last, dtype=np.int64) * self._lanes + self._lane
         samples, epochs = self._order.samples(rows)
-        self._tasks.append((samples, epochs, self._pool.submit("rows", samples, epochs, self._source.seq_len + 1)))
+        self._tasks.append(
+            (samples, epochs, self._pool.submit("rows", samples, epochs, self._source.seq_len + 1))
+        )
         self._asked = last
         return True
 
 
 def _cut(rows: IndexedRows, n: int) -> tuple[IndexedRows, IndexedRows]:
     head = IndexedRows(rows.ids[:n], rows.first, rows.samples[:n], rows.epochs[:n], rows.dataset)
-    return head, IndexedRows(rows.ids[n:], rows.mark(n), rows.samples[n:], rows.epochs[n:], rows.dataset)
+    return head, IndexedRows(
+        rows.ids[n:], rows.mark(n), rows.samples[n:], rows.epochs[n:], rows.dataset
+    )
 
 
 class IndexedLanes:
@@ -185,7 +201,11 @@ class IndexedRowSource:
         self.positions = source.positions
         self.samples = source.length() or 0
         self.dtype: np.dtype[Any] = np.dtype(source.dataset.dtype if source.rows else np.uint32)
-        self.data_id, self.settings_id, self.tokenizer_id = source.data_id, source.settings_id, source.tokenizer_id
+        self.data_id, self.settings_id, self.tokenizer_id = (
+            source.data_id,
+            source.settings_id,
+            source.tokenizer_id,
+        )
         self.work = source.work
 
     def first_place(self, epoch: int) -> IndexedPlace:
@@ -193,7 +213,9 @@ class IndexedRowSource:
 
     def check_place(self, value: Any) -> IndexedPlace:
         if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(is_count, value)):
-            raise StateFormat(f"the place of rows that can be addressed is not 2 counts: {show(value)}")
+            raise StateFormat(
+                f"the place of rows that can be addressed is not 2 counts: {show(value)}"
+            )
         return IndexedPlace(*value)
 
     def narrowed(self, ids: Ids) -> Ids:

@@ -53,7 +53,10 @@ class PulledFrom:
         return Position(self.row, self.batch, (), self.after)
 
     def spans(self) -> list[list[Span]]:
-        return [[Span(self.name, None, None, number, (0, 0), (0, 0))] for number in self.numbers.tolist()]
+        return [
+            [Span(self.name, None, None, number, (0, 0), (0, 0))]
+            for number in self.numbers.tolist()
+        ]
 
 
 class SampleReader:
@@ -79,7 +82,9 @@ class SampleReader:
                 try:
                     self._ready[self._next] = self._pull()
                 except Exception as error:
-                    error.add_note(f"in stage fetch, sample {self._tape.taken} of epoch {self._tape.epoch}")
+                    error.add_note(
+                        f"in stage fetch, sample {self._tape.taken} of epoch {self._tape.epoch}"
+                    )
                     self._failed = error
                 self._next += 1
             return self._ready.pop(number)
@@ -117,7 +122,9 @@ class SampleReader:
             count += 1
         if count < whole and run.drop_last:
             samples, numbers, epochs = [], [], []
-        return Pulled(samples, np.array(numbers, np.int64), np.array(epochs, np.int64), self._after())
+        return Pulled(
+            samples, np.array(numbers, np.int64), np.array(epochs, np.int64), self._after()
+        )
 
     def _after(self) -> dict[str, Any]:
         tape = self._tape
@@ -241,7 +248,9 @@ class IterableSource(Source):
         return {"epoch": epoch, "taken": 0}
 
     def check_place(self, value: Any) -> Any:
-        raise StateFormat(f"an iterable of samples has no lanes, and the state has a place for one: {show(value)}")
+        raise StateFormat(
+            f"an iterable of samples has no lanes, and the state has a place for one: {show(value)}"
+        )
 
     def check_state(self, state: State) -> None:
         at = state.source
@@ -256,7 +265,9 @@ class IterableSource(Source):
 
     def open(self, run: Run, pool: Pool, work: Any) -> Producer:
         if run.shuffle:
-            raise ConfigError("shuffle=True: an iterable of samples comes in its own order. Shuffle where it is made.")
+            raise ConfigError(
+                "shuffle=True: an iterable of samples comes in its own order. Shuffle where it is made."
+            )
         tape = Tape(self._source, self._name, self._known)
         own_texts = self._how["preprocess"] is not None or self._how["collate"] is not None
         return IterableProducer(self._name, tape, run, pool, own_texts)

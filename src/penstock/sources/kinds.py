@@ -34,7 +34,11 @@ def as_source(
             f"dataset={dataset!r}: needs a dataset, not {type(dataset).__name__}. For text on disk: "
             "TextDataset(path, tokenizer=…, seq_len=…)"
         )
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not _is_iterable_dataset(dataset):
+    if (
+        hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+        and not _is_iterable_dataset(dataset)
+    ):
         from penstock.sources.indexed import IndexedSource
 
         return IndexedSource(dataset, preprocess, collate, pad)
@@ -53,10 +57,15 @@ def _packed(dataset: Any) -> Source:
     from penstock.sources.text_stream import TextStreamSource
 
     if isinstance(dataset, Mixture):
-        return MixtureSource(dataset, {name: as_source(part) for name, (part, _) in dataset.parts.items()})
+        return MixtureSource(
+            dataset, {name: as_source(part) for name, (part, _) in dataset.parts.items()}
+        )
     return TextStreamSource(dataset)
 
 
 def _is_iterable_dataset(dataset: Any) -> bool:
     """PyTorch's iterable datasets have a `__getitem__` too, which only raises."""
-    return any(kind.__name__ == "IterableDataset" and "torch" in kind.__module__ for kind in type(dataset).__mro__)
+    return any(
+        kind.__name__ == "IterableDataset" and "torch" in kind.__module__
+        for kind in type(dataset).__mro__
+    )

@@ -44,7 +44,9 @@ class _Child:
 class MixLanes:
     """The lanes of one run."""
 
-    def __init__(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
+    def __init__(
+        self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works
+    ) -> None:
         self._opened: dict[tuple[int, int], Lanes] = {}
         self._over: list[dict[str, int]] = [{}, {}]
         self._names = source.names
@@ -56,7 +58,9 @@ class MixLanes:
             self.close()
             raise
 
-    def _open(self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works) -> None:
+    def _open(
+        self, source: MixtureSource, run: Run, runs: Mapping[str, Run], pool: Pool, work: Works
+    ) -> None:
         own = list(run.own_lanes)
         children = [
             _Child(part, runs[name], Scoped(pool, name), work.named(name))
@@ -78,7 +82,9 @@ class MixLanes:
             def open_part(part: int, epoch: int, place: Any) -> Any:
                 if endless:
                     return together[part][own.index(lane)]
-                return self._keep(part, lane, children[part].open([lane], {lane: place}, epoch + 1)).packers[0]
+                return self._keep(
+                    part, lane, children[part].open([lane], {lane: place}, epoch + 1)
+                ).packers[0]
 
             return open_part
 
@@ -150,7 +156,11 @@ class MixLanes:
 
     def fetch_times(self) -> dict[str, Any] | None:
         """Of the part that fetches most."""
-        known = [lanes.fetch_times() for lanes in list(self._opened.values()) if hasattr(lanes, "fetch_times")]
+        known = [
+            lanes.fetch_times()
+            for lanes in list(self._opened.values())
+            if hasattr(lanes, "fetch_times")
+        ]
         return max(filter(None, known), key=lambda times: int(times["requests"]), default=None)
 
     def bad(self) -> dict[str, int]:

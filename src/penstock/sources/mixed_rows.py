@@ -119,7 +119,9 @@ class MixMark(NamedTuple):
         from penstock.sources.mixture import MixPlace
 
         places = tuple(part.place() for part in self.parts)
-        return MixPlace(self.epoch, self.row, self.told.counts(self.round), self.credits, self.left, places)
+        return MixPlace(
+            self.epoch, self.row, self.told.counts(self.round), self.credits, self.left, places
+        )
 
 
 @dataclass(slots=True)
@@ -147,7 +149,9 @@ class MixRows:
         number = self.first + row
         marks = tuple(stretch.mark(row) for stretch in self.stretches)
         credits = self.credits[row] if self.credits is not None else (0,) * len(marks)
-        return MixMark(self.epoch_, number, number * self.lanes, self.told, credits, self.left, marks)
+        return MixMark(
+            self.epoch_, number, number * self.lanes, self.told, credits, self.left, marks
+        )
 
     def epoch(self, row: int) -> int:
         return self.epoch_
@@ -252,7 +256,9 @@ class MixPacker:
     def _open(self, places: Sequence[Any]) -> None:
         for part in self._parts:
             _add(self._packed, part.packer.counts)
-        self._parts = [Part(self._open_part(i, self._epoch, place)) for i, place in enumerate(places)]
+        self._parts = [
+            Part(self._open_part(i, self._epoch, place)) for i, place in enumerate(places)
+        ]
 
     def _some(self, n: int) -> MixRows | None:
         """Up to `n` rows; fewer where a part ends. None if it ends before the first."""
@@ -288,7 +294,12 @@ class MixPacker:
         return made
 
     def _build(
-        self, n: int, numbers: I64, chosen: Parts, at: list[I64], credits: list[tuple[int, ...]] | None
+        self,
+        n: int,
+        numbers: I64,
+        chosen: Parts,
+        at: list[I64],
+        credits: list[tuple[int, ...]] | None,
     ) -> MixRows:
         ids = np.empty((n, self._width), self._dtype)
         valid: I64 | None = None
@@ -350,10 +361,14 @@ class MixPacker:
             self._left[ending] = 1
             self._credits = [0] * len(self._parts)
             weights = self._weights(self._row * self._lanes)
-            if not all(left or not weight for left, weight in zip(self._left, weights, strict=True)):
+            if not all(
+                left or not weight for left, weight in zip(self._left, weights, strict=True)
+            ):
                 return
         if not self._given_in_pass:
-            self.failed = NoData(f"lane {self._lane} of {self._lanes} gets no row of the mixture: a part has too few")
+            self.failed = NoData(
+                f"lane {self._lane} of {self._lanes} gets no row of the mixture: a part has too few"
+            )
             return
         self._epoch += 1
         self._given_in_pass = 0

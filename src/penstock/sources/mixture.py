@@ -41,7 +41,11 @@ class Mixture:
     """It gives packed rows of ids."""
 
     def __init__(
-        self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart", seq_len: int | None = None
+        self,
+        parts: Mapping[str, tuple[Any, float]],
+        *,
+        on_end: OnEnd = "restart",
+        seq_len: int | None = None,
     ) -> None:
         """Describe a mixture.
 
@@ -55,13 +59,19 @@ class Mixture:
             raise ConfigError(f'parts={parts!r}: needs {{"name": (dataset, weight), …}}')
         for name, part in parts.items():
             if not isinstance(name, str) or not isinstance(part, tuple) or len(part) != 2:
-                raise ConfigError(f"part {name!r} is {part!r}: needs a pair of a dataset and its weight")
+                raise ConfigError(
+                    f"part {name!r} is {part!r}: needs a pair of a dataset and its weight"
+                )
             if isinstance(part[0], Mixture):
-                raise ConfigError(f"part {name!r} is a mixture itself: name its parts here, with their weights")
+                raise ConfigError(
+                    f"part {name!r} is a mixture itself: name its parts here, with their weights"
+                )
         self.parts = dict(parts)
         self.on_end: OnEnd = on_end
         self.seq_len = None if seq_len is None else whole_number("seq_len", seq_len, 1)
-        self.weights = whole_weights({name: weight for name, (_, weight) in parts.items()}, list(parts))
+        self.weights = whole_weights(
+            {name: weight for name, (_, weight) in parts.items()}, list(parts)
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}: {weight:g}" for name, (_, weight) in self.parts.items())
@@ -86,7 +96,14 @@ class MixPlace(NamedTuple):
 
     def to_list(self) -> list[Any]:
         children = [place.to_list() for place in self.places]
-        return [self.epoch, self.row, list(self.counts), list(self.credits), list(self.left), children]
+        return [
+            self.epoch,
+            self.row,
+            list(self.counts),
+            list(self.credits),
+            list(self.left),
+            children,
+        ]
 
 
 class MixtureSource(RowSource):
@@ -98,10 +115,14 @@ class MixtureSource(RowSource):
         self.names = list(sources)
         self._sources = list(sources.values())
         known = {name: int(s.seq_len) for name, s in _with_seq_len(sources).items()}
-        lengths = set(known.values()) | ({mixture.seq_len} if mixture.seq_len is not None else set())
+        lengths = set(known.values()) | (
+            {mixture.seq_len} if mixture.seq_len is not None else set()
+        )
         if len(lengths) != 1:
             told = ", ".join(f"{name}: {n}" for name, n in known.items()) or "none of them says"
-            raise ConfigError(f"the parts of a mixture need one seq_len ({told}). Give all the same, or seq_len=…")
+            raise ConfigError(
+                f"the parts of a mixture need one seq_len ({told}). Give all the same, or seq_len=…"
+            )
         self.seq_len = lengths.pop()
         self.parts: list[Any] = [
             IndexedRowSource(source, self.seq_len) if isinstance(source, IndexedSource) else source
@@ -123,9 +144,13 @@ class MixtureSource(RowSource):
             if not part.positions and not isinstance(part, IndexedRowSource)
         ]
         if self.positions and without:
-            raise ConfigError(f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too")
+            raise ConfigError(
+                f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too"
+            )
         self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
-        self.skip: frozenset[Address] = of_mixture({name: source.skip for name, source in sources.items()})
+        self.skip: frozenset[Address] = of_mixture(
+            {name: source.skip for name, source in sources.items()}
+        )
 
     def listings(self) -> list[tuple[float, float]]:
         return [listed for source in self._sources for listed in source.listings()]
@@ -141,7 +166,11 @@ class MixtureSource(RowSource):
         # A lane that is at its end stays behind the others, and its end is found again by the weights it met it with.
         rounds = {now, *(place.row for place in state.places.values() if place.row < now)}
         held = {max(begin for begin, _ in state.weights if begin <= n * lanes) for n in rounds}
-        kept = [(begin, w) for begin, w in state.weights if begin != row and (begin in held or begin > now * lanes)]
+        kept = [
+            (begin, w)
+            for begin, w in state.weights
+            if begin != row and (begin in held or begin > now * lanes)
+        ]
         none = (0,) * len(self.parts)
         places = {
             lane: place._replace(counts=none) if place.row * lanes == row else place
@@ -154,16 +183,24 @@ class MixtureSource(RowSource):
         n = len(self.parts)
         for row, weights in state.weights:
             if len(weights) != n or sum(weights) != UNIT or row % state.lanes:
-                raise StateFormat(f"the state's weights from row {row} on are not those of {n} parts: {show(weights)}")
+                raise StateFormat(
+                    f"the state's weights from row {row} on are not those of {n} parts: {show(weights)}"
+                )
         rows = [row for row, _ in state.weights]
         first = min((place.row for place in state.places.values()), default=0) * state.lanes
         if not rows or rows[0] > first or rows != sorted(set(rows)):
-            raise StateFormat(f"the state's weights do not begin before row {first} and ascend: {show(state.weights)}")
+            raise StateFormat(
+                f"the state's weights do not begin before row {first} and ascend: {show(state.weights)}"
+            )
         for lane, place in state.places.items():
             dealt = max(0, -(-(state.row - lane) // state.lanes))
             if place.row > dealt:
-                raise StateFormat(f"lane {lane} has given {place.row} rows, and the stream has come to {state.row}")
-            since = place.row * state.lanes - max(begin for begin in rows if begin <= place.row * state.lanes)
+                raise StateFormat(
+                    f"lane {lane} has given {place.row} rows, and the stream has come to {state.row}"
+                )
+            since = place.row * state.lanes - max(
+                begin for begin in rows if begin <= place.row * state.lanes
+            )
             if since and sum(place.counts) != since:
                 raise StateFormat(
                     f"lane {lane} counts {sum(place.counts)} rows since the weights changed: it was {since}"
@@ -182,7 +219,9 @@ class MixtureSource(RowSource):
         return self._of_parts("data_id")
 
     def tokenizer_id(self) -> dict[str, Any]:
-        return self._of_parts("tokenizer_id", but="name")  # which is only for people: see `State.require`
+        return self._of_parts(
+            "tokenizer_id", but="name"
+        )  # which is only for people: see `State.require`
 
     def settings_id(self) -> dict[str, Any]:
         weights = {name: float(weight) for name, (_, weight) in self.mixture.parts.items()}
@@ -199,31 +238,58 @@ class MixtureSource(RowSource):
     def check_data(self, state: State) -> None:
         for name, source in zip(self.names, self._sources, strict=True):
             own = f"{name}."
-            data = {key.removeprefix(own): value for key, value in state.data.items() if key.startswith(own)}
+            data = {
+                key.removeprefix(own): value
+                for key, value in state.data.items()
+                if key.startswith(own)
+            }
             source.check_data(replace(state, data=data))
 
     def first_place(self, epoch: int) -> MixPlace:
         none = (0,) * len(self.parts)
-        return MixPlace(epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts))
+        return MixPlace(
+            epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts)
+        )
 
     def check_place(self, value: Any) -> MixPlace:
         n = len(self.parts)
-        fits = isinstance(value, list | tuple) and len(value) == 6 and is_count(value[0]) and is_count(value[1])
-        if not fits or not all(isinstance(part, list | tuple) and len(part) == n for part in value[2:]):
-            raise StateFormat(f"the place of a lane of {n} parts does not look like this: {show(value)}")
+        fits = (
+            isinstance(value, list | tuple)
+            and len(value) == 6
+            and is_count(value[0])
+            and is_count(value[1])
+        )
+        if not fits or not all(
+            isinstance(part, list | tuple) and len(part) == n for part in value[2:]
+        ):
+            raise StateFormat(
+                f"the place of a lane of {n} parts does not look like this: {show(value)}"
+            )
         numbers = [number for part in (value[2], value[3], value[4]) for number in part]
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise StateFormat(f"the counts of a lane of a mixture are no integers: {show(value)}")
-        if not all(map(is_count, value[2])) or not all(left in (0, 1) for left in value[4]) or all(value[4]):
-            raise StateFormat(f"the counts of a lane of a mixture do not fit together: {show(value)}")
-        places = tuple(part.check_place(place) for part, place in zip(self.parts, value[5], strict=True))
-        return MixPlace(value[0], value[1], tuple(value[2]), tuple(value[3]), tuple(value[4]), places)
+        if (
+            not all(map(is_count, value[2]))
+            or not all(left in (0, 1) for left in value[4])
+            or all(value[4])
+        ):
+            raise StateFormat(
+                f"the counts of a lane of a mixture do not fit together: {show(value)}"
+            )
+        places = tuple(
+            part.check_place(place) for part, place in zip(self.parts, value[5], strict=True)
+        )
+        return MixPlace(
+            value[0], value[1], tuple(value[2]), tuple(value[3]), tuple(value[4]), places
+        )
 
     # For a run
 
     def work(self, run: Run) -> Works:
         runs = self._runs(run)
-        return Works({name: part.work(runs[name]) for name, part in zip(self.names, self.parts, strict=True)})
+        return Works(
+            {name: part.work(runs[name]) for name, part in zip(self.names, self.parts, strict=True)}
+        )
 
     def open_lanes(self, run: Run, pool: Pool, work: Works) -> MixLanes:
         return MixLanes(self, run, self._runs(run), pool, work)

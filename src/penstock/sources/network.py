@@ -68,7 +68,11 @@ class Opened:
         self._second = SpareThreads(4 * fetches, "attempt") if threads else None
         http = Http(resolve=resolve_in_time)
         self.client = Client(outside.limits, http=http, side=self._side, second=self._second)
-        self.files = RemoteFiles(self.client, outside.secrets) if not offline() else _NoFiles(self.client, {})
+        self.files = (
+            RemoteFiles(self.client, outside.secrets)
+            if not offline()
+            else _NoFiles(self.client, {})
+        )
         self.kept = Kept(outside.folder)
 
     def meanwhile(self, thunk: Callable[[], T]) -> Future[T]:

@@ -138,7 +138,14 @@ class SampleWork:
             return self._of_rows(samples, ids, size, epochs, begun, failed, leave)
 
     def _of_rows(
-        self, samples: I64, ids: Any, size: int, epochs: list[int], begun: float, failed: Exception | None, leave: bool
+        self,
+        samples: I64,
+        ids: Any,
+        size: int,
+        epochs: list[int],
+        begun: float,
+        failed: Exception | None,
+        leave: bool,
     ) -> Made:
         seq_len = ids.shape[1] - 1
         inputs = targets = left = None
@@ -152,13 +159,18 @@ class SampleWork:
             last = min(first + size, len(ids))
             if failed is not None and last <= first:
                 break
-            batch = kind(None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len)
+            batch = kind(
+                None, None, epoch, 0, None, None, None, False, None, None, (last - first) * seq_len
+            )
             if inputs is not None and targets is not None:
                 batch.inputs, batch.targets = inputs[first:last], targets[first:last]
             elif left is not None:
                 batch._left = left[:, first:last]
             else:
-                batch.narrow = {"ids": ids[first:last], "valid": np.full(last - first, seq_len + 1, np.int32)}
+                batch.narrow = {
+                    "ids": ids[first:last],
+                    "valid": np.full(last - first, seq_len + 1, np.int32),
+                }
             if self._positions:
                 self._add_positions(batch, samples[first:last], seq_len)
             made.append(batch)
@@ -213,7 +225,9 @@ class SampleWork:
         with self.clock.stage("batch"):
             return self._put_together(prepared, samples, indices, epochs)
 
-    def _put_together(self, prepared: Sequence[Any], samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
+    def _put_together(
+        self, prepared: Sequence[Any], samples: Sequence[Any], indices: I64, epochs: I64
+    ) -> Batch:
         try:
             if self._collate is None:
                 made = put_together(prepared, self._pad)
@@ -227,7 +241,15 @@ class SampleWork:
             raise
         ids = getattr(made.inputs, "size", None)
         tokens = ids if isinstance(ids, int) else len(samples)
-        return Batch(made.inputs, made.targets, reached(epochs), 0, data=made.data, _tokens=tokens, _ids=False)
+        return Batch(
+            made.inputs,
+            made.targets,
+            reached(epochs),
+            0,
+            data=made.data,
+            _tokens=tokens,
+            _ids=False,
+        )
 
     def _fetch(self, indices: I64) -> Sequence[Any]:
         with self.clock.stage("fetch", self) as track:
@@ -245,7 +267,9 @@ class SampleWork:
             try:
                 samples: Sequence[Any] = dataset.__getitems__(numbers)
             except Exception as error:
-                error.add_note(f"in __getitems__ of {type(dataset).__name__}, samples {_some(indices)}")
+                error.add_note(
+                    f"in __getitems__ of {type(dataset).__name__}, samples {_some(indices)}"
+                )
                 raise
             if len(samples) != len(numbers):
                 raise ConfigError(
@@ -292,7 +316,9 @@ class SampleWork:
         row, column = self._dataset.boundaries(indices)
         inside = column < seq_len
         begins = [np.arange(len(indices)) * seq_len, row[inside] * seq_len + column[inside]]
-        positions, lengths = document_fields(np.unique(np.concatenate(begins)), len(indices), seq_len)
+        positions, lengths = document_fields(
+            np.unique(np.concatenate(begins)), len(indices), seq_len
+        )
         if batch.narrow is not None:
             batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": lengths}
         else:
@@ -326,15 +352,25 @@ class user_code:  # noqa: N801 - it reads like a statement
 
 def is_rows(dataset: Any) -> bool:
     """Whether a dataset gives rows of ids, a whole batch in one array."""
-    return hasattr(dataset, "boundaries") and hasattr(dataset, "dtype") and hasattr(dataset, "seq_len")
+    return (
+        hasattr(dataset, "boundaries") and hasattr(dataset, "dtype") and hasattr(dataset, "seq_len")
+    )
 
 
 def _of_value(value: Any) -> Collated:
     if isinstance(value, tuple) and len(value) == 2:
         return Collated(value[0], value[1], None)
-    if isinstance(value, list) and len(value) == 2 and all(hasattr(part, "shape") for part in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(hasattr(part, "shape") for part in value)
+    ):
         return Collated(value[0], value[1], None)  # as torch's own collate gives pairs
-    return Collated(value, None, None) if isinstance(value, np.ndarray) else Collated(None, None, value)
+    return (
+        Collated(value, None, None)
+        if isinstance(value, np.ndarray)
+        else Collated(None, None, value)
+    )
 
 
 def _some(indices: I64) -> str:

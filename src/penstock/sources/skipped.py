@@ -18,7 +18,9 @@ OF = "::"
 
 def of_mixture(parts: Mapping[str, Collection[Address]]) -> frozenset[Address]:
     """The addresses of all parts, each with its part's name."""
-    return frozenset(one._replace(file=f"{name}{OF}{one.file}") for name, own in parts.items() for one in own)
+    return frozenset(
+        one._replace(file=f"{name}{OF}{one.file}") for name, own in parts.items() for one in own
+    )
 
 
 def of_part(skip: Collection[Address], name: str, names: Collection[str]) -> frozenset[Address]:
@@ -27,5 +29,9 @@ def of_part(skip: Collection[Address], name: str, names: Collection[str]) -> fro
     def owner(file: str) -> str:
         return max((each for each in names if file.startswith(f"{each}{OF}")), key=len, default="")
 
-    mine = {one._replace(file=one.file.removeprefix(f"{name}{OF}")) for one in skip if owner(one.file) == name}
+    mine = {
+        one._replace(file=one.file.removeprefix(f"{name}{OF}"))
+        for one in skip
+        if owner(one.file) == name
+    }
     return frozenset(mine | {one for one in skip if not owner(one.file)})

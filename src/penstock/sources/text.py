@@ -69,7 +69,9 @@ class Counts:
 class TextLanes(ABC):
     """The lanes of one run: what is read ahead, and what was found on the way."""
 
-    def __init__(self, *, plan: Plan, pack: PackSettings, run: Run, pool: Pool, read_ahead_bytes: int) -> None:
+    def __init__(
+        self, *, plan: Plan, pack: PackSettings, run: Run, pool: Pool, read_ahead_bytes: int
+    ) -> None:
         self._plan = plan
         self._run = run
         self._pool = pool
@@ -192,7 +194,9 @@ class TextLanes(ABC):
             window = lane.next_window()
             # A lane may have nothing in a finite stream that others fill; a shard or, where all
             # lanes have to go in step, a lane may not.
-            if window is None and all(x.barren for x in ([lane] if self._run.drop_last else self._lanes)):
+            if window is None and all(
+                x.barren for x in ([lane] if self._run.drop_last else self._lanes)
+            ):
                 raise lane.no_data()
             if self._run.shuffle and self._counts.chunks:
                 self._read_ahead()  # the next window may be larger than this one, for which `_use` has asked on the way
@@ -238,9 +242,14 @@ class TextLanes(ABC):
         counts.cache_hits += chunk.cached
         if chunk.bad:
             self.report(chunk.bad)
-        if self._run.report_docs and counts.documents - self._reported_docs >= self._run.report_docs:
+        if (
+            self._run.report_docs
+            and counts.documents - self._reported_docs >= self._run.report_docs
+        ):
             self._reported_docs = counts.documents
-            log.info("%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6)
+            log.info(
+                "%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6
+            )
         if chunk.rest is None:  # else the first batch is made first
             self._read_ahead()
 
@@ -249,7 +258,9 @@ class TextLanes(ABC):
         for record in bad:
             if record.reason not in self._counts.bad:
                 log.warning(
-                    "left out %s: %s (further ones are counted, not logged)", where(record.address), record.detail
+                    "left out %s: %s (further ones are counted, not logged)",
+                    where(record.address),
+                    record.detail,
                 )
             self._counts.bad[record.reason] = self._counts.bad.get(record.reason, 0) + 1
 
@@ -261,7 +272,9 @@ def check_place(value: Any) -> Place:
         raise StateFormat(f"a lane's place is not 7 counts: {show(value)}")
     place = Place(*value)
     if place.epoch >= EPOCHS or place.chunk >= CHUNKS:
-        raise StateFormat(f"a lane stands at chunk {place.chunk} of epoch {place.epoch}: no stream is that long")
+        raise StateFormat(
+            f"a lane stands at chunk {place.chunk} of epoch {place.epoch}: no stream is that long"
+        )
     said = place.source
     if said is not None and (not isinstance(said, dict) or not is_count(said.get("taken"))):
         raise StateFormat(f"a lane's place does not say where its iterable stands: {show(said)}")

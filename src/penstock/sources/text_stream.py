@@ -27,7 +27,17 @@ from penstock.order.plan import Plan
 from penstock.read.tape import END, Tape, known, name_of
 from penstock.sources.source import RowSource, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
-from penstock.types import AUTO, WORD_CACHE_BYTES, Address, ChunkRef, Documents, FileRef, MiB, Packing, TokenChunk
+from penstock.types import (
+    AUTO,
+    WORD_CACHE_BYTES,
+    Address,
+    ChunkRef,
+    Documents,
+    FileRef,
+    MiB,
+    Packing,
+    TokenChunk,
+)
 from penstock.watch.spans import Clock
 
 IDS = np.dtype(np.uint32)
@@ -60,8 +70,12 @@ class TextStream:
         tokenizer_cache_bytes: int = WORD_CACHE_BYTES,
     ) -> None:
         """See `TextDataset.from_iterable`."""
-        if isinstance(source, str | bytes | Mapping) or not (callable(source) or hasattr(source, "__iter__")):
-            raise ConfigError(f"source={source!r}: needs an iterable of documents, or a function that gives one")
+        if isinstance(source, str | bytes | Mapping) or not (
+            callable(source) or hasattr(source, "__iter__")
+        ):
+            raise ConfigError(
+                f"source={source!r}: needs an iterable of documents, or a function that gives one"
+            )
         one_of("packing", packing, ("concat", "best_fit", "bos"))
         self.source = source
         self.known = known(source)
@@ -77,7 +91,9 @@ class TextStream:
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             cache = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
-            self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=cache)
+            self.tokenizer = load_tokenizer(
+                tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=cache
+            )
 
     def __repr__(self) -> str:
         return f"TextStream({self.name}, seq_len={self.seq_len})"
@@ -94,7 +110,9 @@ class Pulled:
 class StreamReader:
     """Reads the iterable, chunk by chunk, for the lanes of one shard."""
 
-    def __init__(self, stream: TextStream, lanes: int, places: Mapping[int, Place], partial: bool) -> None:
+    def __init__(
+        self, stream: TextStream, lanes: int, places: Mapping[int, Place], partial: bool
+    ) -> None:
         """`partial`: whether documents before a failure may come without those after it."""
         self._stream = stream
         self._lanes = lanes
@@ -109,7 +127,11 @@ class StreamReader:
         # The lane that is furthest behind decides where to begin; a place names the lane's own chunk.
         lane = min(places, key=lambda n: (places[n].epoch, places[n].chunk * lanes + n))
         self._start = places[lane]
-        self._number = self._start.chunk * lanes + lane if self._start.chunk or self._start.source is not None else 0
+        self._number = (
+            self._start.chunk * lanes + lane
+            if self._start.chunk or self._start.source is not None
+            else 0
+        )
         self._epoch = self._start.epoch
         self._opened = False
 
@@ -125,7 +147,9 @@ class StreamReader:
                 try:
                     self._pull()
                 except Exception as error:
-                    error.add_note(f"in stage fetch, reading {self._stream.name}, document {self._tape.taken}")
+                    error.add_note(
+                        f"in stage fetch, reading {self._stream.name}, document {self._tape.taken}"
+                    )
                     self._failed = error
             return self._ready.pop(wanted)
 
@@ -176,7 +200,9 @@ class StreamReader:
         if isinstance(item, Mapping):
             if self._stream.text_field not in item:
                 known = ", ".join(map(repr, list(item)[:8]))
-                raise BadRecord(f"a document has no field {self._stream.text_field!r}; it has {known}")
+                raise BadRecord(
+                    f"a document has no field {self._stream.text_field!r}; it has {known}"
+                )
             item = item[self._stream.text_field]
         if item is None:
             return None
@@ -192,7 +218,9 @@ class StreamReader:
         tokenizer = self._stream.tokenizer
         kind = IDS if tokenizer is None else tokenizer.dtype
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(kind).max):
-            raise BadRecord(f"a document has ids from {ids.min()} to {ids.max()}, which do not fit in {kind}")
+            raise BadRecord(
+                f"a document has ids from {ids.min()} to {ids.max()}, which do not fit in {kind}"
+            )
         return ids.astype(kind).tobytes()
 
     def _documents(self, items: list[Any], first: int) -> Documents:
@@ -201,7 +229,9 @@ class StreamReader:
             raise BadRecord("texts and arrays of ids in one stream: give one or the other")
         try:
             empty = b"" if ids else ""
-            texts = pa.array([item or empty for item in items], pa.large_binary() if ids else pa.large_string())
+            texts = pa.array(
+                [item or empty for item in items], pa.large_binary() if ids else pa.large_string()
+            )
         except UnicodeEncodeError as error:
             raise BadRecord(f"a document is not valid Unicode: {error}") from error
         rows = np.arange(first, first + len(items))
@@ -229,7 +259,9 @@ class StreamWork:
                 track.count("tokenize", len(documents.rows), chunk.text_bytes)
             else:
                 docs = texts.cast(pa.large_binary())
-                chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
+                chunk = TokenChunk(
+                    ref, docs, documents.rows, documents.last, [], documents.empty, 0
+                )
         except BaseException as error:
             error.add_note(f"in stage tokenize, {ref}")
             raise

@@ -66,7 +66,9 @@ class TextWork:
         self._tokenizer = tokenizer
         self._doc_batch = doc_batch
         self._opened: Opened | None = outside.open(threads=threads) if outside is not None else None
-        files, kept = (None, None) if self._opened is None else (self._opened.files, self._opened.kept)
+        files, kept = (
+            (None, None) if self._opened is None else (self._opened.files, self._opened.kept)
+        )
         self._reader = Reader(read, workers, lanes, files, kept, self.clock)
         self.lanes = lanes
         """Those that share it."""
@@ -85,7 +87,10 @@ class TextWork:
             self._skip.setdefault(file, []).append([group, row])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _elsewhere, (access_variables() if self._made_of[-2] is not None else None, *self._made_of)
+        return _elsewhere, (
+            access_variables() if self._made_of[-2] is not None else None,
+            *self._made_of,
+        )
 
     def prepare(self, beside: bool = False) -> None:
         """Load what the first chunk will need, while it is fetched; or `beside` another thread, while it is decoded.
@@ -115,7 +120,11 @@ class TextWork:
             raise
 
     def encode(
-        self, ref: ChunkRef, fetched: list[Bytes] | None = None, beyond: bool = False, enough: int = 0
+        self,
+        ref: ChunkRef,
+        fetched: list[Bytes] | None = None,
+        beyond: bool = False,
+        enough: int = 0,
     ) -> TokenChunk:
         """A chunk's tokens. `beyond` says that its file has ended before it; `enough`, that somebody waits for the first
         so many bytes of text: the rest of a long chunk is left for `encode_rest`."""
@@ -153,14 +162,21 @@ class TextWork:
             raise
         if self.cache is not None:
             docs = pa.concat_arrays([begun.docs, chunk.docs])
-            rows, text_bytes = np.concatenate([begun.rows, chunk.rows]), begun.text_bytes + chunk.text_bytes
-            chunk.whole = TokenChunk(begun.ref, docs, rows, chunk.last, begun.bad, begun.empty, text_bytes)
+            rows, text_bytes = (
+                np.concatenate([begun.rows, chunk.rows]),
+                begun.text_bytes + chunk.text_bytes,
+            )
+            chunk.whole = TokenChunk(
+                begun.ref, docs, rows, chunk.last, begun.bad, begun.empty, text_bytes
+            )
         return chunk
 
     def _tokenized(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         with self.clock.stage("tokenize", ref) as track:
             if self._tokenizer.slow:
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch or SLOW_DOCS, self._go_on)
+                chunk = self._tokenizer.encode(
+                    ref, documents, self._doc_batch or SLOW_DOCS, self._go_on
+                )
             else:
                 chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
         track.count("tokenize", len(documents.rows), chunk.text_bytes)
@@ -244,13 +260,17 @@ class TextWork:
         version = file.etag
         if not file.remote:
             paths = [member.path for member in file.members] or [file.path]
-            version = hashlib.sha256(repr([os.stat(p).st_mtime_ns for p in paths]).encode()).hexdigest()[:16]
+            version = hashlib.sha256(
+                repr([os.stat(p).st_mtime_ns for p in paths]).encode()
+            ).hexdigest()[:16]
             path = os.path.realpath(path)
         # The name is part of it: a document's split depends on it.
         identity = f"{path}\n{file.name}\n{file.size}\n{version}"
         if file.members:
             names = repr([(member.name, member.size) for member in file.members])
-            identity += f"\n{hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+            identity += (
+                f"\n{hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+            )
         with self._lock:
             self._ids[file.path] = identity
         return identity
@@ -313,6 +333,8 @@ def _settings(read: ReadSettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "text_field": read.text_field,
         "separator": None if read.separator is None else read.separator.hex(),
         "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
-        "split": [read.split, read.val_fraction, read.split_seed] if read.split is not None else None,
+        "split": [read.split, read.val_fraction, read.split_seed]
+        if read.split is not None
+        else None,
         "bad": [read.on_bad_record == "raise", read.max_doc_bytes, read.max_ratio],
     }

@@ -28,26 +28,52 @@ from penstock.testing.reply import Request
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m penstock.testing", description="Servers on loopback, with faults.")
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.testing", description="Servers on loopback, with faults."
+    )
     commands = parser.add_subparsers(dest="server", required=True)
     hub = commands.add_parser("hub", help="a stand-in for the Hugging Face Hub, with one dataset")
     files = commands.add_parser("files", help="a plain HTTP server of files")
     for command in (hub, files):
         add = command.add_argument
         add("--dir", type=Path, required=True, help="the folder to serve")
-        add("--copies", type=int, default=0, help="serve its files in turn under N names, data/train-00000-of-N…")
+        add(
+            "--copies",
+            type=int,
+            default=0,
+            help="serve its files in turn under N names, data/train-00000-of-N…",
+        )
         add("--latency-ms", type=float, default=0.0, help="waited before each answer")
-        add("--connect-latency-ms", type=float, default=0.0, help="waited once more on a new connection")
-        add("--bandwidth-mb", type=float, default=0.0, help="MB/s (of 10^6 bytes) of all connections together")
+        add(
+            "--connect-latency-ms",
+            type=float,
+            default=0.0,
+            help="waited once more on a new connection",
+        )
+        add(
+            "--bandwidth-mb",
+            type=float,
+            default=0.0,
+            help="MB/s (of 10^6 bytes) of all connections together",
+        )
         add("--port", type=int, default=0, help="where to listen; a free port if not given")
         add("--port-file", type=Path, help="write the address into this file as well")
-        add("--log", type=Path, help="write the requests into this file at the end, without secrets")
-        add("--fault-rate", type=float, default=0.0, help="the share of requests that a fault strikes")
+        add(
+            "--log", type=Path, help="write the requests into this file at the end, without secrets"
+        )
+        add(
+            "--fault-rate",
+            type=float,
+            default=0.0,
+            help="the share of requests that a fault strikes",
+        )
         add("--fault-kinds", default=",".join(SURVIVABLE), help=f"of: {', '.join(KINDS)}")
         add("--seed", type=int, default=0, help="of the faults")
     hub.add_argument("--repo", required=True, help="the name of the dataset: org/name")
     hub.add_argument("--page-size", type=int, default=1000, help="items on a page of a listing")
-    hub.add_argument("--no-redirect", action="store_true", help="serve large files by the first port as well")
+    hub.add_argument(
+        "--no-redirect", action="store_true", help="serve large files by the first port as well"
+    )
     return parser.parse_args(arguments)
 
 
@@ -55,7 +81,11 @@ def find(folder: Path, copies: int) -> dict[str, Path]:
     """The files of a folder by the names under which they are served."""
     if not folder.is_dir():
         raise ConfigError(f"--dir {folder}: there is no such folder")
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     if not copies:
         return found
     card = {name: path for name, path in found.items() if name == "README.md"}
@@ -63,7 +93,9 @@ def find(folder: Path, copies: int) -> dict[str, Path]:
     if not data:
         raise ConfigError(f"{folder} has no files that could be served {copies} times")
     names = (f"data/train-{number:05d}-of-{copies:05d}" for number in range(copies))
-    return card | {name + path.suffix: path for name, path in zip(names, itertools.cycle(data), strict=False)}
+    return card | {
+        name + path.suffix: path for name, path in zip(names, itertools.cycle(data), strict=False)
+    }
 
 
 def serve(options: argparse.Namespace) -> HubServer | FileServer:
@@ -72,7 +104,11 @@ def serve(options: argparse.Namespace) -> HubServer | FileServer:
     files = find(options.dir, options.copies)
     if options.server == "files":
         return FileServer(
-            files, latency_s=latency_s, connect_latency_s=connect_s, bandwidth=bandwidth, port=options.port
+            files,
+            latency_s=latency_s,
+            connect_latency_s=connect_s,
+            bandwidth=bandwidth,
+            port=options.port,
         )
     hub = HubServer(
         latency_s=latency_s, connect_latency_s=connect_s, bandwidth=bandwidth,

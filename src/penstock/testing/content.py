@@ -52,7 +52,9 @@ class Content:
             while lo < hi:
                 piece = os.pread(handle, min(step, hi - lo), lo)
                 if not piece:
-                    raise EOFError(f"{self._source} is shorter than the {self.size:,} bytes it had when it was added")
+                    raise EOFError(
+                        f"{self._source} is shorter than the {self.size:,} bytes it had when it was added"
+                    )
                 lo += len(piece)
                 yield piece
         finally:

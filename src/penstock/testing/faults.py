@@ -35,7 +35,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "short": {"keep": None},
     "etag": {"value": '"another-version"'},
     "size": {"total": None},
-    "html": {"body": b"<!DOCTYPE html><html><body><h1>Log in to use this network</h1></body></html>"},
+    "html": {
+        "body": b"<!DOCTYPE html><html><body><h1>Log in to use this network</h1></body></html>"
+    },
     "gzip": {},
     "redirect": {"to": "loop", "code": 302},
     "flip": {"bits": 1, "seed": 0},
@@ -59,7 +61,10 @@ def _matches(pattern: str, port: str, method: str, call: Call) -> bool:
     return (
         port in ("any", call.port)
         and method in ("*", call.method)
-        and (fnmatchcase(call.path, pattern) or (call.alias != "" and fnmatchcase(call.alias, pattern)))
+        and (
+            fnmatchcase(call.path, pattern)
+            or (call.alias != "" and fnmatchcase(call.alias, pattern))
+        )
     )
 
 
@@ -106,7 +111,9 @@ class Fault:
 
     def choose(self, call: Call, reply: Reply) -> Fault | None:
         """Itself, if it strikes this request."""
-        if not _matches(self.path, self.port, self.method, call) or not can_strike(self.kind, self.after, call, reply):
+        if not _matches(self.path, self.port, self.method, call) or not can_strike(
+            self.kind, self.after, call, reply
+        ):
             return None
         with self._lock:
             self.seen += 1
@@ -185,7 +192,11 @@ def can_strike(kind: str, after: int, call: Call, reply: Reply) -> bool:
         case "etag":
             return "ETag" in reply.headers or "X-Linked-Etag" in reply.headers
         case "size":
-            return reply.status == 206 or "X-Linked-Size" in reply.headers or (full and call.method == "HEAD")
+            return (
+                reply.status == 206
+                or "X-Linked-Size" in reply.headers
+                or (full and call.method == "HEAD")
+            )
     return True
 
 
@@ -225,7 +236,9 @@ def rewrite(fault: Fault, call: Call, reply: Reply) -> Reply:
             length = len(packed)
             if reply.status == 206:
                 headers["Content-Range"] = f"bytes {reply.lo}-{reply.hi - 1}/{reply.total}"
-            return Reply(reply.status, headers, Content(packed), 0, length, reply.total, content_range=False)
+            return Reply(
+                reply.status, headers, Content(packed), 0, length, reply.total, content_range=False
+            )
         case "flip":
             bits = range(8 * reply.lo, 8 * reply.hi)
             flips: Counter[int] = Counter()

@@ -28,7 +28,11 @@ class FileServer(Loopback):
         `port`: where to listen; 0 takes a free one.
         """
         super().__init__(
-            ("files",), latency_s=latency_s, connect_latency_s=connect_latency_s, bandwidth=bandwidth, port=port
+            ("files",),
+            latency_s=latency_s,
+            connect_latency_s=connect_latency_s,
+            bandwidth=bandwidth,
+            port=port,
         )
         self._etags, self._dates = etags, dates
         self._shelf = Shelf()
@@ -63,4 +67,6 @@ class FileServer(Loopback):
             content = self._files.get(call.path.removeprefix("/"))
         if content is None:
             return reply_error(404, "no such file")
-        return reply_file(call, content, f'"{content.version}"' if self._etags else "", dated=self._dates)
+        return reply_file(
+            call, content, f'"{content.version}"' if self._etags else "", dated=self._dates
+        )

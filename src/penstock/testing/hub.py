@@ -43,7 +43,11 @@ class HubServer(Loopback):
         `port`: where the Hub listens; 0 takes a free one.
         """
         super().__init__(
-            ("hub", "cdn"), latency_s=latency_s, connect_latency_s=connect_latency_s, bandwidth=bandwidth, port=port
+            ("hub", "cdn"),
+            latency_s=latency_s,
+            connect_latency_s=connect_latency_s,
+            bandwidth=bandwidth,
+            port=port,
         )
         self.page_size = page_size
         self.redirect = redirect
@@ -77,7 +81,12 @@ class HubServer(Loopback):
         if name in self._repositories:
             raise ConfigError(f"{name} is there already: use its commit()")
         repository = Repository(
-            name, self._shelf, private=private, gated=gated, tokens=tokens, denied_tokens=denied_tokens
+            name,
+            self._shelf,
+            private=private,
+            gated=gated,
+            tokens=tokens,
+            denied_tokens=denied_tokens,
         )
         repository.commit({**files, "README.md": card.encode()} if card else files)
         with self._lock:
@@ -93,12 +102,18 @@ class HubServer(Loopback):
 
     def _signature(self, sha256: str, expires: str, name: str) -> str:
         with self._lock:
-            return hmac.new(self._secret, f"{sha256}\n{expires}\n{name}".encode(), hashlib.sha256).hexdigest()
+            return hmac.new(
+                self._secret, f"{sha256}\n{expires}\n{name}".encode(), hashlib.sha256
+            ).hexdigest()
 
     def _signed(self, call: Call, entry: Entry) -> str:
         sha256 = entry.content.sha256
         expires = f"{time.time() + self.sign_for_s:.3f}"
-        query = {"Expires": expires, "For": call.path, "Signature": self._signature(sha256, expires, call.path)}
+        query = {
+            "Expires": expires,
+            "For": call.path,
+            "Signature": self._signature(sha256, expires, call.path),
+        }
         return f"{self.cdn}/{sha256}?{urlencode(query)}"
 
     def _answer_cdn(self, call: Call) -> Reply:
@@ -116,7 +131,11 @@ class HubServer(Loopback):
         for repository in repositories:
             if content := repository.stored(sha256):
                 # Of the right form for storage that names a file by its parts, and never the digest itself.
-                etag = sha256 if self._cdn_etags == "sha256" else hashlib.md5(sha256.encode()).hexdigest() + "-1"
+                etag = (
+                    sha256
+                    if self._cdn_etags == "sha256"
+                    else hashlib.md5(sha256.encode()).hexdigest() + "-1"
+                )
                 return reply_file(call, content, f'"{etag}"')
         return reply_error(404, "NoSuchKey")
 
@@ -128,11 +147,20 @@ class HubServer(Loopback):
         if call.port == "cdn":
             return self._answer_cdn(call)
         # Split before it is unquoted: a revision such as refs%2Fconvert%2Fparquet is one part.
-        parts = [unquote(part.encode("latin-1")) for part in call.target.partition("?")[0].split("/")[1:]]
+        parts = [
+            unquote(part.encode("latin-1")) for part in call.target.partition("?")[0].split("/")[1:]
+        ]
         match parts:
             case ["api", "whoami-v2"]:
                 if self._known(call.token):
-                    return reply_json({"type": "user", "name": "tester", "orgs": [], "auth": {"type": "access_token"}})
+                    return reply_json(
+                        {
+                            "type": "user",
+                            "name": "tester",
+                            "orgs": [],
+                            "auth": {"type": "access_token"},
+                        }
+                    )
                 return reply_error(401, "Invalid username or password.")
             case ["api", "datasets", first, *rest]:
                 return self._answer_api(call, *self._name(first, rest))
@@ -152,7 +180,9 @@ class HubServer(Loopback):
     def _known(self, token: str) -> bool:
         with self._lock:
             repositories = list(self._repositories.values())
-        return any(token in (*repository.tokens, *repository.denied_tokens) for repository in repositories)
+        return any(
+            token in (*repository.tokens, *repository.denied_tokens) for repository in repositories
+        )
 
     def _enter(self, call: Call, name: str, reads: bool) -> Repository | Reply:
         """The repository, or why this caller may not have it; `reads`: whether files' contents are asked for."""
@@ -162,18 +192,24 @@ class HubServer(Loopback):
         if repository is None or (repository.private and not granted):
             status = 404 if self._known(call.token) else 401
             message = "Repository not found" if status == 404 else "Invalid username or password."
-            return reply_error(status, message, {"X-Error-Code": "RepoNotFound", "X-Error-Message": message})
+            return reply_error(
+                status, message, {"X-Error-Code": "RepoNotFound", "X-Error-Message": message}
+            )
         if repository.gated and not granted and (reads or repository.gated != "files"):
             status = 403 if self._known(call.token) else 401
             message = f"Access to dataset {name} is restricted. You must have access to it and be authenticated."
-            return reply_error(status, message, {"X-Error-Code": "GatedRepo", "X-Error-Message": message})
+            return reply_error(
+                status, message, {"X-Error-Code": "GatedRepo", "X-Error-Message": message}
+            )
         return repository
 
     def _commit(self, repository: Repository, revision: str) -> Commit | Reply:
         commit = repository.at(revision)
         if commit is None:
             message = f"Invalid rev id: {revision}"
-            return reply_error(404, message, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": message})
+            return reply_error(
+                404, message, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": message}
+            )
         return commit
 
     def _answer_api(self, call: Call, name: str, rest: list[str]) -> Reply:
@@ -221,7 +257,11 @@ class HubServer(Loopback):
         if items is None:
             return self._no_entry(commit, f"This folder does not exist on {commit.sha}")
         limit = query.get("limit", "")
-        size = min(self.page_size, int(limit)) if limit.isdecimal() and int(limit) > 0 else self.page_size
+        size = (
+            min(self.page_size, int(limit))
+            if limit.isdecimal() and int(limit) > 0
+            else self.page_size
+        )
         if cursor := query.get("cursor"):
             try:
                 last = base64.urlsafe_b64decode(cursor).decode()
@@ -251,7 +291,11 @@ class HubServer(Loopback):
         return reply_json(_expanded(found, commit) if expand else found)
 
     def _no_entry(self, commit: Commit, message: str) -> Reply:
-        headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": message, "X-Repo-Commit": commit.sha}
+        headers = {
+            "X-Error-Code": "EntryNotFound",
+            "X-Error-Message": message,
+            "X-Repo-Commit": commit.sha,
+        }
         return reply_error(404, message, headers)
 
     def _answer_resolve(self, call: Call, name: str, revision: str, path: str) -> Reply:

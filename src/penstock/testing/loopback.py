@@ -44,13 +44,18 @@ class Loopback:
         self._open: dict[threading.Thread, socket.socket] = {}
         self._listeners = {
             name: socket.create_server(("127.0.0.1", port if first else 0), backlog=512)
-            for name, first in zip(ports, itertools.chain([True], itertools.repeat(False)), strict=False)
+            for name, first in zip(
+                ports, itertools.chain([True], itertools.repeat(False)), strict=False
+            )
         }
         self._addresses = {
-            name: f"http://127.0.0.1:{listener.getsockname()[1]}" for name, listener in self._listeners.items()
+            name: f"http://127.0.0.1:{listener.getsockname()[1]}"
+            for name, listener in self._listeners.items()
         }
         self._acceptors = [
-            threading.Thread(target=self._accept, args=item, name=f"penstock-testing-{item[0]}", daemon=True)
+            threading.Thread(
+                target=self._accept, args=item, name=f"penstock-testing-{item[0]}", daemon=True
+            )
             for item in self._listeners.items()
         ]
 
@@ -88,7 +93,9 @@ class Loopback:
         with self._lock:
             self._closing.set()
             for sock in [*self._listeners.values(), *self._open.values()]:
-                with contextlib.suppress(OSError):  # not connected any more, which is what is wanted
+                with contextlib.suppress(
+                    OSError
+                ):  # not connected any more, which is what is wanted
                     sock.shutdown(socket.SHUT_RDWR)
             for listener in self._listeners.values():
                 listener.close()
@@ -105,7 +112,10 @@ class Loopback:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -125,7 +135,10 @@ class Loopback:
                     return
                 number = next(self._connection_numbers)
                 thread = threading.Thread(
-                    target=self._serve, args=(port, sock, number), name=f"penstock-testing-{port}-{number}", daemon=True
+                    target=self._serve,
+                    args=(port, sock, number),
+                    name=f"penstock-testing-{port}-{number}",
+                    daemon=True,
                 )
                 self._open[thread] = sock
                 thread.start()

@@ -121,12 +121,18 @@ class Reply:
         if chunked:
             lines.append("Transfer-Encoding: chunked")
         elif self.status != 304:
-            lines.append(f"Content-Length: {self.body_bytes if self.length is None else self.length}")
+            lines.append(
+                f"Content-Length: {self.body_bytes if self.length is None else self.length}"
+            )
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def reply_bytes(status: int, kind: str, body: bytes, headers: dict[str, str] | None = None) -> Reply:
-    return Reply(status, {"Content-Type": kind, **(headers or {})}, Content(body), 0, len(body), len(body))
+def reply_bytes(
+    status: int, kind: str, body: bytes, headers: dict[str, str] | None = None
+) -> Reply:
+    return Reply(
+        status, {"Content-Type": kind, **(headers or {})}, Content(body), 0, len(body), len(body)
+    )
 
 
 def reply_json(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Reply:
@@ -139,7 +145,12 @@ def reply_error(status: int, message: str, headers: dict[str, str] | None = None
 
 
 def reply_file(
-    call: Call, content: Content, etag: str, headers: dict[str, str] | None = None, *, dated: bool = True
+    call: Call,
+    content: Content,
+    etag: str,
+    headers: dict[str, str] | None = None,
+    *,
+    dated: bool = True,
 ) -> Reply:
     """All of a file, or the range asked for; conditions are honoured. `etag` comes with its quotes, or is empty."""
     own = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **(headers or {})}

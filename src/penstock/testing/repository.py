@@ -53,7 +53,12 @@ class Entry:
         return f'"{self.content.sha256 if self.large else self.oid}"'
 
     def listed(self) -> dict[str, Any]:
-        item: dict[str, Any] = {"type": "file", "oid": self.oid, "size": self.content.size, "path": self.path}
+        item: dict[str, Any] = {
+            "type": "file",
+            "oid": self.oid,
+            "size": self.content.size,
+            "path": self.path,
+        }
         if self.large:
             item["lfs"] = {
                 "oid": self.content.sha256, "size": self.content.size, "pointerSize": self.pointer_bytes,
@@ -82,11 +87,19 @@ class Commit:
         with self._lock:
             if not self._items:
                 folders = {
-                    path[:at] for path in self.entries for at, letter in enumerate(path) if letter == "/" and at > 0
+                    path[:at]
+                    for path in self.entries
+                    for at, letter in enumerate(path)
+                    if letter == "/" and at > 0
                 }
                 found = [entry.listed() for entry in self.entries.values()]
                 found += [
-                    {"type": "directory", "oid": hashlib.sha1(folder.encode()).hexdigest(), "size": 0, "path": folder}
+                    {
+                        "type": "directory",
+                        "oid": hashlib.sha1(folder.encode()).hexdigest(),
+                        "size": 0,
+                        "path": folder,
+                    }
                     for folder in folders
                 ]
                 self._items = sorted(found, key=lambda item: str(item["path"]))
@@ -98,7 +111,8 @@ class Commit:
         found = [
             item
             for item in self.items()
-            if item["path"].startswith(start) and (recursive or "/" not in item["path"][len(start) :])
+            if item["path"].startswith(start)
+            and (recursive or "/" not in item["path"][len(start) :])
         ]
         return found if found or not folder else None
 
@@ -134,7 +148,9 @@ class Repository:
     def commit(self, changes: Mapping[str, Source | None], branch: str = "main") -> str:
         """Add, replace and (by `None`) remove files: a new commit, to which the branch moves. Returns its sha."""
         made = {
-            path: Entry(path, self._shelf.content(source)) for path, source in changes.items() if source is not None
+            path: Entry(path, self._shelf.content(source))
+            for path, source in changes.items()
+            if source is not None
         }
         with self._lock:
             entries = dict(self._commits[self._branches[branch]].entries)
@@ -145,14 +161,18 @@ class Repository:
             commit = Commit.of(entries)
             self._commits.setdefault(commit.sha, commit)
             self._branches[branch] = commit.sha
-            self._by_sha256.update({entry.content.sha256: entry.content for entry in made.values() if entry.large})
+            self._by_sha256.update(
+                {entry.content.sha256: entry.content for entry in made.values() if entry.large}
+            )
             return commit.sha
 
     def branch(self, name: str, sha: str) -> None:
         """Another name for a commit; also moves a branch that exists."""
         with self._lock:
             if sha not in self._commits:
-                raise ConfigError(f"{self.name} has no commit {sha}. It has {', '.join(self._commits)}.")
+                raise ConfigError(
+                    f"{self.name} has no commit {sha}. It has {', '.join(self._commits)}."
+                )
             self._branches[name] = sha
 
     def at(self, revision: str) -> Commit | None:

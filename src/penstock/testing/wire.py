@@ -139,8 +139,16 @@ class Wire:
         if kind == "silence":
             self._hush()
         has_body = call.method != "HEAD" and reply.body_bytes > 0
-        cut = fault if fault and kind in ("stall", "drip", "reset", "fin", "truncated_chunked") else None
-        if cut and cut.kind != "truncated_chunked" and (cut.after < 0 or (cut.after == 0 and not has_body)):
+        cut = (
+            fault
+            if fault and kind in ("stall", "drip", "reset", "fin", "truncated_chunked")
+            else None
+        )
+        if (
+            cut
+            and cut.kind != "truncated_chunked"
+            and (cut.after < 0 or (cut.after == 0 and not has_body))
+        ):
             # Before the headers.
             if cut.kind == "drip":
                 self._drip(reply.head(), cut.details["bytes_per_s"])
@@ -200,7 +208,9 @@ class Wire:
             self._receive()
             self._read.clear()
 
-    def _drip(self, data: Buffer, bytes_per_s: float, sent: Callable[[int], None] = lambda count: None) -> None:
+    def _drip(
+        self, data: Buffer, bytes_per_s: float, sent: Callable[[int], None] = lambda count: None
+    ) -> None:
         step = max(1, int(bytes_per_s / 20))
         view = memoryview(data)
         for start in range(0, len(view), step):

@@ -86,7 +86,10 @@ class Checkpoints:
             taken.append(disk.load(self.folder / name, checksums=False))
             return ""
 
-        self._all(take, lambda why: StateFormat(f"{refused}: {why}. All ranks have to see the same folder."))
+        self._all(
+            take,
+            lambda why: StateFormat(f"{refused}: {why}. All ranks have to see the same folder."),
+        )
         return taken[0]
 
     def save(
@@ -116,7 +119,9 @@ class Checkpoints:
         rank = self.ranks.rank
         partial: Path | None = None
         try:
-            name = self._all(lambda: disk.begin(self.folder, step).name if rank == 0 else "", failed)[0]
+            name = self._all(
+                lambda: disk.begin(self.folder, step).name if rank == 0 else "", failed
+            )[0]
             partial = self.folder / name
             texts: list[str] = []
             state: dict[str, Any] = {}
@@ -142,7 +147,9 @@ class Checkpoints:
 
             self._all(collect, failed)
             files = {
-                name: tuple(facts) for told in self._all(write, failed) for name, facts in json.loads(told).items()
+                name: tuple(facts)
+                for told in self._all(write, failed)
+                for name, facts in json.loads(told).items()
             }
             self._all(settle, failed)
         except BaseException:
@@ -156,7 +163,11 @@ class Checkpoints:
         return final
 
     def load(
-        self, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, extra_stateful: Mapping[str, Stateful]
+        self,
+        saved: Saved,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra_stateful: Mapping[str, Stateful],
     ) -> None:
         """Put a checkpoint into a model, an optimizer and what else was saved, all in place. Gradients are dropped.
 
@@ -181,7 +192,9 @@ class Checkpoints:
             paths = FileSystemReader(saved.folder).read_metadata().planner_data.values()
             stepped = {path[2] for path in paths if path[:2] == ("optimizer", "state")}
             moments = state["optimizer"]["state"]
-            state["optimizer"]["state"] = {name: moments[name] for name in moments if name in stepped}
+            state["optimizer"]["state"] = {
+                name: moments[name] for name in moments if name in stepped
+            }
             return ""
 
         def read() -> str:
@@ -280,9 +293,14 @@ class Exactly(DefaultLoadPlanner):
             elif name not in self.state_dict:
                 wrong.append(f"{name} is only in the checkpoint")
             elif isinstance(kept, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-                wanted, found = (tuple(value.shape), value.dtype), (tuple(kept.size), kept.properties.dtype)
+                wanted, found = (
+                    (tuple(value.shape), value.dtype),
+                    (tuple(kept.size), kept.properties.dtype),
+                )
                 if wanted != found:
-                    wrong.append(f"{name} was saved as {found[1]} {found[0]} and is {wanted[1]} {wanted[0]} here")
+                    wrong.append(
+                        f"{name} was saved as {found[1]} {found[0]} and is {wanted[1]} {wanted[0]} here"
+                    )
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise ValueError(", ".join(wrong[:NAMED]) + more)
@@ -304,7 +322,9 @@ def rng_state() -> dict[str, Any]:
         ],
         "torch": _text(torch.get_rng_state().numpy().tobytes()),
         # Not is_available(): asking would take memory on every device for a process that uses none of them.
-        "cuda": [_text(one.numpy().tobytes()) for one in cuda.get_rng_state_all()] if cuda.is_initialized() else [],
+        "cuda": [_text(one.numpy().tobytes()) for one in cuda.get_rng_state_all()]
+        if cuda.is_initialized()
+        else [],
     }
 
 
@@ -351,7 +371,9 @@ def _state_of(
 def _not_distributed() -> Iterator[None]:
     """DCP warns whenever it is told that there is a single rank, which is what we tell it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning
+        )
         yield
 
 

@@ -36,14 +36,24 @@ def show(line: str) -> None:
         print(line, flush=True)
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for good)
-        log.warning("nobody reads the console any more (%s): the run goes on without it", error.strerror or error)
+        log.warning(
+            "nobody reads the console any more (%s): the run goes on without it",
+            error.strerror or error,
+        )
 
 
 class Console:
     """Prints, if this is the rank that speaks."""
 
-    def __init__(self, speaks: bool, *, steps: int | None, log_every: int, telemetry: Telemetry) -> None:
-        self._speaks, self._steps, self._log_every, self._telemetry = speaks, steps, log_every, telemetry
+    def __init__(
+        self, speaks: bool, *, steps: int | None, log_every: int, telemetry: Telemetry
+    ) -> None:
+        self._speaks, self._steps, self._log_every, self._telemetry = (
+            speaks,
+            steps,
+            log_every,
+            telemetry,
+        )
         self._printed = self._drawn = 0.0
         self._live: Any = None
         self._task: Any = None
@@ -55,7 +65,9 @@ class Console:
         if not self._speaks:
             return
         if self._live is not None and self._task is not None:
-            self._live.console.print(f"[train] {line}", markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(
+                f"[train] {line}", markup=False, highlight=False, soft_wrap=True
+            )
         else:
             show(f"[train] {line}")
 
@@ -100,7 +112,13 @@ class Console:
             self._task = None
 
     def metrics(
-        self, *, loss: float | None, tokens_per_s: float, batch: int, data_wait: float, elapsed_s: float
+        self,
+        *,
+        loss: float | None,
+        tokens_per_s: float,
+        batch: int,
+        data_wait: float,
+        elapsed_s: float,
     ) -> None:
         """The block that people look for, and what it means."""
         if not self._speaks:
@@ -121,7 +139,13 @@ class Console:
 
 def _progress() -> Any:
     from rich.console import Console as Terminal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     terminal = Terminal()
     bar = [BarColumn(20)] if terminal.width >= ROOMY else []
@@ -148,4 +172,6 @@ def steady_lines(
     from penstock.watch.steady import StepEvent, analyze_steps
 
     events = [StepEvent(i, "data_wait_s", waited) for i, waited in enumerate(waits)] + compiled
-    return analyze_steps(times, [world * each for each in tokens], events).summary(first).splitlines()
+    return (
+        analyze_steps(times, [world * each for each in tokens], events).summary(first).splitlines()
+    )

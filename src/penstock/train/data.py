@@ -113,13 +113,17 @@ def _tokenizer_of(parameters: Mapping[str, Any]) -> Any:
 
 def _synthetic(options: TrainOptions) -> Recipe:
     if options.doc_mask:
-        raise ConfigError("--doc-mask with --dataset synthetic: random ids have no documents. Leave one of them out.")
+        raise ConfigError(
+            "--doc-mask with --dataset synthetic: random ids have no documents. Leave one of them out."
+        )
 
     def dataset(split: str | None) -> Any:
         from penstock.read.synthetic import SyntheticDataset
 
         # Another seed, other rows: what is evaluated on was never trained on.
-        return SyntheticDataset(SYNTHETIC_VOCABULARY, options.seq_len, ENDLESS, seed=1 if split == "val" else 0)
+        return SyntheticDataset(
+            SYNTHETIC_VOCABULARY, options.seq_len, ENDLESS, seed=1 if split == "val" else 0
+        )
 
     return Recipe("", "loader_", options.seq_len, lambda: SYNTHETIC_VOCABULARY, dataset)
 
@@ -130,10 +134,16 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
 
     table = resolved.data
     assert table is not None  # the options were checked
-    seq_len = table.parameters.get("seq_len") or next((t.parameters["seq_len"] for t, _ in table.parts.values()), None)
+    seq_len = table.parameters.get("seq_len") or next(
+        (t.parameters["seq_len"] for t, _ in table.parts.values()), None
+    )
     if seq_len is None:
-        raise ConfigError(f"{table.where}: does not say how long a row is, so no model can be built; give seq_len")
-    split_seen = any("split" in part.parameters for part in (table, *(part for part, _ in table.parts.values())))
+        raise ConfigError(
+            f"{table.where}: does not say how long a row is, so no model can be built; give seq_len"
+        )
+    split_seen = any(
+        "split" in part.parameters for part in (table, *(part for part, _ in table.parts.values()))
+    )
     if options.eval_every and (table.kind != "text" or split_seen):
         raise ConfigError(
             f"--eval-every with {table.where} of kind {table.kind!r}{' and its own split' * split_seen}: there is nothing "
@@ -145,7 +155,9 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
     shared = _Once(lambda: _tokenizer_of(table.parameters)) if table.kind == "text" else None
 
     def dataset(split: str | None) -> Any:
-        chosen: dict[str, Any] = {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
+        chosen: dict[str, Any] = (
+            {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
+        )
         if shared is not None:
             chosen["tokenizer"] = shared()
         described = replace(table, parameters={**table.parameters, **chosen})
@@ -167,7 +179,9 @@ def _with_positions(table: DataTable) -> DataTable:
             f"--doc-mask with {table.where} of kind 'synthetic': random ids have no documents. Leave one of them out."
         )
     if table.kind == "mixture":
-        return replace(table, parts={name: (_with_positions(one), w) for name, (one, w) in table.parts.items()})
+        return replace(
+            table, parts={name: (_with_positions(one), w) for name, (one, w) in table.parts.items()}
+        )
     return replace(table, parameters={**table.parameters, "positions": True})
 
 
@@ -181,7 +195,9 @@ def _ids(dataset: Any, options: TrainOptions, where: str) -> int:
         return int(dataset.tokenizer.size)
     known = getattr(dataset, "vocab_size", options.vocab_size)
     if known is None:
-        raise ConfigError(f"{where}: files of token ids do not say how many ids there are; give --vocab-size")
+        raise ConfigError(
+            f"{where}: files of token ids do not say how many ids there are; give --vocab-size"
+        )
     return int(known)
 
 
@@ -213,7 +229,9 @@ def make_loader(
     from penstock.loader import AsyncDataLoader
 
     settings = resolved.settings
-    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH, device=device))
+    arguments = loader_arguments(
+        replace(settings, batch_size=settings.batch_size or BATCH, device=device)
+    )
     if split == "val":
         arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0, "autotune": False}
     shard = current_shard()
@@ -221,7 +239,9 @@ def make_loader(
     # a last batch that is not full would be one that other ranks do not have.
     if shard.mod > 1:
         arguments["drop_last"] = True
-    loader = AsyncDataLoader(recipe.dataset(split), shard=shard, **(arguments | {"telemetry": telemetry}))
+    loader = AsyncDataLoader(
+        recipe.dataset(split), shard=shard, **(arguments | {"telemetry": telemetry})
+    )
     if states is not None:
         loader.load_state_dict(states)
     return loader
@@ -231,7 +251,14 @@ class StandIn:
     """Batches of made-up ids, for steps without data. The same ids for the same step, whatever the number of ranks."""
 
     def __init__(
-        self, recipe: Recipe, vocab_size: int, batch_size: int, accumulate: int, *, doc_mask: bool, device: Any
+        self,
+        recipe: Recipe,
+        vocab_size: int,
+        batch_size: int,
+        accumulate: int,
+        *,
+        doc_mask: bool,
+        device: Any,
     ) -> None:
         from penstock.read.synthetic import SyntheticDataset
 
@@ -252,9 +279,18 @@ class StandIn:
         numbers = [first + row * self._shard.mod + self._shard.rem for row in range(size)]
         ids = torch.from_numpy(self._rows.__getitems__(numbers).astype(np.int64)).to(self._device)
         batch = Batch(
-            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), epoch=0, index=0, synthetic=True, _tokens=size * seq_len
+            ids[:, :-1].contiguous(),
+            ids[:, 1:].contiguous(),
+            epoch=0,
+            index=0,
+            synthetic=True,
+            _tokens=size * seq_len,
         )
         if self._doc_mask:  # a row is a document
-            batch.positions = torch.arange(seq_len, device=self._device).expand(size, seq_len).contiguous()
-            batch.cu_seqlens = torch.arange(0, size * seq_len + 1, seq_len, dtype=torch.int32, device=self._device)
+            batch.positions = (
+                torch.arange(seq_len, device=self._device).expand(size, seq_len).contiguous()
+            )
+            batch.cu_seqlens = torch.arange(
+                0, size * seq_len + 1, seq_len, dtype=torch.int32, device=self._device
+            )
         return batch

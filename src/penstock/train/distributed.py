@@ -105,7 +105,11 @@ def computes_in(options: TrainOptions, device: torch.device) -> torch.dtype:
     if options.dtype != "auto":
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return (
+        torch.bfloat16
+        if device.type == "cuda" and torch.cuda.is_bf16_supported()
+        else torch.float32
+    )
 
 
 def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
@@ -114,13 +118,19 @@ def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
         ids = [place.device.index] if place.device.type == "cuda" else None
         # Its buffers are tables that never change: nobody has to send them. Newer releases call that by another name.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        unsent: dict[str, Any] = {next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False}
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unsent)
+        unsent: dict[str, Any] = {
+            next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False
+        }
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=True, **unsent
+        )
     if place.parallel == "fsdp":
         narrow = None if dtype == torch.float32 else dtype
         # Inputs stay as they are: the tables of the rotation would lose their digits.
         policy = MixedPrecisionPolicy(
-            param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32, cast_forward_inputs=False
+            param_dtype=narrow,
+            reduce_dtype=None if narrow is None else torch.float32,
+            cast_forward_inputs=False,
         )
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mp_policy=policy)

@@ -50,7 +50,10 @@ class Loop:
         self._torch_at = torch_at
         self._begun, self._options, self._place = begun, begun.options, place
         self._console = Console(
-            self._place.first, steps=begun.steps, log_every=begun.options.log_every, telemetry=begun.telemetry
+            self._place.first,
+            steps=begun.steps,
+            log_every=begun.options.log_every,
+            telemetry=begun.telemetry,
         )
         self._vocab_size = self._agreed_vocabulary()
         self._step = 0 if begun.saved is None else begun.saved.step
@@ -64,7 +67,9 @@ class Loop:
             lr=begun.resolved.settings.learning_rate,
             steps=begun.steps,
         )
-        self._checkpoints = Checkpoints(checkpoints_of(begun.options), self._place.peers, begun.options.keep)
+        self._checkpoints = Checkpoints(
+            checkpoints_of(begun.options), self._place.peers, begun.options.keep
+        )
         self._validation: SharedFeed | None = None
         self._times, self._waits, self._tokens = array("d"), array("d"), array("q")
         self._compiled: list[StepEvent] = []
@@ -101,7 +106,10 @@ class Loop:
                 who = f"rank {rank} of {len(texts)}: " if len(texts) > 1 else ""
                 reason = f"{who}the vocabulary could not be had: {text}"
                 begun.heartbeat.event(
-                    f"{begun.recipe.prefix}error", error=reason[:1000], stage="open", where="vocabulary"
+                    f"{begun.recipe.prefix}error",
+                    error=reason[:1000],
+                    stage="open",
+                    where="vocabulary",
                 )
                 raise FeedStopped(reason) from error
         if len({tuple(each) for each in told}) > 1:
@@ -146,7 +154,9 @@ class Loop:
         )
         if begun.saved is None:
             if self._place.first and (moved := set_aside(self._checkpoint_folder())) is not None:
-                console.say(f"checkpoints of an earlier run are now in {moved}; --resume would have gone on from them")
+                console.say(
+                    f"checkpoints of an earlier run are now in {moved}; --resume would have gone on from them"
+                )
             return
         for name in SHAPE:
             now, then = self._shape()[name], begun.saved.settings.get(name)
@@ -155,13 +165,19 @@ class Loop:
                     f"{begun.saved.folder}: its model has {name} {then}, and this run asks for {now}. Ask for the "
                     "same, or leave --resume out to begin anew."
                 )
-        self._checkpoints.load(begun.saved, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler})
+        self._checkpoints.load(
+            begun.saved, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler}
+        )
         if begun.saved.world_size == self._place.peers.world:
             set_rng_state(begun.saved.ranks[self._place.peers.rank]["rng"])
         console.say(f"resumed from {begun.saved.folder}, step {self._step}")
 
     def _shape(self) -> dict[str, Any]:
-        return {"size": self._options.size, "seq_len": self._begun.recipe.seq_len, "vocab_size": self._vocab_size}
+        return {
+            "size": self._options.size,
+            "seq_len": self._begun.recipe.seq_len,
+            "vocab_size": self._vocab_size,
+        }
 
     def _prewarm(self) -> None:
         if not self._options.prewarm:
@@ -179,7 +195,9 @@ class Loop:
             trainer.model, trainer.optimizer, dummy, loss=trainer.mean_loss, accumulate=begun.accumulate,
             scheduler=trainer.scheduler,
         )  # fmt: skip
-        begun.heartbeat.event("prewarm", seconds=round(done.total_s, 6), passes=done.passes, skipped=done.skipped)
+        begun.heartbeat.event(
+            "prewarm", seconds=round(done.total_s, 6), passes=done.passes, skipped=done.skipped
+        )
         self._console.say(f"prewarmed in {done.total_s:.2f} s")
 
     def _warm_up(self) -> None:
@@ -197,7 +215,9 @@ class Loop:
         loader = begun.feed.loader() if timeout else None
         if isinstance(loader, AsyncDataLoader):
             done = loader.warmup(settings.warmup_batches, min(timeout, begun.feed.left_s()))
-            self._console.say(f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms")
+            self._console.say(
+                f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms"
+            )
         if begun.open_validation is None:
             return
         self._validation = begun.open_validation()
@@ -248,10 +268,17 @@ class Loop:
             self._step = step
             synthetic = {"synthetic": True} if feed.substituting else {}
             begun.heartbeat.progress(
-                step, loss=done.loss, grad_norm=done.grad_norm, tokens=done.tokens, lr=done.lr, **synthetic
+                step,
+                loss=done.loss,
+                grad_norm=done.grad_norm,
+                tokens=done.tokens,
+                lr=done.lr,
+                **synthetic,
             )
             self._note(time.perf_counter() - began, waited, done.tokens)
-            self._console.step(step, done, world=self._place.peers.world, warning=self._without_data())
+            self._console.step(
+                step, done, world=self._place.peers.world, warning=self._without_data()
+            )
             if options.eval_every and step % options.eval_every == 0:
                 self._evaluate()
             if options.save_every and step % options.save_every == 0:
@@ -276,14 +303,26 @@ class Loop:
     def _greet(self) -> None:
         """The first batch is there: how long it took, and how much of that nobody had to wait for."""
         begun, self._greeted = self._begun, True
-        ready, opened = begun.telemetry.ledger.marks.get("first_batch", self._asked), begun.feed.opened_at
+        ready, opened = (
+            begun.telemetry.ledger.marks.get("first_batch", self._asked),
+            begun.feed.opened_at,
+        )
         hidden = max(0.0, min(ready, self._asked) - opened)
         torch_s, build_s = self._torch_at - begun.at, self._asked - self._torch_at
-        told = {"torch_s": torch_s, "build_s": build_s, "data_s": ready - opened, "hidden_s": hidden}
+        told = {
+            "torch_s": torch_s,
+            "build_s": build_s,
+            "data_s": ready - opened,
+            "hidden_s": hidden,
+        }
         told["waited_s"] = max(0.0, ready - self._asked)
-        begun.heartbeat.event("start", **{name: round(seconds, 6) for name, seconds in told.items()})
+        begun.heartbeat.event(
+            "start", **{name: round(seconds, 6) for name, seconds in told.items()}
+        )
         of = f"{begun.recipe.title} " if begun.recipe.title else ""
-        self._console.say(f"first {of}batch fetched in {begun.telemetry.first.get('dt', ready - opened):.2f}s")
+        self._console.say(
+            f"first {of}batch fetched in {begun.telemetry.first.get('dt', ready - opened):.2f}s"
+        )
         self._console.say(
             f"{hidden:.2f} s of the data's start were hidden behind importing torch ({torch_s:.2f} s) and building the "
             f"model ({build_s:.2f} s)"
@@ -296,7 +335,9 @@ class Loop:
         count = self._options.eval_batches
         with self._begun.telemetry.pause("eval"):
             try:
-                turn = self._validation.next(self._step, count, stopping=self._begun.signals.came is not None)
+                turn = self._validation.next(
+                    self._step, count, stopping=self._begun.signals.came is not None
+                )
             except FeedStopped as error:
                 self._console.say(f"WARNING: no evaluation after step {self._step}: {error.reason}")
                 self._begun.heartbeat.event("eval_skipped", reason=error.reason)
@@ -318,7 +359,12 @@ class Loop:
         try:
             with self._begun.telemetry.pause("checkpoint"):
                 folder = self._checkpoints.save(
-                    self._step, trainer.model, trainer.optimizer, {"scheduler": trainer.scheduler}, own, self._shape()
+                    self._step,
+                    trainer.model,
+                    trainer.optimizer,
+                    {"scheduler": trainer.scheduler},
+                    own,
+                    self._shape(),
                 )
         except SaveFailed as error:
             # The older ones are still good, and the next try may be better: training goes on.
@@ -326,7 +372,9 @@ class Loop:
             self._begun.heartbeat.event("save_failed", error=str(error))
             return False
         self._saved_at = self._step
-        self._begun.heartbeat.event("saved", folder=str(folder), seconds=round(time.perf_counter() - began, 6))
+        self._begun.heartbeat.event(
+            "saved", folder=str(folder), seconds=round(time.perf_counter() - began, 6)
+        )
         return True
 
     # The end
@@ -368,9 +416,13 @@ class Loop:
             elapsed_s=elapsed,
         )
         first = self._step - len(self._times) + 1
-        for line in steady_lines(self._times, self._waits, self._tokens, self._compiled, world=world, first=first):
+        for line in steady_lines(
+            self._times, self._waits, self._tokens, self._compiled, world=world, first=first
+        ):
             self._console.say(line)
-        if substituted := sum(each.last - each.first + 1 for each in self._begun.feed.substitutions):
+        if substituted := sum(
+            each.last - each.first + 1 for each in self._begun.feed.substitutions
+        ):
             self._console.say(f"WARNING: {substituted} steps ran on SYNTHETIC data")
 
     def _report(self) -> None:
@@ -378,7 +430,9 @@ class Loop:
 
         folder = self._options.out
         page = (
-            folder / "report.html" if self._options.report == "auto" else Path(str(self._options.report)).expanduser()
+            folder / "report.html"
+            if self._options.report == "auto"
+            else Path(str(self._options.report)).expanduser()
         )
         try:
             self._console.say(f"report: {report(str(folder)).write(page).absolute()}")

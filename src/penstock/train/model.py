@@ -36,7 +36,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads) < 1 or self.width % (2 * self.heads):
-            raise ConfigError(f"{self}: all must be positive, and width an even multiple of heads, to rotate in pairs")
+            raise ConfigError(
+                f"{self}: all must be positive, and width an even multiple of heads, to rotate in pairs"
+            )
 
     @property
     def head_width(self) -> int:
@@ -134,7 +136,9 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape, vocab_size: int, seq_len: int, dropout: float = 0.0) -> None:
         super().__init__()
         if vocab_size < 1 or seq_len < 1:
-            raise ConfigError(f"GPT: vocab_size is {vocab_size} and seq_len {seq_len}; both must be positive")
+            raise ConfigError(
+                f"GPT: vocab_size is {vocab_size} and seq_len {seq_len}; both must be positive"
+            )
         self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
         # Matrix multiplication likes multiples of 64. No logit leaves for the rows that are added, and they never learn.
         self.embedding = nn.Embedding(round_up(vocab_size, 64), shape.width)
@@ -161,25 +165,35 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * self.shape.layers) if adds else INIT_STD)
+                nn.init.normal_(
+                    parameter, std=INIT_STD / math.sqrt(2 * self.shape.layers) if adds else INIT_STD
+                )
 
-    def forward(self, inputs: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Logits for the token after each.
 
         positions, cu_seqlens: a batch's own; with them no document sees another. Both or neither.
         """
         batch, seq_len = inputs.shape
         if seq_len > self.seq_len:
-            raise ConfigError(f"GPT: rows of {seq_len} ids, and the model was built for seq_len={self.seq_len}")
+            raise ConfigError(
+                f"GPT: rows of {seq_len} ids, and the model was built for seq_len={self.seq_len}"
+            )
         if (positions is None) != (cu_seqlens is None):
             missing = "positions" if positions is None else "cu_seqlens"
-            raise ConfigError(f"GPT: attention within documents needs positions and cu_seqlens, and {missing} is None")
+            raise ConfigError(
+                f"GPT: attention within documents needs positions and cu_seqlens, and {missing} is None"
+            )
         # Once for all blocks. And outside of them: the length of cu_seqlens changes with every batch, and a compiled
         # block should see but one shape.
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, batch, seq_len)
         if positions is None:
             positions = torch.arange(seq_len, device=inputs.device).unsqueeze(0)
-        cos = self.cos[positions].unsqueeze(1)  # (batch or 1, 1 for all heads, seq_len, head_width / 2)
+        cos = self.cos[positions].unsqueeze(
+            1
+        )  # (batch or 1, 1 for all heads, seq_len, head_width / 2)
         sin = self.sin[positions].unsqueeze(1)
 
         x = self.dropout(self.embedding(inputs))
@@ -208,7 +222,9 @@ def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     A sum, since ranks and micro-steps may have different numbers of targets: add both up, then divide.
     """
-    total = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
     return total, (targets != IGNORE).sum()
 
 
@@ -220,7 +236,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     decay: list[nn.Parameter] = []
     keep: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        (decay if parameter.ndim == 2 and not name.endswith("embedding.weight") else keep).append(parameter)
+        (decay if parameter.ndim == 2 and not name.endswith("embedding.weight") else keep).append(
+            parameter
+        )
     return [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
 
 

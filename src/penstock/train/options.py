@@ -56,13 +56,19 @@ def _device() -> Kind:
     """Where a model may be."""
 
     def read(value: Any) -> str:
-        return value if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) else refuse()
+        return (
+            value
+            if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)
+            else refuse()
+        )
 
     return Kind("auto, cpu, cuda or cuda:N", read)
 
 
 def _option(default: T, kind: Kind, help: str, group: str, *, implied: str | None = None) -> T:
-    made: T = field(default=default, metadata={"kind": kind, "help": help, "group": group, "implied": implied})
+    made: T = field(
+        default=default, metadata={"kind": kind, "help": help, "group": group, "implied": implied}
+    )
     return made
 
 
@@ -87,23 +93,38 @@ class TrainOptions:
         DATA,
     )
     dataset_config: str | None = _option(
-        None, maybe(text()), "A configuration of the dataset's card on the Hub, such as sample-10BT.", DATA
+        None,
+        maybe(text()),
+        "A configuration of the dataset's card on the Hub, such as sample-10BT.",
+        DATA,
     )
     text_field: str = _option("text", text(), "The column that has the text.", DATA)
-    seq_len: int = _option(256, whole(8), "Tokens in a row. Attention's cost grows with its square.", DATA)
+    seq_len: int = _option(
+        256, whole(8), "Tokens in a row. Attention's cost grows with its square.", DATA
+    )
     packing: str = _option(
-        "concat", choice("concat", "best_fit", "bos"), "How documents become rows: see docs/data.md.", DATA
+        "concat",
+        choice("concat", "best_fit", "bos"),
+        "How documents become rows: see docs/data.md.",
+        DATA,
     )
     doc_mask: bool = _option(False, flag(), "Attention within documents only.", DATA, implied="1")
 
     vocab_size: int | None = _option(
-        None, or_none(whole(2)), "How many ids there are, for files of token ids, which do not say.", DATA
+        None,
+        or_none(whole(2)),
+        "How many ids there are, for files of token ids, which do not say.",
+        DATA,
     )
 
     size: str = _option("toy", choice(*SIZES), f"The model: {', '.join(SIZES)}.", MODEL)
     dropout: float = _option(0.0, number(), "Share of activations dropped.", MODEL)
     compile: bool = _option(
-        False, flag(), "torch.compile, block by block. A slower start, faster steps.", MODEL, implied="1"
+        False,
+        flag(),
+        "torch.compile, block by block. A slower start, faster steps.",
+        MODEL,
+        implied="1",
     )
     dtype: str = _option(
         "auto",
@@ -113,7 +134,10 @@ class TrainOptions:
     )
 
     steps: int | None = _option(
-        None, or_none(whole(1)), f"Steps to run to; by default {STEPS}, or the epochs that a file asks for.", TRAINING
+        None,
+        or_none(whole(1)),
+        f"Steps to run to; by default {STEPS}, or the epochs that a file asks for.",
+        TRAINING,
     )
     batch: int | None = _option(
         None,
@@ -121,7 +145,9 @@ class TrainOptions:
         f"Rows of a micro-step on each rank; default {BATCH}. A file calls it batch_size.",
         TRAINING,
     )
-    accumulate: int = _option(1, whole(1), "Micro-steps that make a step. More cost time, not memory.", TRAINING)
+    accumulate: int = _option(
+        1, whole(1), "Micro-steps that make a step. More cost time, not memory.", TRAINING
+    )
     global_batch: int | None = _option(
         None, or_none(whole(1)), "Rows of a step on all ranks; --accumulate follows, so that another number of ranks "
         "trains alike.", TRAINING,
@@ -133,9 +159,14 @@ class TrainOptions:
         TRAINING,
     )
     lr_warmup: int | None = _option(
-        None, or_none(whole(0)), "Steps in which the rate rises; default: a tenth of them, 100 at most.", TRAINING
+        None,
+        or_none(whole(0)),
+        "Steps in which the rate rises; default: a tenth of them, 100 at most.",
+        TRAINING,
     )
-    lr_floor: float = _option(0.1, number(), "What is left of it at the end of the cosine.", TRAINING)
+    lr_floor: float = _option(
+        0.1, number(), "What is left of it at the end of the cosine.", TRAINING
+    )
     weight_decay: float = _option(0.1, number(), "AdamW's, on matrices.", TRAINING)
     clip: float = _option(1.0, number(), "Longest gradient; 0 for any.", TRAINING)
     seed: int | None = _option(
@@ -145,10 +176,15 @@ class TrainOptions:
         TRAINING,
     )
     eval_every: int = _option(
-        0, whole(0), "Evaluate after so many steps, on documents that training never sees; 0: never.", TRAINING
+        0,
+        whole(0),
+        "Evaluate after so many steps, on documents that training never sees; 0: never.",
+        TRAINING,
     )
     eval_batches: int = _option(8, whole(1), "Batches of an evaluation, on each rank.", TRAINING)
-    val_fraction: float = _option(0.005, number(), "Share of documents kept for evaluation.", TRAINING)
+    val_fraction: float = _option(
+        0.005, number(), "Share of documents kept for evaluation.", TRAINING
+    )
     prewarm: bool = _option(
         False, flag(), "Take the cost of the first step before it, without changing a bit: see docs/prewarm.md.",
         TRAINING, implied="1",
@@ -161,8 +197,12 @@ class TrainOptions:
         RUN,
         implied="1",
     )
-    fsdp: bool = _option(False, flag(), "Shard the model (FSDP2) instead of copying it (DDP).", RUN, implied="1")
-    device: str = _option("auto", _device(), "auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.", RUN)
+    fsdp: bool = _option(
+        False, flag(), "Shard the model (FSDP2) instead of copying it (DDP).", RUN, implied="1"
+    )
+    device: str = _option(
+        "auto", _device(), "auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.", RUN
+    )
     collective_timeout: float = _option(
         600.0, number("seconds"), "Seconds that a rank waits for the others in a collective.", RUN
     )
@@ -181,7 +221,10 @@ class TrainOptions:
         implied="newest",
     )
     grace: float = _option(
-        30.0, number("seconds"), "Seconds that saving may take after SIGTERM, before the process ends anyway.", SAVING
+        30.0,
+        number("seconds"),
+        "Seconds that saving may take after SIGTERM, before the process ends anyway.",
+        SAVING,
     )
 
     loader_timeout: float = _option(
@@ -190,12 +233,16 @@ class TrainOptions:
         "Seconds to wait for the vocabulary, and then for the first batch, listing included.",
         FAULTS,
     )
-    stall_timeout: float = _option(300.0, number("seconds"), "Seconds until any other batch.", FAULTS)
+    stall_timeout: float = _option(
+        300.0, number("seconds"), "Seconds until any other batch.", FAULTS
+    )
     on_stall: str = _option(
         "stop", choice("stop", "synthetic"), "When a rank has no data: all stop, or all go on with made-up data until all "
         "have theirs again.", FAULTS,
     )  # fmt: skip
-    synthetic_on_fail: bool = _option(False, flag(), "The same as --on-stall synthetic.", FAULTS, implied="1")
+    synthetic_on_fail: bool = _option(
+        False, flag(), "The same as --on-stall synthetic.", FAULTS, implied="1"
+    )
 
     report: str | None = _option(
         None, maybe(text()), "Write the report page at the end, to this file or beside the heartbeat.",
@@ -207,14 +254,21 @@ class TrainOptions:
         "Serve Prometheus metrics; each rank at this port plus its number on the host, 0: a free one.",
         WATCHING,
     )
-    tensorboard: Path | None = _option(None, maybe(path()), "Write TensorBoard's files here.", WATCHING)
+    tensorboard: Path | None = _option(
+        None, maybe(path()), "Write TensorBoard's files here.", WATCHING
+    )
     log_every: int = _option(
-        0, whole(0), "A line on the console every so many steps; 0: every two seconds or so.", WATCHING
+        0,
+        whole(0),
+        "A line on the console every so many steps; 0: every two seconds or so.",
+        WATCHING,
     )
 
     def __post_init__(self) -> None:
         for name, each in OPTIONS.items():
-            object.__setattr__(self, name, each.kind.parse(Said(name, getattr(self, name), f"--{each.spelled}")))
+            object.__setattr__(
+                self, name, each.kind.parse(Said(name, getattr(self, name), f"--{each.spelled}"))
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +311,23 @@ def resolve(
 ) -> tuple[TrainOptions, Resolved]:
     """Options and the loader's settings, from the command line (`given`, `overrides`), the environment and a file."""
     said = {name: value for name, value in given.items() if value is not None}
-    spelled = {OPTIONS[name].spelled if name in OPTIONS else name: value for name, value in said.items()}
-    options = each_once(from_options(spelled, OPTIONS, "--{}"), {name: each.kind for name, each in OPTIONS.items()})
+    spelled = {
+        OPTIONS[name].spelled if name in OPTIONS else name: value for name, value in said.items()
+    }
+    options = each_once(
+        from_options(spelled, OPTIONS, "--{}"), {name: each.kind for name, each in OPTIONS.items()}
+    )
     more = {name: said[option] for option, name in ELSEWHERE.items() if option in said}
     if twice := more.keys() & (overrides or {}).keys():
-        raise ConfigError(f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them")
-    resolved = load(config, overrides=dict(overrides or {}) | more, preset=preset, origin="command line --set {}")
+        raise ConfigError(
+            f"--set {', '.join(sorted(twice))}: is given by an option of its own too; keep one of them"
+        )
+    resolved = load(
+        config,
+        overrides=dict(overrides or {}) | more,
+        preset=preset,
+        origin="command line --set {}",
+    )
     in_file = _from_file(resolved.file) if resolved.file is not None else {}
     written = _one_stall(in_file) | _one_stall(options)
     device = Said("device", resolved.settings.device, resolved.sources["device"])
@@ -273,7 +338,9 @@ def resolve(
     _check(made, resolved)
     described = [written[name].where for name in DESCRIBED if name in written]
     if described and made.dataset is None and resolved.data is not None:
-        raise ConfigError(f"{', '.join(described)}: {resolved.data.where} describes the data; change it there")
+        raise ConfigError(
+            f"{', '.join(described)}: {resolved.data.where} describes the data; change it there"
+        )
     return made, resolved
 
 
@@ -289,7 +356,10 @@ def _one_stall(said: dict[str, Said]) -> dict[str, Said]:
         )
     where = (stall or fail).where  # type: ignore[union-attr]
     stall = Said("on_stall", "synthetic" if synthetic else "stop", where)
-    return said | {"on_stall": stall, "synthetic_on_fail": Said("synthetic_on_fail", synthetic, where)}
+    return said | {
+        "on_stall": stall,
+        "synthetic_on_fail": Said("synthetic_on_fail", synthetic, where),
+    }
 
 
 def _from_file(file: Path) -> dict[str, Said]:
@@ -310,40 +380,62 @@ def _from_file(file: Path) -> dict[str, Said]:
 
 def _check(options: TrainOptions, resolved: Resolved) -> None:
     if options.dataset == "fineweb_edu_local" and options.local_path is None:
-        raise ConfigError("--dataset fineweb_edu_local: needs --local-path FILE; penstock bootstrap makes one")
+        raise ConfigError(
+            "--dataset fineweb_edu_local: needs --local-path FILE; penstock bootstrap makes one"
+        )
     if options.local_path is not None and options.dataset != "fineweb_edu_local":
-        raise ConfigError("--local-path: is for --dataset fineweb_edu_local; any other file is its own --dataset")
+        raise ConfigError(
+            "--local-path: is for --dataset fineweb_edu_local; any other file is its own --dataset"
+        )
     if options.dataset is None and resolved.data is None:
         raise ConfigError(
             "no data: give --dataset (stdlib needs nothing), or --config with a file that has a table data"
         )
     if resolved.settings.output == "numpy":
-        raise ConfigError(f"{resolved.sources['output']} = 'numpy': a model is trained on tensors; leave it out")
+        raise ConfigError(
+            f"{resolved.sources['output']} = 'numpy': a model is trained on tensors; leave it out"
+        )
     # A heartbeat that is given the name of a file goes on at its end, whatever is in it: the data itself, at worst.
     if options.out.suffix == ".jsonl" or (options.out.exists() and not options.out.is_dir()):
         raise ConfigError(f"--out {options.out}: needs a folder")
     if options.ddp is False and options.fsdp:
         raise ConfigError("--ddp 0 and --fsdp: a single process has nobody to share a model with")
     if options.global_batch is not None and options.accumulate != 1:
-        raise ConfigError("--global-batch and --accumulate: the one follows from the other; give one of them")
+        raise ConfigError(
+            "--global-batch and --accumulate: the one follows from the other; give one of them"
+        )
     if not 0 < options.val_fraction < 1:
         raise ConfigError(f"--val-fraction {options.val_fraction:g}: needs a share between 0 and 1")
     if not options.dropout < 1:
         raise ConfigError(f"--dropout {options.dropout:g}: needs a share below 1")
-    longest = max(options.loader_timeout, options.stall_timeout, options.collective_timeout, options.grace)
+    longest = max(
+        options.loader_timeout, options.stall_timeout, options.collective_timeout, options.grace
+    )
     if longest > LONGEST_S:
-        raise ConfigError(f"{longest:g} seconds: no timeout may be longer than {LONGEST_S:,} seconds")
+        raise ConfigError(
+            f"{longest:g} seconds: no timeout may be longer than {LONGEST_S:,} seconds"
+        )
     if options.seq_len > LONGEST_ROW:
         raise ConfigError(f"--seq-len {options.seq_len}: at most {LONGEST_ROW:,}")
     if options.report not in (None, "auto") and not str(options.report).endswith((".html", ".htm")):
         raise ConfigError(
             f"--report {options.report}: needs a name that ends in .html, so that it overwrites nothing else"
         )
-    if options.tensorboard is not None and options.tensorboard.exists() and not options.tensorboard.is_dir():
-        raise ConfigError(f"--tensorboard {options.tensorboard}: is a file; TensorBoard wants a folder")
+    if (
+        options.tensorboard is not None
+        and options.tensorboard.exists()
+        and not options.tensorboard.is_dir()
+    ):
+        raise ConfigError(
+            f"--tensorboard {options.tensorboard}: is a file; TensorBoard wants a folder"
+        )
     if options.loader_timeout <= 0 or options.stall_timeout <= 0 or options.collective_timeout <= 0:
-        raise ConfigError("--loader-timeout, --stall-timeout and --collective-timeout: need more than 0 seconds")
-    if on_stall(options) == "synthetic" and (not resolved.settings.prefetch or resolved.settings.n_workers == 0):
+        raise ConfigError(
+            "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0 seconds"
+        )
+    if on_stall(options) == "synthetic" and (
+        not resolved.settings.prefetch or resolved.settings.n_workers == 0
+    ):
         raise ConfigError(
             "--on-stall synthetic: needs prefetch on, and workers; without them a batch is made in the step, however long "
             "that takes"
@@ -375,7 +467,9 @@ def on_stall(options: TrainOptions) -> Literal["stop", "synthetic"]:
 
 def spell_out(arguments: list[str]) -> list[str]:
     """A command line in which each option that may stand alone has its value: `--resume` is `--resume newest`."""
-    alone = {f"--{each.spelled}": each.implied for each in OPTIONS.values() if each.implied is not None}
+    alone = {
+        f"--{each.spelled}": each.implied for each in OPTIONS.values() if each.implied is not None
+    }
     spelled: list[str] = []
     for n, argument in enumerate(arguments):
         spelled.append(argument)

@@ -87,7 +87,9 @@ def prewarm(
     `rebuild_buckets`: whether DDP builds its final buckets now, which takes a pass more. None: where that changes no bit.
     With three ranks or more it changes the order in which the gradients of the first real step are added up.
     """
-    how = How(loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets)
+    how = How(
+        loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets
+    )
     done: Prewarmed = _run().prewarm(model, optimizer, batch, how)
     return done
 
@@ -115,7 +117,9 @@ def verify_prewarm(
     Needs about four times the memory of parameters, buffers and optimizer state: for a small twin of the
     real thing, or a machine with room. `warm` is called in place of `prewarm`, to put something else to the test.
     """
-    how = How(loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets)
+    how = How(
+        loss, steps, accumulate, autocast, scheduler, scaler, copy_parameters, rebuild_buckets
+    )
     _run().verify_prewarm(model, optimizer, batch, how, real_steps, warm)
 
 

@@ -71,7 +71,9 @@ def integers(plain: Tensor) -> list[Tensor]:
         storage = plain.untyped_storage()
         storage.data_ptr()
     except (NotImplementedError, RuntimeError) as error:
-        raise TypeError(f"the memory of a {type(plain).__name__} cannot be seen: {error}") from error
+        raise TypeError(
+            f"the memory of a {type(plain).__name__} cannot be seen: {error}"
+        ) from error
     if storage.device.type == "meta" or (plain.numel() > 0 and storage.nbytes() == 0):
         return []
     if plain.is_conj() or plain.is_neg() or plain.is_inference():
@@ -115,7 +117,9 @@ def write(tensor: Tensor, saved: Sequence[Tensor]) -> bool:
         return False
     for piece, old in zip(pieces, saved, strict=True):
         for dim, stride in enumerate(piece.stride()):
-            if stride == 0 and piece.shape[dim] > 1:  # the same memory over and over; torch writes to none such
+            if (
+                stride == 0 and piece.shape[dim] > 1
+            ):  # the same memory over and over; torch writes to none such
                 piece, old = piece.narrow(dim, 0, 1), old.narrow(dim, 0, 1)
         piece.copy_(old)
     return True
@@ -129,30 +133,40 @@ def checksum(tensor: Tensor, drawn: dict[torch.device, Tensor] | None = None) ->
     `drawn` keeps those numbers from one tensor to the next.
     """
     drawn = {} if drawn is None else drawn
-    return tuple((tuple(piece.shape), piece.stride(), summed(piece, drawn)) for piece in memory(tensor))
+    return tuple(
+        (tuple(piece.shape), piece.stride(), summed(piece, drawn)) for piece in memory(tensor)
+    )
 
 
 def summed(piece: Tensor, drawn: dict[torch.device, Tensor]) -> int:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True)
+    )
     # In the order of memory, where it has no gaps; a part of another tensor is copied.
     flat = piece.as_strided((span,), (1,)) if span == piece.numel() else piece.flatten()
     if flat.element_size() == 8:
         # Two sign bits of 64 would cancel each other out, whatever they are multiplied by.
         flat = flat.view(torch.int32)
     if flat.device not in drawn:
-        drawn[flat.device] = odd_numbers(PIECE if flat.device.type == "cpu" else LARGE_PIECE, flat.device)
+        drawn[flat.device] = odd_numbers(
+            PIECE if flat.device.type == "cpu" else LARGE_PIECE, flat.device
+        )
     factors = drawn[flat.device]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), len(factors)):
         part = flat[begin : begin + len(factors)]
-        total = total * 6364136223846793005 + (part * factors[: len(part)]).sum()  # odd, so that no bit is lost
+        total = (
+            total * 6364136223846793005 + (part * factors[: len(part)]).sum()
+        )  # odd, so that no bit is lost
     return int(total)
 
 
 def odd_numbers(length: int, device: torch.device) -> Tensor:
     """Always the same ones, and not from a generator that training uses."""
     generator = torch.Generator(device).manual_seed(1)
-    drawn = torch.empty(length, dtype=torch.int64, device=device).random_(-(1 << 62), 1 << 62, generator=generator)
+    drawn = torch.empty(length, dtype=torch.int64, device=device).random_(
+        -(1 << 62), 1 << 62, generator=generator
+    )
     return drawn.mul_(2).add_(1)
 
 
@@ -181,9 +195,15 @@ def alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
-        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+        return bool(
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            alike(value, other[key]) for key, value in one.items()
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(alike, one, other))
     return bool(one == other)

@@ -38,14 +38,18 @@ NOT_THE_USERS = frozenset({"torch", "builtins", "abc", "typing"})
 
 
 @contextmanager
-def kept(model: nn.Module, parameters: Iterable[nn.Parameter], copied: Iterable[Tensor] = ()) -> Iterator[None]:
+def kept(
+    model: nn.Module, parameters: Iterable[nn.Parameter], copied: Iterable[Tensor] = ()
+) -> Iterator[None]:
     """Put back buffers, gradients, modes, random numbers and attributes of modules, and the tensors `copied`."""
     parameters = list(parameters)
     with ExitStack() as stack:
         # The last to go: what runs on the way out may draw random numbers.
         stack.callback(set_random_states, random_states())
         stack.callback(tracker_kept())
-        stack.callback(torch.clear_autocast_cache)  # casts of weights, of an autocast that is still open outside
+        stack.callback(
+            torch.clear_autocast_cache
+        )  # casts of weights, of an autocast that is still open outside
         for tensor in copied:
             stack.callback(content_kept(tensor, "a parameter"))
         for name, buffer in model.named_buffers():
@@ -115,7 +119,9 @@ def content_kept(tensor: Tensor, what: str) -> Undo:
         if not saved or same(now, saved):
             return
         with suppress(RuntimeError, ValueError):  # whether it worked is seen below
-            if tensor.is_quantized or [piece.shape for piece in now] != [piece.shape for piece in saved]:
+            if tensor.is_quantized or [piece.shape for piece in now] != [
+                piece.shape for piece in saved
+            ]:
                 tensor.data = before  # the old memory, and by what it is divided
             write(tensor, saved)
         if not same(memory(tensor), saved):
@@ -174,7 +180,9 @@ def module_kept(name: str, module: nn.Module, weights: set[int | None]) -> Undo:
 
 def place(tensor: Tensor) -> int | None:
     """Where the memory of a tensor begins, if it is in one place."""
-    inner = getattr(tensor, "_local_tensor", None)  # not by to_local(): this is done for every module
+    inner = getattr(
+        tensor, "_local_tensor", None
+    )  # not by to_local(): this is done for every module
     plain = tensor.detach() if inner is None else inner
     if plain.layout is not torch.strided or hasattr(plain, "__tensor_flatten__") or opaque(plain):
         return None
@@ -183,7 +191,9 @@ def place(tensor: Tensor) -> int | None:
 
 def is_users(module: nn.Module) -> bool:
     """Whether a user wrote its class; `fully_shard` puts one of torch's in front of it."""
-    return any(kind.__module__.partition(".")[0] not in NOT_THE_USERS for kind in type(module).__mro__)
+    return any(
+        kind.__module__.partition(".")[0] not in NOT_THE_USERS for kind in type(module).__mro__
+    )
 
 
 def extra_state_kept(name: str, module: nn.Module) -> Undo:
@@ -206,14 +216,18 @@ def extra_state_kept(name: str, module: nn.Module) -> Undo:
 
 
 def names_kept(
-    namespace: dict[str, Any], owner: str, skip: frozenset[str] = frozenset(), weights: set[int | None] | None = None
+    namespace: dict[str, Any],
+    owner: str,
+    skip: frozenset[str] = frozenset(),
+    weights: set[int | None] | None = None,
 ) -> Undo:
     """The values of attributes: the objects, and the contents of those whose kind is known to change in place."""
     saved = {name: value for name, value in namespace.items() if name not in skip}
     contents = [
         undo
         for name, value in saved.items()
-        if (undo := value_kept(value, f"attribute {name!r} of {owner}", weights or set())) is not None
+        if (undo := value_kept(value, f"attribute {name!r} of {owner}", weights or set()))
+        is not None
     ]
 
     def undo_all() -> None:

@@ -50,8 +50,14 @@ def refuse(optimizer: Any) -> None:
             "the model alone"
         )
     if isinstance(optimizer, LBFGS | SparseAdam):
-        why = "calls the model as often as it likes" if isinstance(optimizer, LBFGS) else "wants sparse gradients"
-        raise ConfigError(f"prewarm: {kind} {why}; a step of it cannot be undone. Pass optimizer=None.")
+        why = (
+            "calls the model as often as it likes"
+            if isinstance(optimizer, LBFGS)
+            else "wants sparse gradients"
+        )
+        raise ConfigError(
+            f"prewarm: {kind} {why}; a step of it cannot be undone. Pass optimizer=None."
+        )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ConfigError(
@@ -65,7 +71,9 @@ def refuse(optimizer: Any) -> None:
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    return any(len(state) > 0 if isinstance(state, Mapping) else True for state in optimizer.state.values())
+    return any(
+        len(state) > 0 if isinstance(state, Mapping) else True for state in optimizer.state.values()
+    )
 
 
 def known(optimizer: Optimizer) -> bool:
@@ -74,7 +82,9 @@ def known(optimizer: Optimizer) -> bool:
 
 def zero_step(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> int:
     """A step that changes no weight: state is made, kernels are loaded. Returns the bytes that were copied for it."""
-    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    stepping = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     for parameter in stepping:
         if parameter.grad.layout is not torch.strided:
             raise ConfigError(
@@ -122,8 +132,14 @@ def step_kept(optimizer: Optimizer) -> Iterator[None]:
     """Put back group values and attributes (a scheduler notes there that a step was taken), and call no hooks."""
     with ExitStack() as stack:
         for group in optimizer.param_groups:
-            stack.callback(names_kept(group, f"a group of {type(optimizer).__name__}", frozenset({"params"})))
-        stack.callback(names_kept(vars(optimizer), type(optimizer).__name__, frozenset({"state", "param_groups"})))
+            stack.callback(
+                names_kept(group, f"a group of {type(optimizer).__name__}", frozenset({"params"}))
+            )
+        stack.callback(
+            names_kept(
+                vars(optimizer), type(optimizer).__name__, frozenset({"state", "param_groups"})
+            )
+        )
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(optimizer):
                 setattr(optimizer, name, OrderedDict())
@@ -141,9 +157,13 @@ def make_fresh(optimizer: Optimizer) -> tuple[int, str | None]:
     why = None
     if kind not in FRESH:
         why = f"dropped again: what the state of {kind.__name__} begins with is not known"
-    elif kind is SGD and any(group["momentum"] != 0 and group["dampening"] != 0 for group in optimizer.param_groups):
+    elif kind is SGD and any(
+        group["momentum"] != 0 and group["dampening"] != 0 for group in optimizer.param_groups
+    ):
         why = "dropped again: with dampening, the first step of SGD differs from all others"
-    elif any(isinstance(v, int | float) for state in optimizer.state.values() for v in state.values()):
+    elif any(
+        isinstance(v, int | float) for state in optimizer.state.values() for v in state.values()
+    ):
         why = f"dropped again: {kind.__name__} of this version of torch counts its steps elsewhere than in tensors"
     if why is not None:
         optimizer.state.clear()
@@ -153,6 +173,8 @@ def make_fresh(optimizer: Optimizer) -> tuple[int, str | None]:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 plain = local(value)
-                (torch.view_as_real(plain) if plain.is_complex() else plain).fill_(FRESH[kind].get(name, 0.0))
+                (torch.view_as_real(plain) if plain.is_complex() else plain).fill_(
+                    FRESH[kind].get(name, 0.0)
+                )
                 total += nbytes(value)
     return total, None

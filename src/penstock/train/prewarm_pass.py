@@ -84,7 +84,11 @@ class Pass:
 
 def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        form = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
         raise ConfigError(
             f"prewarm: loss must be a tensor with one element, not {form}: pass loss=callable(model, batch)"
         )
@@ -124,12 +128,18 @@ def copy_tensor(tensor: Tensor) -> Tensor:
     ordinary = type(tensor) is Tensor and plain.layout is torch.strided and not plain.is_nested
     if ordinary and twin.stride() != plain.stride():
         # A compiled model asks for the strides it has seen; rows cut out of longer ones keep theirs.
-        if all(stride > 0 for stride, size in zip(plain.stride(), plain.shape, strict=True) if size > 1):
-            twin = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device).copy_(plain)
+        if all(
+            stride > 0 for stride, size in zip(plain.stride(), plain.shape, strict=True) if size > 1
+        ):
+            twin = torch.empty_strided(
+                plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device
+            ).copy_(plain)
         else:
             twin = plain
     # Marks of torch.compile, such as which sizes vary; but not what the copy has of its own, as the memory of a jagged one.
-    vars(twin).update({name: value for name, value in vars(tensor).items() if name not in vars(twin)})
+    vars(twin).update(
+        {name: value for name, value in vars(tensor).items() if name not in vars(twin)}
+    )
     return twin.requires_grad_(tensor.requires_grad)
 
 
@@ -151,11 +161,17 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 def takes_targets(model: nn.Module) -> bool:
     """Whether the second argument of the model itself, whatever it is wrapped in, is for the targets."""
     inner: Any = model
-    while isinstance(inner, nn.Module) and (hasattr(inner, "_orig_mod") or isinstance(inner, DistributedDataParallel)):
+    while isinstance(inner, nn.Module) and (
+        hasattr(inner, "_orig_mod") or isinstance(inner, DistributedDataParallel)
+    ):
         inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(inner.forward).parameters.values() if p.kind in positional]
-    return len(names) > 1 and (names[1] == "y" or any(word in names[1] for word in ("target", "label")))
+    names = [
+        p.name for p in inspect.signature(inner.forward).parameters.values() if p.kind in positional
+    ]
+    return len(names) > 1 and (
+        names[1] == "y" or any(word in names[1] for word in ("target", "label"))
+    )
 
 
 def loss_of(output: Any, targets: Any) -> Tensor:
@@ -170,7 +186,9 @@ def loss_of(output: Any, targets: Any) -> Tensor:
             f"prewarm: the model returned a {type(output).__name__} that is neither a loss nor logits for targets of shape "
             f"{tuple(targets.shape) if isinstance(targets, Tensor) else None}: pass loss=callable(model, batch)"
         )
-    return nn.functional.cross_entropy(tensors[0].flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+    return nn.functional.cross_entropy(
+        tensors[0].flatten(0, -2), targets.flatten(), ignore_index=IGNORE
+    )
 
 
 def in_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -182,7 +200,8 @@ def unsettled(model: nn.Module) -> list[DistributedDataParallel]:
     return [
         ddp
         for ddp in in_ddp(model)
-        if not getattr(ddp, "_has_rebuilt_buckets", False) and (ddp.static_graph or not ddp.find_unused_parameters)
+        if not getattr(ddp, "_has_rebuilt_buckets", False)
+        and (ddp.static_graph or not ddp.find_unused_parameters)
     ]
 
 
@@ -190,7 +209,9 @@ def sharded(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was called on."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    return (
+        [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    )
 
 
 def reset_sharded(model: nn.Module) -> None:

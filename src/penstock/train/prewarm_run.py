@@ -42,7 +42,11 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
     _refuse(model, optimizers, names, how.steps, how.accumulate)
     exchange, passes, why_not = _buckets(model, how.steps, how.rebuild_buckets)
     device = next(iter(names)).device
-    skipped = {} if model.training else {"training mode": "the model is in eval mode, and so that is what was warmed"}
+    skipped = (
+        {}
+        if model.training
+        else {"training mode": "the model is in eval mode, and so that is what was warmed"}
+    )
     stepping = [one for one in optimizers if not has_state(one)]
     if len(stepping) < len(optimizers):
         skipped["optimizer"] = "it has state already, which is not touched"
@@ -56,7 +60,16 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
     looked_after = set(map(id, copied))
     sums = _sums(parameter for parameter in names if id(parameter) not in looked_after)
     clock = Clock(device)
-    one_pass = Pass(model, batch, how.loss or default_loss, how.accumulate, how.autocast, how.scaler, device, exchange)
+    one_pass = Pass(
+        model,
+        batch,
+        how.loss or default_loss,
+        how.accumulate,
+        how.autocast,
+        how.scaler,
+        device,
+        exchange,
+    )
     state_bytes = 0
     fault: str | None = None
     with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
@@ -65,7 +78,9 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
                 stack.callback(names_kept(vars(helper), type(helper).__name__))
         for ddp in in_ddp(model):
             # After a pass without exchange it would not send its buffers to the other ranks in the next.
-            stack.callback(setattr, ddp, "require_forward_param_sync", ddp.require_forward_param_sync)
+            stack.callback(
+                setattr, ddp, "require_forward_param_sync", ddp.require_forward_param_sync
+            )
         stack.enter_context(_dropped_on_failure(stepping))
         stack.enter_context(kept(model, names, copied))
         stack.enter_context(_sharded_again_on_failure(model))
@@ -84,7 +99,9 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
             state_bytes += made
             if dropped is not None:
                 skipped["optimizer state"] = dropped
-        if fault is not None:  # no earlier: the other ranks may have seen nothing, and would wait in the next pass
+        if (
+            fault is not None
+        ):  # no earlier: the other ranks may have seen nothing, and would wait in the next pass
             raise ConfigError(fault)
     return Prewarmed(
         forward_s=clock.forward_s,
@@ -99,7 +116,12 @@ def prewarm(model: nn.Module, optimizer: Optimizers, batch: Any, how: How) -> Pr
 
 
 def verify_prewarm(
-    model: nn.Module, optimizer: Optimizers, batch: Any, how: How, real_steps: int, warm: Callable[[], Any] | None
+    model: nn.Module,
+    optimizer: Optimizers,
+    batch: Any,
+    how: How,
+    real_steps: int,
+    warm: Callable[[], Any] | None,
 ) -> None:
     """See `penstock.verify_prewarm`."""
     optimizers = _as_list(optimizer)
@@ -111,7 +133,13 @@ def verify_prewarm(
         prewarm(model, optimizer, batch, how)
 
     one_pass = Pass(
-        model, batch, how.loss or default_loss, how.accumulate, how.autocast, how.scaler, next(iter(names)).device
+        model,
+        batch,
+        how.loss or default_loss,
+        how.accumulate,
+        how.autocast,
+        how.scaler,
+        next(iter(names)).device,
     )
     with torch.inference_mode(False), torch.enable_grad():
         prove(warm or default, one_pass, optimizers, names, _as_list(how.scheduler), real_steps)
@@ -133,7 +161,9 @@ def _names(model: nn.Module, optimizers: list[Any]) -> dict[nn.Parameter, str]:
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, f"group {number}, parameter {place} of {type(optimizer).__name__}")
+                names.setdefault(
+                    parameter, f"group {number}, parameter {place} of {type(optimizer).__name__}"
+                )
     return names
 
 
@@ -143,13 +173,22 @@ def _refuse_count(setting: str, value: Any, caller: str = "prewarm") -> None:
 
 
 def _refuse(
-    model: nn.Module, optimizers: list[Any], names: Mapping[nn.Parameter, str], steps: int, accumulate: int
+    model: nn.Module,
+    optimizers: list[Any],
+    names: Mapping[nn.Parameter, str],
+    steps: int,
+    accumulate: int,
 ) -> None:
     _refuse_count("steps", steps)
     _refuse_count("accumulate", accumulate)
     if not any(parameter.requires_grad for parameter in names):
-        raise ConfigError("prewarm: no parameter requires a gradient, so there is no training step to warm")
-    for tensor, name in [*names.items(), *((buffer, name) for name, buffer in model.named_buffers())]:
+        raise ConfigError(
+            "prewarm: no parameter requires a gradient, so there is no training step to warm"
+        )
+    for tensor, name in [
+        *names.items(),
+        *((buffer, name) for name, buffer in model.named_buffers()),
+    ]:
         if is_lazy(tensor):
             raise ConfigError(
                 f"prewarm: {name!r} has no shape yet, and the pass that gives it one draws random numbers. Run the model "
@@ -194,7 +233,11 @@ def _buckets(model: nn.Module, steps: int, rebuild: bool | None) -> tuple[bool, 
             "after it that change the order in which gradients are added up. Pass rebuild_buckets=True if that may be."
         )
     if rebuild is None:
-        return False, steps, f"on {ranks} ranks that would change the order in which gradients are added up"
+        return (
+            False,
+            steps,
+            f"on {ranks} ranks that would change the order in which gradients are added up",
+        )
     return False, steps, "not asked for"
 
 
@@ -234,7 +277,9 @@ def _sharded_again_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 _WRITES_TO_ITSELF = "the model writes to its parameter {name!r} in a forward or backward pass"
-_STEP_CHANGED_IT = "an optimizer step with gradients of zero, lr 0 and weight_decay 0 changed parameter {name!r}"
+_STEP_CHANGED_IT = (
+    "an optimizer step with gradients of zero, lr 0 and weight_decay 0 changed parameter {name!r}"
+)
 
 
 def _sums(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Hashable]:
@@ -242,7 +287,9 @@ def _sums(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Hashable]:
     return {parameter: checksum(parameter, drawn) for parameter in parameters}
 
 
-def _fault(sums: Mapping[nn.Parameter, Hashable], names: Mapping[nn.Parameter, str], what: str) -> str | None:
+def _fault(
+    sums: Mapping[nn.Parameter, Hashable], names: Mapping[nn.Parameter, str], what: str
+) -> str | None:
     """What to say of the first parameter that is not what it was, if there is one."""
     for parameter, now in _sums(sums).items():
         if now != sums[parameter]:

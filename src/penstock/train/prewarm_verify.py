@@ -77,7 +77,9 @@ def prove(
         warm()
         after = facts()
         if difference := first_difference(before, after, skip=made_by(fresh, names)):
-            raise ConfigError(f"verify_prewarm: {difference} changed. Training would not be what it is without it.")
+            raise ConfigError(
+                f"verify_prewarm: {difference} changed. Training would not be what it is without it."
+            )
         del before, after
         if unsettled(model):
             # DDP adds gradients up in another order once its buckets are final: not in the middle of a comparison.
@@ -104,7 +106,10 @@ def prove(
 def made_by(fresh: list[Optimizer], names: Names) -> tuple[str, ...]:
     """What may appear: the state of optimizers that had none. Whether it is right, the real steps show."""
     return tuple(
-        f"optimizer state of {names[p]!r}" for one in fresh for group in one.param_groups for p in group["params"]
+        f"optimizer state of {names[p]!r}"
+        for one in fresh
+        for group in one.param_groups
+        for p in group["params"]
     )
 
 
@@ -132,7 +137,9 @@ def everything(
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    facts[f"{key!r} of group {number} of {type(optimizer).__name__}"] = snapshot(value)
+                    facts[f"{key!r} of group {number} of {type(optimizer).__name__}"] = snapshot(
+                        value
+                    )
             for parameter in group["params"]:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     facts[f"optimizer state of {names[parameter]!r}: {key!r}"] = snapshot(value)
@@ -145,7 +152,9 @@ def everything(
 
 def comparable(value: Any) -> bool:
     # A copy of an array of objects holds other objects.
-    return isinstance(value, PLAIN) and not (isinstance(value, np.ndarray) and value.dtype.hasobject)
+    return isinstance(value, PLAIN) and not (
+        isinstance(value, np.ndarray) and value.dtype.hasobject
+    )
 
 
 def snapshot(value: Any) -> Any:
@@ -154,7 +163,9 @@ def snapshot(value: Any) -> Any:
     plain = local(value)
     if not memory(plain):
         return form(plain)
-    return copy.deepcopy(plain) if plain.is_quantized else plain.clone()  # torch clones only some that are quantized
+    return (
+        copy.deepcopy(plain) if plain.is_quantized else plain.clone()
+    )  # torch clones only some that are quantized
 
 
 def first_difference(one: Facts, other: Facts, skip: tuple[str, ...] = ()) -> str | None:

@@ -91,7 +91,10 @@ def load(folder: Path | str, *, checksums: bool = True) -> Saved:
             if found != size:
                 raise _bad(folder, f"{name} has {found} bytes and was saved with {size}")
             if checksums and (now := _crc(path)) != crc:
-                raise _bad(folder, f"{name} was saved with crc32 {crc:08x} and has {now:08x}: its content has changed")
+                raise _bad(
+                    folder,
+                    f"{name} was saved with crc32 {crc:08x} and has {now:08x}: its content has changed",
+                )
         except OSError as error:
             raise _bad(folder, f"{name} cannot be read ({error})") from error
     own = [_object(folder, rank_name(rank)) for rank in range(meta.world_size)]
@@ -110,7 +113,9 @@ def prune(folder: Path | str, keep: int, *, checksums: bool = True) -> None:
         if _order(path) is None or HIDDEN.fullmatch(path.name):
             continue
         if good == keep:
-            gone = _aside(path, "gone")  # first out of everybody's sight, so that nobody sees half of one
+            gone = _aside(
+                path, "gone"
+            )  # first out of everybody's sight, so that nobody sees half of one
             os.rename(path, gone)
             discard(gone)
             continue
@@ -154,9 +159,19 @@ def settle(partial: Path, final: Path, meta: Mapping[str, Any], files: Files) ->
             f"{partial} should have {', '.join(sorted(files))} and has {', '.join(sorted(there))}: "
             "all ranks, on whichever host, have to write to the same folder"
         )
-    serial = 1 + max([order[0] for path in _candidates(final.parent) if (order := _order(path)) is not None], default=0)
-    whole = {"version": VERSION, **meta, "serial": serial, "files": {name: list(files[name]) for name in sorted(files)}}
-    whole = json.loads(json.dumps(whole))  # as it will be read: JSON turns numbers that are keys into text
+    serial = 1 + max(
+        [order[0] for path in _candidates(final.parent) if (order := _order(path)) is not None],
+        default=0,
+    )
+    whole = {
+        "version": VERSION,
+        **meta,
+        "serial": serial,
+        "files": {name: list(files[name]) for name in sorted(files)},
+    }
+    whole = json.loads(
+        json.dumps(whole)
+    )  # as it will be read: JSON turns numbers that are keys into text
     write(partial / META, json.dumps(whole | {"crc32": _own_crc(whole)}, indent=1))
     _sync(partial)
     old = _aside(final, "replaced") if final.exists() else None
@@ -218,17 +233,28 @@ def _meta(folder: Path) -> _Meta:
     raw = _object(folder, META)
     version = raw.get("version")
     if version != VERSION:
-        raise _bad(folder, f"{META} is of version {version!r}, and this release reads version {VERSION}")
+        raise _bad(
+            folder, f"{META} is of version {version!r}, and this release reads version {VERSION}"
+        )
     if raw.pop("crc32", None) != _own_crc(raw):
         raise _bad(folder, f"{META} does not match its own crc32: its content has changed")
     try:
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
-        meta = _Meta(int(raw["step"]), int(raw["world_size"]), int(raw["serial"]), dict(raw["settings"]), files)
+        meta = _Meta(
+            int(raw["step"]),
+            int(raw["world_size"]),
+            int(raw["serial"]),
+            dict(raw["settings"]),
+            files,
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _bad(folder, f"{META} lacks something ({type(error).__name__}: {error})") from error
     lacking = {".metadata", *map(rank_name, range(meta.world_size))} - files.keys()
     if lacking or any(os.path.basename(name) != name for name in files):
-        raise _bad(folder, f"{META} names {', '.join(files)}: that is no checkpoint of {meta.world_size} ranks")
+        raise _bad(
+            folder,
+            f"{META} names {', '.join(files)}: that is no checkpoint of {meta.world_size} ranks",
+        )
     return meta
 
 
@@ -260,7 +286,9 @@ def _candidates(folder: Path) -> list[Path]:
         match = HIDDEN.fullmatch(path.name)
         if match is not None and match[2] == "replaced" and match[1] not in names:
             found.append(path)
-    return sorted(found, key=lambda path: (_order(path) or (float("inf"), 0), path.name), reverse=True)
+    return sorted(
+        found, key=lambda path: (_order(path) or (float("inf"), 0), path.name), reverse=True
+    )
 
 
 def _order(path: Path) -> tuple[int, int] | None:

@@ -53,7 +53,10 @@ class Signals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         stopped = self.came is not None
         if self._before:
@@ -62,7 +65,9 @@ class Signals:
         for each, handler in self._before.items():
             # Whoever says it again while the process is ending should not spoil its exit code.
             # And what another language has set, Python cannot set again: it is None here.
-            signal.signal(each, signal.SIG_IGN if stopped else signal.SIG_DFL if handler is None else handler)
+            signal.signal(
+                each, signal.SIG_IGN if stopped else signal.SIG_DFL if handler is None else handler
+            )
         self._before = {}
         if stopped:
             faulthandler.cancel_dump_traceback_later()
@@ -86,7 +91,9 @@ class Signals:
         if again:
             return
         if self._grace_s > 0:
-            faulthandler.dump_traceback_later(self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr)
+            faulthandler.dump_traceback_later(
+                self._grace_s, exit=True, file=sys.__stderr__ or sys.stderr
+            )
         if not self.training and self._alone:
             self._leave()
         if self._waiting:

@@ -71,7 +71,9 @@ class Trainer:
         torch.manual_seed(seed % SEEDS)  # the same weights on all ranks
         self.place, self._clip = place, options.clip
         self.dtype = distributed.computes_in(options, place.device)
-        model = GPT.from_size(options.size, vocab_size, seq_len, dropout=options.dropout).to(place.device)
+        model = GPT.from_size(options.size, vocab_size, seq_len, dropout=options.dropout).to(
+            place.device
+        )
         if options.compile:
             for block in model.blocks:
                 block.compile()
@@ -86,7 +88,9 @@ class Trainer:
             fused=fused,
         )
         rise = min(100, (steps or 1000) // 10) if options.lr_warmup is None else options.lr_warmup
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(rise, steps, options.lr_floor))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, schedule(rise, steps, options.lr_floor)
+        )
         # Each rank drops its own activations.
         torch.manual_seed((seed + 1 + place.peers.rank) % SEEDS)
 
@@ -102,12 +106,16 @@ class Trainer:
         distributed.add_up(told, self.place)
         # Gradients are a mean over ids, and over ranks. Where some are padding, it has to be one over targets.
         self._scale((ids * self.place.peers.world / told[1]).float())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip if self._clip > 0 else math.inf)
+        norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._clip if self._clip > 0 else math.inf
+        )
         rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Done(told[0] / told[1], distributed.whole(norm), sum(batch.tokens for batch in batches), rate)
+        return Done(
+            told[0] / told[1], distributed.whole(norm), sum(batch.tokens for batch in batches), rate
+        )
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self.computing():
@@ -123,7 +131,9 @@ class Trainer:
         return summed / counted
 
     def _scale(self, factor: torch.Tensor) -> None:
-        gradients = [distributed.local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [
+            distributed.local(p.grad) for p in self.model.parameters() if p.grad is not None
+        ]
         torch._foreach_mul_(gradients, factor)
 
     @torch.no_grad()

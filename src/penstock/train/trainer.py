@@ -128,7 +128,9 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
             return run(begun)
         except SystemExit:
             if signals.came is not None:
-                show(f"[train] told to stop ({signals.came.name}) before the first step: there is nothing to save")
+                show(
+                    f"[train] told to stop ({signals.came.name}) before the first step: there is nothing to save"
+                )
             raise
 
 
@@ -156,7 +158,11 @@ def _find(options: TrainOptions) -> saved.Saved | None:
     folder = checkpoints_of(options)
     # Every rank reads it through. The ranks have not met yet, and one that took a damaged checkpoint for good would
     # not go on from where the others do.
-    found = saved.newest(folder) if options.resume == "newest" else saved.load(Path(options.resume).expanduser())
+    found = (
+        saved.newest(folder)
+        if options.resume == "newest"
+        else saved.load(Path(options.resume).expanduser())
+    )
     if found is None and saved.there_are(folder):
         raise StateFormat(
             f"{folder} has checkpoints, and none of them is good: the log says why. Name one with --resume PATH, or leave "
@@ -201,7 +207,9 @@ def _claim(folder: Path, stack: ExitStack) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context(open(folder / ".lock", "a", encoding="utf-8"))  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"--out {folder}: nothing can be written there: {error.strerror}. Choose another.") from error
+        raise ConfigError(
+            f"--out {folder}: nothing can be written there: {error.strerror}. Choose another."
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,7 +217,10 @@ def _claim(folder: Path, stack: ExitStack) -> None:
             f"--out {folder}: another run is writing to it, and they would mix their checkpoints. Give each its own."
         ) from None
     except OSError:
-        log.info("%s: this file system has no locks, so nobody sees to it that only one run writes there", folder)
+        log.info(
+            "%s: this file system has no locks, so nobody sees to it that only one run writes there",
+            folder,
+        )
 
 
 def checkpoints_of(options: TrainOptions) -> Path:
@@ -249,9 +260,15 @@ def _settings(
     """What the first line of the heartbeat says of a run."""
     written = {name: value for name, value in vars_of(options).items() if value is not None}
     if options.dataset is not None:
-        written["dataset"] = shown_address(options.dataset)  # heartbeats and reports are for others to read
-    loader = {name: value for name, value in vars_of(resolved.settings).items() if value is not None}
-    more = {"batch_size": batch_size, "accumulate": accumulate} | ({"max_steps": steps} if steps is not None else {})
+        written["dataset"] = shown_address(
+            options.dataset
+        )  # heartbeats and reports are for others to read
+    loader = {
+        name: value for name, value in vars_of(resolved.settings).items() if value is not None
+    }
+    more = {"batch_size": batch_size, "accumulate": accumulate} | (
+        {"max_steps": steps} if steps is not None else {}
+    )
     return written | more | {"loader": loader}
 
 

@@ -76,19 +76,32 @@ def choose(
     said = {name: value for name, value in given.items() if value is not None}
     if local_path is not None:
         if dataset not in (None, LOCAL):
-            raise ConfigError(f"--local-path {local_path} goes with --dataset {LOCAL}, and that is {dataset}")
+            raise ConfigError(
+                f"--local-path {local_path} goes with --dataset {LOCAL}, and that is {dataset}"
+            )
         dataset = LOCAL
     elif dataset == LOCAL and not os.path.exists(LOCAL):
-        raise ConfigError(f"--dataset {LOCAL} needs --local-path FILE; `penstock bootstrap --out FILE` writes one")
+        raise ConfigError(
+            f"--dataset {LOCAL} needs --local-path FILE; `penstock bootstrap --out FILE` writes one"
+        )
     if dataset is None and resolved.data is not None:
         table = _changed(resolved.data, said)
         make = partial(build_dataset, table, doc_batch=settings.doc_batch)
-        return Choice(name=table.where, make=make, settings=settings, server=_server(table.parameters.get("urls")))
+        return Choice(
+            name=table.where,
+            make=make,
+            settings=settings,
+            server=_server(table.parameters.get("urls")),
+        )
     name = dataset if dataset is not None else default
     if name == "":
-        raise ConfigError("no data: the address is empty; a folder, also the one we are in, has a name such as .")
+        raise ConfigError(
+            "no data: the address is empty; a folder, also the one we are in, has a name such as ."
+        )
     if name is None:
-        raise ConfigError(f"no data: file {resolved.file} has no table data; write one, or give an address")
+        raise ConfigError(
+            f"no data: file {resolved.file} has no table data; write one, or give an address"
+        )
     if settings.doc_batch is not None:
         said["doc_batch"] = settings.doc_batch
     shown = shown_address(name) if local_path is None else f"{name} {local_path}"

@@ -75,7 +75,15 @@ class Reference:
 class Verification:
     """Makes the reference first, and then one trial after the other."""
 
-    def __init__(self, make: Callable[[], Any], arguments: Mapping[str, Any], *, batches: int, points: int, seed: int):
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        arguments: Mapping[str, Any],
+        *,
+        batches: int,
+        points: int,
+        seed: int,
+    ):
         """`arguments`: as for `AsyncDataLoader`. `batches`: how many to compare. `points`: how many to resume at,
         chosen by `seed`."""
         self._make = make
@@ -110,7 +118,9 @@ class Verification:
             fewer = f"with {lanes} lane{'s' * (lanes != 1)} the data gives {given}"
         else:
             smaller = "--batch or --seq-len" if lanes == 1 else "--batch, --seq-len or --lanes"
-            raise NoData(f"{fewer}, and there is no resuming between fewer than two. Use a smaller {smaller}.")
+            raise NoData(
+                f"{fewer}, and there is no resuming between fewer than two. Use a smaller {smaller}."
+            )
         chosen = sorted(self._random.sample(range(1, count), min(points, count - 1)))
         return Reference(
             stream=stream,
@@ -162,7 +172,10 @@ class Verification:
             yield self._try(f"resume at {at}, {_workers(leg.workers)}", [leg], at)
         for i, point in enumerate(points):
             at, again = self._twice(point, end)
-            legs = [Leg(until=again, workers=ways[(i + 1) % 3]), Leg(until=end, workers=ways[(i + 2) % 3])]
+            legs = [
+                Leg(until=again, workers=ways[(i + 1) % 3]),
+                Leg(until=end, workers=ways[(i + 2) % 3]),
+            ]
             how = f"{legs[0].workers}, then {_workers(legs[1].workers)}"
             yield self._try(f"resume at {at}, again at {again}, {how}", legs, at)
 
@@ -171,7 +184,9 @@ class Verification:
         end, worlds, ways = self.reference.even, self.reference.worlds, self._ways()
         points = [at for at in self.reference.points if at < end] or [1]
         for world in worlds[1:]:
-            yield self._try(f"fresh, {world} ranks", [Leg(until=end, world=world, workers=self._workers)])
+            yield self._try(
+                f"fresh, {world} ranks", [Leg(until=end, world=world, workers=self._workers)]
+            )
         for i in range(max(len(points), len(worlds))):
             at, again = self._twice(points[i % len(points)], end)
             ranks = [worlds[(i + step) % len(worlds)] for step in range(3)]
@@ -203,7 +218,9 @@ class Verification:
             at = leg.until
         return Trial(name=name, batches=at - start)
 
-    def _run(self, dataset: Any, leg: Leg, at: int, states: Any) -> tuple[list[Any], Difference | None]:
+    def _run(
+        self, dataset: Any, leg: Leg, at: int, states: Any
+    ) -> tuple[list[Any], Difference | None]:
         """All ranks of a leg. Gives the states that they end with, and the first difference."""
         found: list[Difference] = []
         ended: list[Any] = []
@@ -230,14 +247,21 @@ class Verification:
         return None
 
     def _loader(self, dataset: Any, leg: Leg, rank: int, batch_size: int) -> AsyncDataLoader:
-        how = {"shard": Shard(leg.world, rank), "batch_size": batch_size // leg.world, "n_workers": leg.workers}
+        how = {
+            "shard": Shard(leg.world, rank),
+            "batch_size": batch_size // leg.world,
+            "n_workers": leg.workers,
+        }
         return AsyncDataLoader(dataset, **self._arguments | how)
 
 
 def _even(stream: Stream, states: Sequence[Any], batch_size: int) -> int:
     """Batches before the first one in which a lane had no row: its turn is counted, and nothing is in its place."""
     rows = zip(stream.batches, states, strict=True)
-    whole = (len(batch) == batch_size and state["row"] == n * batch_size for n, (batch, state) in enumerate(rows, 1))
+    whole = (
+        len(batch) == batch_size and state["row"] == n * batch_size
+        for n, (batch, state) in enumerate(rows, 1)
+    )
     return sum(takewhile(bool, whole))
 
 

@@ -64,9 +64,7 @@ class Difference:
 
     def __str__(self) -> str:
         if self.expected == self.got:
-            return (
-                f"batch {self.batch}, row {self.row}: {self.got} has other ids now: its text or its vocabulary changed"
-            )
+            return f"batch {self.batch}, row {self.row}: {self.got} has other ids now: its text or its vocabulary changed"
         return f"batch {self.batch}, row {self.row}: expected {self.expected}; got {self.got}"
 
 
@@ -81,7 +79,9 @@ def digests(batch: Batch) -> list[bytes]:
     return [hashlib.sha256(values).digest() for values in contents(batch)]
 
 
-def compare(batch: Batch | None, expected: Sequence[Row], number: int, world: int, rank: int) -> Difference | None:
+def compare(
+    batch: Batch | None, expected: Sequence[Row], number: int, world: int, rank: int
+) -> Difference | None:
     """A rank's batch beside the rows that should be in it."""
     got = [] if batch is None else digests(batch)
     for at, row in enumerate(expected):
@@ -96,9 +96,16 @@ def compare(batch: Batch | None, expected: Sequence[Row], number: int, world: in
     if len(got) > len(expected):
         assert batch is not None
         what = origin(batch.provenance()[len(expected)])
-        return Difference(number, len(expected) * world + rank, "nothing: the stream ends there", what)
+        return Difference(
+            number, len(expected) * world + rank, "nothing: the stream ends there", what
+        )
     if batch is not None and batch.index != number:
-        return Difference(number, rank, f"a batch of this number, {number}", f"the same rows in number {batch.index}")
+        return Difference(
+            number,
+            rank,
+            f"a batch of this number, {number}",
+            f"the same rows in number {batch.index}",
+        )
     return None
 
 
@@ -107,7 +114,11 @@ def origin(spans: Sequence[Span]) -> str:
     if not spans:
         return "nothing but padding"
     first = spans[0]
-    place = f"row group {first.row_group}, row {first.row}" if first.row_group is not None else f"row {first.row}"
+    place = (
+        f"row group {first.row_group}, row {first.row}"
+        if first.row_group is not None
+        else f"row {first.row}"
+    )
     place = f"byte {first.offset}" if first.offset is not None else place
     more = f" and {len(spans) - 1} more" if len(spans) > 1 else ""
     return f"{first.file} ({place}, tokens {first.tokens[0]} to {first.tokens[1]}{more})"

@@ -59,7 +59,9 @@ def smoke(choice: Choice, timeout_s: float, begun: float | None = None) -> Smoke
             batch = _first(choice, loader, by)
         except LoaderTimeout:
             raise _late(
-                choice, timeout_s, f"it was opened, and the longest wait was for {_worst(loader, opened)}"
+                choice,
+                timeout_s,
+                f"it was opened, and the longest wait was for {_worst(loader, opened)}",
             ) from None
         return _seen(begun, dataset, loader, batch, warmup)
     finally:
@@ -90,7 +92,9 @@ def _first(choice: Choice, loader: AsyncDataLoader, by: float) -> Batch:
     inline = choice.arguments()["n_workers"] == 0
     batch = _made_here(loader, left) if inline else loader.next_batch(left)
     if batch is None:
-        raise NoData("the stream ended without a batch: all of the data is less than one. Use a smaller --batch.")
+        raise NoData(
+            "the stream ended without a batch: all of the data is less than one. Use a smaller --batch."
+        )
     return batch
 
 
@@ -106,19 +110,34 @@ def _made_here(loader: AsyncDataLoader, timeout_s: float) -> Batch | None:
 def _worst(loader: AsyncDataLoader, since: float) -> str:
     """What whoever makes the batches has waited for, in words."""
     makers = ("penstock-producer", "penstock-opening")
-    tracks = [track for name in makers for track in loader.telemetry.clock.tracks if track.name.startswith(name)]
-    stage, what = charge(tracks[0], since, perf_counter(), default="pack").worst() if tracks else ("its start", None)
+    tracks = [
+        track
+        for name in makers
+        for track in loader.telemetry.clock.tracks
+        if track.name.startswith(name)
+    ]
+    stage, what = (
+        charge(tracks[0], since, perf_counter(), default="pack").worst()
+        if tracks
+        else ("its start", None)
+    )
     return stage if what is None else f"{stage} of {getattr(what, 'path', what)}"
 
 
 def _late(choice: Choice, timeout_s: float, what: str) -> LoaderTimeout:
     reached = f"See that {choice.server} can be reached, or allow" if choice.server else "Allow"
-    return LoaderTimeout(f"no first batch within {timeout_s:g} s: {what}. {reached} more with --timeout.")
+    return LoaderTimeout(
+        f"no first batch within {timeout_s:g} s: {what}. {reached} more with --timeout."
+    )
 
 
-def _seen(begun: float, dataset: Any, loader: AsyncDataLoader, batch: Batch, warmup: Warmup | None) -> Smoke:
+def _seen(
+    begun: float, dataset: Any, loader: AsyncDataLoader, batch: Batch, warmup: Warmup | None
+) -> Smoke:
     telemetry = loader.telemetry
-    ready = next(fields for *_, msg, fields in telemetry.take_events() if msg.endswith("loader_ready"))
+    ready = next(
+        fields for *_, msg, fields in telemetry.take_events() if msg.endswith("loader_ready")
+    )
     return Smoke(
         first_batch_s=telemetry.ledger.marks["first_batch"] - begun,
         data=repr(dataset),

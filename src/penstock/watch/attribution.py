@@ -53,7 +53,13 @@ class Charges:
 
 
 def charge(
-    track: Track, begin: float, end: float, *, default: str = "batch", tracks: Sequence[Track] = (), cores: int = 1
+    track: Track,
+    begin: float,
+    end: float,
+    *,
+    default: str = "batch",
+    tracks: Sequence[Track] = (),
+    cores: int = 1,
 ) -> Charges:
     """Charge the time from `begin` to `end` to stages, by what a thread did then. All of it is charged.
 
@@ -104,7 +110,13 @@ class _Scene:
 
 
 def _charge(
-    segments: Iterable[Segment], own: Track | None, begin: float, end: float, default: str, scene: _Scene, depth: int
+    segments: Iterable[Segment],
+    own: Track | None,
+    begin: float,
+    end: float,
+    default: str,
+    scene: _Scene,
+    depth: int,
 ) -> None:
     at, last = begin, default
     for segment in segments:
@@ -130,7 +142,9 @@ def _hand_over(own: Track | None, lo: float, hi: float, stage: str, scene: _Scen
     scene.charges.add(stage, hi - lo - scene.starved(own, lo, hi, 0.0))
 
 
-def _one(segment: Segment, own: Track | None, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> str:
+def _one(
+    segment: Segment, own: Track | None, lo: float, hi: float, last: str, scene: _Scene, depth: int
+) -> str:
     """Charge one segment. Gives the stage to which what follows it belongs, unless it says otherwise."""
     stage, what = segment.stage, segment.what
     if stage == WAIT and depth < DEEPEST:
@@ -165,7 +179,9 @@ def _follow(trail: Trail, lo: float, hi: float, last: str, scene: _Scene, depth:
         _charge(before, trail.track, lo, middle, first, scene, depth)
         lo = middle
     if lo < hi:
-        _charge([s for s in done if s.stage not in (IDLE, OUT)], trail.track, lo, hi, own, scene, depth)
+        _charge(
+            [s for s in done if s.stage not in (IDLE, OUT)], trail.track, lo, hi, own, scene, depth
+        )
 
 
 def _busy(trail: Trail) -> Sequence[Segment]:
@@ -234,7 +250,9 @@ def judge(wait_s: float, wall_s: float, by_stage: Mapping[str, float], known: Kn
         return Verdict(data_wait, shares, line, "")
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     told = [(stage, share) for stage, share in ranked if share >= 0.1 * data_wait] or ranked[:1]
-    parts = ", ".join(f"{stage} {100 * share:.0f} %{_detail(stage, known)}" for stage, share in told)
+    parts = ", ".join(
+        f"{stage} {100 * share:.0f} %{_detail(stage, known)}" for stage, share in told
+    )
     advice = advise(told[0][0], known) if told else ""
     head = f"input-bound {100 * data_wait:.0f} %" + (f" ({bound})" if bound else "")
     return Verdict(data_wait, shares, f"{head}: {parts}: {advice}", advice)
@@ -261,9 +279,7 @@ def advise(stage: str, known: Known) -> str:
             return f"read from a faster disk{keep}"
         if known.link_bound:
             return "the link is full: fill the cache beforehand (`penstock stage`), or read from nearer by"
-        return (
-            f"raise Remote(fetches={known.fetches} → {2 * max(1, known.fetches)}), or fill the cache (`penstock stage`)"
-        )
+        return f"raise Remote(fetches={known.fetches} → {2 * max(1, known.fetches)}), or fill the cache (`penstock stage`)"
     if stage in ("decode", "tokenize"):
         if known.n_workers < known.cores:
             return f"raise n_workers {known.n_workers} → {known.n_workers + 1}"

@@ -53,7 +53,9 @@ def _add(into: dict[str, float], charges: Mapping[str, float]) -> dict[str, floa
 
 
 def _lasted(step: Step, wall: float) -> Step:
-    return Step(step.begin, step.wait, wall, step.tokens, step.charges)  # _replace takes five times as long
+    return Step(
+        step.begin, step.wait, wall, step.tokens, step.charges
+    )  # _replace takes five times as long
 
 
 class Consumer:
@@ -143,15 +145,26 @@ class Consumer:
         waits = list(map(sub, ended, begun))
         wait, handed = waits[0], sum(waits)
         self._tried_s += wait
-        self._tried_by = {"batch": wait} if self._tried_by is None else _add(dict(self._tried_by), {"batch": wait})
+        self._tried_by = (
+            {"batch": wait}
+            if self._tried_by is None
+            else _add(dict(self._tried_by), {"batch": wait})
+        )
         self.took(tokens[0], depths[0])
         if len(steps) > 1:
             assert self.last is not None
-            first = _lasted(self.last, max(self.last.wait, begun[1] - self.last.begin - self._paused_before))
+            first = _lasted(
+                self.last, max(self.last.wait, begun[1] - self.last.begin - self._paused_before)
+            )
             # One after the other in C: whoever takes batches as fast as they come has hundreds of them here.
             walls = map(sub, begun[2:], begun[1:])
-            self._end_steps([first, *zip(begun[1:-1], waits[1:-1], walls, tokens[1:-1], repeat(None))])
-            self.last, self._paused_before = Step(begun[-1], waits[-1], 0.0, tokens[-1], {"batch": waits[-1]}), 0.0
+            self._end_steps(
+                [first, *zip(begun[1:-1], waits[1:-1], walls, tokens[1:-1], repeat(None))]
+            )
+            self.last, self._paused_before = (
+                Step(begun[-1], waits[-1], 0.0, tokens[-1], {"batch": waits[-1]}),
+                0.0,
+            )
             more = sum(tokens[1:])
             self.steps += len(steps) - 1
             self.tokens_total += more
@@ -168,7 +181,9 @@ class Consumer:
         self.paused.last_s = 0.0
         self.window.add(*(ended if self.finished is not None else ended[1:]))
         begin, wait, wall, tokens, charges = ended[-1]
-        self.finished = Step(begin, wait, wall, tokens, {"batch": wait} if charges is None else charges)
+        self.finished = Step(
+            begin, wait, wall, tokens, {"batch": wait} if charges is None else charges
+        )
 
     def pause(self, name: str, seconds: float) -> None:
         """A pause has ended."""
@@ -205,7 +220,11 @@ class Consumer:
                 fields[f"fetch_p{p}_ms"] = round(1e3 * window.percentile(p / 100), 4)
         wall, wait, tokens = window.wall, window.wait, window.tokens
         if last is not None:
-            wall, wait, tokens = wall + self._running_s(last, now), wait + last.wait, tokens + last.tokens
+            wall, wait, tokens = (
+                wall + self._running_s(last, now),
+                wait + last.wait,
+                tokens + last.tokens,
+            )
         if wall > 0:
             fields["toks_per_s"] = round(tokens / wall, 3)
             fields["data_wait_pct"] = round(100 * wait / wall, 4)
@@ -226,4 +245,7 @@ class Consumer:
 
     def last_s(self) -> tuple[float, float]:
         """Of the last step that has ended: what the trainer computed, and what it paused."""
-        return self.finished.wall - self.finished.wait if self.finished is not None else 0.0, self.paused.last_s
+        return (
+            self.finished.wall - self.finished.wait if self.finished is not None else 0.0,
+            self.paused.last_s,
+        )

@@ -71,7 +71,9 @@ class Limits:
             else:
                 optional = name.startswith(("min_", "max_"))
                 number = isinstance(value, int | float) and not isinstance(value, bool)
-                fits = (number and math.isfinite(value) and value >= 0) or (optional and value is None)
+                fits = (number and math.isfinite(value) and value >= 0) or (
+                    optional and value is None
+                )
             if not fits:
                 kind = "True or False" if name == "finite_loss" else "a number, at least 0"
                 raise ConfigError(
@@ -106,7 +108,9 @@ class Verdict:
         return asdict(self) | {"reasons": list(self.reasons)}
 
 
-def judge(lines: Iterable[Mapping[str, Any]], now: float | None = None, limits: Limits | None = None) -> Verdict:
+def judge(
+    lines: Iterable[Mapping[str, Any]], now: float | None = None, limits: Limits | None = None
+) -> Verdict:
     """How a rank is, by the lines of its heartbeat; `now` in Unix seconds, or None for the time of its last line."""
     gate = HealthGate(limits)
     for line in lines:
@@ -225,7 +229,10 @@ class HealthGate:
         if reached is not None:
             self._opened_grace = False
             self._events.append((self._ts, self._mono, "steady_state", reached.as_event()))
-        elif self._mono - (self._since or 0.0) > self.limits.grace_s or self._steps >= self.limits.grace_steps:
+        elif (
+            self._mono - (self._since or 0.0) > self.limits.grace_s
+            or self._steps >= self.limits.grace_steps
+        ):
             self._opened_grace, self._ended_by_cap = False, True
         if not self._opened_grace:
             self._steady = None
@@ -264,7 +271,11 @@ class HealthGate:
         dt = _number(line, "dt_step_s")
         if dt is None and before is not None and step == before + 1:
             paused = line.get("paused")
-            pauses = [_number(paused, name) or 0.0 for name in paused] if isinstance(paused, Mapping) else []
+            pauses = (
+                [_number(paused, name) or 0.0 for name in paused]
+                if isinstance(paused, Mapping)
+                else []
+            )
             dt = self._mono - (_number(self._line, "mono") or 0.0) - sum(pauses)
         return None if dt is None or not 0 <= dt < 1e9 else dt
 
@@ -272,7 +283,10 @@ class HealthGate:
         loss = line.get("loss")
         if loss in ("nan", "inf", "-inf") or (isinstance(loss, float) and not math.isfinite(loss)):
             first = step if self._bad_loss is None else self._bad_loss[0]
-            self._bad_loss = (first, f"loss is {loss} since step {first} (limit finite_loss, at once)")
+            self._bad_loss = (
+                first,
+                f"loss is {loss} since step {first} (limit finite_loss, at once)",
+            )
         elif loss is not None:
             self._bad_loss = None
 
@@ -286,19 +300,39 @@ class HealthGate:
             for name, text in self._over().items():
                 self._broken[name] = (self._mono, f"{text}; judged over {self._span()}")
         self._broken = {
-            name: (at, text) for name, (at, text) in self._broken.items() if self._mono - at < self.limits.for_s
+            name: (at, text)
+            for name, (at, text) in self._broken.items()
+            if self._mono - at < self.limits.for_s
         }
 
     def _over(self) -> dict[str, str]:
         limits, (rate, wait) = self.limits, self._averages
         found = {}
-        if limits.min_tokens_per_s is not None and rate is not None and rate < limits.min_tokens_per_s:
-            found["min_tokens_per_s"] = f"{rate:,.0f} tokens/s, limit {limits.min_tokens_per_s:,.0f}"
-        if limits.max_data_wait_pct is not None and wait is not None and wait > limits.max_data_wait_pct:
-            found["max_data_wait_pct"] = f"data wait {wait:.1f} %, limit {limits.max_data_wait_pct:g} %"
+        if (
+            limits.min_tokens_per_s is not None
+            and rate is not None
+            and rate < limits.min_tokens_per_s
+        ):
+            found["min_tokens_per_s"] = (
+                f"{rate:,.0f} tokens/s, limit {limits.min_tokens_per_s:,.0f}"
+            )
+        if (
+            limits.max_data_wait_pct is not None
+            and wait is not None
+            and wait > limits.max_data_wait_pct
+        ):
+            found["max_data_wait_pct"] = (
+                f"data wait {wait:.1f} %, limit {limits.max_data_wait_pct:g} %"
+            )
         p95 = None if limits.max_fetch_p95_ms is None else self._window.fetch_p95_ms()
-        if limits.max_fetch_p95_ms is not None and p95 is not None and p95 > limits.max_fetch_p95_ms:
-            found["max_fetch_p95_ms"] = f"fetch p95 {p95:.0f} ms, limit {limits.max_fetch_p95_ms:g} ms"
+        if (
+            limits.max_fetch_p95_ms is not None
+            and p95 is not None
+            and p95 > limits.max_fetch_p95_ms
+        ):
+            found["max_fetch_p95_ms"] = (
+                f"fetch p95 {p95:.0f} ms, limit {limits.max_fetch_p95_ms:g} ms"
+            )
         return found
 
     def _span(self) -> str:
@@ -315,22 +349,32 @@ class HealthGate:
         if self._ended is None:
             age = 0.0 if now is None or not self._ts else max(0.0, now - self._ts)
             if limits.max_heartbeat_age_s is not None and age > limits.max_heartbeat_age_s:
-                failed.append(f"no sign of life for {age:,.0f} s, limit {limits.max_heartbeat_age_s:g} s")
+                failed.append(
+                    f"no sign of life for {age:,.0f} s, limit {limits.max_heartbeat_age_s:g} s"
+                )
             if limits.max_step_s is not None and self._waiting_s > limits.max_step_s:
-                failed.append(f"no step finished for {self._waiting_s:,.0f} s, limit {limits.max_step_s:g} s")
+                failed.append(
+                    f"no step finished for {self._waiting_s:,.0f} s, limit {limits.max_step_s:g} s"
+                )
         if self._opened_grace:
             return failed, warned, []
         rate, wait = self._averages
         if self._window.full():
             if limits.min_tokens_per_s is not None and rate is None:
-                warned.append("min_tokens_per_s cannot be judged: the lines have neither tokens nor toks_per_s")
+                warned.append(
+                    "min_tokens_per_s cannot be judged: the lines have neither tokens nor toks_per_s"
+                )
             if (limits.max_data_wait_pct, limits.max_fetch_p95_ms) != (None, None) and wait is None:
                 warned.append(
                     "data wait and fetch cannot be judged: the lines have neither dt_fetch_s nor data_wait_pct"
                 )
             return failed, warned, []
-        so_far = f"so far, {self._window.seconds:.0f} s and {len(self._window)} steps of {self._span()}"
-        soft = [f"{text} {so_far}" for name, text in self._over().items() if name not in self._broken]
+        so_far = (
+            f"so far, {self._window.seconds:.0f} s and {len(self._window)} steps of {self._span()}"
+        )
+        soft = [
+            f"{text} {so_far}" for name, text in self._over().items() if name not in self._broken
+        ]
         return failed, warned, soft if len(self._window) >= FEWEST else []
 
     def _state(self) -> str:
@@ -346,7 +390,11 @@ class HealthGate:
         status: Status = "fail" if failed else "warn" if warned else "ok"
         if (status, self._opened_grace) != self._told:
             self._told = (status, self._opened_grace)
-            told = {"status": status, "reasons": [*failed, *warned] or [self._state()], "grace": self._opened_grace}
+            told = {
+                "status": status,
+                "reasons": [*failed, *warned] or [self._state()],
+                "grace": self._opened_grace,
+            }
             self._events.append((self._ts, self._mono, "health", told))
 
 

@@ -28,7 +28,10 @@ class Window:
     def add(self, dt: float, tokens: float | None, wait: float | None) -> None:
         self._steps.append((dt, tokens, wait))
         self.seconds += dt
-        while len(self._steps) > self._for_steps + 1 and self.seconds - self._steps[0][0] >= self._for_s:
+        while (
+            len(self._steps) > self._for_steps + 1
+            and self.seconds - self._steps[0][0] >= self._for_s
+        ):
             self.seconds -= self._steps.popleft()[0]
 
     def full(self) -> bool:

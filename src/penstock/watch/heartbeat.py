@@ -62,7 +62,9 @@ def expand(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
             found.add(_file_of(path))
         else:
             found.update(
-                _file_of(Path(name)) for name in glob.glob(str(path), recursive=True) if not os.path.isdir(name)
+                _file_of(Path(name))
+                for name in glob.glob(str(path), recursive=True)
+                if not os.path.isdir(name)
             )
     return sorted(found, key=lambda path: (str(path.parent), _in_order(path.name)))
 
@@ -74,7 +76,9 @@ def _file_of(part: Path) -> Path:
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Rank 10 comes after rank 9."""
-    return [(int(run), "") if run.isdecimal() else (0, run) for run in re.split(r"([0-9]{1,9})", name)]
+    return [
+        (int(run), "") if run.isdecimal() else (0, run) for run in re.split(r"([0-9]{1,9})", name)
+    ]
 
 
 class Heartbeats:
@@ -118,7 +122,11 @@ class Heartbeats:
         self.left_out = skipped = Skipped()
         fds = _open_all(self.path)
         try:
-            before = 0 if self._last_bytes is None else sum(os.fstat(fd).st_size for fd in fds) - self._last_bytes
+            before = (
+                0
+                if self._last_bytes is None
+                else sum(os.fstat(fd).st_size for fd in fds) - self._last_bytes
+            )
             for fd in fds:
                 lines = Splitter(skipped)
                 if before > 0:
@@ -146,7 +154,11 @@ def _skip_to_line(fd: int, offset: int) -> None:
 
 def begin_of_last_run(lines: list[Line]) -> int:
     """Where the last `boot` is that is not the repeated one of a rotated file."""
-    starts = (n for n in range(len(lines) - 1, -1, -1) if lines[n]["msg"] == "boot" and not lines[n].get("rotated"))
+    starts = (
+        n
+        for n in range(len(lines) - 1, -1, -1)
+        if lines[n]["msg"] == "boot" and not lines[n].get("rotated")
+    )
     return next(starts, 0)
 
 
@@ -154,7 +166,9 @@ def read_heartbeat(path: str | os.PathLike[str], last_bytes: int | None = None) 
     """The heartbeat of one rank: its file and that file's rotated parts, or only the lines in the last bytes of them."""
     file = _file_of(Path(path).expanduser())
     if not parts(file):
-        raise NoData(f"{file}: there is no such heartbeat. Has the run started, and does it write there?")
+        raise NoData(
+            f"{file}: there is no such heartbeat. Has the run started, and does it write there?"
+        )
     return Heartbeats(file, last_bytes)
 
 
@@ -163,7 +177,9 @@ def _open(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise NoData(f"{path} is no file but a pipe, a folder or a device: a heartbeat cannot be read back from it")
+        raise NoData(
+            f"{path} is no file but a pipe, a folder or a device: a heartbeat cannot be read back from it"
+        )
     return fd
 
 
@@ -174,7 +190,10 @@ def _open_all(path: Path) -> list[int]:
         try:
             for part in parts(path):
                 fds.append(_open(part))  # noqa: PERF401 - what was opened must be known if the next one fails
-            if _identities(path) == [_identity(os.fstat(fd)) for fd in fds] or attempt == _TRIES - 1:
+            if (
+                _identities(path) == [_identity(os.fstat(fd)) for fd in fds]
+                or attempt == _TRIES - 1
+            ):
                 return fds
         except FileNotFoundError:
             pass  # renamed between the list and the opening
@@ -284,7 +303,9 @@ class Tail:
             return True
         for _ in range(_TRIES):
             files = parts(self.path)
-            if any(map(self._is_mine, reversed(files))):  # the newest first: a rotation moves ours away from there
+            if any(
+                map(self._is_mine, reversed(files))
+            ):  # the newest first: a rotation moves ours away from there
                 return True
             if files == parts(self.path):
                 return self._open_next(found)

@@ -17,7 +17,16 @@ from typing import Any
 from penstock.watch.attribution import charge
 from penstock.watch.spans import Segment, Track
 
-ENTRIES = ("import", "list", "open", "first_bytes", "first_tokens", "first_row", "first_batch", "first_copy")
+ENTRIES = (
+    "import",
+    "list",
+    "open",
+    "first_bytes",
+    "first_tokens",
+    "first_row",
+    "first_batch",
+    "first_copy",
+)
 
 WORK = ("fetch", "decode", "tokenize", "pack", "batch")
 """Stages without which there is no first batch of text."""
@@ -47,7 +56,11 @@ class Ledger:
         """The first batch is there. Gives what an event tells of it."""
         tracks = list(tracks)
         segments = sorted((s for track in tracks for s in list(track.recent)), key=lambda s: s.end)
-        for mark, stage in (("first_bytes", "fetch"), ("first_bytes", "decode"), ("first_tokens", "tokenize")):
+        for mark, stage in (
+            ("first_bytes", "fetch"),
+            ("first_bytes", "decode"),
+            ("first_tokens", "tokenize"),
+        ):
             first = _first(segments, stage)
             if first is not None:
                 self.marks.setdefault(mark, first.end)

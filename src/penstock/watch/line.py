@@ -39,7 +39,10 @@ def file_name(rank: int) -> str:
 
 def iso(ts: float) -> str:
     """A time as people read it, in UTC: 2026-11-16T07:13:25.123Z."""
-    return datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+    return (
+        datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+        + "Z"
+    )
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
@@ -87,10 +90,17 @@ def _plain(value: Any, depth: int) -> Any:
         return _number(value)
     if depth and isinstance(value, Mapping):
         inner = {str(name): _plain(item, depth - 1) for name, item in value.items()}
-        return {name: item for name, item in inner.items() if not isinstance(item, float) or math.isfinite(item)}
+        return {
+            name: item
+            for name, item in inner.items()
+            if not isinstance(item, float) or math.isfinite(item)
+        }
     if depth and isinstance(value, list | tuple | set | frozenset):
         items = [_plain(item, depth - 1) for item in value]
-        return [str(item) if isinstance(item, float) and not math.isfinite(item) else item for item in items]
+        return [
+            str(item) if isinstance(item, float) and not math.isfinite(item) else item
+            for item in items
+        ]
     if isinstance(value, os.PathLike):
         return str(value)
     try:
@@ -103,7 +113,13 @@ def _plain(value: Any, depth: int) -> Any:
 def _number(value: Any) -> int | float | str:
     if isinstance(value, int):
         whole = int(value)
-        return whole if abs(whole) < 1 << 63 else float(whole) if abs(whole) < 1 << 1000 else "a huge number"
+        return (
+            whole
+            if abs(whole) < 1 << 63
+            else float(whole)
+            if abs(whole) < 1 << 1000
+            else "a huge number"
+        )
     if isinstance(value, float):
         return float(value)
     return _shown(value)
@@ -112,7 +128,9 @@ def _number(value: Any) -> int | float | str:
 def _shown(value: Any, most: int = 200) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # the caller's object, on the caller's thread: it must not end a step
+    except (
+        Exception
+    ) as error:  # the caller's object, on the caller's thread: it must not end a step
         text = f"<{type(value).__name__}, which cannot be shown: {type(error).__name__}>"
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -147,7 +165,9 @@ def _whole_number(text: str) -> int | float | str:
 
 
 # Readers calculate with what they find, and not every float or int of JSON can take part in that.
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_whole_number, parse_constant=_WORDS.__getitem__)
+_DECODER = json.JSONDecoder(
+    parse_float=_finite, parse_int=_whole_number, parse_constant=_WORDS.__getitem__
+)
 
 
 def _whole(line: Line) -> bool:
@@ -156,5 +176,8 @@ def _whole(line: Line) -> bool:
         isinstance(line.get("msg"), str)
         and isinstance(line.get("iso"), str)
         and all(type(line.get(name)) is int and line[name] >= 0 for name in ("pid", "rank", "step"))
-        and all(type(line.get(name)) in (int, float) and abs(line[name]) < _FAR for name in ("ts", "mono"))
+        and all(
+            type(line.get(name)) in (int, float) and abs(line[name]) < _FAR
+            for name in ("ts", "mono")
+        )
     )

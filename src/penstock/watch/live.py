@@ -92,7 +92,9 @@ class RunView:
 
     def over(self, now: float) -> bool:
         """Whether nothing more is to be expected: every rank has ended, or is lost."""
-        return bool(self.ranks) and all(view.ended is not None or view.lost(now) for view in self.ranks.values())
+        return bool(self.ranks) and all(
+            view.ended is not None or view.lost(now) for view in self.ranks.values()
+        )
 
     def in_order(self) -> list[RankView]:
         """The ranks, by number."""
@@ -164,7 +166,9 @@ class RunView:
         a_step = [view.tokens_a_step for view in views]
         known = [n for n in a_step if n is not None]
         pace = slowest.steps_per_s if slowest in moving else None
-        total = tokens + left * sum(known) if tokens is not None and len(known) == len(a_step) else None
+        total = (
+            tokens + left * sum(known) if tokens is not None and len(known) == len(a_step) else None
+        )
         # Steps that go back have no time of arrival.
         eta = left / pace if pace is not None and pace > 0 else None
         return Progress(tokens, total, min(1.0, slowest.step / steps), rate, eta)
@@ -181,7 +185,9 @@ class RunView:
                     return
                 break  # the same rank says it again: it happened again
         self.noted += 1
-        insort(self.events, Event(ts, kind, what, bad, [rank], self.noted), key=lambda event: event.ts)
+        insort(
+            self.events, Event(ts, kind, what, bad, [rank], self.noted), key=lambda event: event.ts
+        )
         del self.events[:-EVENTS]
 
 
@@ -198,7 +204,9 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
             return None
         version = text(mapping(line.get("versions")).get("penstock"))
         resumed = f", resumed at step {get('step')}" if line.get("resumed") is True else ""
-        return f"on {get('host') or 'some host'}" + (f", penstock {version}" if version else "") + resumed, False
+        return f"on {get('host') or 'some host'}" + (
+            f", penstock {version}" if version else ""
+        ) + resumed, False
     if what == "loader_ready":
         return f"first batch after {_seconds(line.get('dt'))}", False
     if what == "loader_warmup":
@@ -219,7 +227,9 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
         return f"to {get('to')}: {get('reason', '')}", get("to") == "synthetic"
     if what == "steady_state":
         rate = finite(line.get("tokens_per_s"))
-        return f"at step {get('at_step', '?')}" + ("" if rate is None else f", {rate:,.0f} tokens/s"), False
+        return f"at step {get('at_step', '?')}" + (
+            "" if rate is None else f", {rate:,.0f} tokens/s"
+        ), False
     if what == "health":
         reasons = line.get("reasons")
         listed = "; ".join(text(reason) for reason in reasons) if isinstance(reasons, list) else ""
@@ -240,4 +250,10 @@ def _tell(line: Mapping[str, Any]) -> tuple[str, bool] | None:
 
 def _seconds(value: Any) -> str:
     found = finite(value)
-    return "? s" if found is None else f"{found:.1f} s" if found >= 0.1 or found == 0 else f"{found * 1e3:.0f} ms"
+    return (
+        "? s"
+        if found is None
+        else f"{found:.1f} s"
+        if found >= 0.1 or found == 0
+        else f"{found * 1e3:.0f} ms"
+    )

@@ -15,7 +15,12 @@ from typing import Any
 
 from penstock.config import write_atomically
 from penstock.errors import PenstockError
-from penstock.watch.page.compare import compare_body, compare_figures, compare_numbers, compare_summary
+from penstock.watch.page.compare import (
+    compare_body,
+    compare_figures,
+    compare_numbers,
+    compare_summary,
+)
 from penstock.watch.page.numbers import RankNumbers, RunNumbers, run_numbers
 from penstock.watch.page.page import card, page, plot, text
 from penstock.watch.page.plots import rank_figures, ranks_figure
@@ -55,7 +60,9 @@ class Report:
         try:
             write_atomically(path, self.html)
         except OSError as error:
-            raise PenstockError(f"{path}: the report cannot be written: {error.strerror or error}") from error
+            raise PenstockError(
+                f"{path}: the report cannot be written: {error.strerror or error}"
+            ) from error
         return path
 
 
@@ -77,7 +84,11 @@ def report(*patterns: str | Path) -> Report:
     host = f" on {known.worst.host}" if known.worst.host else ""
     about = f"{what}{host} · {known.begun} to {known.last_line}"
     body = "\n".join(_sections(run, known, said, shown))
-    return Report(page("Penstock report", about, body, figures), known.as_dict() | asdict(said), summary(known, said))
+    return Report(
+        page("Penstock report", about, body, figures),
+        known.as_dict() | asdict(said),
+        summary(known, said),
+    )
 
 
 def compare(a: str | Path, b: str | Path) -> Report:
@@ -89,8 +100,13 @@ def compare(a: str | Path, b: str | Path) -> Report:
     difference = compare_numbers(runs, both)
     figures = {"common": compare_figures(runs, both), "ranks": {}, "rank": ""}
     about = f"A: {names[0]} · B: {names[1]}"
-    html = page("Penstock report: two runs", about, compare_body(both, said, names, difference), figures)
-    told = {letter: run.as_dict() | asdict(one) for letter, run, one in zip("ab", both, said, strict=True)}
+    html = page(
+        "Penstock report: two runs", about, compare_body(both, said, names, difference), figures
+    )
+    told = {
+        letter: run.as_dict() | asdict(one)
+        for letter, run, one in zip("ab", both, said, strict=True)
+    }
     numbers = told | {"difference": difference.as_dict()}
     return Report(html, numbers, compare_summary(both, names, difference))
 
@@ -108,7 +124,10 @@ def summary(run: RunNumbers, said: Words) -> str:
 
 def _shown(run: RunNumbers) -> list[RankNumbers]:
     """The ranks whose plots are drawn."""
-    order = sorted(run.ranks, key=lambda one: (one.rank != run.worst_rank, one.rank != 0, -one.own_wait_pct, one.rank))
+    order = sorted(
+        run.ranks,
+        key=lambda one: (one.rank != run.worst_rank, one.rank != 0, -one.own_wait_pct, one.rank),
+    )
     return sorted(order[:MOST_RANKS], key=lambda one: one.rank)
 
 

@@ -70,7 +70,9 @@ class Track:
         # The time of a core costs ten times as much to ask for as the time of day.
         cpu = thread_time() if stage in COMPUTED or before in COMPUTED else 0.0
         if before:
-            self._keep(Segment(since, now, before, of, cpu - self._cpu if before in COMPUTED else 0.0))
+            self._keep(
+                Segment(since, now, before, of, cpu - self._cpu if before in COMPUTED else 0.0)
+            )
         self.now, self._cpu = (stage, now, what), cpu
         return before, of
 
@@ -220,7 +222,10 @@ class _Stage:
         return self._track
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._track.switch(*self._before)
 

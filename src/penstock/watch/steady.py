@@ -133,7 +133,9 @@ class SteadyWatch:
         except (TypeError, ValueError):
             seconds = math.nan
         if not 0 <= seconds <= LONGEST_STEP_S:
-            raise ConfigError(f"dt = {dt!r} of step {self._steps}: needs seconds, from 0 to {LONGEST_STEP_S:.0e}")
+            raise ConfigError(
+                f"dt = {dt!r} of step {self._steps}: needs seconds, from 0 to {LONGEST_STEP_S:.0e}"
+            )
         return seconds
 
     def _open(self, reason: str) -> None:
@@ -156,7 +158,9 @@ class SteadyWatch:
         if len(self._times) >= MOST_KEPT:
             self._drop(MOST_KEPT // 2)
         kept = len(self._times)
-        self._next_look = kept + (max(1, kept // (4 * CHECK_SHARE)) if kept < EARLY else kept // CHECK_SHARE)
+        self._next_look = kept + (
+            max(1, kept // (4 * CHECK_SHARE)) if kept < EARLY else kept // CHECK_SHARE
+        )
         return None
 
     def _confirmed(self, found: StepAnalysis) -> bool:
@@ -165,13 +169,19 @@ class SteadyWatch:
         if len(after) < CONFIRM or found.p50_s is None:
             return False
         early, late = np.median(after[: len(after) // 2]), np.median(after[len(after) // 2 :])
-        noise = float(np.median(np.abs(after - np.median(after)))) * 1.86 / math.sqrt(len(after) / 2)
+        noise = (
+            float(np.median(np.abs(after - np.median(after)))) * 1.86 / math.sqrt(len(after) / 2)
+        )
         if early - late > max(STILL_SETTLING * late, SETTLING_NOISE * noise):
             return False
         recent = len(self._times) - BURST_GAP
         single = [step for group in found.spikes if group.period is None for step in group.steps]
         # A first step like this is taken for ordinary only because of a later one, which may be the end of the start.
-        burst = any(self._times[step] > BURST * found.p50_s for step in single if step >= recent or step == 0)
+        burst = any(
+            self._times[step] > BURST * found.p50_s
+            for step in single
+            if step >= recent or step == 0
+        )
         return not burst or len(after) >= LONGEST_CONFIRM
 
     def _known_tokens(self) -> list[int] | None:
@@ -180,10 +190,18 @@ class SteadyWatch:
 
     def _drop(self, count: int) -> None:
         """Forget the oldest steps, but not what the counters were after them."""
-        before = {event.kind: event.value for event in self._events if event.kind in COUNTERS and event.step < count}
+        before = {
+            event.kind: event.value
+            for event in self._events
+            if event.kind in COUNTERS and event.step < count
+        }
         self._events = [
             *(StepEvent(BEFORE, kind, value) for kind, value in before.items()),
-            *(StepEvent(e.step - count, e.kind, e.value, e.name) for e in self._events if e.step >= count),
+            *(
+                StepEvent(e.step - count, e.kind, e.value, e.name)
+                for e in self._events
+                if e.step >= count
+            ),
         ]
         del self._times[:count], self._tokens[:count]
         self._opened += count

@@ -96,7 +96,9 @@ class Telemetry:
         self._consumer = Consumer()
         self.jotted: Callable[[bool], list[Ready]] = _none
         """Gives the calls of `next` that found their batch ready and are not written down yet: all, or all but the last."""
-        self._writing = threading.RLock()  # a signal's handler may ask for stats, wherever it comes in
+        self._writing = (
+            threading.RLock()
+        )  # a signal's handler may ask for stats, wherever it comes in
         self._settling = False
         self._thread = 0
         self.tally: Callable[[list[Ready]], None] = _unheard
@@ -175,14 +177,22 @@ class Telemetry:
         """Charge the time of a call of `next`."""
         self._waiting = None
         wait, track = now - begun, self.clock.track()
-        if not self.on or wait < BRIEF_S or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun)):
-            self.consumer.waited(wait, {"batch": wait})  # it stood ready: what is left is the handing over
+        if (
+            not self.on
+            or wait < BRIEF_S
+            or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun))
+        ):
+            self.consumer.waited(
+                wait, {"batch": wait}
+            )  # it stood ready: what is left is the handing over
             return
         if wait < SHORT_S:
             # To follow each of many short waits would cost more than the waits: the others are like the one before.
             self._short += 1
             if self._short % SAMPLED and self._shares:
-                self.consumer.waited(wait, {stage: wait * share for stage, share in self._shares.items()})
+                self.consumer.waited(
+                    wait, {stage: wait * share for stage, share in self._shares.items()}
+                )
                 return
         found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
         self.consumer.waited(wait, found.seconds)
@@ -289,10 +299,16 @@ class Telemetry:
             return Verdict(0.0, {}, "not enough steps to say", "")
         if not self.on:
             share = window.wait / window.wall if window.wall > 0 else 0.0
-            return Verdict(share, {}, f"data wait {100 * share:.2g} %: {band(share)} (telemetry is off)", "")
+            return Verdict(
+                share, {}, f"data wait {100 * share:.2g} %: {band(share)} (telemetry is off)", ""
+            )
         if self.device is not None:
             waited, wall = self.device(), self.consumer.wall_s
-            known = replace(known, device=True, device_wait=waited / wall if waited is not None and wall > 0 else None)
+            known = replace(
+                known,
+                device=True,
+                device_wait=waited / wall if waited is not None and wall > 0 else None,
+            )
         return judge(window.wait, window.wall, dict(window.by_stage), known)
 
     def stages(self) -> dict[str, StageTimes]:
@@ -359,7 +375,9 @@ class Telemetry:
         fields["queue_depth"] = queues.get("batches", {}).get("depth", 0)
         for name, queue in queues.items():
             share = queue["depth"] / max(1, queue["capacity"])
-            queue["occupancy"] = round(self.consumer.occupancy(queue["capacity"]) if name == "batches" else share, 4)
+            queue["occupancy"] = round(
+                self.consumer.occupancy(queue["capacity"]) if name == "batches" else share, 4
+            )
         waiting = self.waiting()
         if waiting is not None:
             fields["waiting"] = waiting
@@ -372,14 +390,18 @@ class Telemetry:
         return self._rss[1]
 
 
-def attach(telemetry: Telemetry | bool | None, owner: Any, listings: Iterable[tuple[float, float]] = ()) -> Telemetry:
+def attach(
+    telemetry: Telemetry | bool | None, owner: Any, listings: Iterable[tuple[float, float]] = ()
+) -> Telemetry:
     """The telemetry of a loader: the one that was given, or a new one. `listings`: when files were listed for it."""
     if telemetry is None or isinstance(telemetry, bool):
         telemetry = Telemetry(on=telemetry is not False)
     if not isinstance(telemetry, Telemetry):
         raise ConfigError(f"telemetry={telemetry!r}: needs True, False or a Telemetry(…)")
     if telemetry.owner is not None and telemetry.owner() is not None:
-        raise ConfigError("telemetry=…: this one belongs to another loader. Give each loader its own.")
+        raise ConfigError(
+            "telemetry=…: this one belongs to another loader. Give each loader its own."
+        )
     telemetry.owner = weakref.ref(owner)
     began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
     if imported is not None and began is not None:

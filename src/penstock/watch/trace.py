@@ -36,7 +36,10 @@ log = logging.getLogger("penstock")
 MAX_SEGMENTS = 200_000
 SAMPLE_S = 0.002
 """How often the queues are looked at, at the most."""
-ONE_CLOCK = time.get_clock_info("monotonic").implementation == time.get_clock_info("perf_counter").implementation
+ONE_CLOCK = (
+    time.get_clock_info("monotonic").implementation
+    == time.get_clock_info("perf_counter").implementation
+)
 
 __all__ = ["Recorder", "merge"]
 
@@ -50,7 +53,9 @@ class Recorder:
         if not isinstance(telemetry, Telemetry):
             raise ConfigError(f"Recorder({type(of).__name__}): needs a loader, or its telemetry")
         if not telemetry.on:
-            raise ConfigError("this loader measures nothing, so there is nothing to record: leave telemetry=False out")
+            raise ConfigError(
+                "this loader measures nothing, so there is nothing to record: leave telemetry=False out"
+            )
         self._telemetry = telemetry
         self._most = whole_number("max_segments", max_segments, 1)
         self._log: Log | None = None
@@ -70,7 +75,10 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._telemetry.clock.record(None)
         if self._log is not None:
@@ -96,7 +104,9 @@ class Recorder:
         """Write what was recorded so far, as Chrome trace JSON."""
         kept = self._log
         if kept is None:
-            raise ConfigError("nothing was recorded: `with Recorder(loader) as recorder:` around what is to be seen")
+            raise ConfigError(
+                "nothing was recorded: `with Recorder(loader) as recorder:` around what is to be seen"
+            )
         if kept.lost:
             log.warning(
                 "the trace leaves out the first %d of %d things that were recorded: raise max_segments, now %d, "
@@ -105,7 +115,9 @@ class Recorder:
         written = Path(path).expanduser()
         write(
             written,
-            Drawing(kept, self._axis, self._telemetry.trainer or self._here, self._end or perf_counter()).trace(),
+            Drawing(
+                kept, self._axis, self._telemetry.trainer or self._here, self._end or perf_counter()
+            ).trace(),
         )
         return written
 
@@ -169,7 +181,10 @@ class Log(deque[tuple[str, Segment]]):
         name, segment = item
         if segment.stage != IDLE:  # a gap says the same
             self._keep(self.label(name), segment)
-        if segment.end - self._looked >= SAMPLE_S or self._telemetry.consumer.last is not self._running:
+        if (
+            segment.end - self._looked >= SAMPLE_S
+            or self._telemetry.consumer.last is not self._running
+        ):
             self.look()
 
     def _keep(self, label: str, segment: Segment) -> None:
@@ -196,7 +211,11 @@ class Log(deque[tuple[str, Segment]]):
         except Exception as error:  # the pipeline is not to fail because it is being watched
             self.unread += 1
             if self.unread == 1:
-                log.warning("a trace lacks a sample of steps, events and queues: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "a trace lacks a sample of steps, events and queues: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
         finally:
             self._looking.release()
 
@@ -205,7 +224,9 @@ class Log(deque[tuple[str, Segment]]):
         running = telemetry.consumer.last
         # A first step is in no window: it is the last one for a while, and may have been seen while it ran.
         seen = [self._running, telemetry.consumer.finished, *telemetry.window.steps]
-        for step in sorted({s.begin: s for s in seen if s is not None and s.begin > self._newest}.values()):
+        for step in sorted(
+            {s.begin: s for s in seen if s is not None and s.begin > self._newest}.values()
+        ):
             if step.wall or (running is not None and step.begin < running.begin):
                 self.steps.append(step)
                 self._newest = step.begin
@@ -227,7 +248,9 @@ class Log(deque[tuple[str, Segment]]):
         for track in list(self._telemetry.clock.tracks):
             stage, since, what = track.now
             if stage not in ("", IDLE) and since < now:
-                labels = [label for (_, name), label in list(self._labels.items()) if name == track.name]
+                labels = [
+                    label for (_, name), label in list(self._labels.items()) if name == track.name
+                ]
                 self._keep(labels[-1] if labels else track.name, Segment(since, now, stage, what))
 
     @property
@@ -242,4 +265,10 @@ class Log(deque[tuple[str, Segment]]):
 
     @property
     def lost(self) -> int:
-        return sum(list(self._appended.values())) - len(self) + self.steps.lost + self.events.lost + self.depths.lost
+        return (
+            sum(list(self._appended.values()))
+            - len(self)
+            + self.steps.lost
+            + self.events.lost
+            + self.depths.lost
+        )

@@ -44,7 +44,9 @@ class Drawing:
         self._segments = list(kept)
         self._pid = os.getpid()
         # Whoever waits for the producer is the trainer, whichever thread has begun to record.
-        waits = (label for label, s in self._segments if s.stage == WAIT and isinstance(s.what, Track))
+        waits = (
+            label for label, s in self._segments if s.stage == WAIT and isinstance(s.what, Track)
+        )
         self._trainer = next(waits, here)
         labels = {label for label, _ in self._segments} | {self._trainer}
         self._rows = {label: i for i, label in enumerate(sorted(labels, key=self._rank), 1)}
@@ -70,7 +72,14 @@ class Drawing:
         }
 
     def _event(self, kind: str, name: str, at: float, row: int, **more: Any) -> dict[str, Any]:
-        return {"ph": kind, "name": name, "ts": self._axis.us(at), "pid": self._pid, "tid": row, **more}
+        return {
+            "ph": kind,
+            "name": name,
+            "ts": self._axis.us(at),
+            "pid": self._pid,
+            "tid": row,
+            **more,
+        }
 
     def _names(self) -> Iterator[dict[str, Any]]:
         began = self._axis.began
@@ -90,7 +99,9 @@ class Drawing:
         rows[self._trainer] += self._steps()
         for label, spans in rows.items():
             for span in _nested(spans, self._axis.began):
-                begun = self._event("X", span.name, span.begin, self._rows[label], cat=span.kind, args=span.args)
+                begun = self._event(
+                    "X", span.name, span.begin, self._rows[label], cat=span.kind, args=span.args
+                )
                 yield begun | {"dur": max(0.0, round(self._axis.us(span.end) - begun["ts"], 3))}
 
     def _steps(self) -> Iterator[_Span]:
@@ -98,7 +109,8 @@ class Drawing:
         steps = sorted(self._kept.steps, key=lambda step: step.begin)
         ended = [self._axis.of_event(event) for event in self._pauses]
         pauses = sorted(
-            (end - event[3]["seconds"], end, event[3]["name"]) for end, event in zip(ended, self._pauses, strict=True)
+            (end - event[3]["seconds"], end, event[3]["name"])
+            for end, event in zip(ended, self._pauses, strict=True)
         )
         for i, step in enumerate(steps):
             got = step.begin + step.wait
@@ -121,7 +133,12 @@ class Drawing:
         number = 0
         for label, wait in self._segments:
             work = _ended(wait, made)
-            if work is None or id(work) not in where or work.begin < self._axis.began or wait.begin < self._axis.began:
+            if (
+                work is None
+                or id(work) not in where
+                or work.begin < self._axis.began
+                or wait.begin < self._axis.began
+            ):
                 continue
             number += 1
             more = {"cat": "wait", "id": number}
@@ -142,7 +159,13 @@ class Drawing:
             at = self._axis.of_event(event)
             if event[2] != "pause" and at >= self._axis.began:
                 yield self._event(
-                    "i", event[2], at, self._rows[self._trainer], cat="event", s="p", args=_plain(event[3])
+                    "i",
+                    event[2],
+                    at,
+                    self._rows[self._trainer],
+                    cat="event",
+                    s="p",
+                    args=_plain(event[3]),
                 )
 
 
@@ -166,7 +189,11 @@ def _ended(wait: Segment, made: Mapping[str, list[Segment]]) -> Segment | None:
     if wait.stage != WAIT:
         return None
     if isinstance(wait.what, Trail):
-        work = [segment for segment in wait.what.done if segment.stage in STAGES and segment.end <= wait.end]
+        work = [
+            segment
+            for segment in wait.what.done
+            if segment.stage in STAGES and segment.end <= wait.end
+        ]
         return work[-1] if work and wait.what.ended is not None else None
     if isinstance(wait.what, Track):
         work = made.get(wait.what.name, [])
@@ -195,6 +222,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, bool | int | str | None) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
         return value
     return str(value)

@@ -23,14 +23,18 @@ from penstock.config import write_atomically
 from penstock.errors import ConfigError, CorruptFile, NoData
 
 
-def merge(ours: str | os.PathLike[str], profiler: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+def merge(
+    ours: str | os.PathLike[str], profiler: str | os.PathLike[str], out: str | os.PathLike[str]
+) -> Path:
     """Put a recorded trace and one of torch.profiler (`export_chrome_trace`) of the same time into one file.
 
     Both count from Unix time, each with a base of its own, and agree to some tens of microseconds.
     """
     mine, theirs = _read(Path(ours).expanduser()), _read(Path(profiler).expanduser())
     if not _recorded(mine):
-        raise ConfigError(f"{ours}: was not written by a Recorder; give that one first, then the profiler's")
+        raise ConfigError(
+            f"{ours}: was not written by a Recorder; give that one first, then the profiler's"
+        )
     if _recorded(theirs):
         raise ConfigError(
             f"{profiler}: was written by a Recorder, or has one's trace in it already; "
@@ -41,7 +45,10 @@ def merge(ours: str | os.PathLike[str], profiler: str | os.PathLike[str], out: s
     shift_us = (_base(mine, ours) - base) / 1000
     taken = {event.get("pid") for event in theirs["traceEvents"]}
     pid = next(number for number in itertools.count(1) if number not in taken)
-    flows = max((event["id"] for event in theirs["traceEvents"] if isinstance(event.get("id"), int)), default=0)
+    flows = max(
+        (event["id"] for event in theirs["traceEvents"] if isinstance(event.get("id"), int)),
+        default=0,
+    )
     moved = []
     for event in mine["traceEvents"]:
         try:
@@ -89,7 +96,9 @@ def _recorded(trace: Mapping[str, Any]) -> bool:
 def _base(trace: Mapping[str, Any], path: object) -> int:
     base = trace.get("baseTimeNanoseconds", 0)
     if isinstance(base, bool) or not isinstance(base, int):
-        raise CorruptFile(f"{path}: baseTimeNanoseconds is {base!r}, and needs to be a whole number")
+        raise CorruptFile(
+            f"{path}: baseTimeNanoseconds is {base!r}, and needs to be a whole number"
+        )
     return base
 
 

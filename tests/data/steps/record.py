@@ -53,7 +53,9 @@ COLD = {"kind": "warmup", "onset": 1}
 WORKLOADS = {
     "mlp_cold": Workload("An MLP with AdamW, eager, from a cold start.", COLD),
     "mlp_warm": Workload(
-        "The same after ten steps that were not recorded.", {"kind": "flat", "onset": 0}, {"before": 10}
+        "The same after ten steps that were not recorded.",
+        {"kind": "flat", "onset": 0},
+        {"before": 10},
     ),
     "transformer_compiled": Workload(
         "A transformer under torch.compile (inductor, empty cache).",
@@ -114,7 +116,9 @@ def run(name: str, number: int) -> dict[str, Any]:
     torch.manual_seed(number)
     wide = bool(options.get("accumulate"))
     model, shape = _model(torch, options.get("model", "mlp"), wide)
-    called: Callable[[Any], Any] = torch.compile(model, dynamic=False) if options.get("compile") else model
+    called: Callable[[Any], Any] = (
+        torch.compile(model, dynamic=False) if options.get("compile") else model
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     text = zlib.compress(" ".join(str(random.Random(1).random()) for _ in range(200_000)).encode())
     hiccups = random.Random(number).sample(range(20, STEPS), 6) if options.get("hiccups") else []
@@ -127,7 +131,9 @@ def run(name: str, number: int) -> dict[str, Any]:
         for _ in range(int(todo)):
             zlib.decompress(text)
         zlib.decompressobj().decompress(text, int(todo % 1 * 3_800_000) or 1)
-        second = options.get("two_shapes") and step >= SECOND_SHAPE and (step - SECOND_SHAPE) % 2 == 0
+        second = (
+            options.get("two_shapes") and step >= SECOND_SHAPE and (step - SECOND_SHAPE) % 2 == 0
+        )
         return torch.randn(shape[0] // 8, 8, *shape[1:]) if second else torch.randn(shape)
 
     def work(step: int, folder: str) -> None:
@@ -164,7 +170,9 @@ def run(name: str, number: int) -> dict[str, Any]:
         # What was there before the first recorded step did not grow in it: -1 says so.
         recorded = [[-1, values[before - 1]]] if before else [[0, values[0]]]
         made[kind] = recorded + [
-            [i - before, values[i]] for i in range(max(1, before), len(values)) if values[i] != values[i - 1]
+            [i - before, values[i]]
+            for i in range(max(1, before), len(values))
+            if values[i] != values[i - 1]
         ]
     if "reads" in options:
         made["wait_us"] = [round(1e6 * wait) for wait in waits]
@@ -176,13 +184,17 @@ def _model(torch: Any, kind: str, wide: bool) -> tuple[Any, tuple[int, ...]]:
         layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
         return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (8, 64, 128)
     width, depth, rows = (768, 3, 96) if wide else (384, 6, 256)
-    layers = [part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.GELU())]
+    layers = [
+        part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.GELU())
+    ]
     return torch.nn.Sequential(*layers), (rows, width)
 
 
 def _others_s() -> float:
     """CPU seconds that everything but this process has used, on all cores, with what the host kept for itself."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     own = os.times()
     busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return busy - sum(own[:4])

@@ -98,11 +98,16 @@ class TensorBoardHook:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 def _close(writer: Any, pid: int) -> None:
-    if os.getpid() == pid:  # a fork has none of the writer's threads, and would wait for them for good
+    if (
+        os.getpid() == pid
+    ):  # a fork has none of the writer's threads, and would wait for them for good
         writer.close()

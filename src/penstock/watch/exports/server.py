@@ -72,7 +72,9 @@ class MetricsServer:
             ) from error
         thread.name = "penstock-metrics"
         faults = _Faults()
-        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": CLIENT_TIMEOUT_S})
+        server.RequestHandlerClass = type(
+            "Handler", (server.RequestHandlerClass,), {"timeout": CLIENT_TIMEOUT_S}
+        )
         server.handle_error = faults.tell
         self.addr = addr
         self.port: int = server.server_port
@@ -99,7 +101,10 @@ class MetricsServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -130,7 +135,9 @@ class _Collector:
                 else GaugeMetricFamily(metric.name, metric.help, labels=labels)
             )
             for sample in mine:
-                family.add_metric([str(sample.rank), *([sample.label] if metric.label else [])], sample.value)
+                family.add_metric(
+                    [str(sample.rank), *([sample.label] if metric.label else [])], sample.value
+                )
             yield family
 
 
@@ -143,7 +150,12 @@ class _Faults:
     def tell(self, request: object, client: object) -> None:
         self.count += 1
         level = logging.WARNING if self.count == 1 else logging.DEBUG
-        log.log(level, "a scrape of the metrics broke off (%s so far): %r", self.count, sys.exc_info()[1])
+        log.log(
+            level,
+            "a scrape of the metrics broke off (%s so far): %r",
+            self.count,
+            sys.exc_info()[1],
+        )
 
 
 def _stop(server: Any, thread: Any, pid: int) -> None:

@@ -166,7 +166,9 @@ class Readings:
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a heartbeat line. One without a rank is nobody's, and left out."""
         rank, msg = whole(line.get("rank")), kind(line)
-        if rank is None or not msg or (msg == "loader_warmup" and line.get("of")):  # not of the data trained on
+        if (
+            rank is None or not msg or (msg == "loader_warmup" and line.get("of"))
+        ):  # not of the data trained on
             return
         values = flatten(line) | _states(line, msg)
         with self._lock:
@@ -178,7 +180,9 @@ class Readings:
         """Take in the numbers of a progress line, as `on_metrics` gives them."""
         numbers = {name: n for name, value in values.items() if (n := number(value)) is not None}
         with self._lock:
-            self._take(rank, "progress", numbers | {"step": float(step), "ts": ts, "is/running": 1.0}, {})
+            self._take(
+                rank, "progress", numbers | {"step": float(step), "ts": ts, "is/running": 1.0}, {}
+            )
 
     def samples(self) -> list[Sample]:
         """All there is, in the order of the table."""
@@ -187,14 +191,22 @@ class Readings:
         by_name: dict[str, list[tuple[int, str, float]]] = {}
         for (rank, name, label), value in sorted(taken.items()):
             by_name.setdefault(name, []).append((rank, label, value))
-        return [Sample(m, rank, label, value) for m in METRICS for rank, label, value in by_name.get(m.name, ())]
+        return [
+            Sample(m, rank, label, value)
+            for m in METRICS
+            for rank, label, value in by_name.get(m.name, ())
+        ]
 
     def _forget(self, rank: int) -> None:
         """A new process begins: what the one before it said last holds no longer. Sums go on."""
-        for key in [key for key in self._values if key[0] == rank and _BY_NAME[key[1]].how == "last"]:
+        for key in [
+            key for key in self._values if key[0] == rank and _BY_NAME[key[1]].how == "last"
+        ]:
             del self._values[key]
 
-    def _take(self, rank: int, msg: str, values: Mapping[str, float], line: Mapping[str, Any]) -> None:
+    def _take(
+        self, rank: int, msg: str, values: Mapping[str, float], line: Mapping[str, Any]
+    ) -> None:
         for plan in (_PLANS.get(msg), _PLANS[""]):
             if plan is None:
                 continue
@@ -202,11 +214,15 @@ class Readings:
                 self._put(metric, rank, line.get(metric.named_by), 1.0)
             for name, value in values.items():
                 for metric in plan.by_key.get(name, ()):
-                    self._put(metric, rank, line.get(metric.named_by) if metric.label else "", value)
+                    self._put(
+                        metric, rank, line.get(metric.named_by) if metric.label else "", value
+                    )
                 if "/" in name:
                     for before, after, metric in plan.by_pattern:
                         if name.startswith(before) and name.endswith(after):
-                            self._put(metric, rank, name[len(before) : len(name) - len(after)], value)
+                            self._put(
+                                metric, rank, name[len(before) : len(name) - len(after)], value
+                            )
 
     def _put(self, metric: Metric, rank: int, label: Any, value: float) -> None:
         # A counter that is not a number for once stays so for good, a gauge until its next value.
@@ -262,4 +278,7 @@ class _Plan:
                 self.by_key.setdefault(metric.key, []).append(metric)
 
 
-_PLANS = {of: _Plan([metric for metric in METRICS if metric.of == of]) for of in {metric.of for metric in METRICS}}
+_PLANS = {
+    of: _Plan([metric for metric in METRICS if metric.of == of])
+    for of in {metric.of for metric in METRICS}
+}

@@ -79,12 +79,18 @@ def _words(rate: float | None, beyond: bool | None) -> str:
 
 def _settings(a: Run, b: Run) -> dict[str, list[Any]]:
     one, other = (
-        {name: _plain(value) for part in ("settings", "versions") for name, value in flat({part: boot.get(part)})}
+        {
+            name: _plain(value)
+            for part in ("settings", "versions")
+            for name, value in flat({part: boot.get(part)})
+        }
         for boot in (run.first.judged().boot for run in (a, b))
     )
     one["ranks"], other["ranks"] = len(a.ranks), len(b.ranks)
     names = sorted(one.keys() | other.keys())
-    return {name: [one.get(name), other.get(name)] for name in names if one.get(name) != other.get(name)}
+    return {
+        name: [one.get(name), other.get(name)] for name in names if one.get(name) != other.get(name)
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +102,9 @@ def compare_summary(both: Pair, names: tuple[str, str], difference: Difference) 
     lines = [difference.words]
     for letter, run, name in zip("AB", both, names, strict=True):
         rate = f", {count(run.tokens_per_s)} tokens/s" if run.tokens_per_s is not None else ""
-        lines.append(f"  {letter} {name}: {headline(run)}{rate}{f' [{run.band}]' if run.band else ''}")
+        lines.append(
+            f"  {letter} {name}: {headline(run)}{rate}{f' [{run.band}]' if run.band else ''}"
+        )
     if difference.settings:
         lines.append(f"  set differently: {', '.join(list(difference.settings)[:8])}")
     return printable("\n".join(lines))
@@ -113,7 +121,11 @@ def compare_figures(runs: tuple[Run, Run], both: Pair) -> dict[str, Figure]:
 
 
 def _rates(both: Pair) -> Figure | None:
-    known = [(letter, run) for letter, run in zip("AB", both, strict=True) if run.tokens_per_s is not None]
+    known = [
+        (letter, run)
+        for letter, run in zip("AB", both, strict=True)
+        if run.tokens_per_s is not None
+    ]
     if not known:
         return None
     traces = []
@@ -123,7 +135,14 @@ def _rates(both: Pair) -> Figure | None:
         error |= {"array": [(run.high or rate) - rate], "arrayminus": [rate - (run.low or rate)]}
         colour = f"@run-{letter.lower()}"
         traces.append(
-            {"type": "scatter", "mode": "markers", "name": letter, "y": [letter], "x": [rate], "error_x": error}
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": letter,
+                "y": [letter],
+                "x": [rate],
+                "error_x": error,
+            }
             | {
                 "marker": {"size": 12, "color": colour},
                 "hovertemplate": f"{letter}: %{{x:,.0f}} tokens/s<extra></extra>",
@@ -133,7 +152,9 @@ def _rates(both: Pair) -> Figure | None:
     plan = layout("", over_steps=False) | {"showlegend": False, "height": 190}
     plan["xaxis"] = {"title": {"text": "steady tokens/s, with 95 % interval"}, "automargin": True}
     plan["yaxis"] = {"type": "category", "automargin": True, "autorange": "reversed"}
-    told = "; ".join(f"{x} {count(run.tokens_per_s)} ({count(run.low)} to {count(run.high)})" for x, run in known)
+    told = "; ".join(
+        f"{x} {count(run.tokens_per_s)} ({count(run.low)} to {count(run.high)})" for x, run in known
+    )
     return figure(traces, plan, f"Steady tokens a second: {told}.")
 
 
@@ -154,8 +175,14 @@ def _spread(runs: tuple[Run, Run], both: Pair) -> Figure | None:
     plan = layout("% of steps", over_steps=True)
     plan["xaxis"]["title"]["text"] = "seconds a step"
     plan["yaxis"]["rangemode"] = "tozero"
-    told = "; ".join(f"{x} median {seconds(float(np.median(one)))}" for x, one in zip("AB", times, strict=True))
-    return figure(traces, plan, f"How long steps take after warmup, all ranks: {told}. The slowest 0.5 % are cut off.")
+    told = "; ".join(
+        f"{x} median {seconds(float(np.median(one)))}" for x, one in zip("AB", times, strict=True)
+    )
+    return figure(
+        traces,
+        plan,
+        f"How long steps take after warmup, all ranks: {told}. The slowest 0.5 % are cut off.",
+    )
 
 
 def _steady_times(run: Run, known: RunNumbers) -> Column:
@@ -185,7 +212,11 @@ def _waits(both: Pair) -> Figure | None:
                 | {"hovertemplate": f"%{{y}}, {stage}: %{{x:.2f}} %<extra></extra>"}
             )
     plan = layout("", over_steps=False) | {"barmode": "stack", "height": 210}
-    plan["xaxis"] = {"title": {"text": "% of the time, waiting"}, "rangemode": "tozero", "automargin": True}
+    plan["xaxis"] = {
+        "title": {"text": "% of the time, waiting"},
+        "rangemode": "tozero",
+        "automargin": True,
+    }
     plan["yaxis"] = {"type": "category", "automargin": True, "autorange": "reversed"}
     told = "; ".join(f"{x} {percent(run.data_wait_pct)}" for x, run in zip("AB", both, strict=True))
     return figure(traces, plan, f"Data wait of the rank that waits most, by stage: {told}.")
@@ -206,9 +237,17 @@ def _steps(runs: tuple[Run, Run]) -> Figure | None:
     return figure(traces, plan, f"Median step time along both runs, rank {ranks}.") | {"log": wide}
 
 
-def compare_body(both: Pair, said: tuple[Words, Words], names: tuple[str, str], difference: Difference) -> str:
+def compare_body(
+    both: Pair, said: tuple[Words, Words], names: tuple[str, str], difference: Difference
+) -> str:
     cards = "".join(map(_half, "AB", both, said, names))
-    kind = "" if not difference.beyond_intervals else "good" if (difference.tokens_per_s_pct or 0) > 0 else "fair"
+    kind = (
+        ""
+        if not difference.beyond_intervals
+        else "good"
+        if (difference.tokens_per_s_pct or 0) > 0
+        else "fair"
+    )
     told = f"<h2>{prose(difference.words)}</h2>{facts(_difference(difference))}"
     plots = (
         plot("rates", "Steady rate", wide=True, own_height=True)
@@ -216,14 +255,20 @@ def compare_body(both: Pair, said: tuple[Words, Words], names: tuple[str, str], 
         + plot("both-steps", "Step time along the run", log=True)
         + plot("both-waits", "Data wait by stage", wide=True, own_height=True)
     )
-    rows = [(name, _value(a), _value(b)) for name, (a, b) in list(difference.settings.items())[:MOST_SETTINGS]]
-    settings = table("Settings and versions that differ", ("setting", "A", "B"), rows, wide=(0, 1, 2))
+    rows = [
+        (name, _value(a), _value(b))
+        for name, (a, b) in list(difference.settings.items())[:MOST_SETTINGS]
+    ]
+    settings = table(
+        "Settings and versions that differ", ("setting", "A", "B"), rows, wide=(0, 1, 2)
+    )
     parts = [
         card(told, f"verdict {kind}"),
         f'<h2>The two runs</h2><div class="two">{cards}</div>',
         f'<h2>Side by side</h2><div class="plots">{plots}</div>',
         card(_side_by_side(both), "long"),
-        "<h2>What was set differently</h2>" + card(settings if rows else "<p>Nothing that was recorded.</p>", "long"),
+        "<h2>What was set differently</h2>"
+        + card(settings if rows else "<p>Nothing that was recorded.</p>", "long"),
     ]
     return "\n".join(parts)
 
@@ -239,7 +284,9 @@ def _difference(difference: Difference) -> Iterable[tuple[str, str, str]]:
     def signed(value: float | None, unit: str) -> str:
         return "?" if value is None else f"{value:+.1f} {unit}".replace("-", "\N{MINUS SIGN}")
 
-    beyond = {None: "not known", True: "intervals lie apart", False: "intervals overlap"}[difference.beyond_intervals]
+    beyond = {None: "not known", True: "intervals lie apart", False: "intervals overlap"}[
+        difference.beyond_intervals
+    ]
     yield "steady tokens/s", signed(difference.tokens_per_s_pct, "%"), beyond
     yield "step time p50", signed(difference.step_p50_pct, "%"), "of the rank that waits most"
     yield "data wait", signed(difference.data_wait_points, "points"), "of that rank"
@@ -253,7 +300,10 @@ def _side_by_side(both: Pair) -> str:
         ("steady tokens/s", *(count(run.tokens_per_s) for run in both)),
         ("95 % interval from", *(count(run.low) for run in both)),
         ("95 % interval to", *(count(run.high) for run in both)),
-        ("steady since step", *("–" if run.steady_from is None else f"{run.steady_from:,}" for run in both)),
+        (
+            "steady since step",
+            *("–" if run.steady_from is None else f"{run.steady_from:,}" for run in both),
+        ),
         ("class", *(run.worst.shape.kind for run in both)),
         ("warmup overhead", *(seconds(run.overhead_s) for run in both)),
         ("step time p50", *(seconds(run.worst.shape.p50_s) for run in both)),
@@ -266,9 +316,17 @@ def _side_by_side(both: Pair) -> str:
         ("steps", *(f"{run.worst.steps:,}" for run in both)),
         ("ranks", *(len(run.ranks) for run in both)),
         ("stalls", *(sum(one.events.get("stall", 0) for one in run.ranks) for run in both)),
-        ("last loss", *("?" if run.worst.last_loss is None else f"{run.worst.last_loss:.4g}" for run in both)),
+        (
+            "last loss",
+            *("?" if run.worst.last_loss is None else f"{run.worst.last_loss:.4g}" for run in both),
+        ),
     ]
-    return table("The numbers of both; times are of the rank that waits most", ("", "A", "B"), rows, numeric=(1, 2))
+    return table(
+        "The numbers of both; times are of the rank that waits most",
+        ("", "A", "B"),
+        rows,
+        numeric=(1, 2),
+    )
 
 
 def _value(value: Any) -> str:

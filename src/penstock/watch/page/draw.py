@@ -33,7 +33,9 @@ def note(x: float, text: str, colour: str, side: str) -> Figure:
     return where | {"text": text, "showarrow": False, "font": {"color": colour, "size": 12}}
 
 
-def line(name: str, x: Any, y: Any, colour: str, unit: str = "", width: float = 1.5) -> dict[str, Any]:
+def line(
+    name: str, x: Any, y: Any, colour: str, unit: str = "", width: float = 1.5
+) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",

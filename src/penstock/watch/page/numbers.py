@@ -193,7 +193,9 @@ def rank_numbers(rank: RankRun) -> RankNumbers:
         next_p50_ms=quantiles[0],
         next_p95_ms=quantiles[1],
         next_p99_ms=quantiles[2],
-        tokens_per_s=float(np.nansum(tokens)) / wall if wall > 0 and not np.isnan(tokens).all() else None,
+        tokens_per_s=float(np.nansum(tokens)) / wall
+        if wall > 0 and not np.isnan(tokens).all()
+        else None,
         tokens=int(np.nansum(tokens)) if len(tokens) and not np.isnan(tokens).all() else None,
         wall_s=wall,
         first_batch_s=_known(number(ready.get("dt"))),
@@ -202,7 +204,9 @@ def rank_numbers(rank: RankRun) -> RankNumbers:
         loss_not_finite=first,
         loss_not_finite_steps=bad,
         loss_not_finite_from=since,
-        fell_back=any(event.msg == "fallback" and event.fields.get("to") != "data" for event in rank.events),
+        fell_back=any(
+            event.msg == "fallback" and event.fields.get("to") != "data" for event in rank.events
+        ),
         events=dict(sorted(rank.counts.items())),
         skipped_lines=rank.skipped,
         earlier_runs=rank.earlier,
@@ -243,7 +247,9 @@ def _evidence(rank: RankRun, session: Session, at: Any) -> list[StepEvent]:
     part = slice(session.begin, session.end)
     wait, compiles = (rank.columns[name][part][at] for name in ("dt_fetch_s", "compiles"))
     # Pauses are no evidence: their time is not in that of the steps.
-    events = [StepEvent(i, "data_wait_s", float(wait[i])) for i in np.flatnonzero(wait >= 0).tolist()]
+    events = [
+        StepEvent(i, "data_wait_s", float(wait[i])) for i in np.flatnonzero(wait >= 0).tolist()
+    ]
     counted = np.flatnonzero(compiles >= 0)
     if len(counted) and (
         not session.boot or session.boot.get("rotated") is True
@@ -261,7 +267,9 @@ def _shape(found: StepAnalysis, steps: Any) -> Shape:
 
     periods = [group.period for group in found.spikes if group.period]
     causes = []
-    scattered = {(one.steps[0], one.steps[-1] + 1): len(one.steps) for one in found.spikes if one.steps}
+    scattered = {
+        (one.steps[0], one.steps[-1] + 1): len(one.steps) for one in found.spikes if one.steps
+    }
     for cause in found.causes:
         n = scattered.get((cause.start, cause.stop), cause.stop - cause.start)
         span = f"step {step(cause.start):,}"
@@ -284,7 +292,12 @@ def _shape(found: StepAnalysis, steps: Any) -> Shape:
         high=found.high,
         drift_per_1000_pct=found.drift_per_1000,
         changes=[
-            {"step": step(one.step), "before_s": one.before_s, "after_s": one.after_s, "pct": 100 * (one.ratio - 1)}
+            {
+                "step": step(one.step),
+                "before_s": one.before_s,
+                "after_s": one.after_s,
+                "pct": 100 * (one.ratio - 1),
+            }
             for one in found.changes
             if one.before_s > 0
         ],

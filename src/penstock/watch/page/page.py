@@ -87,10 +87,25 @@ def embedded(value: Any) -> str:
     return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def plot(name: str, title: str, wide: bool = False, log: bool = False, own_height: bool = False, note: str = "") -> str:
+def plot(
+    name: str,
+    title: str,
+    wide: bool = False,
+    log: bool = False,
+    own_height: bool = False,
+    note: str = "",
+) -> str:
     """A place for a plot. Its caption is the sentence that comes with it, unless there is a note."""
-    button = f'<button class="do" type="button" data-log="{name}" aria-pressed="false">log</button>' if log else ""
-    caption = f"<figcaption>{prose(note)}</figcaption>" if note else '<figcaption data-alt=""></figcaption>'
+    button = (
+        f'<button class="do" type="button" data-log="{name}" aria-pressed="false">log</button>'
+        if log
+        else ""
+    )
+    caption = (
+        f"<figcaption>{prose(note)}</figcaption>"
+        if note
+        else '<figcaption data-alt=""></figcaption>'
+    )
     kind = "plot own" if own_height else "plot"
     return (
         f'<figure class="card{" wide" if wide else ""}" id="{name}"><div class="title"><h3>{text(title)}</h3>{button}</div>'
@@ -114,7 +129,9 @@ def table(
     marked: Mapping[int, str] | None = None,
 ) -> str:
     """A table whose first column names the row. It scrolls in itself, so that the page never does sideways."""
-    kinds = dict.fromkeys(numeric, "n") | dict.fromkeys(wide, "text") | dict.fromkeys(unbroken, "keep")
+    kinds = (
+        dict.fromkeys(numeric, "n") | dict.fromkeys(wide, "text") | dict.fromkeys(unbroken, "keep")
+    )
 
     def kind(i: int) -> str:
         return f' class="{kinds[i]}"' if i in kinds else ""
@@ -143,7 +160,11 @@ def facts(pairs: Iterable[tuple[str, str, str]]) -> str:
 
 
 def warnings(said: Sequence[str]) -> str:
-    return f'<ul class="warnings">{"".join(f"<li>{prose(one)}</li>" for one in said)}</ul>' if said else ""
+    return (
+        f'<ul class="warnings">{"".join(f"<li>{prose(one)}</li>" for one in said)}</ul>'
+        if said
+        else ""
+    )
 
 
 def card(content: str, kind: str = "") -> str:

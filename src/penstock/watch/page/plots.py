@@ -68,18 +68,36 @@ def _marks(rank: RankRun, one: RankNumbers) -> list[dict[str, Any]]:
     session = rank.judged()
     steps = rank.step[session.begin : session.end]
     times = rank.columns["dt_step_s"][session.begin : session.end]
-    at = {int(step): float(time) for step, time in zip(steps, times, strict=True) if not math.isnan(time)}
+    at = {
+        int(step): float(time)
+        for step, time in zip(steps, times, strict=True)
+        if not math.isnan(time)
+    }
     stalls = [event for event in rank.events if event.msg == "stall"]
     pauses = [event for event in rank.events if event.msg == "pause"]
-    spikes = sorted((step for step in one.shape.spikes if step in at), key=lambda step: -at[step])[:MOST_MARKS]
-    found = [_mark("spike", [(step, at[step], "") for step in sorted(spikes)], "triangle-up-open", "@warn")]
+    spikes = sorted((step for step in one.shape.spikes if step in at), key=lambda step: -at[step])[
+        :MOST_MARKS
+    ]
+    found = [
+        _mark(
+            "spike", [(step, at[step], "") for step in sorted(spikes)], "triangle-up-open", "@warn"
+        )
+    ]
     # A stall is written while the step still waits, so it belongs to the step after the last one that was done.
-    found.append(_mark("stall", [(e.step + 1, at.get(e.step + 1), _stall(e)) for e in stalls], "x", "@bad"))
-    found.append(_mark("pause", [(e.step, at.get(e.step), _pause(e)) for e in pauses], "square-open", "@soft"))
+    found.append(
+        _mark("stall", [(e.step + 1, at.get(e.step + 1), _stall(e)) for e in stalls], "x", "@bad")
+    )
+    found.append(
+        _mark(
+            "pause", [(e.step, at.get(e.step), _pause(e)) for e in pauses], "square-open", "@soft"
+        )
+    )
     return [mark for mark in found if mark is not None]
 
 
-def _mark(name: str, points: list[tuple[int, float | None, str]], symbol: str, colour: str) -> dict[str, Any] | None:
+def _mark(
+    name: str, points: list[tuple[int, float | None, str]], symbol: str, colour: str
+) -> dict[str, Any] | None:
     known = [(x, y, text) for x, y, text in points if y is not None][:MOST_MARKS]
     if not known:
         return None
@@ -133,8 +151,15 @@ def _waits(rank: RankRun, one: RankNumbers) -> Figure | None:
                 "hovertemplate": f"{name}, around step %{{x:.0f}}: %{{y:.2f}} %<extra></extra>",
             }
         )
-    plan = _plan(rank, one, "% of the time") | {"barmode": "stack", "bargap": 0, "hovermode": "closest"}
-    told = ", ".join(f"{name} {percent(pct)}" for name, pct in one.waits_pct.items()) or "not known by stage"
+    plan = _plan(rank, one, "% of the time") | {
+        "barmode": "stack",
+        "bargap": 0,
+        "hovermode": "closest",
+    }
+    told = (
+        ", ".join(f"{name} {percent(pct)}" for name, pct in one.waits_pct.items())
+        or "not known by stage"
+    )
     alt = f"Share of the time that rank {rank.rank} waited for data, by stage: {told}."
     return figure(traces, plan, alt)
 
@@ -149,7 +174,9 @@ def _next(rank: RankRun, one: RankNumbers) -> Figure | None:
     if not traces:
         return None
     plan = _plan(rank, one, "ms in next()")
-    alt = f"Time in next() of rank {rank.rank}, rolling. In steady state p50 {_ms(one.next_p50_ms)}, "
+    alt = (
+        f"Time in next() of rank {rank.rank}, rolling. In steady state p50 {_ms(one.next_p50_ms)}, "
+    )
     made = figure(traces, plan, f"{alt}p95 {_ms(one.next_p95_ms)}, p99 {_ms(one.next_p99_ms)}.")
     made["log"] = wide_range(rank.columns["fetch_p99_ms"])
     return made
@@ -163,7 +190,9 @@ def _queue(rank: RankRun, one: RankNumbers) -> Figure | None:
     if there.any():
         full = np.where(there, 100 * depth / np.where(there, capacity, 1), np.nan)
         traces.append(line("batches", *drawn(rank, full), "@faint", unit=" %", width=1))
-        traces.append(line("median around it", *medians(rank, full, 60), "@main", unit=" %", width=2))
+        traces.append(
+            line("median around it", *medians(rank, full, 60), "@main", unit=" %", width=2)
+        )
         plan["yaxis"]["range"] = [0, 104]
         alt += f" Batches: {percent(_median(full))} at the median."
         for name, (x, y) in _occupancy(rank).items():
@@ -202,7 +231,11 @@ def _rate(rank: RankRun, one: RankNumbers) -> Figure | None:
         return None
     plan = _plan(rank, one, "tokens/s")
     alt = f"Tokens a second of rank {rank.rank}."
-    if one.shape.tokens_per_s is not None and one.shape.low is not None and one.shape.high is not None:
+    if (
+        one.shape.tokens_per_s is not None
+        and one.shape.low is not None
+        and one.shape.high is not None
+    ):
         low, high = one.shape.low, one.shape.high
         plan["shapes"].append(
             {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
@@ -232,7 +265,10 @@ def _loss(rank: RankRun, one: RankNumbers) -> Figure | None:
 
 def _memory(rank: RankRun, one: RankNumbers) -> Figure | None:
     traces = []
-    for name, title, colour in (("rss_bytes", "process", "@main"), ("device_bytes", "device", "@warn")):
+    for name, title, colour in (
+        ("rss_bytes", "process", "@main"),
+        ("device_bytes", "device", "@warn"),
+    ):
         column = rank.columns[name] / 1e9
         if not np.isnan(column).all():
             traces.append(line(title, *drawn(rank, column, 600), colour, unit=" GB"))
@@ -293,7 +329,11 @@ def ranks_figure(run: RunNumbers, shown: list[RankNumbers]) -> Figure:
     plan["xaxis"] = {"title": {"text": "% of the time, waiting"}, "rangemode": "tozero"}
     plan["yaxis"] = {"autorange": "reversed", "automargin": True, "ticks": "", "type": "category"}
     plan["height"] = 120 + 24 * len(order)
-    return figure(traces, plan, f"Waiting of each rank by stage. Rank {run.worst_rank} waits most for its own data.")
+    return figure(
+        traces,
+        plan,
+        f"Waiting of each rank by stage. Rank {run.worst_rank} waits most for its own data.",
+    )
 
 
 def _bar(name: str, y: list[str], x: list[float], colour: str) -> dict[str, Any]:
@@ -325,11 +365,20 @@ def _regions(rank: RankRun, one: RankNumbers, named: bool) -> tuple[list[Figure]
     first, steady = one.first_step, one.shape.from_step
     if first is not None and steady is not None:
         if steady > first:
-            box = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "x0": first - 0.5, "x1": steady - 0.5}
+            box = {
+                "type": "rect",
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "x0": first - 0.5,
+                "x1": steady - 0.5,
+            }
             shapes.append(box | {"fillcolor": "@shade", "line": {"width": 0}, "layer": "below"})
         shapes.append(upright(steady - 0.5, "@good", "solid"))
         if named:
-            notes.append(note(steady - 0.5, f"steady from {steady:,}", "@good", _side(rank, steady)))
+            notes.append(
+                note(steady - 0.5, f"steady from {steady:,}", "@good", _side(rank, steady))
+            )
     for session in rank.sessions[1:]:
         if session.steps:
             at = int(rank.step[session.begin])
@@ -339,7 +388,14 @@ def _regions(rank: RankRun, one: RankNumbers, named: bool) -> tuple[list[Figure]
     for change in one.shape.changes[:10]:
         shapes.append(upright(change["step"] - 0.5, "@warn", "dot"))
         if named:
-            notes.append(note(change["step"] - 0.5, f"{change['pct']:+.0f} %", "@warn", _side(rank, change["step"])))
+            notes.append(
+                note(
+                    change["step"] - 0.5,
+                    f"{change['pct']:+.0f} %",
+                    "@warn",
+                    _side(rank, change["step"]),
+                )
+            )
     return shapes, notes
 
 

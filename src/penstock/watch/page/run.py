@@ -132,8 +132,17 @@ class Run:
     @property
     def expected(self) -> int | None:
         """Ranks that it has by its own account: by its newest boot, for it may have gone on with fewer or more."""
-        boots = [session.boot for rank in self.ranks for session in rank.sessions if world_size(session.boot)]
-        return world_size(max(boots, key=lambda boot: nan_to(number(boot.get("ts")), 0.0))) if boots else None
+        boots = [
+            session.boot
+            for rank in self.ranks
+            for session in rank.sessions
+            if world_size(session.boot)
+        ]
+        return (
+            world_size(max(boots, key=lambda boot: nan_to(number(boot.get("ts")), 0.0)))
+            if boots
+            else None
+        )
 
 
 def read_run(patterns: Sequence[str | Path]) -> Run:
@@ -141,7 +150,9 @@ def read_run(patterns: Sequence[str | Path]) -> Run:
     paths = expand(patterns)
     for pattern in patterns:
         if not expand([pattern]):
-            raise NoData(f"{pattern}: there is no heartbeat there. Has the run started, and does it write there?")
+            raise NoData(
+                f"{pattern}: there is no heartbeat there. Has the run started, and does it write there?"
+            )
     by_rank: dict[int, RankRun] = {}
     for path in paths:
         one = read_rank(path)
@@ -154,7 +165,9 @@ def read_run(patterns: Sequence[str | Path]) -> Run:
             )
         by_rank[one.rank] = one
     if not by_rank:
-        raise NoData(f"no heartbeat line in {', '.join(map(str, paths))}: has the run started, and written there?")
+        raise NoData(
+            f"no heartbeat line in {', '.join(map(str, paths))}: has the run started, and written there?"
+        )
     return Run(tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
@@ -246,9 +259,13 @@ class _Taken:
     def _progress(self, line: Mapping[str, Any], step: int) -> None:
         session = self._session()
         for name in NUMBERS:
-            self._columns[name].append(number(line.get(name)) if name != "loss" else self._loss(line))
+            self._columns[name].append(
+                number(line.get(name)) if name != "loss" else self._loss(line)
+            )
         self._columns["mono"].append(number(line.get("mono")))
-        self._columns["paused_s"].append(sum(v for v in numbers(line.get("paused")).values() if v > 0))
+        self._columns["paused_s"].append(
+            sum(v for v in numbers(line.get("paused")).values() if v > 0)
+        )
         waits = numbers(line.get("wait_by_stage"))
         for name in waits.keys() - self._waits.keys():
             if name in STAGES:
@@ -274,9 +291,12 @@ class _Taken:
         if self._beats_seen % self._beat_every:
             return
         occupancy = {
-            name: number(_mapping(queue).get("occupancy")) for name, queue in _mapping(line.get("queues")).items()
+            name: number(_mapping(queue).get("occupancy"))
+            for name, queue in _mapping(line.get("queues")).items()
         }
-        self._beats.append((step, {name: value for name, value in occupancy.items() if not math.isnan(value)}))
+        self._beats.append(
+            (step, {name: value for name, value in occupancy.items() if not math.isnan(value)})
+        )
         if len(self._beats) > 4000:
             # Weeks of a beat a second: every second one is let go, and from then on half as many are kept.
             self._beats = self._beats[1::2]
@@ -300,7 +320,9 @@ class _Taken:
         session = self._session()
         if msg == "ready":
             session.ready = dict(line)
-        elif msg == "warmup" and not line.get("of"):  # of the data that is trained on, not of validation
+        elif msg == "warmup" and not line.get(
+            "of"
+        ):  # of the data that is trained on, not of validation
             session.warmup = dict(line)
         elif msg == "shutdown":
             session.ended = str(line.get("reason") or "no reason given")
@@ -312,15 +334,21 @@ class _Taken:
             self._health = status
         self._counts[msg] = self._counts.get(msg, 0) + 1
         begin, end = self._events.setdefault(msg, ([], []))
-        (begin if len(begin) < MOST_EVENTS else end).append(Event(ts, self._rank, step, msg, dict(line)))
+        (begin if len(begin) < MOST_EVENTS else end).append(
+            Event(ts, self._rank, step, msg, dict(line))
+        )
         if len(end) > 2 * MOST_EVENTS:
             del end[:MOST_EVENTS]
 
     def done(self, path: Path, skipped: int) -> RankRun:
-        columns: dict[str, Column] = {name: np.asarray(column) for name, column in self._columns.items()}
+        columns: dict[str, Column] = {
+            name: np.asarray(column) for name, column in self._columns.items()
+        }
         self._session()
         _fill_times(columns, self._sessions)
-        kept = [event for begin, end in self._events.values() for event in (*begin, *end[-MOST_EVENTS:])]
+        kept = [
+            event for begin, end in self._events.values() for event in (*begin, *end[-MOST_EVENTS:])
+        ]
         return RankRun(
             rank=self._rank,
             path=path,
@@ -363,7 +391,9 @@ def number(value: Any) -> float:
 
 def numbers(value: Any) -> dict[str, float]:
     """The finite numbers of a mapping."""
-    found = {str(name): number(one) for name, one in value.items()} if isinstance(value, dict) else {}
+    found = (
+        {str(name): number(one) for name, one in value.items()} if isinstance(value, dict) else {}
+    )
     return {name: one for name, one in found.items() if not math.isnan(one)}
 
 

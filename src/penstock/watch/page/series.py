@@ -25,7 +25,9 @@ STRETCHES = 160
 """Into which a run is divided for bars and running medians."""
 
 
-def thinned(steps: npt.NDArray[np.int64], values: Column, most: int = POINTS) -> tuple[Column, Column]:
+def thinned(
+    steps: npt.NDArray[np.int64], values: Column, most: int = POINTS
+) -> tuple[Column, Column]:
     """The smallest and the largest of each stretch, in the order in which they came."""
     n = len(values)
     if n <= most or most < 2:
@@ -38,7 +40,9 @@ def thinned(steps: npt.NDArray[np.int64], values: Column, most: int = POINTS) ->
     starts = np.arange(len(grid)) * size
     low = starts + np.argmin(np.where(missing, np.inf, grid), axis=1)
     high = starts + np.argmax(np.where(missing, -np.inf, grid), axis=1)
-    at = np.unique(np.concatenate([low, high]))  # a stretch without a value gives its first, which is missing
+    at = np.unique(
+        np.concatenate([low, high])
+    )  # a stretch without a value gives its first, which is missing
     return steps[at].astype(np.float64), values[at]
 
 
@@ -79,7 +83,11 @@ def stretches(rank: RankRun, most: int = STRETCHES) -> list[tuple[slice, float, 
 
 def superseded(rank: RankRun, session: Session) -> int:
     """Where the steps of a session end that no later session did again."""
-    later = [rank.step[other.begin] for other in rank.sessions if other.begin >= session.end and other.steps]
+    later = [
+        rank.step[other.begin]
+        for other in rank.sessions
+        if other.begin >= session.end and other.steps
+    ]
     if not later or not session.steps:
         return session.end
     steps = rank.step[session.begin : session.end]
@@ -87,7 +95,9 @@ def superseded(rank: RankRun, session: Session) -> int:
     return session.begin + int(again[0]) if len(again) else session.end
 
 
-def medians(rank: RankRun, values: Column, most: int = STRETCHES) -> tuple[list[float], list[float]]:
+def medians(
+    rank: RankRun, values: Column, most: int = STRETCHES
+) -> tuple[list[float], list[float]]:
     """The median of each stretch, at its middle."""
     x, y = [], []
     for part, first, last in stretches(rank, most):

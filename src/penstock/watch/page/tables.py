@@ -23,7 +23,9 @@ from penstock.watch.view.fields import number as loss_number
 MOST_ROWS = 30
 """Events of one kind that are listed from the beginning, and as many from the end."""
 MOST_CAUSES = 12
-LEFT_OUT = frozenset(("ts", "iso", "mono", "pid", "rank", "step", "msg", "stages", "settings", "versions", "ledger"))
+LEFT_OUT = frozenset(
+    ("ts", "iso", "mono", "pid", "rank", "step", "msg", "stages", "settings", "versions", "ledger")
+)
 
 
 def verdict(run: RunNumbers, said: Words) -> str:
@@ -56,14 +58,28 @@ def _facts(run: RunNumbers) -> list[tuple[str, str, str]]:
         else ("tokens/s", count(sum(rates)), "all steps; no steady state")
         if rates
         else ("tokens/s", "?", "not recorded"),
-        ("steady since step", "–" if run.steady_from is None else f"{run.steady_from:,}", shape.kind),
+        (
+            "steady since step",
+            "–" if run.steady_from is None else f"{run.steady_from:,}",
+            shape.kind,
+        ),
         ("warmup overhead", seconds(run.overhead_s), _of_run(run.overhead_pct)),
-        ("step time p50", seconds(shape.p50_s), f"p95 {seconds(shape.p95_s)}, p99 {seconds(shape.p99_s)}"),
+        (
+            "step time p50",
+            seconds(shape.p50_s),
+            f"p95 {seconds(shape.p95_s)}, p99 {seconds(shape.p99_s)}",
+        ),
         ("steps", f"{worst.steps:,}", spikes),
         ("first batch", seconds(worst.first_batch_s), _warmed(worst.warmup_wait_s)),
     ]
     if len(run.ranks) > 1:
-        found.append(("worst rank", str(run.worst_rank), f"waits {percent(worst.own_wait_pct)} for its own data"))
+        found.append(
+            (
+                "worst rank",
+                str(run.worst_rank),
+                f"waits {percent(worst.own_wait_pct)} for its own data",
+            )
+        )
     return found
 
 
@@ -83,7 +99,9 @@ def cause_list(run: RunNumbers) -> str:
         said.append(f"and {len(shape.causes) - len(said)} more, which --json lists")
     if shape.drift_per_1000_pct is not None:
         way = "slower" if shape.drift_per_1000_pct > 0 else "faster"
-        said.append(f"steady steps become {abs(shape.drift_per_1000_pct):.2g} % {way} in 1,000 steps")
+        said.append(
+            f"steady steps become {abs(shape.drift_per_1000_pct):.2g} % {way} in 1,000 steps"
+        )
     return f"<ul>{''.join(f'<li>{prose(one)}</li>' for one in said)}</ul>" if said else ""
 
 
@@ -109,7 +127,9 @@ def rank_table(run: RunNumbers) -> str:
             f"{one.steps:,}",
             percent(one.data_wait_pct),
             percent(one.own_wait_pct),
-            count(one.shape.tokens_per_s if one.shape.tokens_per_s is not None else one.tokens_per_s),
+            count(
+                one.shape.tokens_per_s if one.shape.tokens_per_s is not None else one.tokens_per_s
+            ),
             seconds(one.shape.p50_s),
             seconds(one.shape.p95_s),
             seconds(None if one.next_p95_ms is None else one.next_p95_ms / 1000),
@@ -132,7 +152,9 @@ def session_table(rank: RankRun) -> str:
         verdict_of = "the numbers above are of this one" if session is judged else ""
         rows.append((at, begun, span, session.ended or "no shutdown line", verdict_of))
     caption = f"Rank {rank.rank}: every start of the run."
-    return table(caption, ("session", "begun", "steps", "ended", ""), rows, wide=(4,), unbroken=(1, 2))
+    return table(
+        caption, ("session", "begun", "steps", "ended", ""), rows, wide=(4,), unbroken=(1, 2)
+    )
 
 
 def stage_table(rank: RankRun) -> str:
@@ -157,9 +179,7 @@ def stage_table(rank: RankRun) -> str:
     if not rows:
         return ""
     head = ("stage", "busy", "of wall", "waits for input", "waits for room", "items", "bytes")
-    caption = (
-        f"Rank {rank.rank}, threads of a stage added up; a stage with several may be busy for more than the wall time."
-    )
+    caption = f"Rank {rank.rank}, threads of a stage added up; a stage with several may be busy for more than the wall time."
     told = table(caption, head, rows, numeric=range(1, 7))
     fetch = numbers(session.fetch)
     if fetch:
@@ -168,7 +188,9 @@ def stage_table(rank: RankRun) -> str:
             for name in fetch
             if name.endswith("_s")
         ]
-        told += f"<p>Fetching: {text(', '.join(parts))}; {count(fetch.get('requests', 0))} requests, "
+        told += (
+            f"<p>Fetching: {text(', '.join(parts))}; {count(fetch.get('requests', 0))} requests, "
+        )
         told += f"{count(fetch.get('retries', 0))} retries.</p>"
     return told
 
@@ -185,14 +207,23 @@ def event_table(run: Run) -> str:
     shown: list[Event] = []
     for events in kinds.values():
         events.sort(key=lambda event: event.ts)
-        shown += events if len(events) <= 2 * MOST_ROWS else events[:MOST_ROWS] + events[-MOST_ROWS:]
+        shown += (
+            events if len(events) <= 2 * MOST_ROWS else events[:MOST_ROWS] + events[-MOST_ROWS:]
+        )
     shown.sort(key=lambda event: event.ts)
     rows = [(_moment(e), e.rank, e.step, _tag(e), describe(e)) for e in shown]
     told = ", ".join(f"{n:,} {msg.replace('_', ' ')}" for msg, n in sorted(counts.items()))
     left = sum(counts.values()) - len(shown)
     more = f"; {left:,} of them, from the middle of each kind, are not listed" if left > 0 else ""
     caption = f"{told or 'none'}{more}. Times are UTC."
-    return table(caption, ("time", "rank", "step", "event", "what"), rows, numeric=(1, 2), wide=(4,), unbroken=(0,))
+    return table(
+        caption,
+        ("time", "rank", "step", "event", "what"),
+        rows,
+        numeric=(1, 2),
+        wide=(4,),
+        unbroken=(0,),
+    )
 
 
 def _moment(event: Event) -> Cell:
@@ -216,7 +247,13 @@ def describe(event: Event) -> str:
         case "pause":
             return f"{said.get('name', '?')}, {_s(said, 'seconds')}"
         case "tune":
-            kept = ", kept" if said.get("kept") is True else ", taken back" if said.get("kept") is False else ""
+            kept = (
+                ", kept"
+                if said.get("kept") is True
+                else ", taken back"
+                if said.get("kept") is False
+                else ""
+            )
             return f"{said.get('what')}: {said.get('from')} → {said.get('to')}, because {said.get('why')}{kept}"
         case "fallback":
             return f"to {said.get('to')} data: {said.get('reason')}"
@@ -243,7 +280,9 @@ def describe(event: Event) -> str:
         case "prewarm":
             return f"model and optimizer warm after {_s(said, 'seconds')}"
         case "eval":
-            return f"validation loss {_loss(said.get('loss'))} over {said.get('batches', '?')} batches"
+            return (
+                f"validation loss {_loss(said.get('loss'))} over {said.get('batches', '?')} batches"
+            )
         case "saved":
             return f"{said.get('folder', '?')} in {_s(said, 'seconds')}"
         case "steady_state":
@@ -277,7 +316,9 @@ def settings_tables(run: Run) -> str:
         else "<p>No settings recorded.</p>"
     )
     versions = [(name, value) for name, value in flat(boot.get("versions"))]
-    return told + (table("Versions", ("library", "version"), versions, wide=(0, 1)) if versions else "")
+    return told + (
+        table("Versions", ("library", "version"), versions, wide=(0, 1)) if versions else ""
+    )
 
 
 def flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
@@ -290,7 +331,14 @@ def flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def file_table(run: Run) -> str:
-    rows = [(rank.path.name, rank.rank, f"{rank.lines:,}", rank.skipped, rank.dropped) for rank in run.ranks]
+    rows = [
+        (rank.path.name, rank.rank, f"{rank.lines:,}", rank.skipped, rank.dropped)
+        for rank in run.ranks
+    ]
     head = ("file", "rank", "lines", "left out", "not written")
-    caption = "What this page was made of. “Left out” are lines that were torn or not a heartbeat’s."
-    return "<h2>Files</h2>" + card(table(caption, head, rows, numeric=(1, 2, 3, 4), wide=(0,)), "long")
+    caption = (
+        "What this page was made of. “Left out” are lines that were torn or not a heartbeat’s."
+    )
+    return "<h2>Files</h2>" + card(
+        table(caption, head, rows, numeric=(1, 2, 3, 4), wide=(0,)), "long"
+    )

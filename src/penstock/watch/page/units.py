@@ -33,7 +33,13 @@ def percent(value: float | None) -> str:
     """With a digit more the smaller it is."""
     if value is None or math.isnan(value):
         return "?"
-    return f"{value:.0f} %" if value >= 20 else f"{value:.1f} %" if value >= 0.095 or value == 0 else f"{value:.2f} %"
+    return (
+        f"{value:.0f} %"
+        if value >= 20
+        else f"{value:.1f} %"
+        if value >= 0.095 or value == 0
+        else f"{value:.2f} %"
+    )
 
 
 def count(value: float | None) -> str:
@@ -53,7 +59,9 @@ def seconds(value: float | None) -> str:
         return f"{1000 * value:.3g} ms"
     if value < 120:
         return f"{value:.3g} s"
-    return f"{int(value) // 60} min {int(value) % 60} s" if value < 7200 else f"{value / 3600:.1f} h"
+    return (
+        f"{int(value) // 60} min {int(value) % 60} s" if value < 7200 else f"{value / 3600:.1f} h"
+    )
 
 
 def size(n: float | None) -> str:

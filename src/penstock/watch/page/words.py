@@ -40,7 +40,11 @@ def words(run: RunNumbers) -> Words:
 
 def headline(run: RunNumbers) -> str:
     if run.data_wait_pct is None:
-        return "No step has been recorded yet" if not any(one.steps for one in run.ranks) else "Data wait is not known"
+        return (
+            "No step has been recorded yet"
+            if not any(one.steps for one in run.ranks)
+            else "Data wait is not known"
+        )
     words = {
         "excellent": "The data keeps up",
         "good": "The data nearly keeps up",
@@ -59,9 +63,13 @@ def sentences(run: RunNumbers) -> list[str]:
         said.append(f"It waits for {', '.join(parts)}.")
     if run.steady_from is not None and run.tokens_per_s is not None:
         interval = f" ({count(run.low)} to {count(run.high)})" if run.low is not None else ""
-        said.append(f"Steady since step {run.steady_from:,} at {count(run.tokens_per_s)} tokens/s{interval}.")
+        said.append(
+            f"Steady since step {run.steady_from:,} at {count(run.tokens_per_s)} tokens/s{interval}."
+        )
     elif run.steady_from is not None:
-        said.append(f"Steady since step {run.steady_from:,}; how many tokens a step has is not recorded.")
+        said.append(
+            f"Steady since step {run.steady_from:,}; how many tokens a step has is not recorded."
+        )
     elif any(one.steps for one in run.ranks):
         said.append(NO_STEADY.get(shape.kind, "Not every rank has reached a steady state."))
     if run.overhead_s is not None and run.overhead_s > 0:
@@ -86,11 +94,16 @@ def warnings(run: RunNumbers) -> list[str]:
             shared.setdefault(what, []).append(one.rank)
     lacking = missing(run.ranks_expected, {one.rank for one in run.ranks})
     said = [f"{lacking}. What is said here is of those that did."] if lacking else []
-    said += [f"{_which(ranks)}: {what}" if len(run.ranks) > 1 else _upper(what) for what, ranks in shared.items()]
+    said += [
+        f"{_which(ranks)}: {what}" if len(run.ranks) > 1 else _upper(what)
+        for what, ranks in shared.items()
+    ]
     if any(one.steps for one in run.ranks) and run.ended is None:
         quiet = [one.rank for one in run.ranks if one.ended is None]
         who = f" from {_which(quiet).lower()}" if len(run.ranks) > 1 else ""
-        said.append(f"There is no shutdown line{who}: the run was still going when this was made, or it was killed.")
+        said.append(
+            f"There is no shutdown line{who}: the run was still going when this was made, or it was killed."
+        )
     steps = [one.last_step for one in run.ranks if one.last_step is not None]
     if steps and max(steps) - min(steps) > max(5, 0.02 * max(steps)):
         said.append(f"The ranks’ last steps differ: {min(steps):,} to {max(steps):,}.")
@@ -107,7 +120,11 @@ def _own_warnings(one: RankNumbers) -> Iterator[str]:
             # In fives, so that ranks that slow down together are told of together.
             about = 5 * round(abs(change["pct"]) / 5)
             yield f"steps became about {about} % {way} at step {int(change['step']):,}."
-    if one.shape.kind == "slowdown" and not one.shape.changes and one.shape.drift_per_1000_pct is not None:
+    if (
+        one.shape.kind == "slowdown"
+        and not one.shape.changes
+        and one.shape.drift_per_1000_pct is not None
+    ):
         yield f"steps become slower and slower, {one.shape.drift_per_1000_pct:.1f} % in 1,000 steps."
     if one.fell_back:
         yield "it fell back to synthetic data; see the events."
@@ -133,7 +150,9 @@ def not_finite(one: RankNumbers) -> str:
 
 
 def _which(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks[:12])) + (f" and {len(ranks) - 12} more" if len(ranks) > 12 else "")
+    names = ", ".join(map(str, ranks[:12])) + (
+        f" and {len(ranks) - 12} more" if len(ranks) > 12 else ""
+    )
     return f"Rank {names}" if len(ranks) == 1 else f"Ranks {names}"
 
 

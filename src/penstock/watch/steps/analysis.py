@@ -103,7 +103,9 @@ class _Regimes:
         rest = np.diff(self.levels[self.first :])
         longest = float(np.diff(self.edges).max())
         up, down = bool((rest > 0).any()), bool((rest < 0).any())
-        return (up and down and longest < LONGEST_SHARE * self.edges[-1]) or (len(rest) > 1 and not up)
+        return (up and down and longest < LONGEST_SHARE * self.edges[-1]) or (
+            len(rest) > 1 and not up
+        )
 
 
 def analyze_steps(
@@ -127,7 +129,9 @@ def analyze_steps(
     ratio = np.divide(x, around, out=np.ones_like(x), where=around > 0)
     start = regimes.start
     regular = [(first + start, every) for first, every, _ in trains(slow_steps(ratio[start:]))]
-    grown = [growth.step for kind in ("compiles", "optimizer_state") for growth in evidence.growths[kind]]
+    grown = [
+        growth.step for kind in ("compiles", "optimizer_state") for growth in evidence.growths[kind]
+    ]
     onset = _onset(x, regimes, regular, grown)
     if onset is None or regimes.stop - onset < LEAST_STEADY:
         return _nothing("not enough steps" if len(t) < 2 * LEAST_STEPS else "no steady state", t)
@@ -168,7 +172,9 @@ def _regimes(x: Floats) -> _Regimes:
     return _Regimes(edges, levels, first)
 
 
-def _onset(x: Floats, regimes: _Regimes, regular: list[tuple[float, float]], grown: list[int]) -> int | None:
+def _onset(
+    x: Floats, regimes: _Regimes, regular: list[tuple[float, float]], grown: list[int]
+) -> int | None:
     """The first step of the steady state, found against its tail and then against what is near."""
     start, stop = regimes.start, regimes.stop
     reference = np.arange((start + stop) // 2, stop)
@@ -178,11 +184,19 @@ def _onset(x: Floats, regimes: _Regimes, regular: list[tuple[float, float]], gro
     # As many steps again, for a slow start is still a little above the level when it counts as settled.
     begin = min(2 * onset + 5, (onset + stop) // 2)
     reference = np.arange(max(begin, start), min(stop, begin + NEAR))
-    return onset if len(reference) < LEAST_STEADY else _settled(x[:stop], reference, start, regular, grown)
+    return (
+        onset
+        if len(reference) < LEAST_STEADY
+        else _settled(x[:stop], reference, start, regular, grown)
+    )
 
 
 def _settled(
-    x: Floats, reference: NDArray[np.intp], edge: int, regular: list[tuple[float, float]], grown: list[int]
+    x: Floats,
+    reference: NDArray[np.intp],
+    edge: int,
+    regular: list[tuple[float, float]],
+    grown: list[int],
 ) -> int | None:
     """The first step from which on the series keeps to the level of the reference steps. `edge`: where that changed."""
     told = x[reference]
@@ -198,11 +212,17 @@ def _settled(
     # Among many, the largest may be an accident of its own, such as one evaluation.
     most = float(usual[-1 if len(usual) < 2 * NEAR else -2]) if len(usual) else base
     plain = np.delete(usual, slow_steps(usual / base)) if len(usual) else usual
-    known_limit = max((1 + HEAD_STEP) * base, float(np.quantile(plain, KNOWN)) if len(plain) else base)
+    known_limit = max(
+        (1 + HEAD_STEP) * base, float(np.quantile(plain, KNOWN)) if len(plain) else base
+    )
     step_limit = base + max(HEAD_STEP * base, HEAD_OUTSIDE * (top - base))
     burst_limit = base + max(base, BURST_OUTSIDE * (most - base))
     # Steps that are plainly part of the start are no neighbours for the median of those after them.
-    known = [step for step in grown if 0 <= step < min(BURST_GAP, int(reference[0])) and x[step] > known_limit]
+    known = [
+        step
+        for step in grown
+        if 0 <= step < min(BURST_GAP, int(reference[0])) and x[step] > known_limit
+    ]
     begin = max([_after_leading(x > burst_limit), *(step + 1 for step in known)])
     slow = running_median(x[begin:], width) > limit
     so_far = np.concatenate(([0], np.cumsum(slow)))
@@ -250,7 +270,9 @@ def _strays(y: Floats, waited: float) -> float:
     falls = -drift * n / (STILL_FALLING * (0.25 if late else 0.5 if waited > SOON else 1))
     flat = y / base - drift * (np.arange(n) - n / 2)
     # Hiccups of a machine come in clusters and are not its level; medians would jump where there are two of them.
-    parts = np.array([level(part) for part in np.array_split(flat, 8 if n >= 80 else max(3, n // 10))])
+    parts = np.array(
+        [level(part) for part in np.array_split(flat, 8 if n >= 80 else max(3, n // 10))]
+    )
     away = np.sort(np.abs(parts - np.median(parts)))
     # One of eight is an episode, not a run without a level.
     return max(falls, float(away[-2 if len(away) >= 8 else -1]) / UNSTABLE)
@@ -281,7 +303,9 @@ class _Found:
         overhead = float(head.sum()) - len(head) * mean
         total = float(t.sum())
         rate = None if tokens is None else rate_interval(tokens[onset:stop], steady)
-        usual = np.concatenate([np.full(b - a, np.median(self.x[a:b])) for a, b in pairwise(self.regimes.edges)])
+        usual = np.concatenate(
+            [np.full(b - a, np.median(self.x[a:b])) for a, b in pairwise(self.regimes.edges)]
+        )
         spikes = groups(self.spikes, self.x - usual)
         later = self._changes()
         return StepAnalysis(
@@ -308,23 +332,35 @@ class _Found:
 
     def _changes(self) -> tuple[Change, ...]:
         edges, levels, first = self.regimes.edges, self.regimes.levels, self.regimes.first
-        return tuple(Change(edges[i + 1], levels[i], levels[i + 1]) for i in range(first, len(levels) - 1))
+        return tuple(
+            Change(edges[i + 1], levels[i], levels[i + 1]) for i in range(first, len(levels) - 1)
+        )
 
     def _causes(
-        self, mean: float, spikes: tuple[SpikeGroup, ...], later: tuple[Change, ...], evidence: Evidence
+        self,
+        mean: float,
+        spikes: tuple[SpikeGroup, ...],
+        later: tuple[Change, ...],
+        evidence: Evidence,
     ) -> Iterable[Cause]:
         wait = causes.usual_wait(evidence, slice(self.onset, self.regimes.stop))
         if self.onset:
             slow = np.flatnonzero(self.x[: self.onset] > (1 + SETTLED) * mean).tolist()
-            yield from causes.of_warmup(slow, self.onset, self.t[: self.onset] - mean, evidence, wait)
+            yield from causes.of_warmup(
+                slow, self.onset, self.t[: self.onset] - mean, evidence, wait
+            )
         stretch = self.regimes.stop - self.onset
         if self.drift * stretch > LEAST_CHANGE:
-            more = self.drift * stretch * mean * 2 / 3  # between the middles of the first and the last third
+            more = (
+                self.drift * stretch * mean * 2 / 3
+            )  # between the middles of the first and the last third
             yield from causes.of_drift(self.onset, self.regimes.stop, more, evidence)
         for number, change in enumerate(later):
             stop = later[number + 1].step if number + 1 < len(later) else len(self.t)
             start = later[number - 1].step if number else self.onset
             more = change.after_s - change.before_s
-            yield from causes.of_change(change.step, stop, slice(start, change.step), more, evidence)
+            yield from causes.of_change(
+                change.step, stop, slice(start, change.step), more, evidence
+            )
         for group in spikes:
             yield from causes.of_spikes(group, evidence, wait)

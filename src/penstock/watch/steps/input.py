@@ -77,7 +77,9 @@ def step_times(times: Any) -> Floats:
     bad = ~((array >= 0) & (array <= LONGEST_STEP_S))
     if bad.any():
         index = int(np.argmax(bad))
-        raise ConfigError(f"times[{index}] = {array[index]}: needs seconds, from 0 to {LONGEST_STEP_S:.0e}")
+        raise ConfigError(
+            f"times[{index}] = {array[index]}: needs seconds, from 0 to {LONGEST_STEP_S:.0e}"
+        )
     return np.where(array < LEAST_S, 0.0, array)
 
 
@@ -88,11 +90,15 @@ def step_tokens(tokens: Any, n: int) -> Floats | None:
     try:
         array = np.asarray(tokens, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"tokens: needs one number for all steps or one for each: {error}") from None
+        raise ConfigError(
+            f"tokens: needs one number for all steps or one for each: {error}"
+        ) from None
     if array.ndim == 0:
         array = np.full(n, float(array))
     if array.shape != (n,):
-        raise ConfigError(f"tokens: needs one number for all steps or one for each of {n}, got shape {array.shape}")
+        raise ConfigError(
+            f"tokens: needs one number for all steps or one for each of {n}, got shape {array.shape}"
+        )
     bad = ~((array >= 0) & (array < MOST_TOKENS))
     if bad.any():
         index = int(np.argmax(bad))
@@ -110,11 +116,17 @@ def gather(events: Iterable[StepEvent | Mapping[str, Any]] | None, n: int) -> Ev
         told = event if isinstance(event, StepEvent) else _event(number, event)
         first = BEFORE if told.kind in COUNTERS else 0
         if told.kind not in KINDS:
-            raise ConfigError(f"events[{number}]: kind {told.kind!r} is not known; there are {', '.join(KINDS)}")
+            raise ConfigError(
+                f"events[{number}]: kind {told.kind!r} is not known; there are {', '.join(KINDS)}"
+            )
         if not first <= told.step < n:
-            raise ConfigError(f"events[{number}]: {told.kind} of step {told.step}; there are steps 0 to {n - 1}")
+            raise ConfigError(
+                f"events[{number}]: {told.kind} of step {told.step}; there are steps 0 to {n - 1}"
+            )
         if not (math.isfinite(told.value) and told.value >= 0):
-            raise ConfigError(f"events[{number}]: {told.kind} = {told.value}: needs a number, at least 0")
+            raise ConfigError(
+                f"events[{number}]: {told.kind} = {told.value}: needs a number, at least 0"
+            )
         if told.kind in COUNTERS:
             counters[told.kind].append((told.step, told.value))
         elif told.kind == "data_wait_s":
@@ -126,7 +138,9 @@ def gather(events: Iterable[StepEvent | Mapping[str, Any]] | None, n: int) -> Ev
             pauses[told.step] = (seconds + told.value, ", ".join(dict.fromkeys(names)))
         else:
             resumed.add(told.step)
-    return Evidence({kind: _growths(seen) for kind, seen in counters.items()}, wait, pauses, frozenset(resumed))
+    return Evidence(
+        {kind: _growths(seen) for kind, seen in counters.items()}, wait, pauses, frozenset(resumed)
+    )
 
 
 def _event(number: int, event: Mapping[str, Any]) -> StepEvent:
@@ -167,7 +181,9 @@ def from_progress(
     for line in lines:
         ranks.add(line.get("rank", 0))
         if len(ranks) > 1:
-            raise ConfigError(f"lines of ranks {sorted(ranks, key=str)} are mixed: analyse one rank at a time")
+            raise ConfigError(
+                f"lines of ranks {sorted(ranks, key=str)} are mixed: analyse one rank at a time"
+            )
         message = line.get("msg")
         if message == "boot" and not line.get("rotated"):
             booted, last_mono = True, None
@@ -176,7 +192,11 @@ def from_progress(
         if message != "progress":
             continue
         mono = _number(line.get("mono"))
-        paused = {str(k): v for k, s in _mapping(line.get("paused")).items() if (v := _number(s)) is not None}
+        paused = {
+            str(k): v
+            for k, s in _mapping(line.get("paused")).items()
+            if (v := _number(s)) is not None
+        }
         seconds = _number(line.get("dt_step_s"))
         if seconds is None and mono is not None and last_mono is not None:
             seconds = max(0.0, mono - last_mono - sum(paused.values()))
@@ -186,13 +206,21 @@ def from_progress(
         index = len(times)
         if not times and not booted and (_number(line.get("step")) or 0) > 1:
             # The file does not begin with the run, so what its counters show at first is no growth.
-            events += [StepEvent(BEFORE, kind, v) for kind in COUNTERS if (v := _number(line.get(kind))) is not None]
+            events += [
+                StepEvent(BEFORE, kind, v)
+                for kind in COUNTERS
+                if (v := _number(line.get(kind))) is not None
+            ]
         times.append(seconds)
         count = _number(line.get("tokens"))
         tokens.append(None if count is None or count >= MOST_TOKENS else int(count))
         events += late
         late.clear()
-        events += [StepEvent(index, kind, v) for kind in COUNTERS if (v := _number(line.get(kind))) is not None]
+        events += [
+            StepEvent(index, kind, v)
+            for kind in COUNTERS
+            if (v := _number(line.get(kind))) is not None
+        ]
         wait = _number(line.get("dt_fetch_s", line.get("dt_fetch_last")))
         if wait is not None:
             events.append(StepEvent(index, "data_wait_s", wait))
@@ -221,7 +249,9 @@ def evidence_of_step(step: int, evidence: Mapping[str, Any]) -> Sequence[StepEve
         if value is None or value is False:
             continue
         if kind == "pause" and isinstance(value, Mapping):
-            events += [StepEvent(step, kind, float(seconds), str(name)) for name, seconds in value.items()]
+            events += [
+                StepEvent(step, kind, float(seconds), str(name)) for name, seconds in value.items()
+            ]
         elif kind == "resume":
             events.append(StepEvent(step, kind))
         else:

@@ -90,7 +90,9 @@ def rhythm(x: Floats) -> tuple[int | None, Floats]:
             break
         phases = np.array([np.median(ratio[i::period]) for i in range(period)])
         rest = float(np.abs(ratio - phases[np.arange(len(ratio)) % period]).mean())
-        explains = rest <= RHYTHM_GAIN * spread and np.ptp(phases) > LEAST_CHANGE and phases.min() > 0
+        explains = (
+            rest <= RHYTHM_GAIN * spread and np.ptp(phases) > LEAST_CHANGE and phases.min() > 0
+        )
         # A multiple of the true period fits as well; only a clearly better one is worth more phases.
         if explains and (best is None or rest < 0.8 * best[0]):
             best = rest, period, phases

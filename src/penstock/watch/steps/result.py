@@ -45,7 +45,12 @@ class Cause:
     """What supports it; empty where nothing does."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"start": self.start, "stop": self.stop, "cause": self.cause, "evidence": self.evidence}
+        return {
+            "start": self.start,
+            "stop": self.stop,
+            "cause": self.cause,
+            "evidence": self.evidence,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,11 @@ class StepAnalysis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        plain = {name: getattr(self, name) for name in self.__slots__ if name not in ("changes", "spikes", "causes")}
+        plain = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("changes", "spikes", "causes")
+        }
         return plain | {
             "changes": [change.as_dict() for change in self.changes],
             "spikes": [group.as_dict() for group in self.spikes],
@@ -100,14 +109,22 @@ class StepAnalysis:
 
     def _lines(self, first: int) -> list[str]:
         if self.onset is None:
-            why = "too few to tell" if self.kind == "not enough steps" else "no stretch of them is stable"
+            why = (
+                "too few to tell"
+                if self.kind == "not enough steps"
+                else "no stretch of them is stable"
+            )
             return [f"{self.kind}: {self.steps} steps in {seconds(self.total_s)}, {why}"]
         lines = [self._verdict(first)]
         rate = ""
         if self.tokens_per_s is not None and self.low is not None and self.high is not None:
-            rate = f"{self.tokens_per_s:,.0f} tokens/s (95 %: {self.low:,.0f} to {self.high:,.0f}); "
+            rate = (
+                f"{self.tokens_per_s:,.0f} tokens/s (95 %: {self.low:,.0f} to {self.high:,.0f}); "
+            )
         if self.p50_s is not None and self.p95_s is not None and self.p99_s is not None:
-            times = f"p50 {seconds(self.p50_s)}, p95 {seconds(self.p95_s)}, p99 {seconds(self.p99_s)}"
+            times = (
+                f"p50 {seconds(self.p50_s)}, p95 {seconds(self.p95_s)}, p99 {seconds(self.p99_s)}"
+            )
             repeats = f", in a rhythm of {self.rhythm}" if self.rhythm else ""
             lines.append(f"steady: {rate}step time {times}{repeats}")
         if self.drift_per_1000 is not None:
@@ -130,7 +147,11 @@ class StepAnalysis:
         if not self.onset:
             return f"{self.kind}: {self.steps} steps, steady from the start"
         cost = ""
-        if self.overhead_s is not None and self.overhead_pct is not None and self.first_step_ratio is not None:
+        if (
+            self.overhead_s is not None
+            and self.overhead_pct is not None
+            and self.first_step_ratio is not None
+        ):
             cost = (
                 f"; the {self.onset} before cost {seconds(self.overhead_s)} more than steady ones "
                 f"({self.overhead_pct:.1f} % of the run), the first took {self.first_step_ratio:.1f} times as long"

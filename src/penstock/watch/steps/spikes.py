@@ -48,7 +48,9 @@ class SpikeGroup:
 def slow_steps(ratio: Floats) -> NDArray[np.intp]:
     """The steps that stand out, given each step's time over the level around it."""
     middle, upper = np.quantile(ratio, (0.5, 0.85))
-    found = np.flatnonzero(ratio > middle + max(LEAST_SPIKE * middle, SPIKE_SPREADS * (upper - middle)))
+    found = np.flatnonzero(
+        ratio > middle + max(LEAST_SPIKE * middle, SPIKE_SPREADS * (upper - middle))
+    )
     return found if len(found) <= COMMON * len(ratio) else found[:0]
 
 

@@ -52,7 +52,8 @@ def text(value: Any) -> str:
         return ""
     shown = value if isinstance(value, str) else str(value)
     return "".join(
-        c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in shown[:LONGEST]
+        c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for c in shown[:LONGEST]
     )
 
 

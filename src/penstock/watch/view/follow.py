@@ -54,7 +54,10 @@ class Follower:
         for path, tail in self._tails.items():
             try:
                 lines += tail.poll()
-            except (OSError, PenstockError) as error:  # of one rank; the others are still worth seeing
+            except (
+                OSError,
+                PenstockError,
+            ) as error:  # of one rank; the others are still worth seeing
                 self._problems[path] = str(error)
             else:
                 self._problems.pop(path, None)
@@ -67,7 +70,9 @@ class Follower:
             notes.append(text(f"waiting for {', '.join(self._patterns)}: nothing there yet"))
         skipped = sum(tail.skipped for tail in self._tails.values())
         if skipped:
-            notes.append(f"{skipped} line{'s' * (skipped != 1)} skipped: cut off, or not a heartbeat's")
+            notes.append(
+                f"{skipped} line{'s' * (skipped != 1)} skipped: cut off, or not a heartbeat's"
+            )
         return notes
 
     def close(self) -> None:

@@ -95,7 +95,9 @@ def queue(rank: RankView) -> str:
     """Batches that stand ready, of those that may."""
     if rank.queue_depth is None:
         return "-"
-    return f"{rank.queue_depth:.0f}" + ("" if rank.queue_capacity is None else f"/{rank.queue_capacity:.0f}")
+    return f"{rank.queue_depth:.0f}" + (
+        "" if rank.queue_capacity is None else f"/{rank.queue_capacity:.0f}"
+    )
 
 
 def span(seconds: float | None) -> str:
@@ -108,7 +110,9 @@ def span(seconds: float | None) -> str:
         return f"{seconds:.0f} s"
     if seconds < 3600:
         return (
-            f"{seconds // 60:.0f} min {seconds % 60:02.0f} s" if seconds % 60 < 59.5 else f"{seconds // 60 + 1:.0f} min"
+            f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
+            if seconds % 60 < 59.5
+            else f"{seconds // 60 + 1:.0f} min"
         )
     if seconds < 48 * 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

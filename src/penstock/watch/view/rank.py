@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.watch.spans import RANKS, STAGES
-from penstock.watch.view.fields import LONGEST_STEP_S, MOST_TOKENS, finite, kind, mapping, number, text, whole
+from penstock.watch.view.fields import (
+    LONGEST_STEP_S,
+    MOST_TOKENS,
+    finite,
+    kind,
+    mapping,
+    number,
+    text,
+    whole,
+)
 
 if TYPE_CHECKING:
     from penstock.watch.steady import SteadyWatch
@@ -166,7 +175,9 @@ class RankView:
         if len(self._pace) < 2:
             return None
         first, last = self._pace[0], self._pace[-1]
-        return (last.step - first.step) / (last.mono - first.mono) if last.mono > first.mono else None
+        return (
+            (last.step - first.step) / (last.mono - first.mono) if last.mono > first.mono else None
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -176,7 +187,12 @@ class RankView:
         if len(self._pace) < 2:
             return None
         first, last = self._pace[0], self._pace[-1]
-        if first.tokens is None or last.tokens is None or last.tokens < first.tokens or last.mono <= first.mono:
+        if (
+            first.tokens is None
+            or last.tokens is None
+            or last.tokens < first.tokens
+            or last.mono <= first.mono
+        ):
             return None
         return (last.tokens - first.tokens) / (last.mono - first.mono)
 
@@ -196,7 +212,11 @@ class RankView:
             fields = ("busy_s", "blocked_in_s", "blocked_out_s", "items", "bytes")
             shares.append(
                 StageShare(
-                    stage, *(max(0.0, (finite(new.get(f)) or 0.0) - (finite(old.get(f)) or 0.0)) / wall for f in fields)
+                    stage,
+                    *(
+                        max(0.0, (finite(new.get(f)) or 0.0) - (finite(old.get(f)) or 0.0)) / wall
+                        for f in fields
+                    ),
                 )
             )
         return shares
@@ -208,9 +228,9 @@ class RankView:
         if line.get("rotated"):
             return
         # Another process: its clock and its counts begin anew, and so does its warmup.
-        self.ended = self.steady_at = self._steady = self._compiles = self._rate = self._before = self.since_step_s = (
-            None
-        )
+        self.ended = self.steady_at = self._steady = self._compiles = self._rate = self._before = (
+            self.since_step_s
+        ) = None
         self.synthetic, self.health, self.verdict, self.waiting = False, "", "", {}
         self._waited = self._waited_for_ranks = self._counted = 0.0
         self._pace.clear()
@@ -230,10 +250,15 @@ class RankView:
         if total is not None:
             if self._before is None:
                 # A process that resumed counts its own tokens only: what is missing at its first step was before it.
-                self._before = max(0.0, (self.step - 1) * (tokens or 0.0) - (total - (tokens or 0.0)))
+                self._before = max(
+                    0.0, (self.step - 1) * (tokens or 0.0) - (total - (tokens or 0.0))
+                )
             self._counted = total
             self.tokens = self._before + total
-        waits = {stage: max(0.0, finite(s) or 0.0) for stage, s in mapping(line.get("wait_by_stage")).items()}
+        waits = {
+            stage: max(0.0, finite(s) or 0.0)
+            for stage, s in mapping(line.get("wait_by_stage")).items()
+        }
         self._waited = FADE * self._waited + sum(waits.values())
         self._waited_for_ranks = FADE * self._waited_for_ranks + waits.get(RANKS, 0.0)
         mono = finite(line.get("mono"))

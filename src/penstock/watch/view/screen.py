@@ -83,7 +83,11 @@ def _head(view: RunView, now: float, look: Look) -> list[RenderableType]:
     hosts = sorted({rank.host for rank in view.ranks.values() if rank.host})
     on = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
     there = len(view.ranks)
-    count = f"{there} of {view.expected} ranks" if view.expected > there else f"{there} rank{'s' * (there != 1)}"
+    count = (
+        f"{there} of {view.expected} ranks"
+        if view.expected > there
+        else f"{there} rank{'s' * (there != 1)}"
+    )
     title = _line(("penstock", "bold"))
     if there:
         title.append(f" · {count}{on} · ")
@@ -108,7 +112,10 @@ def _head(view: RunView, now: float, look: Look) -> list[RenderableType]:
         slow = view.ranks.get(look.rank) if look.rank is not None else view.slowest(now)
         pct = None if slow is None else slow.data_wait_pct
         style = f"bold {'' if pct is None else COLOURS[band(pct / 100)]}".strip()
-        lines += [_line((part, style)) for part in wrap(verdict, max(20, look.width), max_lines=3, placeholder=" …")]
+        lines += [
+            _line((part, style))
+            for part in wrap(verdict, max(20, look.width), max_lines=3, placeholder=" …")
+        ]
     if look.height > 16:
         lines.append("")
     return lines
@@ -147,10 +154,15 @@ def _row(rank: RankView, now: float, look: Look, wide: bool) -> list[Text]:
     quiet = "dim" if gone else ""
     pct = rank.data_wait_pct
     word = "" if pct is None else band(pct / 100)
-    waits = Text("-" if pct is None else f"{pct:4.1f} % {word}", style=quiet or COLOURS.get(word, ""))
+    waits = Text(
+        "-" if pct is None else f"{pct:4.1f} % {word}", style=quiet or COLOURS.get(word, "")
+    )
     full = 0.0 if not rank.queue_capacity else (rank.queue_depth or 0.0) / rank.queue_capacity
     width = BAR if look.width >= WIDE else 4 if look.width >= NARROW else 0
-    bar = Text(f"{_bar(full, width, look)} " if rank.queue_capacity and width else "", style=quiet or "cyan")
+    bar = Text(
+        f"{_bar(full, width, look)} " if rank.queue_capacity and width else "",
+        style=quiet or "cyan",
+    )
     bar.append(queue(rank), style=quiet)
     age = "ended" if gone else span(rank.age(now))
     cells = [
@@ -160,7 +172,10 @@ def _row(rank: RankView, now: float, look: Look, wide: bool) -> list[Text]:
         Text(rate(rank.tokens_per_s), style=quiet),
         waits,
         bar,
-        Text(age if wide or not stale else f"{age} stale", style=quiet or ("bold red" if stale else "")),
+        Text(
+            age if wide or not stale else f"{age} stale",
+            style=quiet or ("bold red" if stale else ""),
+        ),
     ]
     if wide:
         state = rank.state(now)
@@ -180,7 +195,9 @@ def _stages(rank: RankView, look: Look) -> Table | None:
     wide = look.width >= MIDDLE
     which = f"rank {rank.rank}" + ("" if look.rank is not None else ", slowest")
     table.add_column(f"stage ({which})" if wide else f"stage (r{rank.rank})", no_wrap=True)
-    for title in ("busy", "waits for input", "waits for room") if wide else ("busy", "input", "room"):
+    for title in (
+        ("busy", "waits for input", "waits for room") if wide else ("busy", "input", "room")
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("items/s", justify="right", no_wrap=True)
     table.add_column("bytes/s", justify="right", no_wrap=True)
@@ -207,7 +224,9 @@ def _events(view: RunView, look: Look, room: int) -> list[RenderableType]:
 
 def _bar(share: float, width: int, look: Look) -> str:
     full = round(width * min(1.0, max(0.0, share)))
-    return ("#" * full + "-" * (width - full)) if look.ascii else ("█" * full + "░" * (width - full))
+    return (
+        ("#" * full + "-" * (width - full)) if look.ascii else ("█" * full + "░" * (width - full))
+    )
 
 
 def _line(*parts: tuple[str, str]) -> Text:
@@ -223,4 +242,9 @@ def _line(*parts: tuple[str, str]) -> Text:
 def _table(look: Look) -> Table:
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, 2 if look.width >= WIDE else 1, 0, 0), header_style="bold")
+    return Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2 if look.width >= WIDE else 1, 0, 0),
+        header_style="bold",
+    )
