@@ -23,7 +23,7 @@ from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
 from penstock.testing import HubServer
 from penstock.watch.attribution import Known, band, charge, judge
-from penstock.watch.spans import IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
+from penstock.watch.stage_timer import IDLE, OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
 
 DELAY_S = 0.2
 
@@ -221,8 +221,8 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(
 # The rules, on segments made by hand
 
 
-def trail(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> Trail:
-    made = Trail()
+def task_timeline(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> TaskTimeline:
+    made = TaskTimeline()
     made.begun, made.ended, made.done, made.before = (
         begun,
         done[-1].end if done else begun,
@@ -232,8 +232,8 @@ def trail(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> Tra
     return made
 
 
-def track_of(segments: list[Segment]) -> Track:
-    track = Track()
+def track_of(segments: list[Segment]) -> ThreadTimeline:
+    track = ThreadTimeline()
     track.recent.extend(segments)
     return track
 
@@ -249,7 +249,7 @@ def test_while_work_waits_for_a_worker_what_that_worker_does_is_to_blame() -> No
 def test_a_wait_for_a_wait_is_followed_to_its_end() -> None:
     fetched = trail(0, Segment(0, 7, "fetch", "a.parquet"))
     chunk = trail(0, Segment(0, 7, WAIT, fetched), Segment(7, 8, "decode"))
-    producer = Track("penstock-producer")
+    producer = ThreadTimeline("penstock-producer")
     producer.recent.extend(
         [Segment(0, 8, WAIT, chunk), Segment(8, 9, "pack"), Segment(9, 10, "batch")]
     )
@@ -264,7 +264,7 @@ def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
         track_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
         track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
     ]
-    found = charge(packing, 0, 10, tracks=[packing, *busy], cores=2)
+    found = charge(packing, 0, 10, timelines=[packing, *busy], cores=2)
     # The others had 18.5 of 20 seconds of a core, and it had 2: the 8 that it lacked were theirs.
     assert found.seconds == pytest.approx({"pack": 2.0, "tokenize": 8.0})
 
@@ -275,7 +275,7 @@ def test_a_thread_that_sleeps_while_a_core_is_free_is_to_blame_itself() -> None:
         track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
         track_of([Segment(0, 10, "decode", cpu=0.5)]),
     ]
-    assert charge(packing, 0, 10, tracks=[packing, *busy], cores=2).seconds == {"pack": 10.0}
+    assert charge(packing, 0, 10, timelines=[packing, *busy], cores=2).seconds == {"pack": 10.0}
 
 
 stages = st.sampled_from([*STAGES, OUT, IDLE, RANKS])
@@ -304,7 +304,7 @@ def test_all_of_a_wait_is_charged_and_no_more(
     segments: list[Segment], begin: float, length: float, busy: list[list[Segment]], cores: int
 ) -> None:
     others = [track_of(other) for other in busy]
-    found = charge(track_of(segments), begin, begin + length, tracks=others, cores=cores)
+    found = charge(track_of(segments), begin, begin + length, timelines=others, cores=cores)
     assert sum(found.seconds.values()) == pytest.approx(length, abs=1e-6)
     assert set(found.seconds) <= {*STAGES, RANKS}
     assert all(seconds >= -1e-9 for seconds in found.seconds.values())

@@ -405,7 +405,7 @@ def test_every_message_that_the_troubleshooting_page_quotes_is_one() -> None:
 
 def test_every_advice_of_a_verdict_is_on_the_troubleshooting_page() -> None:
     from penstock.watch.attribution import Known, advise
-    from penstock.watch.spans import STAGES
+    from penstock.watch.stage_timer import STAGES
 
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     for stage in (*STAGES, "ranks"):

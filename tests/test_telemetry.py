@@ -28,7 +28,7 @@ from penstock import (
 )
 from penstock.encode.tokenize import Tokenizer
 from penstock.watch.consumer import Consumer
-from penstock.watch.spans import STAGES, Clock, Track, stage_of
+from penstock.watch.stage_timer import STAGES, Clock, ThreadTimeline, stage_of
 from penstock.watch.window import Step, Window
 
 
@@ -369,7 +369,7 @@ def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_know
     assert stats.wait_s > 0
     assert set(stats.wait_by_stage) == {"batch"}
     assert all(stage.busy_s == 0 for stage in stats.stages.values())
-    assert quiet.telemetry.clock.tracks == []
+    assert quiet.telemetry.clock.timelines == []
 
 
 def test_one_telemetry_belongs_to_one_loader(corpus: Path) -> None:
@@ -392,7 +392,7 @@ def test_telemetry_keeps_no_loader_alive_and_forgets_its_threads(corpus: Path) -
     for _ in range(8):
         assert sum(1 for _ in loader) > 0
     loader.shutdown()
-    names = [track.name for track in telemetry.clock.tracks]
+    names = [track.name for track in telemetry.clock.timelines]
     assert len(names) <= 4, names
     documents = loader.stats().documents
     assert loader.stats().stages["tokenize"].items >= documents
@@ -488,20 +488,20 @@ def test_a_stage_that_raises_is_left() -> None:
     clock = Clock()
     with pytest.raises(ZeroDivisionError), clock.stage("decode"):
         raise ZeroDivisionError
-    assert clock.track().now[0] == ""
+    assert clock.timeline().now[0] == ""
 
 
 def test_folding_keeps_sums() -> None:
     clock = Clock()
     for i in range(5):
-        track = clock.new_track(f"penstock-worker-{i}")
+        track = clock.new_timeline(f"penstock-worker-{i}")
         track.seconds["decode"] = 1.0
         track.count("decode", 2, 30)
-    own = clock.track()
+    own = clock.timeline()
     clock.fold()
     clock.fold()
-    (worker,) = [track for track in clock.tracks if track is not own]
-    assert isinstance(worker, Track)
+    (worker,) = [track for track in clock.timelines if track is not own]
+    assert isinstance(worker, ThreadTimeline)
     assert worker.seconds == {"decode": 5.0}
     assert (worker.items["decode"], worker.bytes["decode"]) == (10, 150)
 

@@ -24,7 +24,7 @@ from penstock.cli.trace import trace as trace_command
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.testing import HubServer
-from penstock.watch.spans import STAGES
+from penstock.watch.stage_timer import STAGES
 from penstock.watch.trace import Recorder, merge
 
 STEPS = 30
@@ -331,7 +331,7 @@ def test_nothing_is_recorded_outside_the_block(corpus: Path, tmp_path: Path) -> 
         before = recorder.save(tmp_path / "a.json").read_text()
         train(loader, recorder, 5)
         assert recorder.save(tmp_path / "b.json").read_text() == before
-        assert all(track.log is None for track in loader.telemetry.clock.tracks)
+        assert all(track.log is None for track in loader.telemetry.clock.timelines)
     events = json.loads(before)["traceEvents"]
     assert len(spans(events, "next")) == 5
     check_format(events)

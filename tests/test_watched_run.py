@@ -30,7 +30,7 @@ from penstock.feed.beat import Heartbeat
 from penstock.stats import Stats
 from penstock.tally import Warmup
 from penstock.watch.heartbeat import read_heartbeat
-from penstock.watch.spans import STAGES
+from penstock.watch.stage_timer import STAGES
 from penstock.watch.telemetry import Telemetry
 from tests.contracts import digest
 
@@ -512,7 +512,7 @@ def test_hundreds_of_epochs_leave_nothing_behind() -> None:
             for _ in loader:
                 pass
             if epoch in (50, 100):
-                kept.append(len(loader.telemetry.clock.tracks))
+                kept.append(len(loader.telemetry.clock.timelines))
                 assert threading.active_count() < 10
         stats = loader.stats()
     assert kept[1] <= kept[0] <= 8

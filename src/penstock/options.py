@@ -20,7 +20,7 @@ from penstock.feed.pin import resolve
 from penstock.sources.source import Run, Source
 from penstock.state import State, StateMaker
 from penstock.types import Address, MiB, Shard
-from penstock.watch.spans import Clock, Quiet
+from penstock.watch.stage_timer import Clock, NullClock
 
 MEMORY_LIMIT = 1024 * MiB
 
@@ -108,7 +108,7 @@ class Options:
             row=state.row,
             batch=state.batch,
             state=StateMaker(state),
-            clock=clock or Quiet(),
+            clock=clock or NullClock(),
         )
 
 

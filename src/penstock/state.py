@@ -1,52 +1,50 @@
-"""The state of a stream: what it holds, how it is checked, how the states of ranks are put together.
+"""The state of a stream: what it holds, how it is checked, how ranks' states are combined.
 
     penstock   version of this format
     row batch  global rows dealt, and the number of the next batch
     first      the epoch at which this pass began
-    lanes at   how many lanes there are, and for each lane of this rank its place: for text seven integers;
-               no places for data that can be addressed, where a row's number says it all
+    lanes at   the number of lanes, and the position of each of this rank's lanes;
+               no positions for map-style data, where the row is enough
     stream data tokenizer skip
                what the stream is a function of; a difference is refused and named
     weights    for mixtures: from which row on which weights hold
-    source     for iterables of samples: where they stand
+    source     for iterables of samples: their own position
 
-JSON through and through: integers, strings, no pickle. Under 1 KB for a lane.
+JSON: integers, strings, no pickle. Under 1 KB a lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.encode.batch import Position
 from penstock.errors import ConfigError, StateFormat, StateMismatch
-from penstock.types import Address
+from penstock.types import Address, LanePosition, StreamPosition, is_count
 
-VERSION = 1
+VERSION = 2
 KEYS = frozenset(
     {"penstock", "row", "batch", "first", "lanes", "at", "stream", "data", "tokenizer", "skip"}
 )
+Weights = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A state that has been checked."""
+    """A `StreamPosition` and the fingerprints of its stream."""
 
     row: int
     batch: int
     first: int
     lanes: int
-    places: dict[int, Any]
-    """By lane, in ascending order: a place of the source's own kind, or as it was saved."""
+    lane_positions: dict[int, LanePosition]
+    """By lane, ascending."""
     stream: dict[str, Any]
     data: dict[str, Any]
     tokenizer: dict[str, Any]
     skip: frozenset[Address]
-    weights: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """For mixtures: from which global row on which weights hold."""
+    weights: Weights = ()
     source: Any = None
-    """For an iterable of samples: where it stands."""
 
     def to_dict(self) -> dict[str, Any]:
         state = {
@@ -55,11 +53,11 @@ class State:
             "batch": self.batch,
             "first": self.first,
             "lanes": self.lanes,
-            "at": {str(lane): place.to_list() for lane, place in self.places.items()},
+            "at": {str(lane): at.to_list() for lane, at in self.lane_positions.items()},
             "stream": dict(self.stream),
             "data": dict(self.data),
             "tokenizer": dict(self.tokenizer),
-            "skip": [list(address) for address in sorted(self.skip, key=str)] if self.skip else [],
+            "skip": [list(address) for address in sorted(self.skip, key=str)],
         }
         if self.weights:
             state["weights"] = [[row, list(weights)] for row, weights in self.weights]
@@ -67,51 +65,49 @@ class State:
             state["source"] = self.source
         return state
 
-    def at(self, row: int, batch: int, places: Iterable[Any], source: Any = None) -> State:
-        """The same stream, further on."""
-        return State(
-            row=row, batch=batch, first=self.first, lanes=self.lanes,
-            places=dict(zip(self.places, places, strict=True)),
-            stream=self.stream, data=self.data, tokenizer=self.tokenizer, skip=self.skip,
-            weights=self.weights, source=source,
-        )  # fmt: skip
+    @property
+    def position(self) -> StreamPosition:
+        return StreamPosition(
+            self.row, self.batch, tuple(self.lane_positions.values()), self.source
+        )
 
-    def after(self, position: Position) -> State:
-        """The same stream, after a batch."""
-        return self.at(position.row, position.batch, position.places, position.source)
+    def at(self, position: StreamPosition) -> State:
+        """Return the state of the same stream at another position."""
+        return replace(
+            self,
+            row=position.row,
+            batch=position.batch,
+            lane_positions=dict(zip(self.lane_positions, position.lanes, strict=True)),
+            source=position.source,
+        )
 
-    def for_shard(self, lanes: Sequence[int]) -> State:
-        """The part that a rank with these lanes needs."""
-        missing = [lane for lane in lanes if lane not in self.places]
+    def for_lanes(self, lanes: Sequence[int]) -> State:
+        """Return the part of a rank that reads these lanes."""
+        missing = [lane for lane in lanes if lane not in self.lane_positions]
         if missing:
             raise StateMismatch(
-                f"the state has no place for lane(s) {_some(missing)} of {self.lanes}: each rank saves its own "
-                f"lanes only. Load the states of all ranks: load_state_dict([state_0, state_1, …])"
+                f"the state has no position for lanes {missing[:8]} of {self.lanes}: each rank saves "
+                "only its own lanes. Load the states of all ranks: load_state_dict([state_0, …])"
             )
-        return replace(self, places={lane: self.places[lane] for lane in sorted(lanes)})
-
-    def with_places(self, check: Callable[[Any], Any]) -> State:
-        """The same, with places that their source has checked."""
-        return replace(self, places={lane: check(place) for lane, place in self.places.items()})
+        return replace(self, lane_positions={n: self.lane_positions[n] for n in sorted(lanes)})
 
     def require(
         self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]
     ) -> None:
-        """Refuse to continue another stream as this one, and say what differs."""
+        """Raise if the state belongs to another stream, and name what differs."""
         for what, saved, now in (
             ("the data", self.data, data),
             ("the tokenizer", self.tokenizer, tokenizer),
             ("settings", self.stream, stream),
         ):
-            # A vocabulary's name is only for people: the same one may have another elsewhere.
-            told = {"name"} if what == "the tokenizer" else set()
-            names = sorted(key for key in {*saved, *now} - told if saved.get(key) != now.get(key))
-            if names:
-                pairs = ", ".join(
-                    f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in names
-                )
+            # The name of a vocabulary is only for people: it may differ between machines.
+            ignored = {"name"} if what == "the tokenizer" else set()
+            keys = sorted(k for k in {*saved, *now} - ignored if saved.get(k) != now.get(k))
+            if keys:
+                pairs = ", ".join(f"{k} was {saved.get(k)!r}, is {now.get(k)!r}" for k in keys)
                 raise StateMismatch(
-                    f"{what} changed since the state was saved: {pairs}. Restore what it was, or start a new run."
+                    f"{what} changed since the state was saved: {pairs}. Restore what it was, or "
+                    "start a new run."
                 )
 
 
@@ -121,23 +117,23 @@ class StateMaker:
 
     start: State
 
-    def __call__(self, position: Position) -> dict[str, Any]:
-        return self.start.after(position).to_dict()
+    def __call__(self, position: StreamPosition) -> dict[str, Any]:
+        return self.start.at(position).to_dict()
 
 
-def fitting(lanes: int, world: int, error: type[ConfigError | StateMismatch]) -> int:
-    """Lanes that this number of ranks can share, or an error that says how many ranks could."""
+def check_lanes(lanes: int, world: int, error: type[ConfigError | StateMismatch]) -> int:
+    """Raise if this number of ranks cannot share the lanes, and name the numbers that can."""
     if lanes % world:
-        sizes = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        sizes = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise error(
-            f"{world} ranks cannot share {lanes} lanes evenly: world sizes that would work are "
-            f"{', '.join(map(str, sizes))}. To grow, start with lanes=… a multiple of the largest size."
+            f"{world} ranks cannot share {lanes} lanes evenly: world sizes that work are {sizes}. "
+            "To grow later, start with lanes=… a multiple of the largest size."
         )
     return lanes
 
 
 def parse(value: Any) -> State:
-    """A state from what `state_dict()` gave, or from a list of the states of all ranks."""
+    """Parse what `state_dict()` returned, or a list of the states of all ranks."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if not value:
             raise StateFormat("the list of states is empty: give the state of each rank")
@@ -146,123 +142,97 @@ def parse(value: Any) -> State:
 
 
 def merge(states: Sequence[State]) -> State:
-    """The states of all ranks, taken at the same batch, as one."""
+    """Combine the states of all ranks, taken at the same batch."""
     first = states[0]
-    places: dict[int, Any] = {}
+    positions: dict[int, LanePosition] = {}
+    shared = ("row", "batch", "first", "lanes", "stream", "data", "tokenizer", "skip", "weights")
     for state in states:
-        for name in (
-            "row",
-            "batch",
-            "first",
-            "lanes",
-            "stream",
-            "data",
-            "tokenizer",
-            "skip",
-            "weights",
-            "source",
-        ):
+        for name in (*shared, "source"):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatch(
-                    f"the states of the ranks were not taken at the same batch of the same run: {name} is "
-                    f"{getattr(first, name)!r} in one and {getattr(state, name)!r} in another"
+                    "the states of the ranks were not taken at the same batch of the same run: "
+                    f"{name} is {getattr(first, name)!r} in one and {getattr(state, name)!r} in another"
                 )
-        for lane, place in state.places.items():
-            if places.setdefault(lane, place) != place:
+        for lane, at in state.lane_positions.items():
+            if positions.setdefault(lane, at) != at:
                 raise StateMismatch(
-                    f"two states give different places for lane {lane}: give each rank's state once, all of one save"
+                    f"two states have different positions for lane {lane}: give each rank's state "
+                    "once, all of one save"
                 )
-    return replace(first, places=places)
+    return replace(first, lane_positions=positions)
 
 
 def _parse_one(value: Any) -> State:
     if not isinstance(value, Mapping) or "penstock" not in value:
-        raise StateFormat(f"this is no state of a Penstock loader: {show(value)}")
+        raise StateFormat(f"not the state of a Penstock loader: {value!r:.80}")
     version = value["penstock"]
-    if not is_count(version) or version < 1:
-        raise StateFormat(f"the state has no version we know: {show(version)}")
-    if version > VERSION:
+    if version != VERSION:
         raise StateFormat(
-            f"the state has version {version}, this release reads up to {VERSION}: it was made by a newer "
-            "Penstock. Upgrade, or resume with the release that made it."
+            f"the state has version {version!r:.20}, this release reads version {VERSION}. Resume with "
+            "the release that saved it, or start a new run."
         )
     unknown, missing = set(value) - KEYS - {"weights", "source"}, KEYS - set(value)
     if unknown or missing:
-        parts = [f"it lacks {', '.join(sorted(missing))}"] if missing else []
-        parts += [f"it has unknown {', '.join(sorted(map(str, unknown)))}"] if unknown else []
-        raise StateFormat(f"the state is damaged or foreign: {'; '.join(parts)}")
+        raise StateFormat(
+            f"invalid state: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
+        )
     for name in ("row", "batch", "first", "lanes"):
-        if not is_count(value[name]):
-            raise StateFormat(f"the state's {name!r} is no count: {show(value[name])}")
+        _check(is_count(value[name]), value, name, "must be a non-negative integer")
+    _check(value["lanes"] >= 1, value, "lanes", "must be at least 1")
     for name in ("stream", "data", "tokenizer"):
-        if not isinstance(value[name], Mapping) or not all(
-            isinstance(key, str) for key in value[name]
-        ):
-            raise StateFormat(f"the state's {name!r} is no table: {show(value[name])}")
-    lanes = value["lanes"]
-    if lanes < 1:
-        raise StateFormat("the state has no lanes")
+        table = value[name]
+        fits = isinstance(table, Mapping) and all(isinstance(key, str) for key in table)
+        _check(fits, value, name, "must be a table")
+    _check(isinstance(value["skip"], list | tuple), value, "skip", "must be a list")
     return State(
         row=value["row"],
         batch=value["batch"],
         first=value["first"],
-        lanes=lanes,
-        places=_places(value["at"], lanes),
+        lanes=value["lanes"],
+        lane_positions=_positions(value),
         stream=dict(value["stream"]),
         data=dict(value["data"]),
         tokenizer=dict(value["tokenizer"]),
-        skip=_skip(value["skip"]),
-        weights=_weights(value.get("weights", [])),
+        skip=frozenset(address(entry) for entry in value["skip"]),
+        weights=_weights(value),
         source=value.get("source"),
     )
 
 
-def _places(value: Any, lanes: int) -> dict[int, Any]:
-    """The places as they are: only their source can tell whether they fit."""
-    if not isinstance(value, Mapping):
-        raise StateFormat(f"the state's 'at' has no places: {show(value)}")
-    for key in value:
-        if not isinstance(key, str) or not key.isascii() or not key.isdigit() or int(key) >= lanes:
-            raise StateFormat(f"the state names lane {show(key)}, but has lanes 0 to {lanes - 1}")
-    return {int(key): place for key, place in value.items()}
+def _check(fits: bool, state: Mapping[str, Any], name: str, needs: str) -> None:
+    if not fits:
+        raise StateFormat(f"invalid state: {name!r} {needs}, not {state[name]!r:.80}")
 
 
-def _weights(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _positions(state: Mapping[str, Any]) -> dict[int, LanePosition]:
+    at = state["at"]
+    _check(isinstance(at, Mapping), state, "at", "must be a table of positions by lane")
+    lanes = [key for key in at if isinstance(key, str) and key.isascii() and key.isdigit()]
+    fits = len(lanes) == len(at) and all(int(key) < state["lanes"] for key in lanes)
+    _check(fits, state, "at", f"must name lanes 0 to {state['lanes'] - 1}")
+    return {int(key): LanePosition.from_list(at[key]) for key in lanes}
+
+
+def _weights(state: Mapping[str, Any]) -> Weights:
+    value = state.get("weights", [])
+    needs = "must be a list of rows and weights"
     try:
         weights = tuple((row, tuple(of_row)) for row, of_row in value)
     except (TypeError, ValueError):
-        weights = ((-1, ()),)
-    if not all(is_count(row) and all(is_count(w) for w in of_row) for row, of_row in weights):
-        raise StateFormat(f"the state's 'weights' are no list of rows and counts: {show(value)}")
+        raise StateFormat(f"invalid state: 'weights' {needs}, not {value!r:.80}") from None
+    fits = all(is_count(row) and all(map(is_count, of_row)) for row, of_row in weights)
+    if weights:
+        _check(fits, state, "weights", needs)
     return weights
 
 
-def _skip(value: Any) -> frozenset[Address]:
-    if not isinstance(value, list | tuple):
-        raise StateFormat(f"the state's 'skip' is no list: {show(value)}")
-    return frozenset(address(entry) for entry in value)
-
-
 def address(entry: Any) -> Address:
-    """An address from a `Span`, an `Address`, or a list of file, row group and row."""
+    """Return an address from a `Span`, an `Address`, or a list of file, row group and row."""
     entry = getattr(entry, "address", entry)
     if isinstance(entry, list | tuple) and len(entry) == 3:
         file, group, row = entry
         if isinstance(file, str) and (group is None or is_count(group)) and is_count(row):
             return Address(file, group, row)
     raise StateFormat(
-        f"not an address of a document: {show(entry)}. It needs file, row group or None, and row"
+        f"not the address of a document: {entry!r:.80}. It needs file, row group or None, and row"
     )
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

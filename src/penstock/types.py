@@ -1,16 +1,17 @@
-"""The words of the design, as types: addresses, chunks, shards and batches.
+"""The plain values that the rest of the package passes around: addresses, chunks, positions.
 
-Everything here is a plain value. Addresses (`FileRef`, `ChunkRef`, `Address`) say where data is and
-never hold any; `Documents` and `TokenChunk` are what a worker thread makes of one address.
+Addresses (`FileRef`, `ChunkRef`, `Address`) say where data is and never hold any. `Documents` and
+`TokenChunk` are what a worker makes of one address. `LanePosition` and `StreamPosition` say where
+a stream is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StateFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 Format = Literal["parquet", "jsonl", "text"]
 Codec = Literal["", "gz", "zst", "bz2", "xz", "iterable"]
-"""How a file is compressed; "iterable" stands for what is no file at all."""
+"""How a file is compressed; "iterable" marks an iterable instead of a file."""
 Packing = Literal["concat", "best_fit", "bos"]
 OnBadRecord = Literal["raise", "skip", "quarantine"]
 
@@ -30,17 +31,20 @@ GiB = 1 << 30
 
 AUTO: Literal["auto"] = "auto"
 WORD_CACHE_BYTES = 128 * MiB
-"""How far a tokenizer's memory of words may grow, unless told otherwise."""
+"""Memory that a tokenizer's cache of words may take by default."""
 
 IGNORE = -100
 """The target of a position that must not count in the loss; PyTorch's default `ignore_index`."""
+
+LONGEST_STREAM = 1 << 62
+"""Rows, epochs and chunks beyond this are refused as damage of a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The part of the data that belongs to one reader: every `mod`-th piece, from `rem` on.
 
-    The shards `Shard(n, 0) … Shard(n, n - 1)` are disjoint, and their union is everything.
+    The shards `Shard(n, 0) … Shard(n, n - 1)` are disjoint, and together they are everything.
     """
 
     mod: int
@@ -48,10 +52,12 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.mod < 1 or not 0 <= self.rem < self.mod:
-            raise ConfigError(f"Shard({self.mod}, {self.rem}): needs mod >= 1 and 0 <= rem < mod")
+            raise ConfigError(
+                f"Shard({self.mod}, {self.rem}): needs mod >= 1 and 0 <= rem < mod"
+            )
 
     def select(self, items: Sequence[T]) -> Sequence[T]:
-        """This shard's items, in their order."""
+        """Return this shard's items, in their order."""
         return items[self.rem :: self.mod]
 
 
@@ -64,11 +70,11 @@ class Member(NamedTuple):
 
 
 def shown_address(address: str) -> str:
-    """An address without what may be secret of it: a login, a signature in the query."""
+    """Return an address without its secrets: a login, a signature in the query."""
     scheme, there, rest = address.partition("://")
     if not there:
         return address
-    # By hand: what is no address is shown as well, and urlsplit would raise.
+    # Not by urlsplit, which raises for malformed addresses: those are shown in errors too.
     web = scheme.strip().lower() in ("http", "https")
     ends = [at for at in map(rest.find, "?#") if at >= 0] if web else []
     server, slash, path = rest[: min(ends, default=len(rest))].partition("/")
@@ -78,11 +84,11 @@ def shown_address(address: str) -> str:
 
 
 MODIFIED = "modified "
-"""What stands before a date that stands for an ETag."""
+"""Prefix of a modification date that stands in for an ETag."""
 
 
 def version_change(before: str, now: str) -> str:
-    """That an ETag, or what stands for one, is another one, in words."""
+    """Describe a change of a file's ETag, or of the date that stands in for one."""
     what = "date" if all(each.startswith(MODIFIED) for each in (before, now)) else "ETag"
     was, is_now = (each.removeprefix(MODIFIED)[:100] or "none" for each in (before, now))
     return f"its {what} was {was}, it is {is_now}"
@@ -94,47 +100,62 @@ class FileRef:
 
     path: str
     name: str
-    """Its path below what was listed: the part that survives a move, used wherever identity counts."""
+    """Its path below the listed folder. It survives a move, so it identifies the file in states."""
     size: int
     format: Format
     codec: Codec = ""
     members: tuple[Member, ...] = ()
     etag: str = ""
-    """What its server says of its content, where it comes from one; where that is nothing but a date, `MODIFIED` and it."""
+    """The server's ETag, or `MODIFIED` and a date if the server sends only that."""
 
     def __str__(self) -> str:
         return self.path
 
     @property
     def remote(self) -> bool:
-        """Whether it has to be fetched."""
+        """True if the file has to be fetched."""
         return "://" in self.path
 
     @property
-    def open_ended(self) -> bool:
-        """Whether the number of chunks is known only once the end has been read."""
+    def sequential(self) -> bool:
+        """True if the file can only be read in order: its end is known once it was read."""
         return self.codec != "" and self.format != "parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """The address of a chunk: what is read at once."""
+    """The address of a chunk: the unit of reading, tokenizing and caching."""
 
     file: FileRef
     index: int
     """The row group, or the number of the byte range."""
     nbytes: int
-    """About how much text it holds: for read-ahead and windows, never for the stream's content."""
+    """About how much text it holds. Used for read-ahead and windows, never for content."""
     part: int = 0
     parts: int = 1
-    """A chunk is split only where there are fewer chunks than lanes, or one would not fit in memory."""
-    reader: int = 0
-    """Whose decompressor to use: lanes that share a compressed file each keep their own."""
+    span: int = 1
+    """A chunk may be split by rows: this covers the parts [part, part + span) of `parts`."""
+    lane: int = 0
+    """The lane that reads it. Lanes that share a compressed file each have a decompressor."""
 
     def __str__(self) -> str:
         unit = "row group" if self.file.format == "parquet" else "chunk"
         part = f" part {self.part + 1}/{self.parts}" if self.parts > 1 else ""
         return f"{self.file.path}, {unit} {self.index}{part}"
+
+    def bounds(self, n: int) -> tuple[int, int]:
+        """Return which of the chunk's `n` rows (or bytes) belong to this part: [first, last)."""
+        return n * self.part // self.parts, n * (self.part + self.span) // self.parts
+
+    def divided(self, parts: int) -> list[ChunkRef]:
+        """Return a small first part, one in `parts`, and the rest."""
+        first = replace(
+            self, part=self.part * parts, parts=self.parts * parts, nbytes=self.nbytes // parts
+        )
+        rest = replace(
+            first, part=first.part + 1, span=parts - 1, nbytes=self.nbytes - first.nbytes
+        )
+        return [first, rest]
 
 
 class Address(NamedTuple):
@@ -161,7 +182,7 @@ class Span(NamedTuple):
 
     @property
     def address(self) -> Address:
-        """What `TextDataset(skip=[…])` takes to leave this document out."""
+        """The address that `TextDataset(skip=[…])` takes to leave this document out."""
         if self.offset is not None:
             return Address(self.file, None, self.offset)
         return Address(self.file, self.row_group, self.row)
@@ -177,16 +198,18 @@ class Bad(NamedTuple):
 
 @dataclass(slots=True)
 class Documents:
-    """What a reader makes of a chunk: a column of texts and where each one stands."""
+    """The texts of a chunk and the address of each one."""
 
     texts: pa.Array
     """large_string without nulls; a document that was left out is an empty string."""
     rows: np.ndarray[Any, np.dtype[np.int64]]
     """The row in the row group, or the byte offset, of each text."""
     last: bool = False
-    """For open-ended files: nothing follows in this file."""
+    """For sequential files: nothing follows in this file."""
     bad: list[Bad] = field(default_factory=list)
     empty: int = 0
+    source: Any = None
+    """For iterables: their position before this chunk, as JSON."""
 
 
 @dataclass(slots=True)
@@ -201,16 +224,68 @@ class TokenChunk:
     empty: int
     text_bytes: int
     source: Any = None
-    """For iterables that have a `state_dict`: what it gave before this chunk."""
     cached: bool = False
-    """Whether it comes from the token cache."""
-    rest: Documents | None = None
-    """Documents of the chunk that were left for later: they follow as a chunk of their own."""
-    whole: TokenChunk | None = None
-    """Of such a rest: the chunk as it is kept."""
+    """True if it comes from the token cache."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = (
-            int(self.docs.nbytes) + self.rows.nbytes
-        )  # asked for often, and Arrow counts for a while
+        self.nbytes = int(self.docs.nbytes) + self.rows.nbytes
+
+
+class LanePosition(NamedTuple):
+    """Where one lane continues."""
+
+    epoch: int = 0
+    group: int = 0
+    chunk: int = 0
+    window: int = 0
+    """Group of files, chunk in the group, and number of the window that begins there."""
+    doc: int = 0
+    token: int = 0
+    """A document of the window, in shuffled order, and a token of it."""
+    row: int = 0
+    """Rows taken so far: of a best-fit group, of map-style data, or of a mixture."""
+    source: Any = None
+    """For iterables: their own position before the window's first chunk, as JSON."""
+    counts: tuple[int, ...] = ()
+    """For mixtures: rows of each part since the weights changed."""
+    parts: tuple[LanePosition, ...] = ()
+    """For mixtures: the position in each part."""
+
+    def to_list(self) -> list[Any]:
+        """Return JSON: seven integers, and what else there is."""
+        rest = [self.source, list(self.counts), [part.to_list() for part in self.parts]]
+        while rest and not rest[-1]:
+            rest.pop()
+        return [*self[:7], *rest]
+
+    @classmethod
+    def from_list(cls, value: Any) -> LanePosition:
+        """Parse and check what `to_list` returned."""
+        if not isinstance(value, list | tuple) or not 7 <= len(value) <= 10:
+            raise StateFormat(f"invalid state: a lane's position needs 7 integers, not {value!r:.80}")
+        numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
+        counts, parts = counts or [], parts or []
+        if not all(is_count(n) for n in (*numbers, *counts)) or not isinstance(parts, list | tuple):
+            raise StateFormat(
+                f"invalid state: a lane's position needs non-negative integers, not {value!r:.80}"
+            )
+        return cls(*numbers, source, tuple(counts), tuple(cls.from_list(part) for part in parts))
+
+
+class StreamPosition(NamedTuple):
+    """Where a rank's stream continues."""
+
+    row: int
+    """Global rows dealt, over all ranks."""
+    batch: int
+    """The number of the next batch."""
+    lanes: tuple[LanePosition, ...] = ()
+    """One for each of the rank's lanes; none for map-style data, where `row` is enough."""
+    source: Any = None
+    """For an iterable of samples: its own position."""
+
+
+def is_count(value: Any) -> bool:
+    """Return True for a non-negative integer that fits a stream."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LONGEST_STREAM

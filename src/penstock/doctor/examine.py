@@ -28,7 +28,7 @@ from penstock.errors import ConfigError
 from penstock.loader import AsyncDataLoader
 from penstock.types import Shard
 from penstock.watch.attribution import advise, band
-from penstock.watch.spans import STAGES
+from penstock.watch.stage_timer import STAGES
 
 GOOD = 0.05
 """Below this data wait a pipeline is fast enough."""

@@ -29,7 +29,7 @@ from penstock.sources.files import TextSource
 from penstock.sources.source import RowsProducer, Run
 from penstock.sources.text import TextLanes
 from penstock.types import ChunkRef, Documents, FileRef, MiB, Shard, TokenChunk
-from penstock.watch.spans import Clock, Track
+from penstock.watch.stage_timer import Clock, ThreadTimeline
 
 if TYPE_CHECKING:
     from penstock.dataset import TextDataset
@@ -275,9 +275,9 @@ class Trial:
             "text_bytes": first.bytes["decode"],
         }
 
-    def _read_part(self) -> Track:
+    def _read_part(self) -> ThreadTimeline:
         """Chunks for as long as there is time and memory."""
-        track = self._clock.new_track("part")
+        track = self._clock.new_timeline("part")
         self._clock.adopt(track)
         size, begun, ended = 0, perf_counter(), None
         for ref in self._refs:
@@ -298,8 +298,8 @@ class Trial:
                 self._bytes.append(fetched)
         return track
 
-    def _read_again(self) -> Track:
-        track = self._clock.new_track("again")
+    def _read_again(self) -> ThreadTimeline:
+        track = self._clock.new_timeline("again")
         self._clock.adopt(track)
         begun, n = perf_counter(), 0
         while not n or perf_counter() - begun < self._seconds:
@@ -309,7 +309,7 @@ class Trial:
         self._bytes.clear()
         return track
 
-    def _read(self, track: Track, ref: ChunkRef, fetched: list[Bytes] | None) -> Documents:
+    def _read(self, track: ThreadTimeline, ref: ChunkRef, fetched: list[Bytes] | None) -> Documents:
         with self._clock.stage("decode", ref):
             documents = self._reader.read(ref, fetched)
         track.count("decode", len(documents.rows), documents.texts.nbytes)
@@ -347,7 +347,7 @@ class Trial:
         )  # fmt: skip
         lanes = _HeldLanes(chunks, self._dataset, run)
         producer = RowsProducer(source, run, lanes)
-        track, tokens, begun = clock.track(), 0, perf_counter()
+        track, tokens, begun = clock.timeline(), 0, perf_counter()
         try:
             while not tokens or perf_counter() - begun < self._seconds:
                 with clock.stage("pack"):

@@ -1,69 +1,49 @@
-"""A batch, and what it knows of itself.
-
-In:    arrays, made by `deal` from packed rows or by `samples` from a user's own.
-Out:   what the trainer gets.
-Where: made on the producer thread, or in its place on the trainer's; wrapped as tensors on either.
-State: where the stream continues after it. It holds on to no ids but its own.
-"""
+"""A batch: what the trainer gets, and where the stream continues after it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
-from penstock.types import Span
-
-
-class Position(NamedTuple):
-    """Where a stream continues."""
-
-    row: int
-    """Global rows dealt, over all ranks."""
-    batch: int
-    places: tuple[Any, ...]
-    """One for each lane of this shard; none where the number of the row says it all."""
-    source: Any = None
-    """For an iterable of samples: where it stands."""
+from penstock.types import Span, StreamPosition
 
 
-class Origin(Protocol):
-    """Where a batch came from."""
+class BatchOrigin(Protocol):
+    """Where a batch came from. It holds no ids."""
 
-    def position(self) -> Position:
-        """Where the stream continues after the batch."""
+    def position(self) -> StreamPosition:
+        """Return where the stream continues after the batch."""
 
     def spans(self) -> list[list[Span]]:
-        """For each row, where its ids come from."""
+        """Return, for each row, where its ids come from."""
 
 
-def torch_is_here() -> bool:
-    """Whether tensors can be made beforehand: torch has been imported, wholly. It is not for the producer to import it:
-    the trainer may be building its model, and the import would hold the GIL for seconds.
+def can_wrap() -> bool:
+    """Return True if the calling thread should make tensors.
 
-    A trainer that makes batches itself may be in inference mode, and tensors made there are of no use to train on.
+    Only once torch was imported: its import holds the GIL for seconds, which is the trainer's
+    decision. Not in inference mode: tensors made there cannot be trained on.
     """
     torch = sys.modules.get("torch")
-    if torch is None or getattr(torch.__spec__, "_initializing", False):
-        return False
-    return not torch.is_inference_mode_enabled()
+    ready = torch is not None and hasattr(torch, "is_inference_mode_enabled")
+    return ready and hasattr(torch, "from_numpy") and not torch.is_inference_mode_enabled()  # type: ignore[union-attr]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Some rows or samples, put together. Yours to keep and to change: nothing is reused.
+    """Some rows or samples. Yours to keep and to change: no memory is reused.
 
-    `inputs, targets = batch` works, and so does `batch["input_ids"]` where the samples are mappings.
+    `inputs, targets = batch` works, and so does `batch["input_ids"]`.
     """
 
     inputs: Any
-    """(batch, seq_len) int64: a torch tensor where torch is installed, else a numpy array."""
+    """(batch, seq_len) int64: a torch tensor if torch is installed, else a numpy array."""
     targets: Any
-    """The inputs shifted by one; -100 where there is nothing to predict. None where samples have none."""
+    """The inputs shifted by one; -100 where there is nothing to predict. None if samples have none."""
     epoch: int
     """The epoch that every row of the batch has reached."""
     index: int
@@ -71,30 +51,26 @@ class Batch:
     positions: Any = None
     """(batch, seq_len): each token's distance from the start of its document in the row."""
     cu_seqlens: Any = None
-    """int32: where documents begin and end in the flattened batch, as varlen attention wants it."""
+    """int32: where documents begin and end in the flattened batch, for varlen attention."""
     data: Any = None
-    """For samples of the user's own: what `collate` made of them."""
+    """For samples of the user's own: what `collate` returned."""
     synthetic: bool = False
-    """Whether these ids stand in for data that could not be had."""
+    """True if these ids stand in for data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = field(default=None, repr=False)
-    """On the way to a device: the fields that are yet to be sent, in their narrowest types."""
-    _origin: Origin | None = field(default=None, repr=False)
+    """On the way to a device: the arrays to send, in their narrowest types."""
+    _origin: BatchOrigin | None = field(default=None, repr=False)
     _tokens: int = field(default=0, repr=False)
-    _ids: bool = field(default=True, repr=False)
-    """Whether inputs and targets are ids, as opposed to whatever a user's samples are."""
-    _state: Callable[[Position], dict[str, Any]] | None = field(default=None, repr=False)
-    _left: np.ndarray[Any, Any] | None = field(default=None, repr=False)
-    """Ids that inputs and targets are yet to be made of, as `shifted` gives them: see `Unfinished`."""
+    _state: Callable[[StreamPosition], dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
-        """Input ids in the batch, padding included; for samples that have none, their number."""
+        """Input ids in the batch, padding included; for samples without ids, their number."""
         return self._tokens
 
     @property
     def nbytes(self) -> int:
         """Memory of its arrays."""
-        if self.data is not None:  # of which inputs and targets are fields
+        if self.data is not None:  # inputs and targets are fields of it
             return memory_of(self.data)
         return memory_of([self.inputs, self.targets, self.positions, self.cu_seqlens, self.narrow])
 
@@ -103,92 +79,42 @@ class Batch:
         yield self.targets
 
     def __getitem__(self, key: Any) -> Any:
-        """A field of samples that are mappings, or the fields of a batch of ids by their usual names."""
+        """Return a field of the samples, or of a batch of ids by its usual name."""
         if self.data is not None:
             return self.data[key]
         return {"input_ids": self.inputs, "labels": self.targets}[key]
 
-    def finish(self, wrap: Callable[[Any], Any] | None = None) -> None:
-        """Nothing is left to do: see `Unfinished`."""
-
     def to_torch(self) -> None:
-        """Wrap the arrays as tensors, if they are not yet. No data is copied."""
-        if self.data is None and self._ids:
-            if not isinstance(self.inputs, np.ndarray):
-                return
-            if self.positions is None:  # as usual: no need to look far
-                import torch
-
-                self.inputs, self.targets = (
-                    torch.from_numpy(self.inputs),
-                    torch.from_numpy(self.targets),
-                )
-                return
-        seen: dict[int, Any] = {}  # inputs may be one of the data's own fields, and stay it
-        if self.data is not None:
-            self.data = tensors(self.data, seen)
-        for name in ("inputs", "targets", "positions", "cu_seqlens"):
-            value = getattr(self, name)
-            if isinstance(value, np.ndarray):
+        """Wrap arrays as tensors, without a copy."""
+        seen: dict[int, Any] = {}  # inputs may be one of the data's fields, and stay it
+        for name in ("data", "inputs", "targets", "positions", "cu_seqlens"):
+            if (value := getattr(self, name)) is not None:
                 setattr(self, name, tensors(value, seen))
 
-    def stand_for(self, other: Batch) -> None:
-        """Take another's place in the stream: this is what somebody has made of it."""
+    def take_place_of(self, other: Batch) -> None:
+        """Take another batch's place in the stream: this one was made of it."""
         self.index, self.synthetic = other.index, other.synthetic
-        self._origin, self._state, self._tokens = (
-            other._origin,
-            other._state,
-            self._tokens or other._tokens,
-        )
+        self._origin, self._state = other._origin, other._state
+        self._tokens = self._tokens or other._tokens
 
     def provenance(self) -> list[list[Span]]:
-        """For each row, the documents that its ids come from."""
+        """Return, for each row, the documents that its ids come from."""
         assert self._origin is not None
         return self._origin.spans()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that continues after this batch."""
+        """Return the state that continues after this batch."""
         return self.state_maker()()
 
     def state_maker(self) -> Callable[[], dict[str, Any]]:
-        """Gives the state that continues after this batch, when called; keeps none of its ids alive."""
-        assert self._state is not None
-        locate, state = self.locate(), self._state
-        return lambda: state(locate())
-
-    def locate(self) -> Callable[[], Position]:
-        """Finds where the stream continues after this batch, when called; keeps none of its ids alive."""
-        assert self._origin is not None
-        return self._origin.position
-
-
-class Unfinished(Batch):
-    """A batch whose inputs and targets are yet to be made of ids that were left as they are. Whoever takes one batch after
-    the other has that done as late as this, while the memory of the batch before is in the processor's caches."""
-
-    __slots__ = ()
-
-    def finish(self, wrap: Callable[[Any], Any] | None = None) -> None:
-        """Make inputs and targets, and tensors of them by `wrap`."""
-        assert self._left is not None
-        both = self._left.astype(np.int64, "C")
-        inputs, targets = both[0], both[1]  # to unpack an array takes three times as long
-        if wrap is not None:
-            inputs, targets = wrap(inputs), wrap(targets)
-        self.inputs, self.targets, self._left = inputs, targets, None
-        self.__class__ = Batch  # type: ignore[assignment]
-
-
-def shifted(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Rows of `seq_len + 1` ids as (2, rows, seq_len): inputs and, shifted by one, targets. Without a copy."""
-    (rows, width), (row, id) = ids.shape, ids.strides
-    if ids.flags.c_contiguous:  # the shorter way to the same
-        return np.ndarray((2, rows, width - 1), ids.dtype, ids, 0, (id, row, id))
-    return as_strided(ids, (2, rows, width - 1), (id, row, id), writeable=False)
+        """Return a function that makes the state, without keeping the batch alive."""
+        assert self._origin is not None and self._state is not None
+        origin, state = self._origin, self._state
+        return lambda: state(origin.position())
 
 
 def tensors(value: Any, seen: dict[int, Any]) -> Any:
-    """Arrays as tensors, inside plain dicts, lists and tuples too; everything else as it is."""
+    """Return arrays as tensors, also inside plain containers; everything else as it is."""
     if not isinstance(value, np.ndarray):
         return rebuild(value, lambda v: tensors(v, seen))
     if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
@@ -201,7 +127,7 @@ def tensors(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A plain dict, list or tuple with each of its values changed; anything else as it is."""
+    """Return a plain dict, list or tuple with each of its values changed; anything else as it is."""
     if type(value) is dict:
         return {key: change(v) for key, v in value.items()}
     if type(value) is list:
@@ -213,7 +139,7 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def memory_of(value: Any) -> int:
-    """Memory of the arrays in a value."""
+    """Return the memory of the arrays in a value."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, str | bytes | bytearray):

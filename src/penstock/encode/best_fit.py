@@ -1,11 +1,8 @@
-"""`best_fit`: whole documents into rows, the longest first, each where it leaves least room.
+"""Fit whole documents into rows, the longest first, each where it leaves the least room.
 
-In:    the windows of one lane, in order.
-Out:   rows. Documents are cut only where they are longer than a row, and rows are padded.
-Where: the producer thread.
-State: the document at which the current group of documents begins, and the rows taken from it: a
-       resume packs one group again.
-Cost:  some Python for each document, about a microsecond.
+The packing "best_fit": only documents longer than a row are cut, and rows are padded. Runs on the
+producer thread. Keeps the document at which the current group of documents begins and the rows
+taken from it: a resume packs one group again. Costs about a microsecond of Python a document.
 """
 
 from __future__ import annotations
@@ -15,65 +12,65 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.rows import Mark, NextWindow, PackCounts, Rows
-from penstock.encode.window import I64, Ids, Place, Window, WindowMap
-from penstock.types import Span
+from penstock.encode.rows import FixedMark, Mark, NextWindow, PackCounts, PackOptions, Rows
+from penstock.encode.window import I64, Ids, Window, WindowMap
+from penstock.types import LanePosition, Span
 
 GROUP_ROWS = 512
-"""Rows that are packed together. More leave less padding, and make a resume dearer."""
+"""Rows that are packed together. More leave less padding, and make a resume slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMark:
+    """A row of a group of documents."""
+
+    window: WindowMap
+    doc: int
+    row: int
+
+    def position(self) -> LanePosition:
+        return self.window.position(self.window.begin(self.doc), self.row)
 
 
 class BestFitPacker:
-    """`best_fit`: whole documents into rows, the longest first, each where it leaves least room."""
+    """Rows of whole documents."""
 
-    def __init__(
-        self, next_window: NextWindow, start: Place, seq_len: int, pad_id: int, dtype: np.dtype[Any]
-    ) -> None:
-        self._next_window = next_window
-        self._start = start
-        self._seq_len = seq_len
-        self._pad_id = pad_id
-        self._dtype = dtype
+    def __init__(self, options: PackOptions, next_window: NextWindow, start: LanePosition) -> None:
+        self._next_window, self._start = next_window, start
+        self._seq_len, self._pad_id, self._dtype = options.seq_len, options.pad_id, options.dtype
         self._window: Window | None = None
         self._group: PackedRows | None = None
         self._doc = self._last = self._row = 0
+        """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
         self._ended = False
         self.counts = PackCounts()
         self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
-        while n > 0 and self._open_group():
-            assert self._group is not None
-            taken = self._group.take(self._row, self._row + n)
+        while n > 0 and (group := self._current_group()) is not None:
+            taken = group.take(self._row, self._row + n)
             self.counts.padded_tokens += int((self._seq_len + 1 - taken.valid).sum())
             self._row += len(taken.ids)
             n -= len(taken.ids)
             out.append(taken)
         return out
 
-    def holds(self, n: int) -> bool:
-        return self._group is not None and len(self._group.ids) - self._row >= n
-
-    def at_hand(self) -> int:
-        return 0  # they come in pieces
-
-    def mark(self) -> Mark | Place:
+    def mark(self) -> Mark:
         if self._window is None:
-            return self._start
-        doc, row = self._doc, self._row
-        if self._group is not None and row >= len(self._group.ids):
-            doc, row = self._last, 0
-        return Mark(self._window.map, self._window.map.begin(doc), row)
+            return FixedMark(self._start)
+        if self._group is not None and self._row >= len(self._group.ids):
+            return GroupMark(self._window.map, self._last, 0)
+        return GroupMark(self._window.map, self._doc, self._row)
 
-    def _open_group(self) -> bool:
-        """Have a group of packed rows with some left, or be at the end."""
+    def _current_group(self) -> PackedRows | None:
+        """Return a group that has rows left, or None at the end."""
         while self._group is None or self._row >= len(self._group.ids):
             if self._group is not None:
                 self._doc, self._row, self._group = self._last, 0, None
             if self._window is None or self._doc >= len(self._window.map.ends):
                 if not self._open_window():
-                    return False
+                    return None
                 continue
             window = self._window.map
             wanted = window.begin(self._doc) + GROUP_ROWS * (self._seq_len + 1)
@@ -81,16 +78,13 @@ class BestFitPacker:
             self._group = pack_group(
                 self._window, self._doc, self._last, self._seq_len, self._pad_id, self._dtype
             )
-        return True
+        return self._group
 
     def _open_window(self) -> bool:
-        first = self._window is None
-        window = None
+        first, window = self._window is None, None
         try:
             window = None if self._ended else self._next_window()
-        except (
-            Exception
-        ) as error:  # raised by whoever deals the rows, after those that came before it
+        except Exception as error:  # raised by the batcher, after the rows that came before it
             self.failed = error
         if window is None:
             self._ended = True
@@ -109,31 +103,19 @@ class PackedRows:
     width: int
     window: WindowMap
     pieces: I64
-    """One line a piece: row, column, the window's token at which it begins, length. Ordered by row."""
-    begin: int
-    """The window's token at which the group of documents begins."""
-    first: int = 0
-    """The number of the first of these rows in its group."""
+    """One line a piece: row, column, the window's token at which it begins, length; by row."""
 
-    def mark(self, row: int) -> Mark:
-        return Mark(self.window, self.begin, self.first + row)
-
-    def epoch(self, row: int) -> int:
+    @property
+    def epoch(self) -> int:
         return self.window.start.epoch
 
     def take(self, first: int, last: int) -> PackedRows:
+        """Return the rows [first, last)."""
         lo, hi = np.searchsorted(self.pieces[:, 0], [first, last])
         pieces = self.pieces[lo:hi].copy()
         pieces[:, 0] -= first
-        return PackedRows(
-            self.ids[first:last],
-            self.valid[first:last],
-            self.width,
-            self.window,
-            pieces,
-            self.begin,
-            first,
-        )
+        ids, valid = self.ids[first:last], self.valid[first:last]
+        return PackedRows(ids, valid, self.width, self.window, pieces)
 
     def boundaries(self) -> tuple[I64, I64]:
         inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.width - 1)]
@@ -188,7 +170,7 @@ def pack_group(
     valid = np.zeros(count, np.int64)
     np.add.at(valid, pieces[:, 0], pieces[:, 3])
     pieces[:, 2] += origin
-    return PackedRows(ids, valid, width, window.map, pieces, origin)
+    return PackedRows(ids, valid, width, window.map, pieces)
 
 
 def best_fit(lengths: I64, capacity: int) -> tuple[I64, I64]:

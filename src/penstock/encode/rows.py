@@ -1,42 +1,20 @@
-"""Rows, and those who give them out: what the packers have in common.
+"""What packers have in common: rows of `seq_len + 1` ids, and where they come from.
 
-A row is `seq_len + 1` ids; it gives inputs and, shifted by one, targets. Rows know where they begin
-and what they are made of without holding on to any ids.
+A row gives the inputs and, shifted by one, the targets. Rows know their documents without holding
+on to any ids, so batches can keep them for `provenance()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from penstock.encode.window import I64, Ids, Place, Window, WindowMap
-from penstock.types import Span
+from penstock.encode.window import I64, Ids, Window
+from penstock.types import LanePosition, Span
 
-
-class Marked(Protocol):
-    """A place, or something that can work it out."""
-
-    def place(self) -> Any: ...
-
-
-class Mark(NamedTuple):
-    """A place that is worked out only when somebody asks for it."""
-
-    map: WindowMap
-    token: int
-    row: int = 0
-
-    def place(self) -> Place:
-        return self.map.place(self.token, self.row)
-
-
-def mark_at(windows: Sequence[tuple[int, WindowMap]], token: int) -> Mark:
-    """The place of a token of the stream, given where in it each window begins."""
-    for begin, window in reversed(windows):
-        if begin <= token:
-            return Mark(window, token - begin)
-    raise AssertionError(f"token {token} lies before the windows at hand")
+NextWindow = Callable[[], Window | None]
+"""Return the lane's next window, or None at the end of a finite stream."""
 
 
 @dataclass(slots=True)
@@ -49,6 +27,11 @@ class PackCounts:
     """The end of a finite stream that filled no row."""
 
 
+def add_counts(into: PackCounts, more: PackCounts) -> None:
+    for name in PackCounts.__slots__:
+        setattr(into, name, getattr(into, name) + getattr(more, name))
+
+
 class Rows(Protocol):
     """Some consecutive rows of a lane."""
 
@@ -56,42 +39,72 @@ class Rows(Protocol):
 
     @property
     def valid(self) -> I64 | None:
-        """How many ids of each row are real; None where all are."""
+        """How many ids of each row are real; None if all are."""
 
-    def mark(self, row: int) -> Marked:
-        """The place at which a row begins."""
-
-    def epoch(self, row: int) -> int:
-        """The epoch in which a row begins."""
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the first row begins."""
 
     def boundaries(self) -> tuple[I64, I64]:
-        """Row and column wherever a new document begins, column 0 left out."""
+        """Return row and column wherever a new document begins, except at column 0."""
 
     def spans(self, row: int) -> list[Span]:
-        """Where a row's ids come from."""
+        """Return where a row's ids come from."""
+
+
+class Mark(Protocol):
+    """A position that is computed on demand."""
+
+    def position(self) -> LanePosition: ...
 
 
 class Packer(Protocol):
-    """Gives out the rows of one lane."""
-
-    failed: Exception | None
-    """Why there are no more rows, if that is not the end of the data."""
+    """Gives out the rows of one lane, on the producer thread."""
 
     @property
-    def counts(self) -> PackCounts:
-        """What packing added and left out so far."""
+    def failed(self) -> Exception | None:
+        """Why there are no more rows, if that is not the end of the data."""
+
+    @property
+    def counts(self) -> PackCounts: ...
 
     def rows(self, n: int) -> list[Rows]:
-        """The next `n` rows; fewer only at the end of a finite stream, or before a failure."""
+        """Return the next `n` rows; fewer only at the end of a finite stream or before a failure."""
 
-    def holds(self, n: int) -> bool:
-        """Whether the next `n` rows can be given without waiting for anybody."""
-
-    def at_hand(self) -> int:
-        """How many rows would come as one stretch of ids that is there already, none of them padded."""
-
-    def mark(self) -> Marked:
-        """Where the next row begins."""
+    def mark(self) -> Mark:
+        """Return where the next row begins."""
 
 
-NextWindow = Callable[[], Window | None]
+@dataclass(frozen=True, slots=True)
+class FixedMark:
+    """A position that is known."""
+
+    at: LanePosition
+
+    def position(self) -> LanePosition:
+        return self.at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOptions:
+    """How documents become rows."""
+
+    packing: str
+    seq_len: int
+    pad_id: int
+    dtype: Any
+    positions: bool
+    """Whether document boundaries are needed."""
+    keep_tail: bool = False
+    """Whether the unfinished row at the end of a finite stream is given out, padded."""
+
+
+def make_packer(options: PackOptions, next_window: NextWindow, start: LanePosition) -> Packer:
+    """Return the packer for a lane that continues at `start`."""
+    if options.packing == "best_fit":
+        from penstock.encode.best_fit import BestFitPacker
+
+        return BestFitPacker(options, next_window, start)
+    from penstock.encode.concat import ConcatPacker
+
+    return ConcatPacker(options, next_window, start)

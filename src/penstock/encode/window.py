@@ -1,12 +1,8 @@
-"""A window: the documents of some chunks in their shuffled order, and where each came from.
+"""A window: the documents of some chunks in shuffled order, and where each one came from.
 
-In:    the token chunks of one window.
-Out:   flat ids of any stretch of its documents; the way from a token back to its file and row.
-Where: the producer thread.
-State: the ids of the window. Its `WindowMap` has none of them and may outlive it: batches keep it
-       for `provenance()` and for their place in the stream.
-Cost:  documents are taken from their chunks and brought into order as they are needed, a stretch at a time: three
-       copies that stay in the processor's caches.
+Built on the producer thread. A `WindowMap` has no ids and may outlive its window: batches keep it
+for `provenance()` and for their position. Documents are gathered a stretch at a time, as they are
+needed, so that the copies stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -18,81 +14,52 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.read.columns import integers
-from penstock.types import ChunkRef, Span, TokenChunk
+from penstock.types import ChunkRef, LanePosition, Span, TokenChunk
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
 
 
-class Place(NamedTuple):
-    """Where a lane stands: which window, and where in it the next row begins."""
-
-    epoch: int = 0
-    group: int = 0
-    chunk: int = 0
-    window: int = 0
-    """Epoch, group of files, chunk in the group, and number of the window that begins there."""
-    doc: int = 0
-    """A document of the window, in shuffled order."""
-    token: int = 0
-    row: int = 0
-    """Rows already taken from the group of documents that begins at `doc` (best_fit only)."""
-    source: Any = None
-    """What an iterable's own `state_dict` said before the window's first chunk, where it has one."""
-
-    def place(self) -> Place:
-        return self
-
-    def to_list(self) -> list[Any]:
-        """As it is saved: seven integers, and what the source said where it said something."""
-        return list(self) if self.source is not None else list(self[:7])
-
-
 class WindowMap(NamedTuple):
     """A window without its ids."""
 
-    start: Place
+    start: LanePosition
     refs: tuple[ChunkRef, ...]
     firsts: I64
-    """The number of each chunk's first document, before shuffling; one more at the end."""
+    """The number of each chunk's first document before shuffling; one more at the end."""
     rows: I64
     """The address of each document in its chunk, before shuffling."""
     order: I64 | None
-    """Which document comes when; None where they keep their order."""
+    """The shuffled order of the documents; None if they keep their order."""
     ends: I64
     """Where each document ends, in tokens of the window, after shuffling."""
-    skipped: int = 0
-    """Documents of the chunk that came before, in a window of their own."""
 
     @property
     def tokens(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def begin(self, doc: int) -> int:
-        """The window's token at which a document begins."""
+        """Return the window's token at which a document begins."""
         return int(self.ends[doc - 1]) if doc > 0 else 0
 
     def doc_at(self, token: int) -> int:
-        """The document that a token of the window belongs to."""
+        """Return the document that a token of the window belongs to."""
         return int(self.ends.searchsorted(token, side="right"))
 
-    def place(self, token: int, row: int) -> Place:
-        """The place of a token, by document, so that it holds even where a document before it is skipped."""
+    def position(self, token: int, row: int = 0) -> LanePosition:
+        """Return the position of a token. By document, so that it holds if one is skipped later."""
         doc = self.doc_at(token)
-        epoch, group, chunk, window, _, _, _, source = self.start
-        return Place(
-            epoch, group, chunk, window, self.skipped + doc, token - self.begin(doc), row, source
-        )
+        return self.start._replace(doc=doc, token=token - self.begin(doc), row=row)
 
-    def token_of(self, place: Place) -> int:
-        """The token that a place names."""
-        doc = min(place.doc, len(self.ends))
+    def token_of(self, position: LanePosition) -> int:
+        """Return the token of a position."""
+        doc = min(position.doc, len(self.ends))
         if doc == len(self.ends):
             return self.tokens
-        return min(self.begin(doc) + place.token, int(self.ends[doc]))
+        return min(self.begin(doc) + position.token, int(self.ends[doc]))
 
     def spans(self, token: int, length: int, at: int) -> list[Span]:
-        """Where `length` tokens from `token` on come from; the first stands at `at` in its row."""
+        """Return the sources of `length` tokens from `token` on; the first is id `at` of its row."""
         spans = []
         while length > 0:
             doc = self.doc_at(token)
@@ -109,7 +76,7 @@ class WindowMap(NamedTuple):
         row = int(self.rows[original])
         if file.format == "parquet":
             return Span(file.name, index, None, row, tokens, at)
-        number = self.skipped + original - int(self.firsts[chunk])
+        number = original - int(self.firsts[chunk])
         if file.members:
             return Span(file.members[row].name, None, 0, number, tokens, at)
         return Span(file.name, None, row, number, tokens, at)
@@ -120,18 +87,17 @@ class Window:
 
     def __init__(
         self,
-        start: Place,
+        start: LanePosition,
         chunks: Sequence[TokenChunk],
         order: I64 | None,
         dtype: np.dtype[Any],
-        skipped: int = 0,
     ) -> None:
         self._dtype = dtype
+        # Shuffled chunks stay apart: joining those of a full window first would take a tenth of
+        # a second, in which the queue runs empty.
         self._docs = [chunk.docs for chunk in chunks]
         if order is None and len(chunks) > 1:
             self._docs = [pa.concat_arrays(self._docs)]
-        # Shuffled chunks stay apart: to put those of a full window together first would take a tenth of a second, in
-        # which batches run out.
         flat = [flatten(docs, dtype) for docs in self._docs]
         self._flat = flat[0][0]
         lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
@@ -143,17 +109,16 @@ class Window:
             rows=np.concatenate([chunk.rows for chunk in chunks]),
             order=order,
             ends=np.cumsum(lengths if order is None else lengths[order]),
-            skipped=skipped,
         )
 
     def gather(self, first: int, last: int) -> Ids:
-        """The ids of the documents [first, last), one after the other."""
+        """Return the ids of the documents [first, last), one after the other."""
         if self._order is None:
             return self._flat[self.map.begin(first) : self.map.begin(last)]
         return flatten(self._taken(self._order[first:last]), self._dtype)[0]
 
     def _taken(self, wanted: I64) -> pa.LargeBinaryArray:
-        """Some documents, in this order: from one chunk after the other first, and then into their order."""
+        """Return documents in this order: taken chunk by chunk, then brought into order."""
         firsts = self.map.firsts
         of = np.searchsorted(firsts, wanted, side="right") - 1
         by_chunk = np.argsort(of, kind="stable")
@@ -163,16 +128,14 @@ class Window:
             begin, end = np.searchsorted(sorted_of, [chunk, chunk + 1])
             parts.append(self._docs[chunk].take(integers(sorted_wanted[begin:end] - firsts[chunk])))
         if len(parts) <= 1:
-            return (
-                parts[0] if parts else self._docs[0][:0]
-            )  # sorting has left their order as it was
+            return parts[0] if parts else self._docs[0][:0]
         back = np.empty_like(by_chunk)
         back[by_chunk] = np.arange(len(back))
         return pa.concat_arrays(parts).take(integers(back))
 
 
 def flatten(docs: pa.LargeBinaryArray, dtype: np.dtype[Any]) -> tuple[Ids, I64]:
-    """The ids of all documents and their offsets, counted in ids, without a copy."""
+    """Return the ids of all documents and their offsets, counted in ids, without a copy."""
     _, raw_offsets, raw = docs.buffers()
     if len(docs) == 0 or raw is None:
         return np.empty(0, dtype), np.zeros(len(docs) + 1, np.int64)

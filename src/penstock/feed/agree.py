@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
 from penstock.feed.ranks import reaching
 from penstock.types import Shard
-from penstock.watch.spans import RANKS, Clock, Quiet
+from penstock.watch.stage_timer import RANKS, Clock, NullClock
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class RankAgreement:
     """What all ranks do next."""
 
     def __init__(self, shard: Shard, clock: Clock | None = None) -> None:
-        self._clock = clock or Quiet()
+        self._clock = clock or NullClock()
         distributed = _distributed()
         if distributed is None or distributed.get_world_size() != shard.mod:
             raise UnevenRanks(

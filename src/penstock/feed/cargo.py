@@ -18,7 +18,7 @@ from penstock.encode.collate import plain
 from penstock.errors import ConfigError
 from penstock.feed.device import TYPES, Array, DeviceFeed, Landing
 from penstock.types import IGNORE
-from penstock.watch.spans import Clock
+from penstock.watch.stage_timer import Clock
 
 
 class BatchCargo:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.feed.channel import Broken, End, dump, loads
 from penstock.feed.pin import pin
-from penstock.watch.spans import Report
+from penstock.watch.stage_timer import Report
 
 
 class Reply(NamedTuple):
@@ -62,7 +62,7 @@ def main(end: End, cpus: frozenset[int] | None) -> None:
 
 def _serve(end: End, work: Any) -> None:
     clock = getattr(work, "clock", None)
-    track = clock.track() if clock is not None and clock.on else None
+    track = clock.timeline() if clock is not None and clock.on else None
     while True:
         value = method = args = None  # an idle worker must not keep the last chunk alive
         try:

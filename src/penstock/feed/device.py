@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from penstock.errors import ConfigError, LoaderClosed, LoaderTimeout
-from penstock.watch.spans import Clock, Quiet
+from penstock.watch.stage_timer import Clock, NullClock
 
 Array = np.ndarray[Any, Any]
 
@@ -184,7 +184,7 @@ class DeviceFeed(Generic[C]):
         """
         self._device = device
         self._waits: Waits | None = getattr(device, "waits", None)
-        self._clock = clock or Quiet()
+        self._clock = clock or NullClock()
         self._take = take
         self._poll = poll
         self._prefetch = prefetch

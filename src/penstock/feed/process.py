@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, WorkerDied
 from penstock.feed.channel import Broken, dump
 from penstock.feed.pool import Before, Task, ThreadPool, closed
 from penstock.feed.worker import EXIT_S, TERMINATE_S, Context, StartFailed, Worker
-from penstock.watch.spans import Clock
+from penstock.watch.stage_timer import Clock
 
 log = logging.getLogger("penstock")
 
@@ -157,7 +157,7 @@ class ProcessPool(ThreadPool):
                 pass
             else:
                 if process.report is not None:
-                    self._clock.track().absorb(
+                    self._clock.timeline().absorb(
                         process.report, next((a for a in args if hasattr(a, "file")), None)
                     )
                 return value

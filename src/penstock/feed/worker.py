@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, LoaderClosed
 from penstock.feed import child
 from penstock.feed.channel import Broken, PlainEnd, loads, make_ends
 from penstock.feed.pool import closed
-from penstock.watch.spans import Report
+from penstock.watch.stage_timer import Report
 
 Context = SpawnContext | ForkServerContext
 

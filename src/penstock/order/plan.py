@@ -1,39 +1,49 @@
-"""Deal the chunks of an epoch to lanes.
+"""Deal the chunks of an epoch to lanes, balanced by bytes.
 
-In:    the list of files (names, sizes, kinds) and, one group at a time, their chunks.
-Out:   for each lane and epoch a list of groups of files, and the order of a group's chunks.
-Where: the producer thread, and the cache's writer, which asks when a file is needed again.
-State: none but the order of all files in the last epochs; a place in the plan is (epoch, group, index).
-Cost:  memory for the list of files only. A group's footers are read when it is needed. One sort of all files.
+A pure function of the file list, seed and number of lanes. Files are dealt whole where there are
+many, so that a lane opens only its own. Where there are fewer than `FILES_PER_LANE` files a lane,
+lanes form teams: files are dealt to teams, and the chunks of a file to the lanes of its team. A file
+that is large against a team's share is dealt to all lanes, chunk by chunk. Chunks are split by
+rows where there are too few of them.
 
-Many files are dealt whole, so that a lane opens only its own. Few are dealt by chunk, so that no lane is left without
-data; where even chunks are fewer than lanes they are split by rows. In between, files are dealt whole to teams of lanes,
-and their chunks among the lanes of a team, so that no lane has to look into all files.
+A lane reads groups of files, one group after the other; the chunks of a group are shuffled
+together. A group's footers are read when it is needed.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.order.shuffle import I64, permutation
-from penstock.types import ChunkRef, FileRef
+from penstock.order.shuffle import I64, mix, permutation
+from penstock.types import ChunkRef, FileRef, KiB
 
 FILES_PER_LANE = 8
-"""From this many files a lane on, whole files are dealt: the lanes then differ by an eighth at most."""
+"""Files are dealt whole if there are this many for each lane."""
 CHUNKS_PER_LANE = 4
-"""Chunks are split until each lane has this many."""
+"""Chunks that lanes share are split until each lane has about this many."""
 FILES_PER_GROUP = 8
 """Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
+FIRST_PARTS = 8
+"""The first chunk of a lane is divided: one part in this many, then the rest. The first batch
+waits for the small part only."""
+FIRST_BYTES = 256 * KiB
+"""A first chunk smaller than this is not divided."""
+ALL = -1
+"""The team of a file that is dealt to all lanes."""
 
-FILES_SHARED = 64
-"""Up to so many files are shared by all lanes. With more, lanes are put into teams."""
-EPOCHS = 2
-"""Epochs whose order of files is kept: the one that is read, and the next."""
+_FILES, _CHUNKS, _SHARED = 1, 2, 3  # keys of permutations: two kinds never share a key
 
-_FILES, _CHUNKS = 1, 2  # what a permutation is of, so that two of them never share a key
+
+class EpochDeal(NamedTuple):
+    """The order of all files in an epoch, and the team that reads each of them."""
+
+    order: I64
+    teams: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,88 +54,132 @@ class Plan:
     lanes: int
     shuffle: bool
     seed: int
-    whole_files: bool = field(init=False)
-    """Whether files are dealt whole, rather than chunk by chunk."""
     teams: int = field(init=False)
-    """Lane l is of team l mod teams. One team of all lanes, or one for each lane, or what divides them."""
-    _orders: dict[int, I64] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Lane l belongs to team l mod teams. A divisor of `lanes`."""
+    _deals: dict[int, EpochDeal] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
-        # Several readers of one compressed file all have to decompress it, so such files are
-        # dealt whole as soon as there is one for each lane.
-        enough = 1 if any(f.open_ended for f in self.files) else FILES_PER_LANE
-        object.__setattr__(self, "whole_files", len(self.files) >= enough * self.lanes)
-        most = len(self.files) // enough
-        teams = self.lanes if self.whole_files else 1
-        if not self.whole_files and len(self.files) > FILES_SHARED:
-            teams = max(n for n in range(1, most + 1) if self.lanes % n == 0)
+        # Every reader of a compressed file has to decompress all of it, so such files are dealt
+        # whole as soon as there is one for each lane.
+        needed = 1 if any(file.sequential for file in self.files) else FILES_PER_LANE
+        most = max(1, len(self.files) // needed)
+        teams = max(n for n in range(1, self.lanes + 1) if self.lanes % n == 0 and n <= most)
         object.__setattr__(self, "teams", teams)
 
     def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
-        """The lane's groups of files (as indices into `files`), in reading order."""
-        order = self._order(epoch)
-        own = order[lane % self.teams :: self.teams].tolist()
-        if not self.whole_files:
-            return self._cut(own, len(own))
-        if not self.shuffle:
-            return self._cut(own, 1)
-        return self._cut(own, FILES_PER_GROUP, growing=epoch == 0)
-
-    def _order(self, epoch: int) -> I64:
-        """All files in the order of an epoch. A rank that holds many lanes works it out once, not once for each."""
-        order = self._orders.get(epoch)
-        if order is None:
-            n = len(self.files)
-            order = permutation(n, self.seed, epoch, _FILES) if self.shuffle else np.arange(n)
-            if len(self._orders) >= EPOCHS:
-                self._orders.clear()  # two threads that do so at once only work something out twice
-            self._orders[epoch] = order
-        return order
-
-    def _cut(self, order: list[int], size: int, *, growing: bool = False) -> list[tuple[int, ...]]:
-        """Cut a list of files into groups; a file of unknown length is a group of its own."""
+        """Return the lane's groups of files (indices into `files`), in reading order."""
+        order, teams = self._deal(epoch)
+        team = lane % self.teams
+        own = [file for file in order.tolist() if teams[file] in (team, ALL)]
         groups: list[tuple[int, ...]] = []
         group: list[int] = []
-        target = 1 if growing else size
-        for index in order:
-            if self.files[index].open_ended:
+        # In the first epoch groups grow, so that the first batch waits for a single footer.
+        size = 1 if epoch == 0 or not self.shuffle else FILES_PER_GROUP
+        for file in own:
+            if self.files[file].sequential:  # its chunks are not known: a group of its own
                 groups += [tuple(group)] if group else []
-                groups.append((index,))
+                groups.append((file,))
                 group = []
                 continue
-            group.append(index)
-            if len(group) == target:
+            group.append(file)
+            if len(group) == size:
                 groups.append(tuple(group))
                 group = []
-                target = min(size, 2 * target)
+                size = min(2 * size, FILES_PER_GROUP) if self.shuffle else 1
         return [*groups, tuple(group)] if group else groups
 
-    def order(
-        self, lane: int, epoch: int, group: tuple[int, ...], chunks: Sequence[Sequence[ChunkRef]]
+    def chunks(
+        self,
+        lane: int,
+        epoch: int,
+        number: int,
+        group: tuple[int, ...],
+        chunks: Sequence[Sequence[ChunkRef]],
     ) -> list[ChunkRef]:
-        """The lane's chunks of a group, given the chunks of each of its files."""
-        refs = [ref for of_file in chunks for ref in of_file]
-        if not self.whole_files:
-            refs = self._split(refs)
+        """Return the lane's chunks of its `number`-th group, given the chunks of each file."""
+        refs: list[ChunkRef] = []
+        for file, of_file in zip(group, chunks, strict=True):
+            refs += self._own_chunks(lane, epoch, file, of_file)
         if self.shuffle:
-            key = (self.seed, epoch, _CHUNKS, *group)
-            refs = [refs[i] for i in permutation(len(refs), *key).tolist()]
-        return refs if self.whole_files else refs[lane // self.teams :: self.lanes // self.teams]
+            order = permutation(len(refs), self.seed, epoch, _CHUNKS, lane, number)
+            refs = [refs[i] for i in order.tolist()]
+        if epoch == number == 0 and refs and refs[0].nbytes >= FIRST_BYTES:
+            refs[:1] = refs[0].divided(FIRST_PARTS)
+        return refs
 
-    def _split(self, refs: list[ChunkRef]) -> list[ChunkRef]:
-        wanted = CHUNKS_PER_LANE * (self.lanes // self.teams)
-        if self.lanes == self.teams or not refs or len(refs) >= wanted:
+    def next_chunk(self, lane: int, epoch: int, file: int, index: int, nbytes: int) -> ChunkRef:
+        """Return the lane's `index`-th chunk of a file that can only be read in order."""
+        place, sharers = self._sharers(lane, self._deal(epoch).teams[file])
+        return ChunkRef(self.files[file], index * sharers + place, nbytes, lane=lane)
+
+    def balance(self) -> float:
+        """Return the bytes of the lane that has least, as a share of the mean."""
+        total = sum(file.size for file in self.files)
+        if not total:
+            return 1.0
+        loads = [0.0] * self.teams
+        for file, team in zip(self.files, self._deal(0).teams, strict=True):
+            for own in range(self.teams) if team == ALL else (team,):
+                loads[own] += file.size / (self.teams if team == ALL else 1)
+        return min(loads) * self.teams / total
+
+    def _deal(self, epoch: int) -> EpochDeal:
+        deal = self._deals.get(epoch)
+        if deal is None:
+            n = len(self.files)
+            order = permutation(n, self.seed, epoch, _FILES) if self.shuffle else np.arange(n)
+            deal = EpochDeal(order, self._assign(order, epoch))
+            while len(self._deals) > 2:  # of the current epoch, the next one and the first
+                self._deals.pop(max(e for e in self._deals if e > 0))
+            self._deals[epoch] = deal
+        return deal
+
+    def _assign(self, order: I64, epoch: int) -> list[int]:
+        """Give each file a team: the largest file first, to the team with the fewest bytes."""
+        sizes = np.array([file.size for file in self.files], np.int64)
+        share = int(sizes.sum()) / self.teams
+        teams = [0] * len(self.files)
+        if self.lanes == 1:
+            return teams
+        ranks = permutation(self.teams, self.seed, epoch, _SHARED) if self.shuffle else None
+        loads = [(0, team if ranks is None else int(ranks[team]), team) for team in range(self.teams)]
+        heapq.heapify(loads)
+        for file in order[np.argsort(-sizes[order], kind="stable")].tolist():
+            size = int(sizes[file])
+            limit = share if self.files[file].sequential else share / FILES_PER_LANE
+            if self.teams == 1 or size > limit:
+                teams[file] = ALL
+                continue
+            load, rank, team = heapq.heappop(loads)
+            heapq.heappush(loads, (load + size, rank, team))
+            teams[file] = team
+        return teams
+
+    def _sharers(self, lane: int, team: int) -> tuple[int, int]:
+        """Return the lane's place among the lanes that share a file, and how many they are."""
+        if team == ALL:
+            return lane, self.lanes
+        return lane // self.teams, self.lanes // self.teams
+
+    def _own_chunks(
+        self, lane: int, epoch: int, file: int, refs: Sequence[ChunkRef]
+    ) -> Sequence[ChunkRef]:
+        teams = self._deal(epoch).teams
+        place, sharers = self._sharers(lane, teams[file])
+        if sharers == 1 or not refs:
             return refs
-        by = -(-wanted // len(refs))
-        return [
-            replace(ref, part=ref.part * by + i, parts=ref.parts * by, nbytes=ref.nbytes // by)
-            for ref in refs
-            for i in range(by)
-        ]
-
-    def open_ended(self, lane: int, file: FileRef, index: int, chunk_bytes: int) -> ChunkRef:
-        """The lane's `index`-th chunk of a file whose end is not known."""
-        number = (
-            index if self.whole_files else index * (self.lanes // self.teams) + lane // self.teams
-        )
-        return ChunkRef(file, number, chunk_bytes, reader=lane)
+        together = sum(team == teams[file] for team in teams)
+        by = -(-CHUNKS_PER_LANE * sharers // (together * len(refs)))
+        if by > 1:
+            refs = [
+                replace(ref, part=by * ref.part + i, parts=by * ref.parts, nbytes=ref.nbytes // by)
+                for ref in refs
+                for i in range(by)
+            ]
+        first = (place + mix(self.seed, epoch, _SHARED, file)) % sharers
+        if not self.shuffle:
+            return refs[first::sharers]
+        order = permutation(len(refs), self.seed, epoch, _SHARED, file)
+        return [refs[i] for i in order[first::sharers].tolist()]

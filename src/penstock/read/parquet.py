@@ -83,8 +83,7 @@ class ParquetReader:
         file = ref.file
         footer, text = self._footer(file)
         meta = footer.row_group(ref.index)
-        lo = meta.num_rows * ref.part // ref.parts
-        hi = meta.num_rows * (ref.part + 1) // ref.parts
+        lo, hi = ref.bounds(meta.num_rows)
         pieces: list[pa.Array] = []
         have = at = 0
         size = meta.column(text).total_uncompressed_size
@@ -170,6 +169,8 @@ class ParquetReader:
         """The text column's number among the leaf columns."""
         schema = footer.schema.to_arrow_schema()
         names = schema.names
+        if names.count(self._field) > 1:
+            raise CorruptFile(f"{file.path} has two columns named {self._field!r}: rename one of them")
         if self._field not in names:
             raise SourceError(
                 f"{file.path} has no column {self._field!r}; it has {', '.join(names)}. Name one: text_field=…"

@@ -9,6 +9,7 @@ State: open files and footers, behind locks.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ from penstock.read.records import Judge, count_empty
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import Bytes, Storage
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
-from penstock.watch.spans import Clock
+from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
     from penstock.read.kept import Kept
@@ -143,8 +144,9 @@ class Reader:
         step, file = self._settings.chunk_bytes, ref.file
         begin = ref.index * step
         # A part is a part of what there is: the last chunk of a file may be short.
-        size = step if file.open_ended else min(step, file.size - begin)
-        return begin + size * ref.part // ref.parts, begin + size * (ref.part + 1) // ref.parts
+        size = step if file.sequential else min(step, file.size - begin)
+        first, last = ref.bounds(size)
+        return begin + first, begin + last
 
     def _read_range(self, ref: ChunkRef, fetched: list[Bytes] | None, judge: Judge) -> Documents:
         file, settings = ref.file, self._settings
@@ -152,10 +154,10 @@ class Reader:
             (start, data)
             for (_, start, _), data in zip(self._ranges(ref), fetched or (), strict=False)
         ]
-        source = self._storage.open(file, ref.reader, parts)
+        source = self._storage.open(file, ref.lane, parts)
         separator = self._separator(file)
         if separator is None:
-            if ref.index:
+            if ref.index or ref.part:
                 return Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
             documents = text.whole(file, source, judge)
             if source.broken is not None:
@@ -206,7 +208,8 @@ class Reader:
         file, seed = ref.file, self._settings.split_seed
         if file.members:
             hashed = np.array(
-                [_key(seed, file.members[i].name, None) for i in rows.tolist()], np.uint64
+                [_key(seed, file.members[i].name, None) for i in rows.tolist()],
+                np.uint64,
             )
         else:
             group = ref.index if file.format == "parquet" else None
@@ -238,10 +241,6 @@ class Reader:
 
     def _judge(self) -> Judge:
         return Judge(self._settings.on_bad_record, self._settings.max_doc_bytes, [])
-
-    def await_begin(self, timeout: float) -> None:
-        """Wait until something has been read from a file on disk."""
-        self._storage.begun.wait(timeout)
 
     def stop(self) -> None:
         """Have whoever reads stop soon. Waits for nobody."""
@@ -282,5 +281,7 @@ class Shared:
 
 
 def _key(seed: int, name: str, group: int | None) -> int:
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    # By the file's own name, without its folder: a name relative to what was listed would change
+    # with the other files, and an absolute path with a move of the data.
+    digest = hashlib.sha256(os.path.basename(name).encode("utf-8", "surrogateescape")).digest()
     return mix(seed, -1 if group is None else group, int.from_bytes(digest[:8], "little"))

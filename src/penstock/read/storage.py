@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 from penstock.errors import CorruptFile, LoaderClosed, SourceChanged
 from penstock.read.forwards import open_stream
 from penstock.types import FileRef, KiB, MiB
-from penstock.watch.spans import Clock, Quiet
+from penstock.watch.stage_timer import Clock, NullClock
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -83,20 +83,14 @@ class PlainFile:
 
     broken: CorruptFile | None = None
 
-    def __init__(
-        self, file: FileRef, clock: Clock | None = None, tell: threading.Event | None = None
-    ) -> None:
-        """`tell` is set once something has been read."""
+    def __init__(self, file: FileRef, clock: Clock | None = None) -> None:
         self.path, self._size = file.path, file.size
-        self._clock = clock or Quiet()
-        self._tell = tell
+        self._clock = clock or NullClock()
 
     def read(self, start: int, length: int) -> bytes:
         with self._clock.stage("fetch", self.path) as track:
             data = self._read(start, length)
         track.count("fetch", 1, len(data))
-        if self._tell is not None and not self._tell.is_set():
-            self._tell.set()
         return data
 
     def _read(self, start: int, length: int) -> bytes:
@@ -266,13 +260,11 @@ class Storage:
         clock: Clock | None = None,
     ) -> None:
         self.remote = remote
-        self._clock = clock or Quiet()
+        self._clock = clock or NullClock()
         self._max_ratio = max_ratio
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self.begun = threading.Event()
-        """Set once something has been read from a file on disk, or nothing will be."""
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
         self._spooling = threading.Lock()
         self._spooled: dict[str, str] = {}
@@ -289,7 +281,7 @@ class Storage:
 
     def plain(self, file: FileRef) -> PlainFile:
         """A file on disk, as it is."""
-        return PlainFile(file, self._clock, self.begun)
+        return PlainFile(file, self._clock)
 
     def open(self, file: FileRef, reader: int, parts: Sequence[tuple[int, Bytes]] = ()) -> AnyFile:
         if not file.codec:
@@ -333,7 +325,6 @@ class Storage:
     def stop(self) -> None:
         """Have whoever is decompressing stop at the next block. Waits for nobody."""
         self._closing.set()
-        self.begun.set()
 
     def close(self) -> None:
         """Close all files. To be called when nobody reads any more."""

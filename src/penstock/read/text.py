@@ -62,8 +62,7 @@ def whole(file: FileRef, source: AnyFile, judge: Judge) -> Documents:
 def bundled(ref: ChunkRef) -> tuple[int, list[FileRef]]:
     """The files of a bundle, or of a part of one, and the number of the first."""
     file = ref.file
-    lo = len(file.members) * ref.part // ref.parts
-    hi = len(file.members) * (ref.part + 1) // ref.parts
+    lo, hi = ref.bounds(len(file.members))
     # The ETags of remote members stand in the bundle's own, in their order.
     etags = file.etag.split(",") if file.etag else [""] * len(file.members)
     return lo, [

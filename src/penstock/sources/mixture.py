@@ -1,37 +1,35 @@
-"""Several datasets as one stream, by weights.
+"""Several datasets as one stream, interleaved row by row, by weights.
 
-In:    a source of rows for each part, and weights.
-Out:   rows, by lane: which part a row comes from is decided by the row's global number.
-Where: the producer thread.
-State: for each lane its place in every part, and how many rows each part has had since the weights
-       last changed. A part that has left is a matter of its lane alone, so that no rank need know of
-       another's.
-Cost:  one more copy of each row in its narrow type, and about a microsecond for each global row.
+Which part a row comes from is decided by its global number, so the stream is the same for any number
+of ranks. A lane's position has the position in every part, and how many rows each part has had
+since the weights changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal
 
 import numpy as np
 
 from penstock.config import one_of, whole_number
-from penstock.errors import ConfigError, StateFormat
-from penstock.feed.pool import Pool, Works
-from penstock.order.mix import UNIT, whole_weights
+from penstock.encode.rows import FixedMark, Mark, PackCounts, Rows, add_counts
+from penstock.encode.window import I64, Ids
+from penstock.errors import ConfigError, NoData, StateFormat
+from penstock.feed.worker_pool import PartPool, PartWorks, Pool
+from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
 from penstock.order.shuffle import mix
-from penstock.read.tape import only_one
-from penstock.sources.indexed import IndexedSource
-from penstock.sources.indexed_lanes import IndexedRowSource
-from penstock.sources.mixed_lanes import MixLanes
-from penstock.sources.skipped import of_mixture, of_part
-from penstock.sources.source import RowSource, Run, Source
-from penstock.state import State, is_count, show
-from penstock.types import Address
+from penstock.read.resumable_iterator import only_one
+from penstock.sources.base import Lanes, RowSource, RunContext, Source
+from penstock.sources.map_style import MapStyleRows, MapStyleSource
+from penstock.state import State
+from penstock.types import Address, LanePosition, Span
 
-OnEnd = Literal["restart", "stop", "leave"]
+OnEnd = Literal["restart", "stop"]
+OF_PART = "::"
+"""Stands between the name of a part and that of its file, in addresses to skip."""
 
 
 class Mixture:
@@ -49,19 +47,18 @@ class Mixture:
     ) -> None:
         """Describe a mixture.
 
-        parts: for each name a dataset and its weight. Weights count tokens; they need not add up to 1.
-        on_end: what happens when a part has been read to its end. "restart" reads it again, for ever;
-            "stop" ends the epoch for all; "leave" lets the others go on without it.
-        seq_len: only where no part knows it: map-style data whose samples are rows of seq_len + 1 ids.
+        parts: for each name a dataset and its weight. Weights count tokens; they need not add up
+            to 1.
+        on_end: what happens when a part ends. "restart" reads it again, forever; "stop" ends the
+            epoch for all parts.
+        seq_len: needed only if no part knows it: map-style data with rows of seq_len + 1 ids.
         """
-        one_of("on_end", on_end, ("restart", "stop", "leave"))
+        one_of("on_end", on_end, ("restart", "stop"))
         if not isinstance(parts, Mapping) or not parts:
-            raise ConfigError(f'parts={parts!r}: needs {{"name": (dataset, weight), …}}')
+            raise ConfigError(f'parts={parts!r}: must be {{"name": (dataset, weight), …}}')
         for name, part in parts.items():
             if not isinstance(name, str) or not isinstance(part, tuple) or len(part) != 2:
-                raise ConfigError(
-                    f"part {name!r} is {part!r}: needs a pair of a dataset and its weight"
-                )
+                raise ConfigError(f"part {name!r} must be a pair (dataset, weight), not {part!r}")
             if isinstance(part[0], Mixture):
                 raise ConfigError(
                     f"part {name!r} is a mixture itself: name its parts here, with their weights"
@@ -69,252 +66,399 @@ class Mixture:
         self.parts = dict(parts)
         self.on_end: OnEnd = on_end
         self.seq_len = None if seq_len is None else whole_number("seq_len", seq_len, 1)
-        self.weights = whole_weights(
-            {name: weight for name, (_, weight) in parts.items()}, list(parts)
-        )
+        weights = {name: weight for name, (_, weight) in parts.items()}
+        self.weights = whole_weights(weights, list(parts))
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{name}: {weight:g}" for name, (_, weight) in self.parts.items())
-        return f"Mixture({parts}, on_end={self.on_end!r})"
+        """Return a tree of the parts with their shares and, if known, tokens."""
+        lines = [f"Mixture(on_end={self.on_end!r})"]
+        width = max(map(len, self.parts))
+        for i, (name, (part, _)) in enumerate(self.parts.items()):
+            branch = "└──" if i == len(self.parts) - 1 else "├──"
+            tokens = getattr(part, "tokens", None)
+            known = "" if tokens is None else f", {tokens:,} tokens"
+            share = self.weights[i] / UNIT
+            lines.append(f"{branch} {name:<{width}}  {share:6.2%}  {part!r}{known}")
+        return "\n".join(lines)
 
 
-class MixPlace(NamedTuple):
-    """Where a lane stands."""
+@dataclass(slots=True)
+class PartRows:
+    """Rows of one part, in the mixture's epoch."""
+
+    rows: Rows
+    epoch: int
+    ids: Ids
+
+    @property
+    def valid(self) -> I64 | None:
+        return self.rows.valid
+
+    def boundaries(self) -> tuple[I64, I64]:
+        return self.rows.boundaries()
+
+    def spans(self, row: int) -> list[Span]:
+        return self.rows.spans(row)
+
+
+class MixturePacker:
+    """Interleaves the rows of one lane of every part."""
+
+    def __init__(
+        self,
+        index: int,
+        lane: int,
+        run: RunContext,
+        parts: list[Lanes],
+        chooser: Chooser,
+        by_epoch: bool,
+        peers: Sequence[MixturePacker],
+    ) -> None:
+        """`peers`: the packers of all lanes of this rank, which share the chooser."""
+        start = run.positions[lane]
+        self._index, self._lane, self._lanes = index, lane, run.lanes
+        self._parts, self._chooser, self._by_epoch = parts, chooser, by_epoch
+        self._peers = peers
+        self._epoch, self._end_epoch = start.epoch, run.end_epoch
+        self.row = start.row
+        """Rows that the lane has given since the pass began."""
+        self._given = 1 if start.row else 0
+        """Rows of this epoch, to notice an empty one."""
+        self._ended = run.end_epoch is not None and start.epoch >= run.end_epoch
+        self._before_end: Mark | None = FixedMark(start) if self._ended else None
+        """The next row's position, if its part was found to have ended: the end belongs to that row,
+        so that the position does not depend on how many rows were asked for at once."""
+        self.part_rows = [0] * len(parts)
+        self.failed: Exception | None = None
+
+    @property
+    def counts(self) -> PackCounts:
+        total = PackCounts()
+        for part in self._parts:
+            add_counts(total, part.packers[self._index].counts)
+        return total
+
+    def rows(self, n: int) -> list[Rows]:
+        out: list[Rows] = []
+        self._chooser.forget(min(peer.row for peer in self._peers) * self._lanes)
+        while n > 0 and not self._ended and self.failed is None:
+            own = self.row + np.arange(n, dtype=np.int64)
+            chosen = self._chooser.parts(choice_of(own, self._lane, self._lanes))
+            for part, run in groupby(chosen.tolist()):
+                wanted = len(list(run))
+                got = self._take(part, wanted, out)
+                n -= got
+                if got < wanted:
+                    self._end(part)
+                    break
+        return out
+
+    def mark(self) -> Mark:
+        if self._before_end is not None:
+            return self._before_end
+        counts = self._chooser.counts(self.row * self._lanes)
+        parts = tuple(part.packers[self._index].mark() for part in self._parts)
+        return MixtureMark(self._epoch, self.row, counts, parts)
+
+    def _take(self, part: int, wanted: int, out: list[Rows]) -> int:
+        got = 0
+        for rows in self._parts[part].packers[self._index].rows(wanted):
+            out.append(PartRows(rows, self._epoch, rows.ids))
+            rows.ids = rows.ids[:0].copy()
+            got += len(out[-1].ids)
+        if got:
+            self.row += got
+            self._given += got
+            self.part_rows[part] += got
+            self._before_end = None
+        return got
+
+    def _end(self, part: int) -> None:
+        """A part has no more rows: it failed, or the epoch ends for all parts."""
+        if self._before_end is None:
+            self._before_end = FixedMark(self.mark().position())
+        self.failed = self._parts[part].packers[self._index].failed
+        if self.failed is None and not (self._by_epoch and self._given):
+            self.failed = NoData(
+                f"lane {self._lane} of {self._lanes} gets no row of part {part} of the mixture"
+            )
+        if self.failed is not None:
+            return
+        self._epoch += 1
+        self._given = 0
+        self._ended = self._end_epoch is not None and self._epoch >= self._end_epoch
+        if not self._ended:
+            for lanes in self._parts:
+                lanes.reopen(self._index, self._epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureMark:
+    """A position in every part."""
 
     epoch: int
     row: int
-    """Rows the lane has given since the run began."""
     counts: tuple[int, ...]
-    """Rows of each part, over all lanes, since the weights last changed and before this round of lanes."""
-    credits: tuple[int, ...]
-    """For rows of parts that have left: what each of the others is owed, in this lane."""
-    left: tuple[int, ...]
-    places: tuple[Any, ...]
+    parts: tuple[Mark, ...]
 
-    def place(self) -> MixPlace:
-        return self
+    def position(self) -> LanePosition:
+        parts = tuple(part.position() for part in self.parts)
+        return LanePosition(epoch=self.epoch, row=self.row, counts=self.counts, parts=parts)
 
-    def to_list(self) -> list[Any]:
-        children = [place.to_list() for place in self.places]
-        return [
-            self.epoch,
-            self.row,
-            list(self.counts),
-            list(self.credits),
-            list(self.left),
-            children,
-        ]
+
+class MixtureLanes:
+    """A rank's lanes of a mixture, over the same lanes of its parts."""
+
+    def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
+        self._names = source.names
+        self._parts: list[Lanes] = []
+        try:
+            for i, (name, part) in enumerate(zip(source.names, source.parts, strict=True)):
+                own = source.part_run(run, i)
+                self._parts.append(part.open_lanes(own, PartPool(pool, name), work.parts[name]))
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+        behind = min((run.positions[lane] for lane in run.own_lanes), key=lambda at: at.row)
+        chooser = Chooser(run.weights, behind.row * run.lanes, behind.counts)
+        by_epoch = source.mixture.on_end == "stop"
+        self.packers: list[MixturePacker] = []
+        for i, lane in enumerate(run.own_lanes):
+            packer = MixturePacker(i, lane, run, self._parts, chooser, by_epoch, self.packers)
+            self.packers.append(packer)
+
+    def reopen(self, index: int, epoch: int) -> None:
+        raise NotImplementedError("a mixture is not a part of a mixture")
+
+    def totals(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for part in self._parts:
+            _add(totals, part.totals())
+        for i, name in enumerate(self._names):
+            totals[f"rows of {name}"] = sum(packer.part_rows[i] for packer in self.packers)
+        return totals
+
+    def bad(self) -> dict[str, int]:
+        bad: dict[str, int] = {}
+        for part in self._parts:
+            _add(bad, part.bad())
+        return bad
+
+    def gauges(self) -> dict[str, Any]:
+        """Return the sums over the parts, and the fetch times of the one that fetches most."""
+        every = [part.gauges() for part in self._parts]
+        names = ("chunks_ready", "chunks_under_way", "fetches")
+        fetched = [gauges["fetch"] for gauges in every if gauges.get("fetch")]
+        return {name: sum(gauges.get(name, 0) for gauges in every) for name in names} | {
+            "memory_bound": any(gauges.get("memory_bound") for gauges in every),
+            "cached": all(gauges["cached"] for gauges in every if "cached" in gauges),
+            "fetch": max(fetched, key=lambda times: int(times["requests"]), default=None),
+            "lane_balance": min((g["lane_balance"] for g in every if "lane_balance" in g), default=1.0),
+        }
+
+    def stop(self) -> None:
+        for part in self._parts:
+            part.stop()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, n in more.items():
+        into[name] = into.get(name, 0) + n
 
 
 class MixtureSource(RowSource):
-    """A mixture, as the loader sees it."""
+    """A mixture as the loader sees it."""
 
     def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
-        self.mixture = mixture
-        self.mixed = self  # tells the loader that it is one
-        self.names = list(sources)
-        self._sources = list(sources.values())
-        known = {name: int(s.seq_len) for name, s in _with_seq_len(sources).items()}
-        lengths = set(known.values()) | (
-            {mixture.seq_len} if mixture.seq_len is not None else set()
-        )
-        if len(lengths) != 1:
-            told = ", ".join(f"{name}: {n}" for name, n in known.items()) or "none of them says"
-            raise ConfigError(
-                f"the parts of a mixture need one seq_len ({told}). Give all the same, or seq_len=…"
-            )
-        self.seq_len = lengths.pop()
-        self.parts: list[Any] = [
-            IndexedRowSource(source, self.seq_len) if isinstance(source, IndexedSource) else source
-            for source in sources.values()
-        ]
-        for name, part in zip(self.names, self.parts, strict=True):
-            if not hasattr(part, "open_lanes"):
+        self.mixture, self.names = mixture, list(sources)
+        self.seq_len = self._common_seq_len(sources)
+        self.parts: list[RowSource] = []
+        for name, source in sources.items():
+            if isinstance(source, MapStyleSource):
+                source = MapStyleRows(source, self.seq_len)
+            if not hasattr(source, "open_lanes"):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
-            stream = getattr(part, "stream", None)
-            if mixture.on_end != "restart" and stream is not None and only_one(stream.source):
+            data = getattr(source, "data", None)
+            if mixture.on_end == "stop" and data is not None and only_one(data.source):
                 raise ConfigError(
-                    f"part {name!r} keeps its own place or can be read once, and with on_end={mixture.on_end!r} lanes and "
-                    "epochs read it side by side. Pass a function that makes it anew."
+                    f"part {name!r} keeps its own position or can be read once, and with "
+                    "on_end='stop' lanes read it side by side. Pass a function that returns a new one."
                 )
+            self.parts.append(source)  # type: ignore[arg-type]
+        self._check_vocabularies()
         self.positions = any(part.positions for part in self.parts)
         without = [
-            name
+            repr(name)
             for name, part in zip(self.names, self.parts, strict=True)
-            if not part.positions and not isinstance(part, IndexedRowSource)
+            if not part.positions and not isinstance(part, MapStyleRows)
         ]
         if self.positions and without:
             raise ConfigError(
-                f"positions=True holds for a whole batch: give it to {', '.join(map(repr, without))} too"
+                f"positions=True holds for a whole batch: give it to {', '.join(without)} too"
             )
-        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in self.parts))
-        self.skip: frozenset[Address] = of_mixture(
-            {name: source.skip for name, source in sources.items()}
+        self.dtype = np.result_type(*(part.dtype for part in self.parts))
+        self.skip = frozenset(
+            address._replace(file=f"{name}{OF_PART}{address.file}")
+            for name, part in zip(self.names, self.parts, strict=True)
+            for address in part.skip
         )
+        self._sources = sources
+
+    def _common_seq_len(self, sources: Mapping[str, Source]) -> int:
+        known: dict[str, int] = {}
+        for name, source in sources.items():
+            data = source.dataset if isinstance(source, MapStyleSource) else source
+            if hasattr(data, "seq_len"):
+                known[name] = int(data.seq_len)
+        lengths = set(known.values()) | {self.mixture.seq_len or 0} - {0}
+        if len(lengths) != 1:
+            shown = ", ".join(f"{name}: {n}" for name, n in known.items()) or "no part has one"
+            raise ConfigError(
+                f"the parts of a mixture need one seq_len ({shown}). Make them the same, or give seq_len=…"
+            )
+        return lengths.pop()
+
+    def _check_vocabularies(self) -> None:
+        """Raise if parts were tokenized with different vocabularies: their ids would not agree."""
+        known = {
+            name: str(part.tokenizer_id()["fingerprint"]).split("/")[0]
+            for name, part in zip(self.names, self.parts, strict=True)
+            if part.tokenizer_id()
+        }
+        if len(set(known.values())) > 1:
+            raise ConfigError(
+                f"the parts {', '.join(map(repr, known))} of a mixture have different vocabularies: "
+                "the same id would mean different tokens. Use one tokenizer for all of them."
+            )
 
     def listings(self) -> list[tuple[float, float]]:
-        return [listed for source in self._sources for listed in source.listings()]
-
-    # Weights
-
-    def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
-        """A state with weights that hold from `row` on, or from the next round of lanes on if it lies within
-        one. Later changes that were planned stay; what no lane needs any more goes."""
-        lanes, now = state.lanes, state.row // state.lanes
-        row = -(-row // lanes) * lanes
-        new = (row, whole_weights(changed, self.names))
-        # A lane that is at its end stays behind the others, and its end is found again by the weights it met it with.
-        rounds = {now, *(place.row for place in state.places.values() if place.row < now)}
-        held = {max(begin for begin, _ in state.weights if begin <= n * lanes) for n in rounds}
-        kept = [
-            (begin, w)
-            for begin, w in state.weights
-            if begin != row and (begin in held or begin > now * lanes)
-        ]
-        none = (0,) * len(self.parts)
-        places = {
-            lane: place._replace(counts=none) if place.row * lanes == row else place
-            for lane, place in state.places.items()
-        }
-        return replace(state, weights=tuple(sorted([*kept, new])), places=places)
-
-    def check_state(self, state: State) -> None:
-        """Weights for each part, beginning with the first row; lanes where the stream is."""
-        n = len(self.parts)
-        for row, weights in state.weights:
-            if len(weights) != n or sum(weights) != UNIT or row % state.lanes:
-                raise StateFormat(
-                    f"the state's weights from row {row} on are not those of {n} parts: {show(weights)}"
-                )
-        rows = [row for row, _ in state.weights]
-        first = min((place.row for place in state.places.values()), default=0) * state.lanes
-        if not rows or rows[0] > first or rows != sorted(set(rows)):
-            raise StateFormat(
-                f"the state's weights do not begin before row {first} and ascend: {show(state.weights)}"
-            )
-        for lane, place in state.places.items():
-            dealt = max(0, -(-(state.row - lane) // state.lanes))
-            if place.row > dealt:
-                raise StateFormat(
-                    f"lane {lane} has given {place.row} rows, and the stream has come to {state.row}"
-                )
-            since = place.row * state.lanes - max(
-                begin for begin in rows if begin <= place.row * state.lanes
-            )
-            if since and sum(place.counts) != since:
-                raise StateFormat(
-                    f"lane {lane} counts {sum(place.counts)} rows since the weights changed: it was {since}"
-                )
+        return [listed for source in self._sources.values() for listed in source.listings()]
 
     def check_epochs(self, epochs: int | None) -> None:
+        """Raise if a mixture that never ends was asked for a number of epochs."""
         if epochs is not None and self.mixture.on_end == "restart":
             raise ConfigError(
-                f"epochs={epochs} of a mixture whose parts are restarted for ever: it has no end. Count steps, or use "
-                "on_end='stop' (ends with its first part) or on_end='leave' (ends with its last)."
+                f"epochs={epochs}: a mixture whose parts restart has no end. Count steps, or use "
+                "on_end='stop', which ends with the first part that ends."
             )
 
-    # For the state
+    # The state
 
     def data_id(self) -> dict[str, Any]:
         return self._of_parts("data_id")
 
     def tokenizer_id(self) -> dict[str, Any]:
-        return self._of_parts(
-            "tokenizer_id", but="name"
-        )  # which is only for people: see `State.require`
+        return self._of_parts("tokenizer_id", without="name")  # names are only for people
 
     def settings_id(self) -> dict[str, Any]:
         weights = {name: float(weight) for name, (_, weight) in self.mixture.parts.items()}
         return self._of_parts("settings_id") | {"on_end": self.mixture.on_end, "weights": weights}
 
-    def _of_parts(self, method: str, but: str = "") -> dict[str, Any]:
+    def _of_parts(self, method: str, without: str = "") -> dict[str, Any]:
         return {
             f"{name}.{key}": value
             for name, part in zip(self.names, self.parts, strict=True)
             for key, value in getattr(part, method)().items()
-            if key != but
+            if key != without
         }
 
-    def check_data(self, state: State) -> None:
-        for name, source in zip(self.names, self._sources, strict=True):
+    def first_position(self, epoch: int) -> LanePosition:
+        parts = tuple(part.first_position(epoch) for part in self.parts)
+        return LanePosition(epoch=epoch, counts=(0,) * len(parts), parts=parts)
+
+    def check_state(self, state: State) -> None:
+        n, lanes = len(self.parts), state.lanes
+        for row, weights in state.weights:
+            if len(weights) != n or sum(weights) != UNIT or row % lanes:
+                raise StateFormat(f"invalid state: weights from row {row} on are not those of {n} parts")
+        changes = [row for row, _ in state.weights]
+        positions = state.lane_positions
+        first = min((at.row for at in positions.values()), default=0) * lanes
+        if not changes or changes[0] > first or changes != sorted(set(changes)):
+            raise StateFormat(f"invalid state: weights must begin before row {first} and ascend")
+        for lane, at in positions.items():
+            if len(at.parts) != n or len(at.counts) != n:
+                raise StateFormat(f"invalid state: lane {lane} needs a position in {n} parts")
+            if at.row > max(0, -(-(state.row - lane) // lanes)):
+                raise StateFormat(f"invalid state: lane {lane} is ahead of row {state.row}")
+            since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
+            if since and sum(at.counts) != since:
+                raise StateFormat(f"invalid state: the counts of lane {lane} must add up to {since}")
+        for i, (name, source) in enumerate(self._sources.items()):
             own = f"{name}."
-            data = {
-                key.removeprefix(own): value
-                for key, value in state.data.items()
-                if key.startswith(own)
+            tables = {
+                key: {k.removeprefix(own): v for k, v in table.items() if k.startswith(own)}
+                for key, table in (("data", state.data), ("stream", state.stream))
             }
-            source.check_data(replace(state, data=data))
+            tables["stream"]["shuffle"] = state.stream.get("shuffle")
+            lane_positions = {lane: at.parts[i] for lane, at in positions.items()}
+            if hasattr(source, "open_lanes"):
+                source.check_state(replace(state, lane_positions=lane_positions, **tables))
 
-    def first_place(self, epoch: int) -> MixPlace:
-        none = (0,) * len(self.parts)
-        return MixPlace(
-            epoch, 0, none, none, none, tuple(part.first_place(epoch) for part in self.parts)
-        )
+    def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
+        """Return a state with other weights from `row` on, or from the next round of lanes.
 
-    def check_place(self, value: Any) -> MixPlace:
-        n = len(self.parts)
-        fits = (
-            isinstance(value, list | tuple)
-            and len(value) == 6
-            and is_count(value[0])
-            and is_count(value[1])
-        )
-        if not fits or not all(
-            isinstance(part, list | tuple) and len(part) == n for part in value[2:]
-        ):
-            raise StateFormat(
-                f"the place of a lane of {n} parts does not look like this: {show(value)}"
-            )
-        numbers = [number for part in (value[2], value[3], value[4]) for number in part]
-        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-            raise StateFormat(f"the counts of a lane of a mixture are no integers: {show(value)}")
-        if (
-            not all(map(is_count, value[2]))
-            or not all(left in (0, 1) for left in value[4])
-            or all(value[4])
-        ):
-            raise StateFormat(
-                f"the counts of a lane of a mixture do not fit together: {show(value)}"
-            )
-        places = tuple(
-            part.check_place(place) for part, place in zip(self.parts, value[5], strict=True)
-        )
-        return MixPlace(
-            value[0], value[1], tuple(value[2]), tuple(value[3]), tuple(value[4]), places
-        )
-
-    # For a run
-
-    def work(self, run: Run) -> Works:
-        runs = self._runs(run)
-        return Works(
-            {name: part.work(runs[name]) for name, part in zip(self.names, self.parts, strict=True)}
-        )
-
-    def open_lanes(self, run: Run, pool: Pool, work: Works) -> MixLanes:
-        return MixLanes(self, run, self._runs(run), pool, work)
-
-    def _runs(self, run: Run) -> dict[str, Run]:
-        """How each part is run: in an order of its own, with its share of the memory.
-
-        Parts keep their last row, whatever is done with the last batch: where a part that ends is followed by
-        others, its end is within the stream, which has to be the same for any number of ranks.
+        Later changes that were planned stay; what no lane needs any more goes.
         """
-        share = max(1, run.read_ahead_bytes // len(self.parts))
-        return {
-            name: replace(
-                run, seed=mix(run.seed, 5, i) >> 1, read_ahead_bytes=share, narrow=False, end_epoch=None,
-                drop_last=False, skip=of_part(run.skip, name, self.names),
-            )
-            for i, name in enumerate(self.names)
-        }  # fmt: skip
+        lanes, now = state.lanes, state.row // state.lanes
+        row = -(-row // lanes) * lanes
+        # A lane that has ended stays behind the others, under the weights that it ended with.
+        behind = {now, *(at.row for at in state.lane_positions.values() if at.row < now)}
+        held = {max(begin for begin, _ in state.weights if begin <= n * lanes) for n in behind}
+        kept = [
+            (begin, weights)
+            for begin, weights in state.weights
+            if begin != row and (begin in held or begin > now * lanes)
+        ]
+        schedule = tuple(sorted([*kept, (row, whole_weights(changed, self.names))]))
+        none = (0,) * len(self.parts)
+        positions = {
+            lane: at._replace(counts=none) if at.row * lanes == row else at
+            for lane, at in state.lane_positions.items()
+        }
+        return replace(state, weights=schedule, lane_positions=positions)
+
+    # A run
+
+    def part_run(self, run: RunContext, i: int) -> RunContext:
+        """Return how a part is run: in its own order, with its share of the memory.
+
+        Parts keep their last row also if the last batch is dropped: it is within the stream.
+        """
+        return replace(
+            run,
+            seed=mix(run.seed, 5, i) >> 1,
+            read_ahead_bytes=max(1, run.read_ahead_bytes // len(self.parts)),
+            narrow=False,
+            end_epoch=None,
+            by_epoch=self.mixture.on_end == "stop",
+            drop_last=False,
+            skip=_of_part(run.skip, self.names[i]),
+            positions={lane: at.parts[i] for lane, at in run.positions.items()},
+        )
+
+    def work(self, run: RunContext) -> PartWorks:
+        return PartWorks(
+            {
+                name: part.work(self.part_run(run, i))
+                for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True))
+            }
+        )
+
+    def open_lanes(self, run: RunContext, pool: Pool, work: PartWorks) -> MixtureLanes:
+        return MixtureLanes(self, run, pool, work)
 
 
-def _with_seq_len(sources: Mapping[str, Source]) -> dict[str, Any]:
-    """The sources that know how long a row is, or their datasets."""
-    found: dict[str, Any] = {}
-    for name, source in sources.items():
-        data = source.dataset if isinstance(source, IndexedSource) else source
-        if hasattr(data, "seq_len"):
-            found[name] = data
-    return found
+def _of_part(skip: Collection[Address], name: str) -> frozenset[Address]:
+    prefix = f"{name}{OF_PART}"
+    return frozenset(
+        address._replace(file=address.file.removeprefix(prefix))
+        for address in skip
+        if address.file.startswith(prefix)
+    )
+

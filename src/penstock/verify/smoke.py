@@ -113,7 +113,7 @@ def _worst(loader: AsyncDataLoader, since: float) -> str:
     tracks = [
         track
         for name in makers
-        for track in loader.telemetry.clock.tracks
+        for track in loader.telemetry.clock.timelines
         if track.name.startswith(name)
     ]
     stage, what = (

@@ -1,6 +1,6 @@
 """Whose fault a wait was, and what to do about it.
 
-In:    the segments of the threads (see `spans`), and what is known of fetches and settings.
+In:    the segments of the threads (see `stage_timer`), and what is known of fetches and settings.
 Out:   the seconds of a wait by stage, which add up to it; a verdict in one line.
 Where: the trainer's thread, after a batch that was waited for.
 State: none.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from penstock.watch.spans import COMPUTED, IDLE, OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
+from penstock.watch.stage_timer import COMPUTED, IDLE, OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
 
 BANDS = ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"), (float("inf"), "poor"))
 """Below which share of the time spent waiting for data a run is called what."""
@@ -53,12 +53,12 @@ class Charges:
 
 
 def charge(
-    track: Track,
+    track: ThreadTimeline,
     begin: float,
     end: float,
     *,
     default: str = "batch",
-    tracks: Sequence[Track] = (),
+    timelines: Sequence[ThreadTimeline] = (),
     cores: int = 1,
 ) -> Charges:
     """Charge the time from `begin` to `end` to stages, by what a thread did then. All of it is charged.
@@ -74,14 +74,14 @@ def charge(
 class _Scene:
     """What is looked at while one wait is charged."""
 
-    def __init__(self, begin: float, tracks: Sequence[Track], cores: int) -> None:
+    def __init__(self, begin: float, timelines: Sequence[ThreadTimeline], cores: int) -> None:
         self.charges = Charges()
         self._cores = cores
         self._tracks = tracks if cores < len(tracks) else ()
         self._begin = begin
-        self._busy: list[tuple[Track, list[Segment]]] | None = None
+        self._busy: list[tuple[ThreadTimeline, list[Segment]]] | None = None
 
-    def starved(self, own: Track | None, lo: float, hi: float, cpu: float) -> float:
+    def starved(self, own: ThreadTimeline | None, lo: float, hi: float, cpu: float) -> float:
         """Charge what of this time a thread waited for a core to those who had them. Gives how much that was."""
         idle = hi - lo - cpu
         if idle < STARVED_S or not self._tracks:
@@ -103,7 +103,7 @@ class _Scene:
             self.charges.add(stage, missing * used / total)
         return missing
 
-    def _others(self) -> list[tuple[Track, list[Segment]]]:
+    def _others(self) -> list[tuple[ThreadTimeline, list[Segment]]]:
         if self._busy is None:
             self._busy = [(track, track.since(self._begin)) for track in self._tracks]
         return self._busy
@@ -111,7 +111,7 @@ class _Scene:
 
 def _charge(
     segments: Iterable[Segment],
-    own: Track | None,
+    own: ThreadTimeline | None,
     begin: float,
     end: float,
     default: str,
@@ -137,21 +137,21 @@ def _charge(
         _hand_over(own, at, end, last, scene)
 
 
-def _hand_over(own: Track | None, lo: float, hi: float, stage: str, scene: _Scene) -> None:
+def _hand_over(own: ThreadTimeline | None, lo: float, hi: float, stage: str, scene: _Scene) -> None:
     """Time in which a thread had nothing to wait for, and did not say that it did anything: it had to wake up."""
     scene.charges.add(stage, hi - lo - scene.starved(own, lo, hi, 0.0))
 
 
 def _one(
-    segment: Segment, own: Track | None, lo: float, hi: float, last: str, scene: _Scene, depth: int
+    segment: Segment, own: ThreadTimeline | None, lo: float, hi: float, last: str, scene: _Scene, depth: int
 ) -> str:
     """Charge one segment. Gives the stage to which what follows it belongs, unless it says otherwise."""
     stage, what = segment.stage, segment.what
     if stage == WAIT and depth < DEEPEST:
-        if isinstance(what, Trail):
+        if isinstance(what, TaskTimeline):
             _follow(what, lo, hi, last, scene, depth + 1)
             return last
-        if isinstance(what, Track):
+        if isinstance(what, ThreadTimeline):
             _charge(what.since(lo), what, lo, hi, last, scene, depth + 1)
             return last
     if stage in COMPUTED:
@@ -167,26 +167,31 @@ def _one(
     return last
 
 
-def _follow(trail: Trail, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> None:
+def _follow(trail: TaskTimeline, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> None:
     """Charge a wait for a piece of work."""
     done = trail.segments()
     own = next((s.stage for s in done if s.stage in STAGES), last)
     begun = trail.begun if trail.begun is not None else hi
-    if lo < begun:  # it waited for a worker, which was busy with something else
+    if trail.after is not None and lo < begun:  # it waited for the task before it
+        ended = trail.after.ended if trail.after.ended is not None else hi
+        middle = max(lo, min(ended, begun, hi))
+        _follow(trail.after, lo, middle, last, scene, depth + 1)
+        lo = middle
+    if lo < min(begun, hi):  # it waited for a worker, which was busy with something else
         middle = min(begun, hi)
         before = [s for s in trail.before or _busy(trail) if s.stage != IDLE]
         first = next((s.stage for s in before if s.stage in STAGES), own)
-        _charge(before, trail.track, lo, middle, first, scene, depth)
+        _charge(before, trail.thread, lo, middle, first, scene, depth)
         lo = middle
     if lo < hi:
         _charge(
-            [s for s in done if s.stage not in (IDLE, OUT)], trail.track, lo, hi, own, scene, depth
+            [s for s in done if s.stage not in (IDLE, OUT)], trail.thread, lo, hi, own, scene, depth
         )
 
 
-def _busy(trail: Trail) -> Sequence[Segment]:
+def _busy(trail: TaskTimeline) -> Sequence[Segment]:
     """What the worker that took a piece of work did before, once that is no longer kept with it."""
-    track, begun = trail.track, trail.begun
+    track, begun = trail.thread, trail.begun
     if track is None or begun is None:
         return ()
     return [s for s in list(track.recent) if s.end <= begun]

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from penstock.watch.attribution import charge
-from penstock.watch.spans import Segment, Track
+from penstock.watch.stage_timer import Segment, ThreadTimeline
 
 ENTRIES = (
     "import",
@@ -52,7 +52,7 @@ class Ledger:
         if name == "open":
             self._began, self._opened = begin, end
 
-    def close(self, tracks: Iterable[Track], now: float) -> dict[str, Any]:
+    def close(self, timelines: Iterable[ThreadTimeline], now: float) -> dict[str, Any]:
         """The first batch is there. Gives what an event tells of it."""
         tracks = list(tracks)
         segments = sorted((s for track in tracks for s in list(track.recent)), key=lambda s: s.end)

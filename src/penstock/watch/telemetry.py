@@ -1,6 +1,6 @@
 """Telemetry: what a loader measures of itself while it feeds a run.
 
-In:    every call of `next`, pauses that the user names, the tracks of all threads (see `spans`).
+In:    every call of `next`, pauses that the user names, the tracks of all threads (see `stage_timer`).
 Out:   time by stage, rolling percentiles and rates, a verdict in one line, events for a heartbeat.
 Where: written by the trainer's thread, but for the tracks; read by any.
 State: the last few hundred steps, sums since the beginning, events that nobody took yet.
@@ -27,7 +27,7 @@ from penstock.watch.attribution import Known, Verdict, band, charge, judge
 from penstock.watch.consumer import Consumer, Ready
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.memory import resident_bytes
-from penstock.watch.spans import IDLE, OUT, STAGES, WAIT, Clock, Quiet, Track, role, stage_of
+from penstock.watch.stage_timer import IDLE, OUT, STAGES, WAIT, Clock, NullClock, ThreadTimeline, role, stage_of
 from penstock.watch.window import StageTimes, Window
 
 log = logging.getLogger("penstock")
@@ -69,7 +69,7 @@ class Telemetry:
             raise ConfigError(f"stall_s={stall_s!r}: needs seconds, more than 0")
         self.on = on
         self.stall_s = float(stall_s)
-        self.clock: Clock = Clock() if on else Quiet()
+        self.clock: Clock = Clock() if on else NullClock()
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
@@ -86,7 +86,7 @@ class Telemetry:
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._lost = 0
         self._lock = threading.Lock()
-        self._waiting: tuple[float, Track] | None = None
+        self._waiting: tuple[float, ThreadTimeline] | None = None
         self._stalled: float | None = None
         self._rss: tuple[float, int] = (0.0, 0)
         self._pauses = self._short = 0
@@ -133,7 +133,7 @@ class Telemetry:
         self._thread = threading.get_ident()
         self._entered(self.consumer.entering(now), now)
         if self.on:
-            track = self.clock.track()
+            track = self.clock.timeline()
             self._waiting, self.trainer = (now, track), track.name
 
     def _entered(self, counted: bool, now: float) -> None:
@@ -176,7 +176,7 @@ class Telemetry:
     def _spent(self, begun: float, now: float) -> None:
         """Charge the time of a call of `next`."""
         self._waiting = None
-        wait, track = now - begun, self.clock.track()
+        wait, track = now - begun, self.clock.timeline()
         if (
             not self.on
             or wait < BRIEF_S
@@ -194,7 +194,7 @@ class Telemetry:
                     wait, {stage: wait * share for stage, share in self._shares.items()}
                 )
                 return
-        found = charge(track, begun, now, tracks=self.clock.tracks, cores=self.cores)
+        found = charge(track, begun, now, timelines=self.clock.timelines, cores=self.cores)
         self.consumer.waited(wait, found.seconds)
         if wait < SHORT_S:
             self._shares = {stage: seconds / wait for stage, seconds in found.seconds.items()}
@@ -270,7 +270,7 @@ class Telemetry:
         self.event("stall", stage=stage, where=where, wait_s=round(wait, 3), verdict=told)
 
     def _ready(self, now: float) -> None:
-        self.first = self.ledger.close(self.clock.tracks, now)
+        self.first = self.ledger.close(self.clock.timelines, now)
         self.event(f"{self.prefix}ready", **self.first)
 
     # For everybody
@@ -314,7 +314,7 @@ class Telemetry:
     def stages(self) -> dict[str, StageTimes]:
         """What each stage did so far."""
         times = {stage: StageTimes() for stage in STAGES}
-        for track in list(self.clock.tracks):
+        for track in list(self.clock.timelines):
             seconds = dict(track.seconds)
             now, since, _ = track.now
             if now:
@@ -348,7 +348,7 @@ class Telemetry:
     def blame(self, seconds: float) -> str:
         """What this thread waited for in the last so many seconds: the stage, and the file where one is known."""
         now = perf_counter()
-        stage, what = charge(self.clock.track(), now - seconds, now).worst()
+        stage, what = charge(self.clock.timeline(), now - seconds, now).worst()
         return f"waiting for {stage}" + (f", {str(what)[:500]}" if what is not None else "")
 
     # For a heartbeat

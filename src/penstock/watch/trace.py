@@ -1,6 +1,6 @@
 """Record what every thread does, as a trace that Perfetto and chrome://tracing open.
 
-In:    the segments of all threads (see `spans`), the steps, queues and events of a loader's telemetry.
+In:    the segments of all threads (see `stage_timer`), the steps, queues and events of a loader's telemetry.
 Out:   Chrome trace JSON, on the axis of Unix time; merged with torch.profiler's where there is one.
 Where: each thread appends its own segments. What else is recorded is looked up by whoever appends, so there is
        no thread for it, and nothing of the loader is wrapped.
@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 from penstock.config import whole_number
 from penstock.errors import ConfigError
-from penstock.watch.spans import IDLE, Segment
+from penstock.watch.stage_timer import IDLE, Segment
 from penstock.watch.telemetry import Event, Telemetry
 from penstock.watch.trace_draw import Drawing
 from penstock.watch.trace_merge import merge, write
@@ -65,7 +65,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         clock = self._telemetry.clock
-        if clock.track().log is not None:
+        if clock.timeline().log is not None:
             raise ConfigError("this loader is being recorded already: end the other Recorder first")
         self._axis = Axis()
         self._log, self._end = Log(self._telemetry, self._most, self._axis.began), None
@@ -245,7 +245,7 @@ class Log(deque[tuple[str, Segment]]):
         self._steps_after = self._telemetry.consumer.steps
         if self._running is not None and self._running.begin > self._newest:
             self.steps.append(self._running)
-        for track in list(self._telemetry.clock.tracks):
+        for track in list(self._telemetry.clock.timelines):
             stage, since, what = track.now
             if stage not in ("", IDLE) and since < now:
                 labels = [

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.watch.spans import OUT, RANKS, STAGES, WAIT, Segment, Track, Trail
+from penstock.watch.stage_timer import OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
 
 if TYPE_CHECKING:
     from penstock.watch.trace import Axis, Log
@@ -45,7 +45,7 @@ class Drawing:
         self._pid = os.getpid()
         # Whoever waits for the producer is the trainer, whichever thread has begun to record.
         waits = (
-            label for label, s in self._segments if s.stage == WAIT and isinstance(s.what, Track)
+            label for label, s in self._segments if s.stage == WAIT and isinstance(s.what, ThreadTimeline)
         )
         self._trainer = next(waits, here)
         labels = {label for label, _ in self._segments} | {self._trainer}
@@ -171,9 +171,9 @@ class Drawing:
 
 def _about(segment: Segment) -> dict[str, Any]:
     what = segment.what
-    if isinstance(what, Track):
+    if isinstance(what, ThreadTimeline):
         return {"for": what.name}
-    if isinstance(what, Trail):
+    if isinstance(what, TaskTimeline):
         what = next((s.what for s in what.done if s.what is not None), None)
         return {} if what is None else {"for": _address(what)}
     return {} if what is None else {"what": _address(what)}
@@ -188,14 +188,14 @@ def _ended(wait: Segment, made: Mapping[str, list[Segment]]) -> Segment | None:
     """The piece of work that a wait ended with."""
     if wait.stage != WAIT:
         return None
-    if isinstance(wait.what, Trail):
+    if isinstance(wait.what, TaskTimeline):
         work = [
             segment
             for segment in wait.what.done
             if segment.stage in STAGES and segment.end <= wait.end
         ]
         return work[-1] if work and wait.what.ended is not None else None
-    if isinstance(wait.what, Track):
+    if isinstance(wait.what, ThreadTimeline):
         work = made.get(wait.what.name, [])
         i = bisect_right(work, wait.end, key=lambda segment: segment.end) - 1
         return work[i] if i >= 0 and work[i].end > wait.begin else None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from penstock.watch.spans import RANKS, STAGES
+from penstock.watch.stage_timer import RANKS, STAGES
 from penstock.watch.view.fields import kind, number, whole
 
 PREFIX = "penstock_"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.watch.spans import RANKS, STAGES
+from penstock.watch.stage_timer import RANKS, STAGES
 from penstock.watch.view.fields import (
     LONGEST_STEP_S,
     MOST_TOKENS,

@@ -1,10 +1,8 @@
 """What every thread does, as stretches of time: the raw material of telemetry.
 
-In:    threads that say which stage they go over to, and for what they wait.
-Out:   segments, one after the other for each thread, and their sums by stage.
-Where: every thread writes a track of its own, so nothing is locked. Others may read it, a moment old.
-State: the last segments of a thread, and the segments of each piece of work, kept for whoever waits for it.
-Cost:  one or two microseconds for each change of stage; there are some ten of them in a chunk and four in a batch.
+Each thread writes its own `ThreadTimeline`, so nothing is locked; other threads may read it, a
+moment late. Each task keeps a `TaskTimeline` of what was done for it, so that a wait for the task
+can be charged to the stage that caused it. A change of stage costs one or two microseconds.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
 COMPUTED = frozenset({"decode", "tokenize", "pack", "batch"})
 """Stages that need a core for as long as they last. A fetch waits for others, and a copy for a device."""
 WAIT = "wait"
-"""Blocked on input: what a thread waits for is a `Trail` or another thread's `Track`."""
+"""Blocked on input: on a task (`TaskTimeline`) or on another thread (`ThreadTimeline`)."""
 OUT = "out"
-"""Blocked on output: what comes after has no room."""
+"""Blocked on output: the next queue is full."""
 IDLE = "idle"
-"""Nothing was asked for: whoever comes after has enough."""
+"""No task was queued."""
 RANKS = "ranks"
-"""Waiting for other ranks, which is no stage of ours."""
+"""Waiting for other ranks, which is not a stage of the pipeline."""
 
 RECENT = 512
-"""Segments kept of a thread. A wait that spans more of them is charged by its latest ones."""
+"""Segments kept for each thread. A longer wait is charged by its latest segments."""
 
 
 class Segment(NamedTuple):
@@ -40,12 +38,12 @@ class Segment(NamedTuple):
     end: float
     stage: str
     what: Any = None
-    """The address of what was worked on; for a wait, what was waited for."""
+    """The address of the data; for a wait, the timeline that was waited for."""
     cpu: float = 0.0
-    """Seconds of a core that the thread had of it: the rest it waited, for something or for a core."""
+    """CPU seconds that the thread used. The rest is waiting, for data or for a core."""
 
 
-class Track:
+class ThreadTimeline:
     """What one thread does. Written by that thread only."""
 
     __slots__ = ("_cpu", "_job", "bytes", "items", "log", "name", "now", "recent", "seconds")
@@ -53,21 +51,21 @@ class Track:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.now: tuple[str, float, Any] = ("", perf_counter(), None)
-        """The stage, since when, and with what. One object, so that others never see half of a change."""
+        """Stage, begin and data. One tuple, so that readers never see half of a change."""
         self.recent: deque[Segment] = deque(maxlen=RECENT)
         self.seconds: dict[str, float] = {}
         self.items: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
         self.log: deque[tuple[str, Segment]] | None = None
-        """Gets every segment, while somebody records them."""
+        """Receives every segment while a trace is recorded."""
         self._job: list[Segment] | None = None
         self._cpu = 0.0
 
     def switch(self, stage: str, what: Any = None) -> tuple[str, Any]:
-        """Go over to another stage; "" is none. Gives the one before, to return to."""
+        """Enter another stage ("" for none) and return the one before, to return to."""
         now = perf_counter()
         before, since, of = self.now
-        # The time of a core costs ten times as much to ask for as the time of day.
+        # CPU time costs ten times as much to read as the clock.
         cpu = thread_time() if stage in COMPUTED or before in COMPUTED else 0.0
         if before:
             self._keep(
@@ -86,12 +84,12 @@ class Track:
             self._job.append(segment)
 
     def count(self, stage: str, items: int, nbytes: int = 0) -> None:
-        """Something was finished in a stage."""
+        """Count finished items of a stage."""
         self.items[stage] = self.items.get(stage, 0) + items
         self.bytes[stage] = self.bytes.get(stage, 0) + nbytes
 
     def segments(self) -> list[Segment]:
-        """The last ones, and the one under way as if it ended now. For any thread."""
+        """Return the recent segments, and the current one as if it ended now. For any thread."""
         stage, since, what = self.now
         done = list(self.recent)
         if stage and (not done or done[-1].end <= since):
@@ -99,13 +97,13 @@ class Track:
         return done
 
     def since(self, begin: float, before: int = 4) -> list[Segment]:
-        """Those that had not ended by then, and a few before them. For any thread, and cheaper than all of them."""
+        """Return the segments that ended after `begin`, and a few before them. For any thread."""
         recent, found, last = self.recent, [], float("inf")
         stage, under_way, what = self.now
         for i in range(1, len(recent) + 1):
             segment = recent[-i]
             if segment.begin >= last:
-                continue  # its thread has appended another one meanwhile
+                continue  # the thread has appended a segment meanwhile
             found.append(segment)
             last = segment.begin
             before -= segment.end <= begin
@@ -116,29 +114,31 @@ class Track:
             found.append(_under_way(stage, under_way, what))
         return found
 
-    # Pieces of work
+    # Tasks
 
-    def begin(self, trail: Trail) -> None:
-        """Begin a piece of work, which somebody may wait for."""
+    def begin(self, task: TaskTimeline) -> None:
+        """Begin a task."""
         self.switch("")
-        trail.track, trail.before = self, self._job or ()
-        self._job = trail.done = []
-        trail.begun = perf_counter()
+        task.thread, task.before = self, self._job or ()
+        self._job = task.done = []
+        task.begun = perf_counter()
 
-    def end(self, trail: Trail) -> None:
+    def end(self, task: TaskTimeline) -> None:
         self.switch(IDLE)
-        trail.ended = perf_counter()
-        trail.before = ()
+        task.ended = perf_counter()
+        task.before = ()
+        if task.after is not None:
+            task.after.after = None  # else a chain of tasks would keep all of them
 
     def absorb(self, report: Report, what: Any) -> None:
-        """Take over what a worker process did for this thread."""
+        """Add what a worker process did for this thread."""
         for begin, end, stage, cpu in report.segments:
             self._keep(Segment(begin, end, stage, what, cpu))
         for stage, (items, nbytes) in report.counts.items():
             self.count(stage, items, nbytes)
 
     def report(self) -> Report:
-        """What was done since the last report, to be sent to another process."""
+        """Return what was done since the last report, to be sent to another process."""
         self.switch("")
         report = Report(
             [(s.begin, s.end, s.stage, s.cpu) for s in self.recent],
@@ -151,45 +151,47 @@ class Track:
 
 
 class Report(NamedTuple):
-    """What a worker process did for one call."""
+    """What a worker process did for one task."""
 
     segments: list[tuple[float, float, str, float]]
     counts: dict[str, tuple[int, int]]
 
 
-class Trail:
-    """What happened to one piece of work. Small: it does not keep the result alive."""
+class TaskTimeline:
+    """What was done for one task. It does not keep the result alive."""
 
-    __slots__ = ("before", "begun", "done", "ended", "track")
+    __slots__ = ("after", "before", "begun", "done", "ended", "thread")
 
     def __init__(self) -> None:
         self.begun: float | None = None
         self.ended: float | None = None
-        self.track: Track | None = None
+        self.thread: ThreadTimeline | None = None
         self.done: list[Segment] = []
         self.before: Sequence[Segment] = ()
-        """What its worker did just before: while this waited for a worker, that was what it waited for."""
+        """What its worker did just before: the cause of waiting for a free worker."""
+        self.after: TaskTimeline | None = None
+        """The task whose result this one needs."""
 
     def segments(self) -> list[Segment]:
-        """What was done for it, with what is being done now. For any thread."""
+        """Return what was done for it, including the current stage. For any thread."""
         done = list(self.done)
-        track = self.track
-        if self.ended is None and track is not None:
-            stage, since, what = track.now
+        thread = self.thread
+        if self.ended is None and thread is not None:
+            stage, since, what = thread.now
             if stage and (not done or done[-1].end <= since):
                 done.append(_under_way(stage, since, what))
         return done
 
 
 def _under_way(stage: str, since: float, what: Any) -> Segment:
-    """What a thread is doing, as if it ended now. How much of a core it had is not known yet: all of it."""
+    """Return the current stage as if it ended now. Its CPU time is not known yet: assume all of it."""
     now = max(since, perf_counter())
     return Segment(since, now, stage, what, now - since)
 
 
-def role(track: Track) -> tuple[str, str]:
-    """The first and the last stage of a thread: those that its waits for input and for room belong to."""
-    name = track.name
+def role(timeline: ThreadTimeline) -> tuple[str, str]:
+    """Return the stages that a thread's waits for input and for output belong to."""
+    name = timeline.name
     if name.startswith("penstock-fetch"):
         return "fetch", "fetch"
     if name.startswith("penstock-worker"):
@@ -200,7 +202,7 @@ def role(track: Track) -> tuple[str, str]:
 
 
 def stage_of(note: str) -> tuple[str, str]:
-    """The stage of "fetch, decode, reading …", where it is the later one that failed, and the rest of it."""
+    """Split a note such as "fetch, decode, reading …" into its last stage and the rest."""
     stage, where = "", note
     while (words := where.partition(", "))[0] in STAGES:
         stage, where = words[0], words[2]
@@ -210,16 +212,16 @@ def stage_of(note: str) -> tuple[str, str]:
 class _Stage:
     """A stage, while a `with` block lasts."""
 
-    __slots__ = ("_before", "_name", "_track", "_what")
+    __slots__ = ("_before", "_name", "_timeline", "_what")
 
-    def __init__(self, track: Track, name: str, what: Any) -> None:
-        self._track = track
+    def __init__(self, timeline: ThreadTimeline, name: str, what: Any) -> None:
+        self._timeline = timeline
         self._name = name
         self._what = what
 
-    def __enter__(self) -> Track:
-        self._before = self._track.switch(self._name, self._what)
-        return self._track
+    def __enter__(self) -> ThreadTimeline:
+        self._before = self._timeline.switch(self._name, self._what)
+        return self._timeline
 
     def __exit__(
         self,
@@ -227,11 +229,11 @@ class _Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._track.switch(*self._before)
+        self._timeline.switch(*self._before)
 
 
 class Clock:
-    """Gives every thread its track. Sent to another process, it is a new one."""
+    """Gives every thread its timeline. Unpickled in another process, it is a new clock."""
 
     on = True
 
@@ -239,73 +241,73 @@ class Clock:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._log: deque[tuple[str, Segment]] | None = None
-        self.tracks: list[Track] = []
+        self.timelines: list[ThreadTimeline] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def track(self) -> Track:
-        """This thread's own."""
+    def timeline(self) -> ThreadTimeline:
+        """Return the calling thread's timeline."""
         try:
-            track: Track = self._local.track
+            timeline: ThreadTimeline = self._local.timeline
         except AttributeError:
-            track = self._local.track = self.new_track(threading.current_thread().name)
-        return track
+            timeline = self._local.timeline = self.new_timeline(threading.current_thread().name)
+        return timeline
 
-    def new_track(self, name: str) -> Track:
-        """For a thread that does not run yet."""
-        track = Track(name)
+    def new_timeline(self, name: str) -> ThreadTimeline:
+        """Return a timeline for a thread that has not started yet: see `adopt`."""
+        timeline = ThreadTimeline(name)
         with self._lock:
-            track.log = self._log
-            self.tracks.append(track)
-        return track
+            timeline.log = self._log
+            self.timelines.append(timeline)
+        return timeline
 
     def fold(self) -> None:
-        """The threads of a pipeline have ended: their sums are kept, and nothing else of them."""
+        """Keep only the sums of the pipeline's threads, which have ended."""
         with self._lock:
-            ours = [track for track in self.tracks if track.name.startswith("penstock-")]
-            kept = [track for track in self.tracks if not track.name.startswith("penstock-")]
-            sums: dict[str, Track] = {}
-            for track in ours:
-                role = track.name.rstrip("-0123456789")
-                into = sums.setdefault(role, Track(role))
-                for stage, seconds in track.seconds.items():
+            ours = [timeline for timeline in self.timelines if timeline.name.startswith("penstock-")]
+            kept = [timeline for timeline in self.timelines if not timeline.name.startswith("penstock-")]
+            sums: dict[str, ThreadTimeline] = {}
+            for timeline in ours:
+                role = timeline.name.rstrip("-0123456789")
+                into = sums.setdefault(role, ThreadTimeline(role))
+                for stage, seconds in timeline.seconds.items():
                     into.seconds[stage] = into.seconds.get(stage, 0.0) + seconds
-                for stage, items in track.items.items():
-                    into.count(stage, items, track.bytes.get(stage, 0))
-            for track in kept:
-                track.recent.clear()  # it may hold on to theirs
-            self.tracks[:] = [*kept, *sums.values()]
+                for stage, items in timeline.items.items():
+                    into.count(stage, items, timeline.bytes.get(stage, 0))
+            for timeline in kept:
+                timeline.recent.clear()  # it may hold on to theirs
+            self.timelines[:] = [*kept, *sums.values()]
 
     def record(self, log: deque[tuple[str, Segment]] | None) -> None:
-        """Have every segment of every thread appended, with the thread's name; None ends it."""
+        """Append every segment of every thread to `log`, with the thread's name; None stops it."""
         with self._lock:
             self._log = log
-            for track in self.tracks:
-                track.log = log
+            for timeline in self.timelines:
+                timeline.log = log
 
-    def adopt(self, track: Track) -> None:
-        """This thread is the one that a track was made for."""
-        self._local.track = track
+    def adopt(self, timeline: ThreadTimeline) -> None:
+        """Use this timeline for the calling thread."""
+        self._local.timeline = timeline
 
     def stage(self, name: str, what: Any = None) -> Any:
-        """`with clock.stage("decode", ref):` says where the time goes; what is entered within is not counted twice.
+        """Time a `with` block as a stage. A stage entered within it is not counted twice.
 
-        Gives the track, on which to count what was done.
+        The block gets the timeline, to count items on.
         """
-        return _Stage(self.track(), name, what)
+        return _Stage(self.timeline(), name, what)
 
-    def trail(self) -> Trail | None:
-        """For a piece of work that is asked for now."""
-        return Trail()
+    def task_timeline(self) -> TaskTimeline | None:
+        """Return a timeline for a new task, or None if nothing is measured."""
+        return TaskTimeline()
 
 
-class _Nothing(Track):
-    """A track that nothing is written on."""
+class _Nothing(ThreadTimeline):
+    """A timeline that records nothing."""
 
     __slots__ = ()
 
-    def __enter__(self) -> Track:
+    def __enter__(self) -> ThreadTimeline:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -315,14 +317,14 @@ class _Nothing(Track):
 
     def count(self, stage: str, items: int, nbytes: int = 0) -> None: ...
 
-    def begin(self, trail: Trail) -> None: ...
+    def begin(self, task: TaskTimeline) -> None: ...
 
-    def end(self, trail: Trail) -> None: ...
+    def end(self, task: TaskTimeline) -> None: ...
 
     def absorb(self, report: Report, what: Any) -> None: ...
 
 
-class Quiet(Clock):
+class NullClock(Clock):
     """Measures nothing."""
 
     on = False
@@ -331,16 +333,16 @@ class Quiet(Clock):
         super().__init__()
         self._nothing = _Nothing()
 
-    def track(self) -> Track:
+    def timeline(self) -> ThreadTimeline:
         return self._nothing
 
-    def new_track(self, name: str) -> Track:
+    def new_timeline(self, name: str) -> ThreadTimeline:
         return self._nothing
 
-    def adopt(self, track: Track) -> None: ...
+    def adopt(self, timeline: ThreadTimeline) -> None: ...
 
     def stage(self, name: str, what: Any = None) -> Any:
         return self._nothing
 
-    def trail(self) -> Trail | None:
+    def task_timeline(self) -> TaskTimeline | None:
         return None

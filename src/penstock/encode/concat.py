@@ -1,0 +1,228 @@
+"""Cut rows of seq_len + 1 ids from a lane's stream of tokens: the packings "concat" and "bos".
+
+"concat" loses no token: the last id of a row opens the next one. "bos" begins each row with a
+document and crops what does not fit. Runs on the producer thread. Keeps the position of the next
+row; the rest is rebuilt from it after a resume. Copies each token once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from penstock.encode.rows import FixedMark, Mark, NextWindow, PackCounts, PackOptions, Rows
+from penstock.encode.window import I64, Ids, Window, WindowMap
+from penstock.types import LanePosition, Span
+
+GATHER_TOKENS = 1 << 19
+"""Shuffled tokens brought into order at once: many enough to make the calls cheap, few enough to
+stay in the processor's caches."""
+
+Windows = tuple[tuple[int, WindowMap], ...]
+"""The token of the stream at which each window begins, and the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMark:
+    """The position of a token of the stream."""
+
+    windows: Windows
+    token: int
+
+    def position(self) -> LanePosition:
+        begin, window = next(w for w in reversed(self.windows) if w[0] <= self.token)
+        return window.position(self.token - begin)
+
+
+@dataclass(slots=True)
+class ConcatRows:
+    """Rows cut from the stream of a lane's tokens."""
+
+    ids: Ids
+    valid: I64 | None
+    width: int
+    starts: I64
+    """The token of the stream at which each row begins."""
+    windows: Windows
+    doc_starts: I64
+
+    @property
+    def epoch(self) -> int:
+        return TokenMark(self.windows, int(self.starts[0])).position().epoch
+
+    def boundaries(self) -> tuple[I64, I64]:
+        first = np.searchsorted(self.doc_starts, self.starts, side="right")
+        last = np.searchsorted(self.doc_starts, self.starts + self.width - 1, side="left")
+        counts = last - first
+        rows = np.repeat(np.arange(len(self.starts)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return rows, self.doc_starts[first[rows] + within] - self.starts[rows]
+
+    def spans(self, row: int) -> list[Span]:
+        token = int(self.starts[row])
+        left = int(self.valid[row]) if self.valid is not None else self.width
+        at = 0
+        spans: list[Span] = []
+        for begin, window in self.windows:
+            n = min(left, begin + window.tokens - token)
+            if n > 0:
+                spans += window.spans(token - begin, n, at)
+                token, at, left = token + n, at + n, left - n
+        return spans
+
+
+class ConcatPacker:
+    """Rows as stretches of one stream of tokens."""
+
+    def __init__(self, options: PackOptions, next_window: NextWindow, start: LanePosition) -> None:
+        self._next_window, self._start = next_window, start
+        self._seq_len, self._pad_id = options.seq_len, options.pad_id
+        self._aligned = options.packing == "bos"
+        self._keep_tail = options.keep_tail
+        self._needs_starts = options.positions or self._aligned
+        # Tokens are numbered from the beginning of the first window. The buffer holds the tokens
+        # from `_base` to `_end`; the next row begins at `_at`.
+        self._buffer: Ids = np.empty(0, options.dtype)
+        self._base = self._end = self._at = 0
+        self._windows: Windows = ()
+        self._doc_starts: I64 = np.empty(0, np.int64)
+        self._window: Window | None = None
+        self._doc = 0
+        """The next document of the window to gather."""
+        self._ended = False
+        self.counts = PackCounts()
+        self.failed: Exception | None = None
+
+    def rows(self, n: int) -> list[Rows]:
+        starts = self._starts_aligned(n) if self._aligned else self._starts_concat(n)
+        out: list[Rows] = []
+        if len(starts):
+            out.append(self._rows(self._cut(starts), None, starts))
+            self._advance(starts)
+        if len(starts) < n and self._ended and self.failed is None:
+            out += self._tail()
+        return out
+
+    def mark(self) -> Mark:
+        return TokenMark(self._windows, self._at) if self._windows else FixedMark(self._start)
+
+    def _starts_concat(self, n: int) -> I64:
+        self._fill(self._at + n * self._seq_len + 1)
+        n = max(0, min(n, (self._end - self._at - 1) // self._seq_len))
+        return self._at + self._seq_len * np.arange(n, dtype=np.int64)
+
+    def _starts_aligned(self, n: int) -> I64:
+        starts: list[int] = []
+        at = self._at
+        while len(starts) < n:
+            self._fill(at + self._seq_len + 1)
+            if self._end < at + self._seq_len + 1:
+                break
+            starts.append(at)
+            at = self._after(at)
+        return np.array(starts, np.int64)
+
+    def _cut(self, starts: I64) -> Ids:
+        buffer, width = self._buffer, self._seq_len + 1
+        if self._aligned:
+            return sliding_window_view(buffer, width)[starts - self._base]
+        # Rows overlap by one id: a view, no copy.
+        offset, size = int(starts[0]) - self._base, buffer.itemsize
+        strides = (self._seq_len * size, size)
+        return np.ndarray((len(starts), width), buffer.dtype, buffer, offset * size, strides)
+
+    def _after(self, start: int) -> int:
+        """Return where the row after the one at `start` begins."""
+        if not self._aligned:
+            return start + self._seq_len
+        # The buffer ends with a document, so the next one begins at its end.
+        i = int(np.searchsorted(self._doc_starts, start + self._seq_len))
+        return int(self._doc_starts[i]) if i < len(self._doc_starts) else self._end
+
+    def _advance(self, starts: I64) -> None:
+        self._at = self._after(int(starts[-1]))
+        if self._aligned:
+            skipped = np.append(starts[1:], self._at) - starts - self._seq_len - 1
+            self.counts.cropped_tokens += int(np.maximum(skipped, 0).sum())
+
+    def _tail(self) -> list[Rows]:
+        """Return the last, unfinished row of a finite stream, padded."""
+        left = self._end - self._at
+        if left < 2 or not self._keep_tail:  # a single id has been a target already
+            self.counts.dropped_tokens += max(0, left - 1)
+            self._at = max(self._at, self._end - 1)
+            return []
+        width = self._seq_len + 1
+        ids = np.full((1, width), self._pad_id, self._buffer.dtype)
+        ids[0, :left] = self._buffer[self._at - self._base :]
+        rows = self._rows(ids, np.array([left]), np.array([self._at]))
+        self.counts.padded_tokens += width - left
+        self._at = self._end - 1
+        return [rows]
+
+    def _rows(self, ids: Ids, valid: I64 | None, starts: I64) -> ConcatRows:
+        return ConcatRows(
+            ids, valid, self._seq_len + 1, starts, self._windows, self._doc_starts
+        )
+
+    def _fill(self, until: int) -> None:
+        """Extend the buffer to the token `until`, or to the end of the stream."""
+        if self._end >= until or self._ended:
+            return
+        pieces: list[Ids] = []
+        starts = [self._doc_starts]
+        while self._end < until:
+            if self._window is None or self._doc == len(self._window.map.ends):
+                if not self._open_window():
+                    break
+                continue
+            starts.append(self._gather(self._window, until, pieces))
+        keep = self._at - self._base
+        self._buffer = np.concatenate([self._buffer[keep:], *pieces])
+        self._base = self._at
+        while len(self._windows) > 1 and self._windows[1][0] <= self._at:
+            self._windows = self._windows[1:]
+        if self._needs_starts:
+            joined = np.concatenate(starts)
+            self._doc_starts = joined[np.searchsorted(joined, self._at) :]
+
+    def _gather(self, window: Window, until: int, pieces: list[Ids]) -> I64:
+        """Append documents of the window up to `until` or beyond. Return where they begin."""
+        ends, origin = window.map.ends, self._windows[-1][0]
+        first, last = window.map.begin(self._doc), len(ends)
+        wanted = first + max(until - self._end, GATHER_TOKENS)
+        last = min(int(np.searchsorted(ends, wanted)) + 1, last)
+        pieces.append(window.gather(self._doc, last))
+        stops = ends[self._doc : last]
+        begins = np.concatenate([np.array([first]), stops[:-1]])
+        self._doc = last
+        self._end = origin + window.map.begin(last)
+        return origin + begins[stops > begins]
+
+    def _open_window(self) -> bool:
+        try:
+            window = self._next_window()
+        except Exception as error:  # raised by the batcher, after the rows that came before it
+            self.failed, window = error, None
+        self._window, self._doc = window, 0
+        if window is None:
+            self._ended = True
+            return False
+        if self._windows:
+            self._windows = (*self._windows, (self._end, window.map))
+        else:  # the first window is entered where the position says, perhaps within a document
+            self._windows = ((0, window.map),)
+            self._enter(window)
+        return True
+
+    def _enter(self, window: Window) -> None:
+        token = window.map.token_of(self._start)
+        self._base = self._at = self._end = token
+        self._doc = window.map.doc_at(token)
+        inside = token - window.map.begin(self._doc)
+        if inside:
+            self._buffer = window.gather(self._doc, self._doc + 1)[inside:]
+            self._doc += 1
+            self._end = token + len(self._buffer)

@@ -1,0 +1,153 @@
+"""The bounded queue between the producer thread and the consumer.
+
+The producer thread calls `produce` and appends; `get` pops. One condition guards everything. The
+end of the stream, or the exception that ended it, is stored here and raised after the items
+before it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from penstock.errors import LoaderTimeout
+from penstock.feed.affinity import pin
+from penstock.feed.worker_pool import closed, join_all
+from penstock.watch.stage_timer import OUT, WAIT, Clock
+
+T = TypeVar("T")
+
+
+class PrefetchQueue(Generic[T]):
+    """Keeps up to `capacity` items buffered."""
+
+    def __init__(
+        self,
+        produce: Callable[[], T | None],
+        capacity: int,
+        *,
+        clock: Clock,
+        cpus: frozenset[int] | None = None,
+        slots: Callable[[T], int] = lambda item: 1,
+    ) -> None:
+        """`produce` returns the next item, or None at the end. `slots` returns how much of the
+        capacity an item takes, where items differ in size."""
+        self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
+        self._timeline = clock.new_timeline("penstock-producer")
+        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._items: deque[tuple[T, int]] = deque()
+        self._used = 0
+        self.capacity = self._limit = capacity
+        self._ended = self._stopped = False
+        self._error: BaseException | None = None
+        self.first_made: float | None = None
+        """When the first item was there, in monotonic time."""
+        self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Items that are buffered."""
+        return len(self._items)
+
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """Return the next item, or None at the end. Raise the producer's exception after its items."""
+        with self._changed:
+            if not self._waited(1, timeout_s):
+                raise LoaderTimeout(
+                    f"no batch within {timeout_s} s. Nothing is lost: ask again, or see where the "
+                    "time goes with stats()."
+                )
+            if self._items:
+                item, slots = self._items.popleft()
+                self._used -= slots
+                self._changed.notify_all()
+                return item
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            raise closed()
+
+    def fill(self, items: int, timeout_s: float) -> int:
+        """Wait until `items` are buffered, and return how many are. The capacity grows meanwhile."""
+        with self._changed:
+            self._limit = max(self.capacity, items)
+            self._changed.notify_all()
+            self._waited(items, timeout_s)
+            self._limit = self.capacity
+            return len(self._items)
+
+    def resize(self, capacity: int) -> None:
+        with self._changed:
+            self.capacity = self._limit = capacity
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the producer after its current item, and drop what is buffered."""
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        return self._thread.ident is None or join_all([self._thread], timeout_s)
+
+    def _waited(self, items: int, timeout_s: float | None) -> bool:
+        """Wait for items. Return False after a timeout, True also at the end of the stream."""
+
+        def there() -> bool:
+            return len(self._items) >= items or self._ended or self._stopped
+
+        if there():
+            return True
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+        with self._clock.stage(WAIT, self._timeline):
+            return self._changed.wait_for(there, timeout_s)
+
+    # The producer thread
+
+    def _run(self) -> None:
+        self._clock.adopt(self._timeline)
+        try:
+            if self._cpus is not None:
+                pin(self._cpus)
+            while self._has_room():
+                with self._clock.stage("pack"):
+                    item = self._produce()
+                if item is None:
+                    break
+                self._timeline.count("batch", 1)
+                self._put(item)
+                del item
+        except BaseException as error:  # raised by the `get` that comes to it
+            self._error = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Wait for room. Return False once the queue was stopped."""
+        with self._changed:
+            if self._used >= self._limit and not self._stopped:
+                with self._clock.stage(OUT):
+                    self._changed.wait_for(lambda: self._used < self._limit or self._stopped)
+            return not self._stopped
+
+    def _put(self, item: T) -> None:
+        slots = self._slots(item)
+        with self._changed:
+            if self._stopped:
+                return
+            if self.first_made is None:
+                self.first_made = time.monotonic()
+            self._items.append((item, slots))
+            self._used += slots
+            self._changed.notify_all()

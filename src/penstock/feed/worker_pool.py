@@ -1,0 +1,331 @@
+"""Run tasks on worker threads, oldest first, and return futures.
+
+A task is a call of a method of the pool's `work` object: a pure function of its arguments, so that
+a process pool can run it as well. A task may follow another one (`after=`): it is queued when that
+one has its result, so no worker blocks on a fetch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from penstock.errors import LoaderClosed
+from penstock.feed.affinity import pin
+from penstock.watch.stage_timer import WAIT, Clock, NullClock, ThreadTimeline
+
+T = TypeVar("T")
+Call = str | Callable[..., Any]
+"""The name of a method of the work object; threads also take any function."""
+
+
+def closed() -> LoaderClosed:
+    """Return the error for those who wait on a loader that is shut down."""
+    return LoaderClosed("the loader was shut down")
+
+
+class Task(Future[T]):
+    """A future that records what was done for it, so that a wait can be explained."""
+
+    def __init__(self, clock: Clock, after: Task[Any] | None = None) -> None:
+        super().__init__()
+        self._clock = clock
+        self.timeline = clock.task_timeline()
+        if after is not None and self.timeline is not None:
+            self.timeline.after = after.timeline
+
+    def result(self, timeout: float | None = None) -> T:
+        if self.timeline is None or self.done():
+            return super().result(timeout)
+        with self._clock.stage(WAIT, self.timeline):
+            return super().result(timeout)
+
+    def ready(self) -> bool:
+        """Return True if there is a result: not for a task that failed or was cancelled."""
+        return self.done() and not self.cancelled() and self.exception() is None
+
+
+class Pool(Protocol):
+    """Runs the methods of a work object."""
+
+    @property
+    def n_workers(self) -> int: ...
+    @property
+    def restarts(self) -> int:
+        """Worker processes that died and were replaced."""
+
+    def submit(
+        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
+    ) -> Task[Any]:
+        """Queue a call. With `after`, the result of that task becomes the last argument; its
+        failure becomes this task's failure. An urgent task goes before all that wait."""
+
+    def stop(self) -> None:
+        """Take no more tasks and fail those that wait. Running ones finish."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the workers to exit. Return False if one is still busy."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A queued call."""
+
+    order: int
+    call: Call
+    args: tuple[Any, ...]
+    task: Task[Any]
+
+    def __lt__(self, other: Job) -> bool:
+        return self.order < other.order
+
+
+class JobQueue:
+    """Queued jobs, oldest first, behind a lock that every pool shares with its workers."""
+
+    def __init__(self) -> None:
+        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
+        self.changed = threading.Condition(threading.RLock())
+        self.jobs: list[Job] = []
+        self.stopped = False
+        self._last = 0
+
+    def add(
+        self, call: Call, args: tuple[Any, ...], clock: Clock, after: Task[Any] | None, urgent: bool
+    ) -> Task[Any]:
+        with self.changed:
+            if self.stopped:
+                raise closed()
+            self._last += 1
+            job = Job(-self._last if urgent else self._last, call, args, Task(clock, after))
+        if after is None:
+            self.push(job)
+        else:
+            after.add_done_callback(lambda done: self._follow(job, done))
+        return job.task
+
+    def _follow(self, job: Job, done: Future[Any]) -> None:
+        error = closed() if done.cancelled() else done.exception()
+        if error is not None:
+            if job.task.set_running_or_notify_cancel():
+                job.task.set_exception(error)
+            return
+        job.args = (*job.args, done.result())
+        self.push(job)
+
+    def push(self, job: Job) -> None:
+        with self.changed:
+            if not self.stopped:
+                heapq.heappush(self.jobs, job)
+                self.changed.notify()
+                return
+        if job.task.set_running_or_notify_cancel():
+            job.task.set_exception(closed())
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            waiting, self.jobs = self.jobs, []
+            self.changed.notify_all()
+        for job in waiting:
+            if job.task.set_running_or_notify_cancel():
+                job.task.set_exception(closed())
+
+
+class ThreadPool:
+    """Worker threads. `resize` changes their number while they run."""
+
+    restarts = 0
+
+    def __init__(
+        self,
+        n_workers: int,
+        work: Any,
+        *,
+        name: str = "worker",
+        cpus: frozenset[int] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.n_workers = 0
+        self._work, self._name, self._cpus = work, name, cpus
+        self._clock = clock or NullClock()
+        self._queue = JobQueue()
+        self._threads: dict[int, threading.Thread] = {}
+        self.resize(n_workers)
+
+    def resize(self, n_workers: int) -> None:
+        """Run this many threads. A surplus one exits after its current task."""
+        with self._queue.changed:
+            self.n_workers = n_workers
+            self._queue.changed.notify_all()
+            for number in range(n_workers):
+                if number not in self._threads:
+                    name = f"penstock-{self._name}-{number}"
+                    thread = threading.Thread(target=self._serve, args=(number,), name=name, daemon=True)
+                    self._threads[number] = thread
+                    thread.start()
+
+    def submit(
+        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
+    ) -> Task[Any]:
+        return self._queue.add(call, args, self._clock, after, urgent)
+
+    def stop(self) -> None:
+        self._queue.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        return join_all(list(self._threads.values()), timeout_s)
+
+    def _take(self, number: int) -> Job | None:
+        queue = self._queue
+        with queue.changed:
+            while not queue.jobs and not queue.stopped and number < self.n_workers:
+                queue.changed.wait()
+            if queue.stopped:
+                return None
+            if number >= self.n_workers:
+                del self._threads[number]
+                queue.changed.notify()  # it may have been woken for a job that it does not take
+                return None
+            return heapq.heappop(queue.jobs)
+
+    def _serve(self, number: int) -> None:
+        if self._cpus is not None:
+            pin(self._cpus)
+        timeline = self._clock.timeline()
+        while (job := self._take(number)) is not None:
+            self._run(job, timeline)
+            del job  # an idle thread must not keep the last result alive
+
+    def _run(self, job: Job, timeline: ThreadTimeline) -> None:
+        task = job.task
+        if not task.set_running_or_notify_cancel():
+            return
+        if task.timeline is not None:
+            timeline.begin(task.timeline)
+        try:
+            call = getattr(self._work, job.call) if isinstance(job.call, str) else job.call
+            result = call(*job.args)
+        except BaseException as error:  # every failure belongs to the one who waits for the task
+            if task.timeline is not None:
+                timeline.end(task.timeline)
+            task.set_exception(error)
+        else:
+            if task.timeline is not None:
+                timeline.end(task.timeline)
+            task.set_result(result)
+
+
+class LazyTask(Task[T]):
+    """A task that runs on the thread that asks for its result."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__(NullClock())
+        self._function: Callable[[], T] | None = function
+
+    def result(self, timeout: float | None = None) -> T:
+        function, self._function = self._function, None
+        if function is not None and self.set_running_or_notify_cancel():
+            try:
+                self.set_result(function())
+            except BaseException as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class InlinePool:
+    """No workers: a task runs when its result is asked for."""
+
+    n_workers = 0
+    restarts = 0
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def submit(
+        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
+    ) -> Task[Any]:
+        function = getattr(self._work, call) if isinstance(call, str) else call
+        if after is None:
+            return LazyTask(lambda: function(*args))
+        return LazyTask(lambda: function(*args, after.result()))
+
+    def stop(self) -> None: ...
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+
+def make_pool(
+    n_workers: int, work: Any, *, workers: str, cpus: frozenset[int] | None, clock: Clock
+) -> Pool:
+    """Return threads or processes, or for 0 workers a pool that runs tasks in the caller."""
+    if n_workers == 0:
+        return InlinePool(work)
+    if workers == "thread":
+        return ThreadPool(n_workers, work, cpus=cpus, clock=clock)
+    from penstock.feed.process_pool import ProcessPool
+
+    return ProcessPool(n_workers, work, cpus=cpus, clock=clock)
+
+
+class PartWorks:
+    """The work objects of a mixture's parts, which share one pool."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = dict(parts)
+        self.clock = next((w.clock for w in self.parts.values() if hasattr(w, "clock")), None)
+
+    def call(self, part: str, method: str, *args: Any) -> Any:
+        return getattr(self.parts[part], method)(*args)
+
+    def stop(self) -> None:
+        for work in self.parts.values():
+            work.stop()
+
+    def close(self) -> None:
+        for work in self.parts.values():
+            work.close()
+
+
+class PartPool:
+    """A pool over `PartWorks`, as one of the parts sees it."""
+
+    def __init__(self, pool: Pool, part: str) -> None:
+        self.pool, self._part = pool, part
+
+    @property
+    def n_workers(self) -> int:
+        return self.pool.n_workers
+
+    @property
+    def restarts(self) -> int:
+        return self.pool.restarts
+
+    def submit(
+        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
+    ) -> Task[Any]:
+        if not isinstance(call, str):
+            return self.pool.submit(call, *args, after=after, urgent=urgent)
+        return self.pool.submit("call", self._part, call, *args, after=after, urgent=urgent)
+
+    def stop(self) -> None:
+        self.pool.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        return self.pool.join(timeout_s)
+
+
+def join_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Join threads within one deadline. Return False if one still runs."""
+    deadline = time.monotonic() + timeout_s
+    # A finalizer may run on one of these threads, which cannot join itself.
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in others)

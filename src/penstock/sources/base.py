@@ -1,0 +1,219 @@
+"""The interface between the loader and a kind of data.
+
+A `Source` describes data: fingerprints for the state, first positions, and the `work` that workers
+do, an object whose methods are pure functions of their arguments. Opened for a `RunContext`, it gives
+a `Producer` of batches. Sources of packed rows open `Lanes`, which a mixture can interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from penstock.encode.batch import Batch
+from penstock.encode.batching import Batcher
+from penstock.errors import StateMismatch
+from penstock.feed.worker_pool import Pool
+from penstock.types import Address, LanePosition, Shard, StreamPosition
+from penstock.watch.stage_timer import Clock, NullClock
+
+if TYPE_CHECKING:
+    from penstock.encode.rows import Packer
+    from penstock.state import State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """How a stream is run, and from where. Only the first five fields decide its content."""
+
+    shuffle: bool
+    seed: int
+    lanes: int
+    skip: frozenset[Address]
+    weights: tuple[tuple[int, tuple[int, ...]], ...]
+    """For mixtures: from which global row on which weights hold."""
+    shard: Shard
+    alone: bool
+    """True if the user gave the shard: it need not keep in step with others."""
+    batch_size: int
+    n_workers: int
+    workers: str
+    prefetch_size: int
+    queue_bytes: int
+    read_ahead_bytes: int
+    drop_last: bool
+    first_epoch: int
+    end_epoch: int | None
+    by_epoch: bool = False
+    """True if each lane ends with its epoch, for a mixture that then reopens it."""
+    tensors: bool
+    narrow: bool
+    """True if batches are on their way to a device, where ids are widened."""
+    positions: Mapping[int, LanePosition]
+    start: StreamPosition
+    state: Callable[[StreamPosition], dict[str, Any]]
+    clock: Clock = field(default_factory=NullClock)
+
+    @property
+    def own_lanes(self) -> range:
+        return range(self.shard.rem, self.lanes, self.shard.mod)
+
+
+class Counted(Protocol):
+    """Something that runs and counts what it does."""
+
+    def totals(self) -> dict[str, int]:
+        """Return what was read into the stream, by its name in `Stats`."""
+
+    def bad(self) -> dict[str, int]:
+        """Return the number of rejected records by reason."""
+
+    def gauges(self) -> dict[str, Any]:
+        """Return the state of read-ahead and fetches, for telemetry."""
+
+    def stop(self) -> None:
+        """Cancel what is under way, without waiting."""
+
+    def close(self) -> None:
+        """Release everything. Called once no worker runs any more."""
+
+
+class Producer(Counted, Protocol):
+    """Makes the batches of one run, on the producer thread."""
+
+    def next(self) -> Batch | None:
+        """Return the next batch, or None at the end of a finite stream."""
+
+
+class Lanes(Counted, Protocol):
+    """A rank's lanes of a source of rows."""
+
+    @property
+    def packers(self) -> Sequence[Packer]: ...
+
+    def reopen(self, index: int, epoch: int) -> None:
+        """Begin an epoch with one lane: it gets a new packer."""
+
+
+class Source(Protocol):
+    """A dataset as the loader sees it. Implementations inherit from it and override what differs."""
+
+    by_lane: bool = False
+    """True if the state has a position for each lane; otherwise a row number is enough."""
+    shuffles: bool = False
+    """The default of `shuffle`."""
+    even: bool = False
+    """True if all ranks get equally many batches of a finite stream without coordination."""
+    skip: frozenset[Address] = frozenset()
+
+    def data_id(self) -> dict[str, Any]:
+        """Return what identifies the data in a state."""
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        """Return what identifies the ids in a state."""
+        return {}
+
+    def settings_id(self) -> dict[str, Any]:
+        """Return the settings that the stream depends on."""
+        return {}
+
+    def first_position(self, epoch: int) -> LanePosition:
+        """Return where a lane begins an epoch."""
+        return LanePosition(epoch=epoch)
+
+    def first_source(self, epoch: int) -> Any:
+        """Return where an iterable of samples begins an epoch."""
+        return None
+
+    def check_state(self, state: State) -> None:
+        """Raise `StateError` or `SourceChanged` for a state that cannot belong to this data."""
+
+    def row_bytes(self) -> int:
+        """Return what a row takes in the queue; 0 if that is not known beforehand."""
+        return 0
+
+    def listings(self) -> list[tuple[float, float]]:
+        """Return when files were listed, once: for the timing of the first batch."""
+        return []
+
+    def length(self) -> int | None:
+        """Return the rows or samples of an epoch, if known."""
+        return None
+
+    def work(self, run: RunContext) -> Any:
+        """Return the work object, which can be pickled."""
+
+    def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
+        """Begin a run. `work` is this process's copy of what the pool's workers call."""
+
+
+class RowSource(Source, Protocol):
+    """A source whose rows all have `seq_len + 1` ids."""
+
+    by_lane: bool = True
+    seq_len: int
+    positions: bool
+    dtype: np.dtype[Any]
+
+    def row_bytes(self) -> int:
+        return (3 if self.positions else 2) * 8 * self.seq_len
+
+    def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> Lanes:
+        """Open the lanes of this rank."""
+
+    def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
+        return RowProducer(self, run, self.open_lanes(run, pool, work))
+
+
+class RowProducer:
+    """Deals batches from the lanes of a run."""
+
+    def __init__(
+        self,
+        source: RowSource,
+        run: RunContext,
+        lanes: Lanes,
+        *,
+        n_lanes: int | None = None,
+        drop_last: bool | None = None,
+        total_rows: int | None = None,
+    ) -> None:
+        """`n_lanes`, `drop_last` and `total_rows` are for map-style data: see `Batcher`."""
+        self.lanes = lanes
+        self._batcher = Batcher(
+            lanes.packers,
+            shard=run.shard,
+            lanes=run.lanes if n_lanes is None else n_lanes,
+            batch_size=run.batch_size,
+            seq_len=source.seq_len,
+            drop_last=run.drop_last if drop_last is None else drop_last,
+            positions=source.positions,
+            tensors=run.tensors and not run.narrow,
+            narrow=source.dtype if run.narrow else None,
+            start=run.start,
+            state=run.state,
+            clock=run.clock,
+            by_lane=n_lanes is None,
+            total_rows=total_rows,
+        )
+        self.next = self._batcher.next
+        self.bad, self.gauges = lanes.bad, lanes.gauges
+        self.stop, self.close = lanes.stop, lanes.close
+
+    def totals(self) -> dict[str, int]:
+        names = ("cropped_tokens", "padded_tokens", "dropped_tokens")
+        packers = self.lanes.packers
+        packed = {name: sum(getattr(p.counts, name) for p in packers) for name in names}
+        return self.lanes.totals() | packed
+
+
+def refuse_beyond(lane: int, what: str, at: int, count: int) -> None:
+    """Raise if a lane's position is beyond what there is."""
+    if at > count:
+        raise StateMismatch(
+            f"the state continues lane {lane} at {what} {at}, and there are {count}: it belongs to "
+            "other data"
+        )

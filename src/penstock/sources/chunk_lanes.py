@@ -1,0 +1,451 @@
+"""Lanes of chunks: read ahead, cut into shuffle windows, packed into rows.
+
+    files ──plan──► chunks ══ fetch · decode · tokenize ══► windows ── shuffle · pack ──► rows
+             pure                  stateless                                stateful
+                              workers, any order                   the producer thread, in order
+
+`ChunkLane` is one lane. `ChunkLanes` holds the lanes of a rank: it reads ahead within a budget of
+bytes and counts what enters the stream. What differs between files, iterables and other kinds of
+chunks is behind `ChunkReader`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from penstock.encode.rows import Packer, PackOptions, add_counts, make_packer
+from penstock.encode.window import Window
+from penstock.errors import NoData
+from penstock.feed.worker_pool import Pool, Task
+from penstock.order.plan import Plan
+from penstock.order.shuffle import permutation, window_chunks
+from penstock.read.records import where
+from penstock.sources.base import RunContext
+from penstock.types import Bad, ChunkRef, LanePosition, TokenChunk
+
+log = logging.getLogger("penstock")
+
+EMPTY_EPOCHS = 8
+"""A lane that found no text in this many epochs in a row has too little of it."""
+LOOK_AHEAD = 8
+"""Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
+_DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
+
+
+class ChunkReader(Protocol):
+    """What differs between kinds of chunks. Called on the producer thread."""
+
+    on_bad: Callable[[Sequence[Bad]], None]
+    """Called with the records of files that cannot be read at all."""
+
+    @property
+    def read_ahead(self) -> int:
+        """Chunks to have under way beyond the next window, besides those for the workers."""
+
+    def look_up(self, files: tuple[int, ...]) -> None:
+        """Start to find the chunks of some files."""
+
+    def known(self, files: tuple[int, ...]) -> bool:
+        """Return True if the chunks of some files are known already."""
+
+    def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
+        """Return the chunks of each file. May wait."""
+
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        """Start to make a chunk."""
+
+    def used(self, chunk: TokenChunk) -> None:
+        """A chunk has entered the stream."""
+
+    def reopen(self, lane: int, epoch: int) -> None:
+        """A lane leaves its position and begins an epoch."""
+
+    def totals(self) -> dict[str, int]: ...
+    def gauges(self) -> dict[str, Any]: ...
+    def rejected(self, bad: Sequence[Bad]) -> None:
+        """Records were rejected."""
+
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Ahead(NamedTuple):
+    """A chunk that is under way."""
+
+    position: LanePosition
+    ref: ChunkRef
+    task: Task[TokenChunk]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneOptions:
+    """What decides a lane's order, apart from the plan."""
+
+    chunk_bytes: int
+    window_chunks: int
+    window_bytes: int
+    expansion: int
+    """Memory that a chunk takes while it is worked on, in multiples of its text."""
+    pack: PackOptions
+
+
+class ChunkLane:
+    """The chunks of one lane, from a position on."""
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        options: LaneOptions,
+        reader: ChunkReader,
+        start: LanePosition,
+        end_epoch: int | None,
+        used: Callable[[TokenChunk], None],
+    ) -> None:
+        self.number = number
+        self._plan, self._options, self._reader, self._used = plan, options, reader, used
+        self._end_epoch = end_epoch
+        self._ahead: deque[Ahead] = deque()
+        self._epoch, self._group, self._chunk = start.epoch, start.group, start.chunk
+        """The next chunk to submit."""
+        self._window, self._window_epoch = start.window, start.epoch
+        """The next window to build."""
+        self._groups: list[tuple[int, ...]] | None = None
+        self._refs: list[ChunkRef] | None = None
+        self._submitted = 0 if start == LanePosition(epoch=start.epoch) else 1
+        """Chunks submitted in this epoch, or earlier by the run that saved the position."""
+        self._tokens, self._empty_epochs = self._submitted, 0
+        self.found_text = bool(self._submitted)
+        self.finished = False
+
+    # Read-ahead
+
+    def ahead(self) -> list[Task[TokenChunk]]:
+        """Return the tasks under way. May be called by other threads."""
+        return [ahead.task for ahead in list(self._ahead)]
+
+    def ahead_bytes(self) -> int:
+        """Return the memory that the chunks under way take, or may take."""
+        return sum(
+            ahead.task.result().nbytes
+            if ahead.task.ready()
+            else self._options.expansion * ahead.ref.nbytes
+            for ahead in self._ahead
+        )
+
+    def wants_chunks(self, beyond: int) -> bool:
+        """Return True if fewer chunks are under way than the next window and `beyond` need."""
+        full = self._options.window_chunks
+        return len(self._ahead) < window_chunks(self._window_epoch, self._window, full) + beyond
+
+    def would_wait(self) -> bool:
+        """Return True if submitting a chunk would wait for a footer, and look up the next few."""
+        if self._groups is None or (self._refs is not None and self._chunk < len(self._refs)):
+            return False
+        next_group = self._group if self._refs is None else self._group + 1
+        upcoming = self._groups[next_group : next_group + LOOK_AHEAD]
+        if not upcoming or self._is_sequential(upcoming[0]) or self._reader.known(upcoming[0]):
+            return False
+        for group in upcoming:
+            if not self._is_sequential(group):
+                self._reader.look_up(group)
+        return True
+
+    def submit(self) -> bool:
+        """Submit one more chunk. Return False at the end of a finite stream."""
+        while self._end_epoch is None or self._epoch < self._end_epoch:
+            if self._groups is None:
+                self._groups = self._plan.groups(self.number, self._epoch)
+            if self._group >= len(self._groups):
+                self._next_epoch()
+                continue
+            ref = self._next_ref(self._groups)
+            if ref is None:
+                self._group, self._chunk, self._refs = self._group + 1, 0, None
+                continue
+            position = LanePosition(self._epoch, self._group, self._chunk)
+            # First: if it fails, this chunk is still the next one, and the lane that needs it
+            # meets the same error.
+            task = self._reader.submit(ref, position)
+            self._chunk += 1
+            self._submitted += 1
+            self._ahead.append(Ahead(position, ref, task))
+            return True
+        return False
+
+    def _next_epoch(self) -> None:
+        if self._submitted == 0:
+            self._empty_epochs += 1
+            if self._empty_epochs >= EMPTY_EPOCHS:
+                raise self.no_data()
+        self._epoch, self._group, self._chunk = self._epoch + 1, 0, 0
+        self._submitted = 0
+        self._groups = self._refs = None
+
+    def _is_sequential(self, group: tuple[int, ...]) -> bool:
+        return self._plan.files[group[0]].sequential
+
+    def _next_ref(self, groups: list[tuple[int, ...]]) -> ChunkRef | None:
+        group = groups[self._group]
+        if self._is_sequential(group):
+            return self._plan.next_chunk(
+                self.number, self._epoch, group[0], self._chunk, self._options.chunk_bytes
+            )
+        if self._refs is None:
+            chunks = self._reader.chunks_of(group)
+            self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
+            for later in groups[self._group + 1 : self._group + 2]:
+                if not self._is_sequential(later):
+                    self._reader.look_up(later)
+        return self._refs[self._chunk] if self._chunk < len(self._refs) else None
+
+    # Windows
+
+    def next_window(self) -> Window | None:
+        """Return the next window that has a document, or None at the end of a finite stream."""
+        while True:
+            if not self._ahead and not self.submit():
+                self.finished = True
+                return None
+            start = self._ahead[0].position
+            if start.epoch != self._window_epoch:
+                self._check_empty()
+                self._window_epoch, self._window = start.epoch, 0
+            number, chunks = self._window, self._take_window(start)
+            self._window += 1
+            if not chunks:
+                continue
+            start = start._replace(window=number, source=chunks[0].source)
+            order = None
+            if self._plan.shuffle:
+                documents = sum(len(chunk.docs) for chunk in chunks)
+                key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
+                order = permutation(documents, *key)
+            window = Window(start, chunks, order, self._options.pack.dtype)
+            self._tokens += window.map.tokens
+            self.found_text = self.found_text or self._tokens > 0
+            return window
+
+    def next_chunk(self) -> TokenChunk | None:
+        """Return the next chunk, or None at the end of a finite stream."""
+        if not self._ahead and not self.submit():
+            return None
+        position, ref, task = self._ahead[0]
+        chunk = task.result()  # if this raises, the chunk stays the next one
+        self._ahead.popleft()
+        if chunk.last and ref.file.sequential:
+            self._end_file(position)
+        self._used(chunk)
+        return chunk
+
+    def _take_window(self, start: LanePosition) -> list[TokenChunk]:
+        options = self._options
+        limit = window_chunks(start.epoch, self._window, options.window_chunks)
+        chunks: list[TokenChunk] = []
+        size = 0
+        while len(chunks) < limit and size < options.window_bytes:
+            if not self._ahead and not self.submit():
+                break
+            if self._ahead[0].position.epoch != start.epoch:
+                break
+            nbytes = self._ahead[0].ref.nbytes
+            chunk = self.next_chunk()
+            assert chunk is not None
+            if len(chunk.docs) or not chunk.ref.file.sequential:
+                chunks.append(chunk)
+                size += nbytes
+        return chunks
+
+    def _end_file(self, position: LanePosition) -> None:
+        """A sequential file ended: drop what was submitted beyond its end."""
+        file = position[:2]
+        while self._ahead and self._ahead[-1].position[:2] == file:
+            self._ahead.pop().task.cancel()
+        if (self._epoch, self._group) == file:
+            self._group, self._chunk, self._refs = self._group + 1, 0, None
+
+    def _check_empty(self) -> None:
+        """Raise after several epochs without text: more of them would give none either."""
+        self._empty_epochs = 0 if self._tokens else self._empty_epochs + 1
+        self._tokens = 0
+        if self._empty_epochs >= EMPTY_EPOCHS:
+            raise self.no_data()
+
+    def no_data(self) -> NoData:
+        files, lanes = len(self._plan.files), self._plan.lanes
+        if lanes == 1:
+            return NoData(f"the {files} file(s) hold no text: all documents are empty or left out")
+        return NoData(
+            f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few "
+            "documents. Use fewer lanes or ranks, or a larger split."
+        )
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has entered the stream. Written by the producer thread."""
+
+    documents: int = 0
+    empty: int = 0
+    text_bytes: int = 0
+    chunks: int = 0
+    cache_hits: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+
+
+class ChunkLanes:
+    """The lanes of one rank, which share workers and memory."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        options: LaneOptions,
+        reader: ChunkReader,
+        run: RunContext,
+        pool: Pool,
+        report_docs: int = 0,
+        read_ahead_bytes: int | None = None,
+    ) -> None:
+        self._plan, self._run, self._pool, self.reader = plan, run, pool, reader
+        self.read_ahead_bytes = read_ahead_bytes or run.read_ahead_bytes
+        self.min_read_ahead = 0
+        """Chunks to have under way beyond the next window, at least: set by autotune."""
+        self.memory_bound = False
+        """True if more would be read ahead with more memory."""
+        self.counts = Counts()
+        self._report_docs, self._reported_docs = report_docs, 0
+        self._options = options
+        reader.on_bad = self.count_bad
+        opened = [self._open(n, run.positions[n]) for n in run.own_lanes]
+        self.lanes = [lane for lane, _ in opened]
+        self.packers = [packer for _, packer in opened]
+
+    def _open(self, number: int, start: LanePosition) -> tuple[ChunkLane, Packer]:
+        end = start.epoch + 1 if self._run.by_epoch else self._run.end_epoch
+        lane = ChunkLane(number, self._plan, self._options, self.reader, start, end, self._use)
+        return lane, make_packer(self._options.pack, self._windows_of(lane), start)
+
+    def reopen(self, index: int, epoch: int) -> None:
+        for task in self.lanes[index].ahead():
+            task.cancel()
+        number = self.lanes[index].number
+        self.reader.reopen(number, epoch)
+        self.lanes[index], packer = self._open(number, LanePosition(epoch=epoch))
+        add_counts(packer.counts, self.packers[index].counts)
+        self.packers[index] = packer
+
+    def totals(self) -> dict[str, int]:
+        counts = self.counts
+        return self.reader.totals() | {
+            "documents": counts.documents,
+            "empty": counts.empty,
+            "text_bytes": counts.text_bytes,
+            "cache_hits": counts.cache_hits,
+            "cache_misses": counts.chunks - counts.cache_hits,
+        }
+
+    def bad(self) -> dict[str, int]:
+        return dict(self.counts.bad)
+
+    def gauges(self) -> dict[str, Any]:
+        tasks = [task for lane in self.lanes for task in lane.ahead()]
+        return self.reader.gauges() | {
+            "chunks_ready": sum(task.ready() for task in tasks),
+            "chunks_under_way": len(tasks),
+            "memory_bound": self.memory_bound,
+            "lane_balance": self._plan.balance(),
+        }
+
+    def stop(self) -> None:
+        self.reader.stop()
+
+    def close(self) -> None:
+        self.reader.close()
+
+    @property
+    def read_ahead(self) -> int:
+        """Chunks to have under way beyond the next window.
+
+        None before the first chunk was used: the first batch has workers and link to itself.
+        """
+        if not self.counts.chunks:
+            return 0
+        return max(self.min_read_ahead, 2 * self._pool.n_workers + self.reader.read_ahead)
+
+    # On the producer thread
+
+    def all_chunks(self) -> Sequence[ChunkLane]:
+        """Return the lanes, after reading ahead: for those who take chunks instead of rows."""
+        self.submit_ahead()
+        return self.lanes
+
+    def submit_ahead(self) -> None:
+        """Submit chunks, for the lane with the fewest first, within the budget of bytes."""
+        if self._pool.n_workers == 0:
+            return
+        beyond = self.read_ahead
+        budget = self.read_ahead_bytes - sum(lane.ahead_bytes() for lane in self.lanes)
+        hungry = [lane for lane in self.lanes if lane.wants_chunks(beyond)]
+        while hungry and budget > 0:
+            lane = min(hungry, key=lambda lane: len(lane.ahead()))
+            if lane.would_wait():  # what is known already goes first
+                hungry.remove(lane)
+                continue
+            before = lane.ahead_bytes()
+            try:
+                more = lane.submit()
+            except Exception:  # raised again when the stream comes to this chunk
+                more = False
+            if not more or not lane.wants_chunks(beyond):
+                hungry.remove(lane)
+            budget -= lane.ahead_bytes() - before
+        self.memory_bound = bool(hungry) and budget <= 0
+
+    def _windows_of(self, lane: ChunkLane) -> Callable[[], Window | None]:
+        def next_window() -> Window | None:
+            self.submit_ahead()
+            window = lane.next_window()
+            # In a finite stream a lane may be empty if others are not; lanes that have to keep
+            # in step may not.
+            if window is None and all(
+                other.finished and not other.found_text
+                for other in ([lane] if self._run.drop_last else self.lanes)
+            ):
+                raise lane.no_data()
+            self.submit_ahead()  # the next window may be larger than this one
+            return window
+
+        return next_window
+
+    def _use(self, chunk: TokenChunk) -> None:
+        """Count a chunk that enters the stream, and what was found in it."""
+        counts = self.counts
+        counts.documents += len(chunk.docs)
+        counts.empty += chunk.empty
+        counts.text_bytes += chunk.text_bytes
+        counts.chunks += 1
+        counts.cache_hits += chunk.cached
+        if chunk.bad:
+            self.count_bad(chunk.bad)
+        if self._report_docs and counts.documents - self._reported_docs >= self._report_docs:
+            self._reported_docs = counts.documents
+            log.info("%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6)
+        self.reader.used(chunk)
+        self.submit_ahead()
+
+    def count_bad(self, bad: Sequence[Bad]) -> None:
+        """Count rejected records, and log the first of each kind."""
+        for record in bad:
+            if record.reason not in self.counts.bad:
+                log.warning(
+                    "left out %s: %s (further ones are counted, not logged)",
+                    where(record.address),
+                    record.detail,
+                )
+            self.counts.bad[record.reason] = self.counts.bad.get(record.reason, 0) + 1
+        self.reader.rejected(bad)

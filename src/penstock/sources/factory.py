@@ -1,0 +1,68 @@
+"""Choose the source for what a loader was given. A kind's modules are imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.dataset import TextDataset
+from penstock.errors import ConfigError
+from penstock.sources.base import Source
+
+
+def as_source(
+    dataset: Any,
+    preprocess: Callable[..., Any] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Source:
+    """Return the source of a dataset."""
+    if hasattr(dataset, "packed"):
+        for name, value in (("preprocess", preprocess), ("collate", collate)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name}=… is for samples of your own; {type(dataset).__name__} gives packed rows "
+                    "of ids. Use device_preprocess=…, or pass a map-style dataset."
+                )
+        return _packed(dataset)
+    if isinstance(dataset, str | bytes | dict):
+        raise ConfigError(
+            f"dataset={dataset!r}: must be a dataset, not {type(dataset).__name__}. For text on disk: "
+            "TextDataset(path, tokenizer=…, seq_len=…)"
+        )
+    map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if map_style and not _is_iterable_dataset(dataset):
+        from penstock.sources.map_style import MapStyleSource
+
+        return MapStyleSource(dataset, preprocess, collate)
+    if callable(dataset) or isinstance(dataset, Iterable):
+        from penstock.sources.iterable import IterableSource
+
+        return IterableSource(dataset, preprocess, collate)
+    raise ConfigError(
+        f"dataset: cannot take batches from {type(dataset).__name__}. It must be a TextDataset, a "
+        "TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and __getitem__, or "
+        "an iterable."
+    )
+
+
+def _packed(dataset: Any) -> Source:
+    if isinstance(dataset, TextDataset):
+        from penstock.sources.text_files import TextSource
+
+        return TextSource(dataset)
+    from penstock.sources.mixture import Mixture, MixtureSource
+
+    if isinstance(dataset, Mixture):
+        parts = {name: as_source(part) for name, (part, _) in dataset.parts.items()}
+        return MixtureSource(dataset, parts)
+    from penstock.sources.text_iterable import TextIterableSource
+
+    return TextIterableSource(dataset)
+
+
+def _is_iterable_dataset(dataset: Any) -> bool:
+    """Return True for PyTorch's iterable datasets, whose `__getitem__` only raises."""
+    return any(
+        kind.__name__ == "IterableDataset" and "torch" in kind.__module__
+        for kind in type(dataset).__mro__
+    )

@@ -1,0 +1,355 @@
+"""Text that is not in files: a generator, a `datasets` stream, any iterable of documents.
+
+The iterable is read in order by one task after the other; tokenizing is spread over all workers.
+Every rank reads the whole iterable and keeps its own lanes' chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.config import one_of, whole_number
+from penstock.encode.collate import plain
+from penstock.encode.rows import PackOptions
+from penstock.encode.tokenizer import Tokenizer, load_tokenizer
+from penstock.errors import BadRecord, ConfigError, StateFormat
+from penstock.feed.worker_pool import Pool, Task, ThreadPool
+from penstock.order.plan import Plan
+from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
+from penstock.sources.base import RowSource, RunContext
+from penstock.sources.chunk_lanes import ChunkLanes, LaneOptions
+from penstock.state import State
+from penstock.types import (
+    AUTO,
+    Bad,
+    ChunkRef,
+    Documents,
+    FileRef,
+    LanePosition,
+    MiB,
+    Packing,
+    TokenChunk,
+    is_count,
+)
+from penstock.watch.stage_timer import Clock
+
+IDS = np.dtype(np.uint32)
+"""The type of ids if there is no tokenizer."""
+
+
+class TextIterable:
+    """An iterable of documents, streamed as packed rows: made by `TextDataset.from_iterable`."""
+
+    packed = True
+    """It gives packed rows of ids."""
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        tokenizer: Any,
+        seq_len: int,
+        text_field: str = "text",
+        packing: Packing = "concat",
+        name: str | None = None,
+        eos: str | int | None = AUTO,
+        bos: str | int | None = None,
+        positions: bool = False,
+        chunk_docs: int = 512,
+        chunk_bytes: int = 4 * MiB,
+        shuffle_chunks: int = 16,
+        doc_batch: int | None = None,
+    ) -> None:
+        """See `TextDataset.from_iterable`."""
+        iterable = callable(source) or hasattr(source, "__iter__")
+        if isinstance(source, str | bytes | Mapping) or not iterable:
+            raise ConfigError(
+                f"source={source!r}: must be an iterable of documents, or a function that returns one"
+            )
+        one_of("packing", packing, ("concat", "best_fit", "bos"))
+        self.source, self.shared = source, shared_position(source)
+        self.name = name or name_of(source)
+        self.text_field, self.packing, self.positions = text_field, packing, bool(positions)
+        self.seq_len = whole_number("seq_len", seq_len, 1)
+        self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
+        self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, 1)
+        self.shuffle_chunks = whole_number("shuffle_chunks", shuffle_chunks, 1)
+        self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
+        self.tokenizer: Tokenizer | None = None
+        if tokenizer is not None:
+            self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
+
+    def __repr__(self) -> str:
+        return f"TextIterable({self.name}, seq_len={self.seq_len})"
+
+
+class DocumentReader:
+    """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
+
+    def __init__(
+        self, data: TextIterable, lanes: int, positions: Mapping[int, LanePosition], partial: bool
+    ) -> None:
+        """`partial`: documents before a failure may come without those after it."""
+        self._data, self._lanes, self._positions, self._partial = data, lanes, positions, partial
+        self._items = ResumableIterator(data.source, data.name, data.shared)
+        self._ready: dict[tuple[int, int], Documents] = {}
+        """Chunks that were read for other lanes of this rank, by epoch and number."""
+        self._failed: Exception | None = None
+        self._ended = self._opened = False
+        # The lane that is furthest behind decides where to begin.
+        lane = min(positions, key=lambda n: (positions[n].epoch, positions[n].chunk * lanes + n))
+        self._start = start = positions[lane]
+        self._epoch = start.epoch
+        started = start.chunk or start.source is not None
+        self._number = start.chunk * lanes + lane if started else 0
+
+    def read(self, epoch: int, number: int) -> Documents:
+        """Return a chunk of an epoch; an empty last one if the epoch has fewer."""
+        wanted = (epoch, number)
+        while wanted not in self._ready:
+            if self._failed is not None:
+                raise self._failed
+            if wanted < (self._epoch, self._number) or (epoch == self._epoch and self._ended):
+                return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
+            try:
+                self._read_chunk()
+            except Exception as error:
+                error.add_note(
+                    f"in stage fetch, reading {self._data.name}, document {self._items.taken}"
+                )
+                self._failed = error
+        return self._ready.pop(wanted)
+
+    def _read_chunk(self) -> None:
+        items, data = self._items, self._data
+        if not self._opened:
+            self._opened = True
+            at = self._start.source or {}
+            items.open(self._epoch, int(at.get("taken", 0)), at.get("state"))
+        elif self._ended:
+            items.next_epoch()
+            self._epoch, self._number, self._ended = self._epoch + 1, 0, False
+        state, first = items.state(), items.taken
+        documents: list[Any] = []
+        size = 0
+        while len(documents) < data.chunk_docs and size < data.chunk_bytes:
+            try:
+                item = items.take()
+                if item is END:
+                    self._ended = True
+                    break
+                documents.append(self._document(item))
+            except Exception as error:
+                if not documents or not self._partial:
+                    raise
+                error.add_note(f"in stage fetch, reading {data.name}, document {items.taken}")
+                self._failed = error  # raised after the documents that came before it
+                break
+            size += len(documents[-1] or "")
+        if self._is_own():
+            chunk = self._documents(documents, first)
+            chunk.source = {"taken": first} if state is None else {"taken": first, "state": state}
+            self._ready[self._epoch, self._number] = chunk
+        self._number += 1
+
+    def _is_own(self) -> bool:
+        """Return True if a lane of this rank will ask for the chunk just read."""
+        index, lane = divmod(self._number, self._lanes)
+        at = self._positions.get(lane)
+        return at is not None and (self._epoch, index) >= (at.epoch, at.chunk)
+
+    def _document(self, item: Any) -> Any:
+        """Return a text, or the bytes of some ids."""
+        tokenizer, field = self._data.tokenizer, self._data.text_field
+        if isinstance(item, Mapping):
+            if field not in item:
+                known = ", ".join(map(repr, list(item)[:8]))
+                raise BadRecord(f"a document has no field {field!r}; it has {known}")
+            item = item[field]
+        if item is None:
+            return None
+        if isinstance(item, str):
+            if tokenizer is None:
+                raise BadRecord("a document is text, and there is no tokenizer: give tokenizer=…")
+            return item
+        ids = np.asarray(plain(item))
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+            raise BadRecord(
+                f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
+                "one dimension"
+            )
+        dtype = IDS if tokenizer is None else tokenizer.dtype
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(dtype).max):
+            raise BadRecord(
+                f"a document has ids from {ids.min()} to {ids.max()}, which do not fit in {dtype}"
+            )
+        return ids.astype(dtype).tobytes()
+
+    def _documents(self, items: list[Any], first: int) -> Documents:
+        ids = any(isinstance(item, bytes) for item in items)
+        if ids and any(isinstance(item, str) for item in items):
+            raise BadRecord("texts and arrays of ids in one stream: give one or the other")
+        empty: str | bytes = b"" if ids else ""
+        kind = pa.large_binary() if ids else pa.large_string()
+        try:
+            texts = pa.array([item or empty for item in items], kind)
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"a document is not valid Unicode: {error}") from error
+        rows = np.arange(first, first + len(items))
+        return Documents(texts, rows, last=self._ended, empty=sum(not item for item in items))
+
+
+class IterableWork:
+    """What workers do with documents that were read."""
+
+    def __init__(self, tokenizer: Tokenizer | None, doc_batch: int | None, clock: Clock) -> None:
+        self.clock, self._tokenizer, self._doc_batch = clock, tokenizer, doc_batch
+
+    def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
+        try:
+            texts = documents.texts
+            if self._tokenizer is not None and not pa.types.is_large_binary(texts.type):
+                with self.clock.stage("tokenize", ref) as timeline:
+                    chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+                timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
+            else:
+                docs = texts.cast(pa.large_binary())
+                chunk = TokenChunk(
+                    ref, docs, documents.rows, documents.last, [], documents.empty, 0
+                )
+        except BaseException as error:
+            error.add_note(f"in stage tokenize, {ref}")
+            raise
+        chunk.source = documents.source
+        return chunk
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class IterableChunks:
+    """The chunks of an iterable, for the lanes of one rank."""
+
+    read_ahead = 0
+
+    def __init__(self, data: TextIterable, run: RunContext, pool: Pool) -> None:
+        self._data, self._run, self._pool = data, run, pool
+        own = {lane: run.positions[lane] for lane in run.own_lanes}
+        reader = DocumentReader(data, run.lanes, own, partial=not run.shuffle)
+        self._readers = dict.fromkeys(own, reader)
+        self._last: dict[DocumentReader, Task[Documents]] = {}
+        # The iterable is read in this process, also for worker processes.
+        self._io: ThreadPool | None = None
+        if run.workers == "process" and pool.n_workers:
+            self._io = ThreadPool(1, None, name="fetch", clock=run.clock)
+        self.on_bad: Callable[[Sequence[Bad]], None] = self.rejected
+
+    def look_up(self, files: tuple[int, ...]) -> None: ...
+
+    def known(self, files: tuple[int, ...]) -> bool:
+        return True
+
+    def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
+        return [[] for _ in files]
+
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        reads: Pool = self._io or self._pool
+        reader = self._readers[ref.lane]
+        # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
+        last = self._last.get(reader)
+        after = None if last is None or last.done() else last
+        read = self._last[reader] = reads.submit(
+            self._read, reader, ref, position.epoch, after=after
+        )
+        return self._pool.submit("tokenize", ref, after=read)
+
+    def _read(
+        self, reader: DocumentReader, ref: ChunkRef, epoch: int, _previous: Any = None
+    ) -> Documents:
+        with self._run.clock.stage("fetch", ref):
+            return reader.read(epoch, ref.index)
+
+    def reopen(self, lane: int, epoch: int) -> None:
+        # A reader of its own: the other lanes may still be in the epoch before.
+        start = {lane: LanePosition(epoch=epoch)}
+        self._readers[lane] = DocumentReader(
+            self._data, self._run.lanes, start, partial=not self._run.shuffle
+        )
+
+    def used(self, chunk: TokenChunk) -> None: ...
+
+    def rejected(self, bad: Sequence[Bad]) -> None: ...
+
+    def totals(self) -> dict[str, int]:
+        return {}
+
+    def gauges(self) -> dict[str, Any]:
+        return {}
+
+    def stop(self) -> None:
+        if self._io is not None:
+            self._io.stop()
+
+    def close(self) -> None:
+        if self._io is not None:
+            self._io.join(5.0)
+
+
+class TextIterableSource(RowSource):
+    """A `TextIterable` as the loader sees it."""
+
+    def __init__(self, data: TextIterable) -> None:
+        self.data, self.seq_len, self.positions = data, data.seq_len, data.positions
+        self.dtype = IDS if data.tokenizer is None else data.tokenizer.dtype
+
+    def data_id(self) -> dict[str, Any]:
+        return {"iterable": self.data.name}
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        tokenizer = self.data.tokenizer
+        return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
+
+    def settings_id(self) -> dict[str, Any]:
+        names = ("seq_len", "packing", "text_field", "chunk_docs", "chunk_bytes", "shuffle_chunks")
+        return {name: getattr(self.data, name) for name in names}
+
+    def check_state(self, state: State) -> None:
+        for at in state.lane_positions.values():
+            if at.source is not None and not (
+                isinstance(at.source, dict) and is_count(at.source.get("taken"))
+            ):
+                raise StateFormat(
+                    f"invalid state: the position of an iterable must have 'taken': {at.source!r:.80}"
+                )
+
+    def work(self, run: RunContext) -> IterableWork:
+        return IterableWork(self.data.tokenizer, self.data.doc_batch, run.clock)
+
+    def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
+        data, tokenizer = self.data, self.data.tokenizer
+        file = FileRef(data.name, data.name, 0, "text", "iterable")
+        return ChunkLanes(
+            plan=Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
+            options=LaneOptions(
+                chunk_bytes=data.chunk_bytes,
+                window_chunks=data.shuffle_chunks if run.shuffle else 1,
+                window_bytes=data.shuffle_chunks * data.chunk_bytes,
+                expansion=2 if tokenizer is None else tokenizer.expansion,
+                pack=PackOptions(
+                    packing=data.packing,
+                    seq_len=data.seq_len,
+                    pad_id=0 if tokenizer is None else tokenizer.pad_id,
+                    dtype=self.dtype,
+                    positions=data.positions,
+                    keep_tail=not run.drop_last,
+                ),
+            ),
+            reader=IterableChunks(data, run, pool),
+            run=run,
+            pool=pool,
+        )
