@@ -16,7 +16,7 @@ import pytest
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.engines import ByteEngine
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.read.storage import PlainFile, Storage
 from penstock.sources import files, text_work
 from penstock.sources.text_work import TextWork, _divided

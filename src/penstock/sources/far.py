@@ -25,7 +25,7 @@ from penstock.sources.network import Outside
 from penstock.types import FileRef, Format, Member
 
 if TYPE_CHECKING:
-    from penstock.encode.tokenize import Tokenizer
+    from penstock.encode.tokenizer import Tokenizer
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 

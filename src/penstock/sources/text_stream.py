@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from penstock.config import one_of, whole_number
 from penstock.encode.collate import plain
-from penstock.encode.tokenize import Tokenizer, load_tokenizer
+from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.encode.window import Place
 from penstock.errors import BadRecord, ConfigError
 from penstock.feed.pool import Pool, Task

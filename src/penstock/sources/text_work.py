@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from penstock.config import access_variables, adopt
 from penstock.encode.engines import text_buffers
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import CorruptFile, LoaderClosed
 from penstock.read.columns import nothing
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
@@ -41,8 +41,6 @@ FORMAT = 1
 """Counts up when the same text would give other token chunks than before."""
 BESIDE_S = 0.1
 """How long the vocabulary is not loaded, for the first chunk's file to be read before."""
-SLOW_DOCS = 128
-"""Documents that a slow tokenizer is given at once, so that nobody who shuts a loader down waits for a whole chunk."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -173,16 +171,11 @@ class TextWork:
 
     def _tokenized(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         with self.clock.stage("tokenize", ref) as track:
-            if self._tokenizer.slow:
-                chunk = self._tokenizer.encode(
-                    ref, documents, self._doc_batch or SLOW_DOCS, self._go_on
-                )
-            else:
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+            chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_closed)
         track.count("tokenize", len(documents.rows), chunk.text_bytes)
         return chunk
 
-    def _go_on(self) -> None:
+    def _check_closed(self) -> None:
         if self._stopped:
             raise LoaderClosed("the loader was shut down")
 
@@ -329,7 +322,7 @@ def _settings(read: ReadSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What decides the ids, besides the file."""
     return {
         "version": FORMAT,
-        "tokenizer": [tokenizer.fingerprint, tokenizer.dtype.name],
+        "tokenizer": [tokenizer.cache_key, tokenizer.dtype.name],
         "text_field": read.text_field,
         "separator": None if read.separator is None else read.separator.hex(),
         "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
