@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -398,17 +399,47 @@ def test_added_tokens_that_are_not_special_are_found_in_text(
             "YQ== 0\n",
             r"its name must be one of gpt2, r50k_base.*give a tokenizer\.json",
         ),
-        ("r50k_base.tiktoken", "not ranks\n", "is not a .tiktoken file"),
-        ("gpt2.tiktoken", "", "is not a .tiktoken file"),
     ],
 )
-def test_a_path_that_is_no_vocabulary_says_why(
+def test_a_path_that_is_not_a_vocabulary_is_refused(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path / name)
+
+
+DAMAGE = {
+    "truncated": lambda content: content[:-100],
+    "cut in its head": lambda content: content[:50],
+    "binary": lambda content: bytes(range(256)) + content,
+    "empty": lambda content: b"",
+    "another model": lambda content: content.replace(b'"merges"', b'"margins"'),
+    "another head": lambda content: content.replace(b'"added_tokens":', b'"added_tokens": 5, "x":'),
+}
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("engine", ["auto", "gigatoken", "tokenizers"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_tokenizer_json_is_an_error_that_names_it(
+    tmp_path: Path, vocabulary: Path, kind: str, engine: Any
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(DAMAGE[kind](vocabulary.read_bytes()))
+    with pytest.raises(TokenizerError, match=re.escape(str(tmp_path / "tokenizer.json"))):
+        load_tokenizer(tmp_path, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not ranks\n", b"YQ==\n", b"YQ== 0\nYg== x\n", b"YQ== 10\nYg== 1", bytes(range(256))],
+)
+def test_a_damaged_tiktoken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "r50k_base.tiktoken"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(path))} is not a .tiktoken file"):
+        load_tokenizer(path)
 
 
 def test_a_folder_without_tokenizer_json_says_so(tmp_path: Path) -> None:
@@ -595,6 +626,35 @@ def test_a_slow_tokenizer_of_transformers_is_refused_with_what_to_do() -> None:
 def test_a_loaded_tokenizer_is_used_as_it_is(vocabulary: Path) -> None:
     made = load_tokenizer(vocabulary)
     assert load_tokenizer(made) is made
+    with pytest.raises(TokenizerError, match="is loaded already: give eos"):
+        load_tokenizer(made, eos=None)
+
+
+def test_the_cache_key_names_the_engine_and_the_fingerprint_does_not(vocabulary: Path) -> None:
+    fast, slow = (load_tokenizer(vocabulary, engine=name) for name in ("gigatoken", "tokenizers"))
+    assert fast.fingerprint == slow.fingerprint
+    for made in (fast, slow):
+        version = importlib.metadata.version(made.engine.name)
+        assert made.cache_key == f"{made.fingerprint}/{made.engine.name}/{version}"
+
+
+@pytest.mark.parametrize("name", ["byte", "gigatoken", "tokenizers", "tiktoken"])
+def test_decode_gives_the_text_back(tmp_path: Path, vocabulary: Path, name: Any) -> None:
+    if name == "byte":
+        made = load_tokenizer("byte")
+    elif name == "tiktoken":
+        made = load_tokenizer(write_ranks(tmp_path / "gpt2.tiktoken"), engine=name)
+    else:
+        made = load_tokenizer(vocabulary, engine=name)
+    text = "naïve 日本 <pad>"
+    (ids,) = encode(made, [text])
+    assert made.eos_id is not None
+    assert made.decode([*ids, made.eos_id]) == text + made.decode(np.array([made.eos_id]))
+    assert made.decode([]) == ""
+    assert made.vocab_size == made.size
+    assert repr(made).startswith("Tokenizer(")
+    with pytest.raises(TokenizerError, match="has no token for"):
+        made.decode([made.vocab_size])
 
 
 # Names on the Hub, in the cache of huggingface_hub
@@ -694,7 +754,9 @@ def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
 
 @pytest.mark.usefixtures("cache", "wrong")
 def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: Path) -> None:
-    with pytest.raises(TokenizerError, match="gigatoken's ids for .* differ from those of tokenizers"):
+    with pytest.raises(
+        TokenizerError, match="gigatoken's ids for .* differ from those of tokenizers"
+    ):
         load_tokenizer(vocabulary, engine="gigatoken")
 
 

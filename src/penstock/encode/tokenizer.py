@@ -136,6 +136,8 @@ class Tokenizer:
         data = b""
         for name, group in groupby(map(int, ids), names.get):
             run = list(group)
+            if name is None and not (min(run) >= 0 and max(run) < self.engine.vocab_size):
+                raise TokenizerError(f"{self} has no token for one of the ids {run}")
             data += self.engine.decode(run) if name is None else name.encode() * len(run)
         return data.decode("utf-8", "replace")
 
