@@ -755,7 +755,7 @@ def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
 @pytest.mark.usefixtures("cache", "wrong")
 def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: Path) -> None:
     with pytest.raises(
-        TokenizerError, match="gigatoken's ids for .* differ from those of tokenizers"
+        TokenizerError, match=r"gigatoken's ids for .* differ from those of tokenizers"
     ):
         load_tokenizer(vocabulary, engine="gigatoken")
 

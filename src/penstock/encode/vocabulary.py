@@ -161,9 +161,10 @@ def _download(name: str) -> Path:
         with contextlib.suppress(EntryNotFoundError):
             huggingface_hub.hf_hub_download(repo, "tokenizer_config.json", etag_timeout=10)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise TokenizerError(
             f"tokenizer={name!r} is not a file here, is not in the local Hugging Face cache, and "
-            f"its tokenizer.json could not be downloaded: {str(error).strip().splitlines()[0]} "
+            f"its tokenizer.json could not be downloaded: {reason}. "
             "Give the path of a tokenizer.json, or 'byte'."
         ) from error
     return found
@@ -219,7 +220,8 @@ def _split_model(text: str) -> tuple[dict[str, Any], str]:
     if found is not None:
         with contextlib.suppress(ValueError):  # it was text inside another value
             head = json.loads(f'{text[: found.start()]} "model": null}}')
-            if head.keys() >= {"added_tokens", "normalizer", "pre_tokenizer", "post_processor"}:
+            # What the caller changes must not come after the model.
+            if head.keys() >= {"added_tokens", "post_processor", "truncation", "padding"}:
                 del head["model"]
                 return head, text[found.end() - 1 :]
     head = json.loads(text)
