@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
@@ -636,6 +637,27 @@ def test_the_cache_key_names_the_engine_and_the_fingerprint_does_not(vocabulary:
     for made in (fast, slow):
         version = importlib.metadata.version(made.engine.name)
         assert made.cache_key == f"{made.fingerprint}/{made.engine.name}/{version}"
+
+
+@pytest.mark.usefixtures("cache")
+def test_tokens_of_another_engine_are_not_taken_from_the_cache(
+    tmp_path: Path, vocabulary: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
+    hits = []
+    for engine in ("gigatoken", "tokenizers", "tokenizers"):
+        data = TextDataset(path, tokenizer=vocabulary, seq_len=64, engine=engine, cache=True)
+        with open_loader(data) as loader:
+            list(loader)
+            hits.append(loader.stats().cache_hits)
+    assert hits == [0, 0, 1]
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokenizers"])
+def test_a_tokenizer_can_be_pickled(vocabulary: Path, engine: Any) -> None:
+    made = load_tokenizer(vocabulary, engine=engine)
+    texts = [*HOSTILE.values()]
+    assert encode(pickle.loads(pickle.dumps(made)), texts) == encode(made, texts)
 
 
 @pytest.mark.parametrize("name", ["byte", "gigatoken", "tokenizers", "tiktoken"])
