@@ -88,6 +88,12 @@ def gigatoken(vocabulary: Path) -> Tokenizer:
     return load_tokenizer(vocabulary, engine="gigatoken")
 
 
+@pytest.fixture(autouse=True)
+def batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode short streams as the later text of a long one."""
+    monkeypatch.setattr(GigatokenEngine, "FIRST_BYTES", 0)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache in which no engine has been judged yet."""
@@ -108,9 +114,14 @@ def reference(path: Path, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of an engine, without separators."""
-    ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
-    return [part.tolist() for part in np.split(ids, offsets[1:-1])]
+    """The ids of an engine, without separators: of single documents and of a batch."""
+    found = []
+    for first_bytes in (1 << 40, 0):
+        GigatokenEngine.FIRST_BYTES = first_bytes
+        ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
+        found.append([part.tolist() for part in np.split(ids, offsets[1:-1])])
+    assert found[0] == found[1]
+    return found[1]
 
 
 def stream(folder: Path, texts: Sequence[str], n_workers: int = 0, **settings: Any) -> list[int]:
