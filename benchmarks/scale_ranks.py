@@ -51,7 +51,7 @@ def rank(case: Mapping[str, Any]) -> dict[str, Any]:
     for name in (
         "penstock.sources.far",
         "penstock.sources.files",
-        "penstock.encode.tokenize",
+        "penstock.encode.tokenizer",
         "penstock.loader",
     ):
         importlib.import_module(name)  # none of which is what is measured
@@ -127,7 +127,7 @@ def _traced() -> int:
 def list_only(case: Mapping[str, Any]) -> dict[str, Any]:
     """A listing that nothing is kept of."""
     importlib.import_module("penstock.sources.far")
-    importlib.import_module("penstock.encode.tokenize")
+    importlib.import_module("penstock.encode.tokenizer")
     from penstock import TextDataset
     from penstock.sources.far import pack, unpack
 

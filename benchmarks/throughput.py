@@ -112,7 +112,7 @@ class Ledger:
     def __init__(self, loader: Loader) -> None:
         from penstock.encode.deal import Batcher
         from penstock.encode.engines import GigatokenEngine
-        from penstock.encode.tokenize import Tokenizer
+        from penstock.encode.tokenizer import Tokenizer
         from penstock.feed.prefetch import Prefetcher
         from penstock.loader import AsyncDataLoader
         from penstock.read.reader import Reader

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.deal import Batcher
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.lane import Lane
 from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile

@@ -53,8 +53,8 @@ def test_the_demo_trains_is_killed_resumes_and_reports(tmp_path: Path) -> None:
 def test_a_trained_vocabulary_gives_the_reference_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    from penstock.encode.tokenize import load_tokenizer
-    from penstock.encode.train import train_tokenizer
+    from penstock.encode.tokenizer import load_tokenizer
+    from penstock.encode.train_bpe import train_tokenizer
 
     text = "def spam(eggs):\n    return 'größer' * 3  # 你好\n" * 50
     path = tmp_path / "tokenizer.json"

@@ -30,7 +30,7 @@ from penstock.cli.doctor import _row, doctor
 from penstock.config import cache_dir
 from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import LoaderTimeout, PenstockError
 from penstock.testing import Fault, FileServer, HubServer
 from tests.corpus import texts

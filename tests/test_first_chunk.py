@@ -16,7 +16,7 @@ import pytest
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.engines import ByteEngine
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.read.storage import PlainFile, Storage
 from penstock.sources import files, text_work
 from penstock.sources.text_work import TextWork, _divided
@@ -202,11 +202,9 @@ def test_no_worker_begins_with_what_comes_after_the_rest(
     told: list[tuple[str, ChunkRef]] = []
     usual = Tokenizer.encode
 
-    def encode(
-        tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None
-    ) -> TokenChunk:
+    def encode(tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, *rest: Any) -> TokenChunk:
         told.append(("begins", ref))
-        chunk = usual(tokenizer, ref, documents, doc_batch)
+        chunk = usual(tokenizer, ref, documents, *rest)
         told.append(("ends", ref))
         return chunk
 
@@ -228,12 +226,10 @@ def test_a_rest_that_cannot_be_tokenized_is_an_error_after_what_came_before(
 ) -> None:
     usual = Tokenizer.encode
 
-    def encode(
-        tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, doc_batch: int | None = None
-    ) -> TokenChunk:
+    def encode(tokenizer: Tokenizer, ref: ChunkRef, documents: Documents, *rest: Any) -> TokenChunk:
         if len(documents.texts) > 20:
             raise ValueError("too many of them")
-        return usual(tokenizer, ref, documents, doc_batch)
+        return usual(tokenizer, ref, documents, *rest)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     dataset = data(folder, "parquet")

@@ -26,7 +26,7 @@ from penstock import (
     Telemetry,
     TextDataset,
 )
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.watch.consumer import Consumer
 from penstock.watch.stage_timer import STAGES, Clock, ThreadTimeline, stage_of
 from penstock.watch.window import Step, Window

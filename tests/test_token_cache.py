@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from penstock.cli.cache import cache as command
-from penstock.encode.tokenize import load_tokenizer
+from penstock.encode.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify

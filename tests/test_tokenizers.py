@@ -7,7 +7,9 @@ import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +30,9 @@ from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader, TextDataset, TokenizerError
 from penstock.config import installed_version
-from penstock.encode import check
+from penstock.encode import tokenizer_check
 from penstock.encode.engines import GigatokenEngine
-from penstock.encode.tokenize import Tokenizer, load_tokenizer
+from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from tests.reading import ids_of, open_loader, write_jsonl
 
 EOS = "<|endoftext|>"
@@ -86,6 +88,12 @@ def gigatoken(vocabulary: Path) -> Tokenizer:
     return load_tokenizer(vocabulary, engine="gigatoken")
 
 
+@pytest.fixture(autouse=True)
+def batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode short streams as the later text of a long one."""
+    monkeypatch.setattr(GigatokenEngine, "FIRST_BYTES", 0)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache in which no engine has been judged yet."""
@@ -106,9 +114,14 @@ def reference(path: Path, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of an engine, without separators."""
-    ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
-    return [part.tolist() for part in np.split(ids, offsets[1:-1])]
+    """The ids of an engine, without separators: of single documents and of a batch."""
+    found = []
+    for first_bytes in (1 << 40, 0):
+        GigatokenEngine.FIRST_BYTES = first_bytes
+        ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
+        found.append([part.tolist() for part in np.split(ids, offsets[1:-1])])
+    assert found[0] == found[1]
+    return found[1]
 
 
 def stream(folder: Path, texts: Sequence[str], n_workers: int = 0, **settings: Any) -> list[int]:
@@ -238,11 +251,15 @@ def test_separators_stand_where_they_are_asked_for(
     [
         (
             {"eos": "<|nope|>"},
-            r"no special token '<\|nope\|>' for eos; it has <\|endoftext\|>, <\|start\|>",
+            r"eos='<\|nope\|>' is neither a special token of .* \(<\|endoftext\|>, <\|start\|>\)",
         ),
-        ({"bos": "the"}, "no special token 'the' for bos"),
-        ({"eos": 10**6}, r"eos=1000000 is no id of .*, which has 1200"),
-        ({"bos": -1}, "bos=-1 is no id"),
+        ({"bos": "the"}, "bos='the' is neither a special token"),
+        ({"eos": 10**6}, r"eos=1000000 is neither .* nor an id below 1200"),
+        ({"bos": -1}, "bos=-1 is neither"),
+        ({"eos": [0]}, r"eos=\[0\] is neither"),
+        ({"eos": ""}, "eos='' is neither"),
+        ({"bos": True}, "bos=True is neither"),
+        ({"bos": 1.0}, "bos=1.0 is neither"),
     ],
     ids=str,
 )
@@ -394,17 +411,47 @@ def test_added_tokens_that_are_not_special_are_found_in_text(
             "YQ== 0\n",
             r"its name must be one of gpt2, r50k_base.*give a tokenizer\.json",
         ),
-        ("r50k_base.tiktoken", "not ranks\n", "is not a .tiktoken file"),
-        ("gpt2.tiktoken", "", "is not a .tiktoken file"),
     ],
 )
-def test_a_path_that_is_no_vocabulary_says_why(
+def test_a_path_that_is_not_a_vocabulary_is_refused(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path / name)
+
+
+DAMAGE = {
+    "truncated": lambda content: content[:-100],
+    "cut in its head": lambda content: content[:50],
+    "binary": lambda content: bytes(range(256)) + content,
+    "empty": lambda content: b"",
+    "another model": lambda content: content.replace(b'"merges"', b'"margins"'),
+    "another head": lambda content: content.replace(b'"added_tokens":', b'"added_tokens": 5, "x":'),
+}
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("engine", ["auto", "gigatoken", "tokenizers"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_tokenizer_json_is_an_error_that_names_it(
+    tmp_path: Path, vocabulary: Path, kind: str, engine: Any
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(DAMAGE[kind](vocabulary.read_bytes()))
+    with pytest.raises(TokenizerError, match=re.escape(str(tmp_path / "tokenizer.json"))):
+        load_tokenizer(tmp_path, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not ranks\n", b"YQ==\n", b"YQ== 0\nYg== x\n", b"YQ== 10\nYg== 1", bytes(range(256))],
+)
+def test_a_damaged_tiktoken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "r50k_base.tiktoken"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(path))} is not a .tiktoken file"):
+        load_tokenizer(path)
 
 
 def test_a_folder_without_tokenizer_json_says_so(tmp_path: Path) -> None:
@@ -591,6 +638,56 @@ def test_a_slow_tokenizer_of_transformers_is_refused_with_what_to_do() -> None:
 def test_a_loaded_tokenizer_is_used_as_it_is(vocabulary: Path) -> None:
     made = load_tokenizer(vocabulary)
     assert load_tokenizer(made) is made
+    with pytest.raises(TokenizerError, match="is loaded already: give eos"):
+        load_tokenizer(made, eos=None)
+
+
+def test_the_cache_key_names_the_engine_and_the_fingerprint_does_not(vocabulary: Path) -> None:
+    fast, slow = (load_tokenizer(vocabulary, engine=name) for name in ("gigatoken", "tokenizers"))
+    assert fast.fingerprint == slow.fingerprint
+    for made in (fast, slow):
+        version = importlib.metadata.version(made.engine.name)
+        assert made.cache_key == f"{made.fingerprint}/{made.engine.name}/{version}"
+
+
+@pytest.mark.usefixtures("cache")
+def test_tokens_of_another_engine_are_not_taken_from_the_cache(
+    tmp_path: Path, vocabulary: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
+    hits = []
+    for engine in ("gigatoken", "tokenizers", "tokenizers"):
+        data = TextDataset(path, tokenizer=vocabulary, seq_len=64, engine=engine, cache=True)
+        with open_loader(data) as loader:
+            list(loader)
+            hits.append(loader.stats().cache_hits)
+    assert hits == [0, 0, 1]
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokenizers"])
+def test_a_tokenizer_can_be_pickled(vocabulary: Path, engine: Any) -> None:
+    made = load_tokenizer(vocabulary, engine=engine)
+    texts = [*HOSTILE.values()]
+    assert encode(pickle.loads(pickle.dumps(made)), texts) == encode(made, texts)
+
+
+@pytest.mark.parametrize("name", ["byte", "gigatoken", "tokenizers", "tiktoken"])
+def test_decode_gives_the_text_back(tmp_path: Path, vocabulary: Path, name: Any) -> None:
+    if name == "byte":
+        made = load_tokenizer("byte")
+    elif name == "tiktoken":
+        made = load_tokenizer(write_ranks(tmp_path / "gpt2.tiktoken"), engine=name)
+    else:
+        made = load_tokenizer(vocabulary, engine=name)
+    text = "naïve 日本 <pad>"
+    (ids,) = encode(made, [text])
+    assert made.eos_id is not None
+    assert made.decode([*ids, made.eos_id]) == text + made.decode(np.array([made.eos_id]))
+    assert made.decode([]) == ""
+    assert made.vocab_size == made.size
+    assert repr(made).startswith("Tokenizer(")
+    with pytest.raises(TokenizerError, match="has no token for"):
+        made.decode([made.vocab_size])
 
 
 # Names on the Hub, in the cache of huggingface_hub
@@ -601,7 +698,7 @@ def connect(*_):
     raise SystemExit("a connection was tried")
 socket.socket.connect = socket.getaddrinfo = connect
 from penstock import TokenizerError
-from penstock.encode.tokenize import load_tokenizer
+from penstock.encode.tokenizer import load_tokenizer
 try:
     made = load_tokenizer(sys.argv[1])
     print(json.dumps([made.eos_id, made.size, made.vocabulary.name]))
@@ -652,7 +749,7 @@ def test_an_old_short_name_is_found_under_its_new_one(tmp_path: Path, vocabulary
 
 def test_a_hub_name_that_is_nowhere_says_what_to_do(tmp_path: Path) -> None:
     message = load_from_hub("someone/nothing", tmp_path, HF_HUB_OFFLINE="1")
-    assert "'someone/nothing' is no file here, is not in the local Hugging Face cache" in message
+    assert "'someone/nothing' is not a file here, is not in the local Hugging Face cache" in message
     assert "Give the path of a tokenizer.json" in message
 
 
@@ -684,13 +781,15 @@ def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
     assert got == joined(reference(vocabulary, texts))
     assert 70 in got
     (warning,) = warnings_in(caplog)
-    assert "differ from tokenizers" in warning
+    assert "differ from those of tokenizers" in warning
     assert "using tokenizers" in warning
 
 
 @pytest.mark.usefixtures("cache", "wrong")
 def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: Path) -> None:
-    with pytest.raises(TokenizerError, match="gigatoken does not give the reference's ids for"):
+    with pytest.raises(
+        TokenizerError, match=r"gigatoken's ids for .* differ from those of tokenizers"
+    ):
         load_tokenizer(vocabulary, engine="gigatoken")
 
 
@@ -702,13 +801,13 @@ def test_the_verdict_is_remembered_on_disk(
     caplog: pytest.LogCaptureFixture,
     differs: list[int],
 ) -> None:
-    monkeypatch.setattr(check, "compare", lambda *_: differs)
+    monkeypatch.setattr(tokenizer_check, "compare", lambda *_: differs)
     first = load_tokenizer(vocabulary).engine.name
 
     def compare(*_: object) -> list[int]:
         raise AssertionError("compared again, though the verdict is on disk")
 
-    monkeypatch.setattr(check, "compare", compare)
+    monkeypatch.setattr(tokenizer_check, "compare", compare)
     assert (
         load_tokenizer(vocabulary).engine.name
         == first
@@ -744,7 +843,7 @@ def test_a_damaged_verdict_is_ignored(
     assert load_tokenizer(vocabulary).engine.name == "gigatoken"
     (verdict,) = (cache / "engines").iterdir()
     verdict.write_text(damage)
-    monkeypatch.setattr(check, "compare", lambda *_: [0])
+    monkeypatch.setattr(tokenizer_check, "compare", lambda *_: [0])
     assert load_tokenizer(vocabulary).engine.name == "tokenizers"
 
 
@@ -778,9 +877,9 @@ import hashlib, sys
 import awkward  # takes memory of its own, once
 import numpy as np, pyarrow as pa
 from penstock.encode.engines import GigatokenEngine, anonymous_bytes
-from penstock.encode.tokenize import load_tokenizer
+from penstock.encode.tokenizer import load_tokenizer
 
-GigatokenEngine.MIN_TEXT = 1 << 20
+GigatokenEngine.CHECK_BYTES = 1 << 20
 made = load_tokenizer(sys.argv[1], engine="gigatoken", cache_bytes=16 << 20)
 exact = load_tokenizer(sys.argv[1], engine="tokenizers")
 before, most = anonymous_bytes(), 0
@@ -811,7 +910,7 @@ def test_memory_stays_bounded_while_ever_new_words_come(vocabulary: Path) -> Non
 def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
     tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GigatokenEngine, "MIN_TEXT", 0)
+    monkeypatch.setattr(GigatokenEngine, "CHECK_BYTES", 0)
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefg é🙂\n", k=300)) for _ in range(100)]
     made = load_tokenizer(
@@ -820,26 +919,6 @@ def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
     assert stream(tmp_path, texts, 2, tokenizer=made) == joined(reference(vocabulary, texts))
     assert isinstance(made.engine, GigatokenEngine)
     assert made.engine.replaced >= 10
-
-
-def test_the_first_text_is_encoded_by_another_way_to_the_same_ids(vocabulary: Path) -> None:
-    """And pandas and awkward, which take half a second to import, are not imported before the first batch."""
-    code = (
-        "import sys, numpy as np, pyarrow as pa\n"
-        "from penstock.encode.tokenize import load_tokenizer\n"
-        "from penstock.read.columns import binaries\n"
-        "engine = load_tokenizer(sys.argv[1], engine='gigatoken').engine\n"
-        "texts = ['', 'two words', '', '\\n', 'é 🙂 <|endoftext|>', ' ' * 50, 'x' * 5000, '']\n"
-        "column = binaries([text.encode() for text in texts], pa.large_string())\n"
-        "first = [engine.encode(column) for _ in range(engine.FIRST)][0]\n"
-        "print([name for name in ('awkward', 'pandas') if name in sys.modules])\n"
-        "again = engine.encode(column)\n"
-        "print('awkward' in sys.modules, all(np.array_equal(a, b) for a, b in zip(first, again)), len(first[1]))\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, vocabulary], capture_output=True, text=True, timeout=60
-    )
-    assert ran.stdout.splitlines() == ["[]", "True True 9"], ran.stderr
 
 
 @pytest.mark.parametrize("form", ["parquet", "docs.jsonl", "docs.jsonl.gz"])

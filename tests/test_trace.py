@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.cli.trace import trace as trace_command
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.testing import HubServer
 from penstock.watch.stage_timer import STAGES

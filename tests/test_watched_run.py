@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from penstock import AsyncDataLoader, Batch, Mixture, SyntheticDataset, TextDataset
 from penstock.cli.main import cli
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.feed import autotune
 from penstock.feed.beat import Heartbeat
 from penstock.stats import Stats

@@ -35,7 +35,7 @@ from penstock.types import (
 )
 
 if TYPE_CHECKING:
-    from penstock.encode.tokenize import Tokenizer
+    from penstock.encode.tokenizer import Tokenizer
     from penstock.sources.network import Outside
     from penstock.sources.text import PackSettings
     from penstock.sources.text_stream import TextStream
@@ -61,7 +61,7 @@ def _is_remote(url: str) -> bool:
 
 def _load(spec: Any, **how: Any) -> Tokenizer:
     # Imported here: while Arrow and the tokenizers are, the files are being listed.
-    from penstock.encode.tokenize import load_tokenizer
+    from penstock.encode.tokenizer import load_tokenizer
 
     return load_tokenizer(spec, **how)
 

@@ -24,7 +24,7 @@ data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
 result = {}
 try:
     if mode in ("fails", "recovers") and dist.get_rank() == 1:
-        from penstock.encode.tokenize import Tokenizer
+        from penstock.encode.tokenizer import Tokenizer
         real, failed = Tokenizer.encode, []
         def encode(self, ref, *args):
             if ref.index == 3 and not (mode == "recovers" and failed):

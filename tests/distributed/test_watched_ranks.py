@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from penstock import AsyncDataLoader, TextDataset
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.feed.beat import Heartbeat
 
 corpus, out, delay_s = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])

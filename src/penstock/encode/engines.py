@@ -1,52 +1,53 @@
-"""The engines that turn a column of texts into ids, behind one small protocol.
+"""The libraries that turn a column of texts into ids, behind one protocol.
 
-In:    a large_string array without nulls.
-Out:   one flat array of ids and the offsets of each document in it.
-Where: worker threads; each call has an instance of the library to itself.
-State: the libraries' own caches. gigatoken's never forgets a word, so its instance is dropped
-       and loaded again once the process has grown by more than a budget.
+An engine takes a large_string array without nulls, and returns one flat array of ids and the
+offsets of the documents in it. Worker threads call it at the same time.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
+import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.types import GiB, MiB
+from penstock.encode.vocabulary import ENCODINGS, Vocabulary, parse_ranks
+from penstock.errors import MissingExtra, TokenizerError
+from penstock.types import MiB
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
+SLOW_DOCS = 128
 
 
 class Engine(Protocol):
-    """Encodes texts. Called by many threads at once."""
+    """Encodes texts. Many threads call it at the same time."""
 
     name: str
     vocab_size: int
+    doc_batch: int | None = None
+    """Documents per call, so that a loader can be shut down between calls. None: a whole chunk."""
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]: ...
 
+    def decode(self, ids: Sequence[int]) -> bytes: ...
+
     def prepare(self) -> None:
-        """Do beforehand what the first call would have to wait for."""
+        """Load the vocabulary before the first call needs it."""
         return
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], I64]:
-    """A column's bytes and offsets, without a copy, the first offset being 0."""
+    """Return a column's bytes and its offsets, which begin at 0, without copying the bytes."""
     _, raw_offsets, raw_bytes = texts.buffers()
     offsets = np.frombuffer(raw_offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     data = np.frombuffer(raw_bytes, np.uint8) if raw_bytes is not None else np.empty(0, np.uint8)
-    if offsets[0]:
-        return data[offsets[0] : offsets[-1]], offsets - offsets[0]
-    return data[: offsets[-1]], offsets
+    return data[offsets[0] : offsets[-1]], offsets - offsets[0] if offsets[0] else offsets
 
 
 class ByteEngine(Engine):
@@ -58,232 +59,186 @@ class ByteEngine(Engine):
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         return text_buffers(texts)
 
+    def decode(self, ids: Sequence[int]) -> bytes:
+        return bytes(ids)
+
 
 class TokenizersEngine(Engine):
-    """Hugging Face `tokenizers`: the reference, and the fallback for whatever else there is."""
+    """Hugging Face `tokenizers`, the reference for a tokenizer.json."""
 
     name = "tokenizers"
+    doc_batch = SLOW_DOCS
 
-    def __init__(self, tokenizer_json: str) -> None:
-        from tokenizers import Tokenizer
-
-        self._json = tokenizer_json
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise MissingExtra("tokenizers", f"the tokenizer {vocabulary.name}", "hf") from error
+        self._vocabulary = vocabulary
+        try:
+            self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json or "")
+        except Exception as error:  # the library raises nothing more specific
+            raise TokenizerError(f"{vocabulary.name} is not a tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenizersEngine, (self._json,)
+        return TokenizersEngine, (self._vocabulary,)
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
         return _flatten([encoding.ids for encoding in encodings])
 
+    def decode(self, ids: Sequence[int]) -> bytes:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text.encode()
+
 
 class TiktokenEngine(Engine):
-    """OpenAI's `tiktoken`: the reference for its own vocabularies."""
+    """OpenAI's `tiktoken`, the reference for its own vocabularies."""
 
     name = "tiktoken"
+    doc_batch = SLOW_DOCS
 
-    def __init__(self, encoding: Any) -> None:
-        self._encoding = encoding
-        self.vocab_size = encoding.n_vocab
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise MissingExtra(
+                "tiktoken", f"the tokenizer {vocabulary.name}", "tiktoken"
+            ) from error
+        self._encoding = vocabulary.encoding
+        if vocabulary.ranks is not None and self._encoding is None:
+            self._encoding = tiktoken.Encoding(
+                vocabulary.name,
+                pat_str=ENCODINGS[vocabulary.name].pattern,
+                mergeable_ranks=parse_ranks(vocabulary.ranks),
+                special_tokens=vocabulary.specials,
+            )
+        self.vocab_size = self._encoding.n_vocab
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         return _flatten([self._encoding.encode_ordinary(text) for text in texts.to_pylist()])
 
+    def decode(self, ids: Sequence[int]) -> bytes:
+        data: bytes = self._encoding.decode_bytes(ids)
+        return data
 
-def _flatten(ids: list[list[int]]) -> tuple[Ids, I64]:
-    offsets = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum([len(i) for i in ids], out=offsets[1:])
-    flat = np.empty(int(offsets[-1]), np.uint32)
-    for of_doc, start, end in zip(ids, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        flat[start:end] = of_doc
-    return flat, offsets
+
+def _flatten(documents: list[Any]) -> tuple[Ids, I64]:
+    offsets = np.zeros(len(documents) + 1, np.int64)
+    np.cumsum([len(ids) for ids in documents], out=offsets[1:])
+    return np.concatenate([np.asarray(ids, np.uint32) for ids in documents]), offsets
 
 
 class GigatokenEngine(Engine):
-    """gigatoken: Arrow memory in, numpy out, the GIL released in between."""
+    """gigatoken: Arrow in, numpy out, and the GIL is released in between.
+
+    An instance of the library serialises its callers, so each call has one to itself. An instance
+    remembers every word that it has seen: when the process has grown by more than `cache_bytes`,
+    all instances are dropped and loaded again. All, since the size of the process does not tell
+    which of them grew.
+    """
 
     name = "gigatoken"
-    MIN_TEXT = 8 * MiB
-    """Text an instance must have seen before it is replaced, which bounds what replacing can cost, and between two looks at
-    how much the process has grown."""
-    PLAIN = 8 * MiB
-    """A first text no longer than this is encoded without awkward, whose import takes longer than that."""
-    FIRST = 2
-    """Calls that are served by one instance before another is loaded: the first documents, and the rest of their chunk."""
-    MAX_TEXT = GiB
-    """Where the system does not tell a process its own size, replace after this much text."""
-
-    SETTLED = 64 * MiB
-    """Text that an instance has encoded when nobody waits for the first batches any more."""
+    FIRST_BYTES = 8 * MiB
+    """Text that is encoded document by document. Batches need awkward, whose import (0.2 s) would
+    delay the first batch of a run."""
+    CHECK_BYTES = 8 * MiB
+    """Text between two looks at the size of the process."""
 
     def __init__(
-        self,
-        load: Callable[[], Any],
-        cache_bytes: int,
-        vocab_size: int | None = None,
-        later: Callable[[Any], None] | None = None,
+        self, vocabulary: Vocabulary, cache_bytes: int, vocab_size: int | None = None
     ) -> None:
-        """Where `vocab_size` is known, the vocabulary has been loaded before, and is loaded when it is needed. `later` is
-        called once with an instance, in a run that is long enough: for what nobody should have to wait for."""
-        self._load = load
-        self._later = later
+        """Load the vocabulary now, or with the first call if its size is known."""
+        self._vocabulary = vocabulary
         self._cache_bytes = cache_bytes
-        self._generation = 0
-        self._floor: int | None = None
-        """The size of the process when an instance of this generation had seen the common words."""
-        # An instance serialises its callers, so each call has one to itself. There are as many as
-        # there were calls at once, and the one used last, whose cache is warm, is used next.
-        self._idle: list[_Instance] = []
-        self._unborn = vocab_size is not None
-        """Whether nobody has begun to load the first one."""
-        if vocab_size is None:
-            self._idle.append(
-                _Instance(load())
-            )  # fails here and now if the vocabulary is not for it
-            vocab_size = int(self._idle[0].tokenizer.vocab_size)
-        self._changed = threading.Condition()
-        self._done = 0
-        self.vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._idle: list[Any] = []
+        self._seen_bytes = self._checked_bytes = 0
+        self._warm_size: int | None = None
+        """Size of the process when these instances had seen the common words."""
         self.replaced = 0
+        """How often all instances were dropped."""
+        if vocab_size is None:
+            self.prepare()
+            vocab_size = int(self._idle[0].vocab_size)
+        self.vocab_size = vocab_size
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GigatokenEngine, (self._load, self._cache_bytes, self.vocab_size)
-
-    def tried_out(self) -> None:
-        """What was encoded so far was no text of a run: the first is still to come."""
-        with self._changed:
-            self._done = 0
+        return GigatokenEngine, (self._vocabulary, self._cache_bytes, self.vocab_size)
 
     def prepare(self) -> None:
-        with self._changed:
-            if not self._unborn:
-                return
-            self._unborn = False
-        first = self._new(0)
-        with self._changed:
-            self._idle.append(first)
-            self._changed.notify_all()
+        with self._lock:
+            self._idle.append(self._take())
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        instance = self._take()
-        try:
-            # The first batches, for which somebody is waiting, do without a quarter of a second of import,
-            # during which no other thread gets on either.
-            if (
-                self._done < self.FIRST
-                and "awkward" not in sys.modules
-                and texts.nbytes <= self.PLAIN
-            ):
-                return self._encode_plainly(instance, texts)
-            if self._later is not None and instance.seen >= self.SETTLED:
-                self._settle(instance)
-            return self._encode(instance, texts)
-        finally:
-            instance.seen += texts.nbytes
-            self._give_back(instance)
+        with self._lock:
+            tokenizer, generation = self._take(), self.replaced
+            self._seen_bytes += texts.nbytes
+            first = self._seen_bytes <= self.FIRST_BYTES
+        if first:
+            encoded = _flatten([tokenizer.encode(text) for text in texts.to_pylist()])
+        else:
+            import awkward
 
-    def _settle(self, instance: _Instance) -> None:
-        with self._changed:
-            later, self._later = self._later, None
-        if later is not None:
-            later(instance.tokenizer)
+            batch = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
+            encoded = np.asarray(batch.content.data), np.asarray(batch.offsets.data)
+        with self._lock:
+            if generation == self.replaced:
+                self._idle.append(tokenizer)
+                self._bound_cache()
+        return encoded
 
-    def _take(self) -> _Instance:
-        """An instance that nobody uses, or a new one."""
-        with self._changed:
-            # Loading holds the GIL for a tenth of a second. The first batch, for which somebody is
-            # waiting, goes before it: until it is on its way, the threads share the one instance.
-            self._changed.wait_for(lambda: self._idle or self._unborn or self._done >= self.FIRST)
-            if self._idle:
-                return self._idle.pop()
-            self._unborn = False
-            generation = self._generation
-        return self._new(generation)
+    def decode(self, ids: Sequence[int]) -> bytes:
+        with self._lock:
+            self._idle.append(tokenizer := self._take())
+            data: bytes = tokenizer.decode(np.array(ids, np.uint32))
+        return data
 
-    def _new(self, generation: int) -> _Instance:
-        try:
-            return _Instance(self._load(), generation)
-        except BaseException:
-            with self._changed:  # whoever waits for this one tries for himself
-                self._unborn = True
-                self._changed.notify_all()
+    def _take(self) -> Any:
+        """Return the instance used last, whose cache is warm, or load another."""
+        return self._idle.pop() if self._idle else load_gigatoken(self._vocabulary)
+
+    def _bound_cache(self) -> None:
+        if self._seen_bytes - self._checked_bytes < self.CHECK_BYTES:
+            return
+        self._checked_bytes = self._seen_bytes
+        # If the system does not tell, assume that words take an eighth of the text.
+        size = anonymous_bytes() or self._seen_bytes // 8
+        if self._warm_size is None:
+            self._warm_size = size
+        if size - self._warm_size > self._cache_bytes:
+            self._idle.clear()
+            self._warm_size = None
+            self.replaced += 1
+
+
+def load_gigatoken(vocabulary: Vocabulary) -> Any:
+    """Return a new instance of gigatoken. Raise TokenizerError if it cannot load the vocabulary."""
+    try:
+        import gigatoken
+
+        if vocabulary.tokenizer_json is not None:
+            return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
+        if vocabulary.ranks is None:
+            raise TokenizerError("its way of splitting words is unknown")
+        # The library reads ranks from a path only. Special tokens are left out: text stays text.
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.write(vocabulary.ranks)
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, ENCODINGS[vocabulary.name].scheme)
+    except BaseException as error:
+        # A panic of its Rust code is not an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-
-    def _give_back(self, instance: _Instance) -> None:
-        with self._changed:
-            self._done += 1
-            if self._outgrown(instance):
-                # The process's size does not tell whose growth it was, so all instances go together:
-                # what is left when their successors are warm was somebody else's.
-                self._generation += 1
-                self._floor = None
-                self.replaced += len(self._idle)
-                self._idle.clear()
-            if instance.generation == self._generation:
-                self._idle.append(instance)
-            else:
-                instance.tokenizer = None
-                self.replaced += 1
-                self._done = max(self._done, self.FIRST)
-            self._changed.notify_all()
-
-    def _encode(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        from penstock.encode.lists import strings
-
-        encoded = instance.tokenizer.encode_batch(
-            strings(*text_buffers(texts)), parallel=False
-        ).layout
-        return np.asarray(encoded.content.data), np.asarray(encoded.offsets.data)
-
-    def _encode_plainly(self, instance: _Instance, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        """The same, one document after the other. No other thread gets on meanwhile."""
-        data, bounds = text_buffers(texts)
-        view, encode = data.data, instance.tokenizer.encode
-        ids = [encode(bytes(view[a:b])) for a, b in itertools.pairwise(bounds.tolist())]
-        offsets = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([len(of_document) for of_document in ids], out=offsets[1:])
-        return np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets
-
-    def _outgrown(self, instance: _Instance) -> bool:
-        """Whether the process has grown by more than the budget since these instances were warm."""
-        if (
-            instance.seen - instance.looked < self.MIN_TEXT
-            or instance.generation != self._generation
-        ):
-            return False
-        now, instance.looked = anonymous_bytes(), instance.seen
-        if now is None:
-            return instance.seen >= self.MAX_TEXT
-        if self._floor is None:
-            self._floor = now
-        return now - self._floor > self._cache_bytes
+        raise TokenizerError(f"gigatoken cannot load {vocabulary.name}: {error}") from error
 
 
-@dataclass(slots=True)
-class _Instance:
-    """One of the library's, and what it has done."""
-
-    tokenizer: Any
-    generation: int = 0
-    seen: int = 0
-    """Bytes of text it has encoded."""
-    looked: int = 0
-    """How many these were when the size of the process was last looked at."""
-
-
-def anonymous_bytes() -> int | None:
-    """Memory of this process that is not a mapped file, or None where the system does not say."""
+def anonymous_bytes() -> int:
+    """Return this process's memory that is not a mapped file, or 0 if the system does not tell."""
     try:
-        fd = os.open("/proc/self/statm", os.O_RDONLY)
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
-        return None
-    try:
-        _, resident, shared, *_ = os.read(fd, 256).split()
-    finally:
-        os.close(fd)
+        return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

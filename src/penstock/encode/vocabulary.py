@@ -1,10 +1,8 @@
-"""Find a vocabulary, whatever it was named by.
+"""Find a tokenizer's vocabulary and its special tokens.
 
-In:    "byte", a tokenizer.json, a folder with one, a .tiktoken file, a Hub name, or an object of
-       `tokenizers`, `transformers` or `tiktoken`.
-Out:   a `Vocabulary`: what is needed to build an engine, and its special tokens.
-Where: the thread that creates the dataset.
-State: none.
+A spec is "byte", a tokenizer.json or a folder with one, a .tiktoken file, a Hub name, or an object
+of `tokenizers`, `transformers` or `tiktoken`. The result is all that an engine is built from, and
+it can be pickled.
 """
 
 from __future__ import annotations
@@ -16,8 +14,11 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.errors import MissingExtra, TokenizerError
 
@@ -25,227 +26,260 @@ EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>",
     "<｜end▁of▁sentence｜>", "<|endofprompt|>",
 )  # fmt: skip
+HUB_ALIASES = {"gpt2": "openai-community/gpt2"}
 
-HEAD = {
-    "version",
-    "truncation",
-    "padding",
-    "added_tokens",
-    "normalizer",
-    "pre_tokenizer",
-    "post_processor",
-    "decoder",
-}
-"""What a tokenizer.json has besides its model, which usually comes last."""
 
-TIKTOKEN = {
-    "gpt2": ("gpt2", {"<|endoftext|>": 50256}),
-    "r50k_base": ("gpt2", {"<|endoftext|>": 50256}),
-    "p50k_base": ("gpt2", {"<|endoftext|>": 50256}),
-    "cl100k_base": ("gpt4", {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}),
-    "o200k_base": ("o200k", {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+class Encoding(NamedTuple):
+    """What a .tiktoken file of OpenAI's leaves out."""
+
+    scheme: str
+    """gigatoken's name for the pattern."""
+    pattern: str
+    """The regular expression that splits text into words."""
+    specials: dict[str, int]
+
+
+_R50K = Encoding(
+    "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    {"<|endoftext|>": 50256},
+)
+ENCODINGS = {
+    "gpt2": _R50K,
+    "r50k_base": _R50K,
+    "p50k_base": _R50K,
+    "cl100k_base": Encoding(
+        "gpt4",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        {"<|endoftext|>": 100257, "<|endofprompt|>": 100276},
+    ),
+    "o200k_base": Encoding(
+        "o200k",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
+    ),
 }
-"""OpenAI's encodings: the way gigatoken splits words for each, and its special tokens."""
+"""OpenAI's encodings, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A vocabulary that has been found, in one of two forms, or none (bytes)."""
+    """A vocabulary as a tokenizer.json, as ranks, as a `tiktoken.Encoding`, or none of them: bytes."""
 
     name: str
     fingerprint: str
     specials: dict[str, int] = field(default_factory=dict)
     eos: str | None = None
-    """The end-of-text token that comes with it, where that is known."""
+    """The special token that ends a document, if the vocabulary names one."""
     tokenizer_json: str | None = None
-    """Without its special tokens, so that text which looks like one stays text."""
+    """Without special tokens, so that text which looks like one stays text."""
     ranks: bytes | None = None
     """The lines of a .tiktoken file."""
     encoding: Any = None
-    """A `tiktoken.Encoding`."""
 
-    def special(self, token: str | int | None, role: str, size: int) -> int | None:
-        """The id of a special token given by name or number."""
+    @property
+    def reference(self) -> str:
+        """The engine that defines the ids of this vocabulary."""
+        if self.tokenizer_json is not None:
+            return "tokenizers"
+        return "byte" if self.ranks is None and self.encoding is None else "tiktoken"
+
+    def token_id(self, token: Any, role: str, size: int) -> int | None:
+        """Return the id of a token given as the name of a special token or as an id."""
         if token is None:
             return None
-        if isinstance(token, str):
-            if token not in self.specials:
-                known = ", ".join(self.specials) or "none"
-                raise TokenizerError(
-                    f"{self.name} has no special token {token!r} for {role}; it has {known}"
-                )
+        if isinstance(token, str) and token in self.specials:
             return self.specials[token]
-        if not 0 <= token < size:
-            raise TokenizerError(f"{role}={token} is no id of {self.name}, which has {size}")
-        return token
+        if isinstance(token, int | np.integer) and type(token) is not bool and 0 <= token < size:
+            return int(token)
+        raise TokenizerError(
+            f"{role}={token!r} is neither a special token of {self.name} "
+            f"({', '.join(self.specials) or 'it has none'}) nor an id below {size}"
+        )
 
 
-def find(spec: Any) -> Vocabulary:
-    """The vocabulary that `spec` names or is."""
+def find_vocabulary(spec: Any) -> Vocabulary:
+    """Return the vocabulary of a name, a path or a tokenizer object."""
     if isinstance(spec, str | os.PathLike):
-        return _by_name(os.fspath(spec))
-    root = type(spec).__module__.partition(".")[0]
-    if root == "tiktoken":
-        return _from_tiktoken_object(spec)
-    if root == "tokenizers":
+        return _from_name(os.fspath(spec))
+    library = type(spec).__module__.partition(".")[0]
+    if library == "tiktoken":
+        return _from_tiktoken(spec)
+    if library == "tokenizers":
         return _from_json(spec.to_str(), f"tokenizers.{type(spec).__name__}")
     backend = getattr(spec, "backend_tokenizer", None)
     if backend is not None:
         name = str(getattr(spec, "name_or_path", "") or type(spec).__name__)
         return _from_json(backend.to_str(), name, eos=getattr(spec, "eos_token", None))
-    if root == "transformers":
+    if library == "transformers":
         raise TokenizerError(
-            f"{type(spec).__name__} is a slow tokenizer without a tokenizer.json: load it with use_fast=True"
+            f"{type(spec).__name__} is a slow tokenizer without a tokenizer.json: "
+            "load it with use_fast=True"
         )
     raise TokenizerError(
-        f"cannot use {type(spec).__name__!r} as a tokenizer: give 'byte', a path, a Hub name, or an "
-        "object of tokenizers, transformers or tiktoken"
+        f"cannot use {type(spec).__name__!r} as a tokenizer: give 'byte', a path, a Hub name, or "
+        "an object of tokenizers, transformers or tiktoken"
     )
 
 
-def _by_name(name: str) -> Vocabulary:
+def _from_name(name: str) -> Vocabulary:
     if name == "byte":
         return Vocabulary(name="byte", fingerprint="byte", specials={"<eos>": 256}, eos="<eos>")
     path = Path(name).expanduser()
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path /= "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{path.parent} has no tokenizer.json")
     if path.is_file():
-        if path.suffix == ".tiktoken":
-            return _from_tiktoken_file(path)
-        return _from_json(path.read_text("utf-8"), str(path), eos=_configured_eos(path))
-    if (
-        path.suffix in (".json", ".tiktoken")
-        or name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-    ):
+        return _from_file(path, str(path))
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path or path.suffix in (".json", ".tiktoken"):
         raise TokenizerError(f"{path} does not exist (looked from {Path.cwd()})")
-    found = _from_hub(name)
-    return _from_json(found.read_text("utf-8"), name, eos=_configured_eos(found))
+    return _from_file(_download(name), name)
 
 
-def _from_hub(name: str) -> Path:
+def _download(name: str) -> Path:
+    """Return the tokenizer.json of a Hub name, from the local Hugging Face cache if it is there."""
     try:
         import huggingface_hub
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-        )
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
     except ImportError as error:
         raise MissingExtra("huggingface_hub", f"tokenizer={name!r} (a Hub name)", "hf") from error
-    for repo in (name, *_LEGACY.get(name, ())):
-        known = huggingface_hub.try_to_load_from_cache(repo, "tokenizer.json")
-        if isinstance(known, str):
-            return Path(known)
-    repo = (*_LEGACY.get(name, ()), name)[0]
+    repo = HUB_ALIASES.get(name, name)
+    for known in (name, repo):
+        cached = huggingface_hub.try_to_load_from_cache(known, "tokenizer.json")
+        if isinstance(cached, str):
+            return Path(cached)
     try:
         found = Path(huggingface_hub.hf_hub_download(repo, "tokenizer.json", etag_timeout=10))
-    except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise TokenizerError(f"{repo} on the Hub has no tokenizer.json") from error
+        # It only names the end-of-text token, which may be found without it.
+        with contextlib.suppress(EntryNotFoundError):
+            huggingface_hub.hf_hub_download(repo, "tokenizer_config.json", etag_timeout=10)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise TokenizerError(
-            f"tokenizer={name!r} is no file here, is not in the local Hugging Face cache, and could not be "
-            f"downloaded: {str(error).strip().splitlines()[0].rstrip('.')}. Give the path of a tokenizer.json, or 'byte'."
+            f"tokenizer={name!r} is not a file here, is not in the local Hugging Face cache, and "
+            f"its tokenizer.json could not be downloaded: {reason}. "
+            "Give the path of a tokenizer.json, or 'byte'."
         ) from error
-    # It only names the end-of-text token, which may be found without it.
-    with contextlib.suppress(EntryNotFoundError, LocalEntryNotFoundError):
-        huggingface_hub.hf_hub_download(repo, "tokenizer_config.json", etag_timeout=10)
     return found
 
 
-_LEGACY = {"gpt2": ("openai-community/gpt2",)}
-
-
-def _configured_eos(tokenizer_json: Path) -> str | None:
-    """The end-of-text token that a tokenizer_config.json beside the vocabulary names."""
+def _from_file(path: Path, name: str) -> Vocabulary:
+    content = path.read_bytes()
+    if path.suffix == ".tiktoken":
+        return _from_ranks(content, path)
     try:
-        config = json.loads((tokenizer_json.parent / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not a tokenizer.json: {error}") from error
+    eos = None
+    # The configuration beside it is optional: if it is damaged, other rules find the token.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        config = json.loads((path.parent / "tokenizer_config.json").read_text("utf-8"))
+        eos = config.get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+    return _from_json(text, name, eos)
 
 
-def _from_json(text: str, name: str, eos: str | None = None) -> Vocabulary:
+def _from_json(text: str, name: str, eos: Any = None) -> Vocabulary:
     try:
-        head, model = behead(text)
+        head, model = _split_model(text)
         added = head.get("added_tokens") or []
         specials = {t["content"]: int(t["id"]) for t in added if t.get("special")}
+        post_processor = head.get("post_processor")
+        if post_processor and post_processor["type"] != "ByteLevel":
+            head["post_processor"] = None  # it adds special tokens, as eos= and bos= do
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TokenizerError(
             f"{name} is not a tokenizer.json: {type(error).__name__}: {error}"
         ) from error
     head["added_tokens"] = [t for t in added if not t.get("special")]
     head["truncation"] = head["padding"] = None
-    if _adds_specials(head.get("post_processor")):
-        head["post_processor"] = None
-    stripped = f'{json.dumps(head, ensure_ascii=False)[:-1]}, "model": {model}'
-    if eos is None or eos not in specials:
-        eos = next((token for token in EOS_NAMES if token in specials), None)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return Vocabulary(
-        name=name, fingerprint=digest, specials=specials, eos=eos, tokenizer_json=stripped
+        name=name,
+        fingerprint=_digest(text.encode("utf-8", "surrogatepass")),
+        specials=specials,
+        eos=_choose_eos(specials, eos),
+        tokenizer_json=f'{json.dumps(head, ensure_ascii=False)[:-1]}, "model": {model}',
     )
 
 
-def behead(text: str) -> tuple[dict[str, Any], str]:
-    """Everything but the model, parsed, and the model as text, up to the end of the file.
+def _split_model(text: str) -> tuple[dict[str, Any], str]:
+    """Return all of a tokenizer.json but its model, parsed, and the rest of the file as text.
 
-    The model is nearly all of the file, and to parse and write it again takes a tenth of a second.
+    The model is nearly all of the file. Parsing and writing it again would delay the first batch
+    by up to 0.2 s.
     """
     found = re.search(r'(?<!\\)"model"\s*:\s*\{', text)
     if found is not None:
-        try:
+        with contextlib.suppress(ValueError):  # it was text inside another value
             head = json.loads(f'{text[: found.start()]} "model": null}}')
-            if set(head) >= HEAD:  # so nothing else can follow
+            # What the caller changes must not come after the model.
+            if head.keys() >= {"added_tokens", "post_processor", "truncation", "padding"}:
                 del head["model"]
                 return head, text[found.end() - 1 :]
-        except ValueError:
-            pass  # that was not the model after all
     head = json.loads(text)
     return head, json.dumps(head.pop("model"), ensure_ascii=False) + "}"
 
 
-def _adds_specials(post_processor: Any) -> bool:
-    return bool(post_processor) and post_processor.get("type") != "ByteLevel"
-
-
-def _from_tiktoken_file(path: Path) -> Vocabulary:
+def _from_ranks(ranks: bytes, path: Path) -> Vocabulary:
     name = path.name.removesuffix(".tiktoken")
-    if name not in TIKTOKEN:
+    if name not in ENCODINGS:
         raise TokenizerError(
-            f"{path}: a .tiktoken file does not say how it splits words, so its name must be one of "
-            f"{', '.join(TIKTOKEN)}; for any other vocabulary give a tokenizer.json or a tiktoken.Encoding"
+            f"{path}: a .tiktoken file does not say how it splits words, so its name must be one "
+            f"of {', '.join(ENCODINGS)}; for any other vocabulary give a tokenizer.json or a "
+            "tiktoken.Encoding"
         )
-    ranks = path.read_bytes()
-    specials = TIKTOKEN[name][1]
     try:
-        if not ranks.strip():
-            raise ValueError("it is empty")
-        for line in ranks.splitlines():
-            token, rank = line.split()
-            base64.b64decode(token, validate=True), int(rank)
-    except (ValueError, IndexError) as error:
+        values = list(parse_ranks(ranks).values())
+        if not values or any(a >= b for a, b in pairwise(values)):
+            raise ValueError("it is empty, or its ranks do not increase")
+    except ValueError as error:
         raise TokenizerError(f"{path} is not a .tiktoken file: {error}") from error
+    specials = dict(ENCODINGS[name].specials)
     return Vocabulary(
-        name=name, fingerprint=hashlib.sha256(ranks).hexdigest()[:16], specials=dict(specials),
-        eos="<|endoftext|>", ranks=ranks,
-    )  # fmt: skip
-
-
-def _from_tiktoken_object(encoding: Any) -> Vocabulary:
-    ranks = b"".join(
-        base64.b64encode(token) + b" %d\n" % rank
-        for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        name=name,
+        fingerprint=_digest(ranks),
+        specials=specials,
+        eos=_choose_eos(specials),
+        ranks=ranks,
     )
-    specials = dict(encoding._special_tokens)
-    digest = hashlib.sha256(ranks + encoding._pat_str.encode()).hexdigest()[:16]
-    eos = next((token for token in EOS_NAMES if token in specials), None)
+
+
+def parse_ranks(ranks: bytes) -> dict[bytes, int]:
+    """Return the tokens of a .tiktoken file with their ranks."""
+    pairs = (line.split() for line in ranks.splitlines())
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+
+
+def _from_tiktoken(encoding: Any) -> Vocabulary:
+    specials = {
+        name: encoding.encode_single_token(name) for name in sorted(encoding.special_tokens_set)
+    }
+    ranks = None
+    if encoding.name in ENCODINGS:
+        tokens = sorted((encoding.encode_single_token(t), t) for t in encoding.token_byte_values())
+        ranks = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in tokens)
     return Vocabulary(
-        name=encoding.name, fingerprint=digest, specials=specials, eos=eos,
-        ranks=ranks if encoding.name in TIKTOKEN else None, encoding=encoding,
-    )  # fmt: skip
+        name=encoding.name,
+        fingerprint=_digest(repr(encoding.__getstate__()).encode()),
+        specials=specials,
+        eos=_choose_eos(specials),
+        ranks=ranks,
+        encoding=encoding,
+    )
+
+
+def _choose_eos(specials: dict[str, int], named: Any = None) -> str | None:
+    candidates = (named, *EOS_NAMES) if isinstance(named, str) else EOS_NAMES
+    return next((token for token in candidates if token in specials), None)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

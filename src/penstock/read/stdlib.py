@@ -62,7 +62,7 @@ def write_stdlib(folder: Path | None = None) -> Path:
 
 def write_vocabulary() -> Path:
     """A byte-level BPE of that text, trained on first use and kept beside it."""
-    from penstock.encode.train import train_tokenizer
+    from penstock.encode.train_bpe import train_tokenizer
 
     path = write_stdlib().with_suffix(".tokenizer.json")
     if not path.exists():

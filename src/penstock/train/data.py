@@ -92,7 +92,7 @@ def _called(urls: Any) -> tuple[str, str]:
 
 
 def _tokenizer(name: str) -> Any:
-    from penstock.encode.tokenize import load_tokenizer
+    from penstock.encode.tokenizer import load_tokenizer
 
     if name == "stdlib":
         from penstock.read.stdlib import write_vocabulary
@@ -103,7 +103,7 @@ def _tokenizer(name: str) -> Any:
 
 def _tokenizer_of(parameters: Mapping[str, Any]) -> Any:
     """The tokenizer that a table of text names."""
-    from penstock.encode.tokenize import load_tokenizer
+    from penstock.encode.tokenizer import load_tokenizer
 
     how = {name: parameters[name] for name in ("eos", "bos", "engine") if name in parameters}
     if "tokenizer_cache_bytes" in parameters:

@@ -126,7 +126,7 @@ def _named(name: str, local_path: Path | None, said: Mapping[str, Any]) -> Any:
     from penstock.dataset import TextDataset
 
     if name == "synthetic" and not os.path.exists(name):
-        from penstock.encode.tokenize import load_tokenizer
+        from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.synthetic import SyntheticDataset
 
         return SyntheticDataset(load_tokenizer(said["tokenizer"]).size, said["seq_len"])

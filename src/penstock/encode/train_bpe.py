@@ -1,9 +1,6 @@
-"""Train a small byte-level BPE vocabulary on the spot, for demos and benchmarks.
+"""Train a small byte-level BPE vocabulary for demos and benchmarks.
 
-In:    text, as bytes.
-Out:   a tokenizer.json in GPT-2's style.
-Where: the thread that asks; a third of a second for 12 MB and 4,096 ids.
-State: none.
+Takes a third of a second for 12 MB of text and 4,096 ids.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ EOS = "<|endoftext|>"
 
 
 def train_tokenizer(text: bytes, vocab_size: int) -> str:
-    """A tokenizer.json for a vocabulary learnt from the text."""
+    """Return a tokenizer.json in the style of GPT-2, trained on the text."""
     import gigatoken
 
     with _silenced():
@@ -29,39 +26,21 @@ def train_tokenizer(text: bytes, vocab_size: int) -> str:
         return "".join(letters[byte] for byte in token)
 
     eos_id = next((id for id, token in vocab.items() if token == EOS.encode()), len(vocab))
-    words = {spell(token): id for id, token in vocab.items() if id != eos_id}
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    special = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return json.dumps(
         {
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": eos_id, "content": EOS, **special}],
+            "added_tokens": [{"id": eos_id, "content": EOS, "special": True, **flags}],
             "normalizer": None,
             "pre_tokenizer": byte_level,
             "post_processor": byte_level,
             "decoder": byte_level,
             "model": {
                 "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "vocab": words,
+                "vocab": {spell(token): id for id, token in vocab.items() if id != eos_id},
                 "merges": [f"{spell(a)} {spell(b)}" for a, b in merges],
             },
         }
@@ -69,7 +48,7 @@ def train_tokenizer(text: bytes, vocab_size: int) -> str:
 
 
 def _letters() -> list[str]:
-    """GPT-2's spelling of bytes: printable ones as they are, the others as letters from U+0100 on."""
+    """Return GPT-2's character for each byte: itself if printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -77,7 +56,7 @@ def _letters() -> list[str]:
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """The trainer prints its progress past Python's streams."""
+    """Discard the progress that the trainer prints past Python's streams."""
     saved = [os.dup(fd) for fd in (1, 2)]
     with tempfile.TemporaryFile() as sink:
         for fd in (1, 2):

@@ -1,0 +1,199 @@
+"""Turn the documents of a chunk into ids, each document with its separators.
+
+Runs on worker threads. Copies the ids twice, to narrow them and to add separators; no Python runs
+per document. A document without ids (empty, null, skipped) gets no separators either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.config import installed_version
+from penstock.encode.engines import (
+    ByteEngine,
+    Engine,
+    TiktokenEngine,
+    TokenizersEngine,
+    text_buffers,
+)
+from penstock.encode.tokenizer_check import checked_gigatoken
+from penstock.encode.vocabulary import Vocabulary, find_vocabulary
+from penstock.errors import TokenizerError
+from penstock.read.columns import call, flags, nothing, scalar
+from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Tokenizer:
+    """A vocabulary, the engine that encodes it, and the separators of documents."""
+
+    vocabulary: Vocabulary
+    engine: Engine
+    size: int
+    """One more than the largest id."""
+    eos_id: int | None
+    bos_id: int | None
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self.vocabulary.name!r}, engine={self.engine.name!r}, "
+            f"vocab_size={self.size}, eos_id={self.eos_id}, bos_id={self.bos_id})"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest type that holds every id."""
+        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+
+    @property
+    def expansion(self) -> int:
+        """Peak memory of encoding as a multiple of the text: text, ids, narrow ids, a copy."""
+        return 5 if self.engine.name == "byte" else 3
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills a row without enough tokens. Its targets are ignored."""
+        return self.eos_id if self.eos_id is not None else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the ids, except for the engine: a run may resume with another one."""
+        return f"{self.vocabulary.fingerprint}/{self.eos_id}/{self.bos_id}"
+
+    @property
+    def cache_key(self) -> str:
+        """What decides the ids, down to the version of the engine."""
+        return f"{self.fingerprint}/{self.engine.name}/{installed_version(self.engine.name)}"
+
+    def encode(
+        self,
+        ref: ChunkRef,
+        documents: Documents,
+        doc_batch: int | None = None,
+        check_closed: Callable[[], None] | None = None,
+    ) -> TokenChunk:
+        """Return the tokens of a chunk.
+
+        Encodes `doc_batch` documents at a time, all by default, or 128 with a slow engine. Calls
+        `check_closed` before each, which raises if the loader was shut down.
+        """
+        texts = documents.texts
+        step = doc_batch or self.engine.doc_batch or max(1, len(texts))
+        parts = [nothing(pa.large_binary())] if len(texts) == 0 else []
+        for i in range(0, len(texts), step):
+            if check_closed is not None:
+                check_closed()
+            parts.append(self._encode(texts[i : i + step]))
+        return TokenChunk(
+            ref,
+            parts[0] if len(parts) == 1 else pa.concat_arrays(parts),
+            documents.rows,
+            documents.last,
+            documents.bad,
+            documents.empty,
+            len(text_buffers(texts)[0]) if len(texts) else 0,
+        )
+
+    def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
+        ids, offsets = self.engine.encode(texts)
+        if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
+            raise TokenizerError(
+                f"{self.engine.name} returned {len(offsets) - 1} documents for {len(texts)}. "
+                f"Use engine={self.vocabulary.reference!r}."
+            )
+        narrow = np.ascontiguousarray(ids, self.dtype)
+        buffers = [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)]
+        docs = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
+        if self.bos_id is None and self.eos_id is None:
+            return docs
+        empty = scalar(b"")
+        some = np.diff(offsets) > 0
+        around = [
+            empty if id is None else scalar(np.array(id, self.dtype).tobytes())
+            for id in (self.bos_id, self.eos_id)
+        ]
+        if not some.all():
+            around = [call("if_else", flags(some), separator, empty) for separator in around]
+        return call("binary_join_element_wise", around[0], docs, around[1], empty)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, with special tokens by name."""
+        names = {id: name for name, id in self.vocabulary.specials.items()}
+        data = b""
+        for name, group in groupby(map(int, ids), names.get):
+            run = list(group)
+            if name is None and not (min(run) >= 0 and max(run) < self.engine.vocab_size):
+                raise TokenizerError(f"{self} has no token for one of the ids {run}")
+            data += self.engine.decode(run) if name is None else name.encode() * len(run)
+        return data.decode("utf-8", "replace")
+
+
+def load_tokenizer(
+    spec: Any,
+    *,
+    eos: str | int | None = AUTO,
+    bos: str | int | None = None,
+    engine: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto",
+    cache_bytes: int = WORD_CACHE_BYTES,
+) -> Tokenizer:
+    """Find a vocabulary and the fastest engine that encodes it correctly."""
+    if isinstance(spec, Tokenizer):
+        if (eos, bos, engine) != (AUTO, None, "auto"):
+            raise TokenizerError(
+                f"{spec} is loaded already: give eos, bos and engine to load_tokenizer"
+            )
+        return spec
+    vocabulary = find_vocabulary(spec)
+    if isinstance(eos, str) and eos == AUTO:
+        if vocabulary.eos is None:
+            raise TokenizerError(
+                f"{vocabulary.name} does not say which token ends a document (it has "
+                f"{', '.join(vocabulary.specials) or 'no special tokens'}). "
+                "Name it: eos='…', or eos=None for none"
+            )
+        eos = vocabulary.eos
+    chosen = _choose_engine(vocabulary, engine, cache_bytes)
+    size = max(chosen.vocab_size, *(id + 1 for id in vocabulary.specials.values()), 0)
+    return Tokenizer(
+        vocabulary=vocabulary,
+        engine=chosen,
+        size=size,
+        eos_id=vocabulary.token_id(eos, "eos", size),
+        bos_id=vocabulary.token_id(bos, "bos", size),
+    )
+
+
+def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Engine:
+    name = vocabulary.reference
+
+    def reference() -> Engine:
+        if name == "byte":
+            return ByteEngine()
+        return (TokenizersEngine if name == "tokenizers" else TiktokenEngine)(vocabulary)
+
+    if wanted == "gigatoken" or (wanted == "auto" and name != "byte"):
+        try:
+            return checked_gigatoken(vocabulary, cache_bytes, reference)
+        except TokenizerError as error:
+            if wanted == "gigatoken":
+                raise
+            log.warning("%s: using %s, which is slower", error, name)
+    if wanted not in ("auto", name):
+        raise TokenizerError(
+            f"engine={wanted!r} cannot encode {vocabulary.name}; its reference engine is {name!r}"
+        )
+    return reference()
