@@ -162,8 +162,8 @@ def _padded(arrays: list[Array], filler: int | None) -> Array:
     shapes = sorted({array.shape for array in arrays})
     if filler is None or any(array.ndim != 1 for array in arrays):
         raise ConfigError(
-            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give pad=… (the id that fills up "
-            "rows of one dimension) or a collate= of your own."
+            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give a collate= that "
+            "pads them."
         )
     some = [array for array in arrays if array.size] or arrays
     kind = np.result_type(*some)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir, offline
 from penstock.feed.agree import from_rank_0
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import list_files
 from penstock.sources.network import Outside
@@ -42,7 +42,7 @@ class Listing:
 
 
 def far_away(
-    listing: Listing, limits: Remote, load: Callable[[], Tokenizer]
+    listing: Listing, limits: RemoteOptions, load: Callable[[], Tokenizer]
 ) -> tuple[tuple[FileRef, ...], Tokenizer, Outside]:
     """The files, the tokenizer, and what it takes to get at the files."""
     outside = Outside(limits=limits, folder=cache_dir())

@@ -54,7 +54,9 @@ class FileLanes(TextLanes):
         self._prepared = pool.n_workers == 0
         self._before: dict[int, tuple[ChunkRef, Task[TokenChunk], bool]] = {}
         # A shuffled window, and one from which documents are chosen to fit, is needed as a whole.
-        split = not run.shuffle and dataset.packing != "best_fit" and type(pool) is ThreadPool
+        split = (
+            not run.shuffle and dataset.options.packing != "best_fit" and type(pool) is ThreadPool
+        )
         self._first = (
             FIRST_BYTES * run.batch_size * dataset.seq_len // len(run.own_lanes) if split else 0
         )
@@ -223,9 +225,7 @@ class FileLanes(TextLanes):
                 else f"the cache cannot be written: {cache.off}"
             )
         if cache.full:
-            return (
-                f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: cache_bytes=…"
-            )
+            return f"the cache is full: it may take {cache.max_bytes} bytes. Allow more: remote=RemoteOptions(cache_bytes=…)"
         if cache.counts()["cache_refused"]:
             return f"{cache.folder} was cleared while it was written to. Do it again; what is there is not fetched again."
         return None
@@ -293,7 +293,8 @@ class TextSource(RowSource):
         self._dataset = dataset
         self.files = dataset.files
         self.seq_len = dataset.seq_len
-        self.positions = dataset.positions
+        self.report_docs = dataset.options.report_docs
+        self.positions = dataset.options.positions
         self.dtype = dataset.tokenizer.dtype
         self.skip: frozenset[Address] = dataset.read.skip
 
@@ -331,7 +332,7 @@ class TextSource(RowSource):
         return TextWork(
             replace(dataset.read, skip=run.skip),
             dataset.tokenizer,
-            dataset.doc_batch,
+            dataset.options.doc_batch,
             run.n_workers,
             len(run.own_lanes),
             dataset.outside,

@@ -14,11 +14,10 @@ def as_source(
     dataset: Any,
     preprocess: Callable[..., Any] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
-    pad: int | None = None,
 ) -> Source:
     """A dataset, as the loader sees it. A kind's own modules are imported only where it is used."""
     if hasattr(dataset, "packed"):
-        for name, value in (("preprocess", preprocess), ("collate", collate), ("pad", pad)):
+        for name, value in (("preprocess", preprocess), ("collate", collate)):
             if value is not None:
                 raise ConfigError(
                     f"{name}=… is for samples of your own; {type(dataset).__name__} gives packed rows of ids, which "
@@ -41,11 +40,11 @@ def as_source(
     ):
         from penstock.sources.indexed import IndexedSource
 
-        return IndexedSource(dataset, preprocess, collate, pad)
+        return IndexedSource(dataset, preprocess, collate)
     if callable(dataset) or isinstance(dataset, Iterable):
         from penstock.sources.iterable import IterableSource
 
-        return IterableSource(dataset, preprocess, collate, pad)
+        return IterableSource(dataset, preprocess, collate)
     raise ConfigError(
         f"dataset: cannot take batches from {type(dataset).__name__}. It needs a TextDataset, a TokenFileDataset, "
         "a SyntheticDataset, a Mixture, something with __len__ and __getitem__, or an iterable."

@@ -138,6 +138,7 @@ class MixtureSource(RowSource):
                     "epochs read it side by side. Pass a function that makes it anew."
                 )
         self.positions = any(part.positions for part in self.parts)
+        self.report_docs = min(source.report_docs for source in sources.values())
         without = [
             name
             for name, part in zip(self.names, self.parts, strict=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.config import offline
 from penstock.errors import Offline
 from penstock.feed.spare import SpareThreads, resolve_in_time
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.http import Http
 from penstock.read.kept import Kept
 from penstock.read.listing import Secret
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Outside:
     """Where remote data is and how to get it; where to keep it."""
 
-    limits: Remote
+    limits: RemoteOptions
     folder: Path
     """Listings, footers and tokens are kept here."""
     secrets: Mapping[str, Secret] = field(default_factory=dict)

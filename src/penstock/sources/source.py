@@ -108,6 +108,8 @@ class Source(Protocol):
     even: bool
     """Whether all ranks get equally many batches of a finite stream without having to agree on it."""
     skip: frozenset[Address]
+    report_docs: int = 2000
+    """Documents between two log lines; 0 for none."""
 
     def data_id(self) -> dict[str, Any]:
         """Identifies the data in a state."""

@@ -29,7 +29,6 @@ from penstock.sources.source import RowSource, Run
 from penstock.sources.text import PackSettings, TextLanes, check_place
 from penstock.types import (
     AUTO,
-    WORD_CACHE_BYTES,
     Address,
     ChunkRef,
     Documents,
@@ -61,13 +60,11 @@ class TextStream:
         name: str | None = None,
         eos: str | int | None = AUTO,
         bos: str | int | None = None,
-        engine: Any = "auto",
         positions: bool = False,
         chunk_docs: int = 512,
         chunk_bytes: int = 4 * MiB,
         shuffle_chunks: int = 16,
         doc_batch: int | None = None,
-        tokenizer_cache_bytes: int = WORD_CACHE_BYTES,
     ) -> None:
         """See `TextDataset.from_iterable`."""
         if isinstance(source, str | bytes | Mapping) or not (
@@ -90,10 +87,7 @@ class TextStream:
         self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:
-            cache = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
-            self.tokenizer = load_tokenizer(
-                tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=cache
-            )
+            self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
 
     def __repr__(self) -> str:
         return f"TextStream({self.name}, seq_len={self.seq_len})"
