@@ -323,12 +323,10 @@ class IndexedSource(Source):
         dataset: Any,
         preprocess: Callable[..., Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        pad: int | None = None,
     ) -> None:
         self.dataset = dataset
         self._preprocess = preprocess
         self._collate = collate
-        self._pad = pad
         self.rows = is_rows(dataset) and preprocess is None and collate is None
         self.positions = bool(getattr(dataset, "positions", False)) and self.rows
         self.skip: frozenset[Address] = frozenset()
@@ -381,7 +379,6 @@ class IndexedSource(Source):
             self.dataset,
             preprocess=self._preprocess,
             collate=self._collate,
-            pad=self._pad,
             seed=run.seed,
             positions=self.positions,
             narrow=run.narrow,

@@ -224,10 +224,9 @@ class IterableSource(Source):
         source: Any,
         preprocess: Callable[..., Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        pad: int | None = None,
     ) -> None:
         self._source = source
-        self._how: dict[str, Any] = {"preprocess": preprocess, "collate": collate, "pad": pad}
+        self._how: dict[str, Any] = {"preprocess": preprocess, "collate": collate}
         self._name = name_of(source)
         self._known = known(source)
         self.skip: frozenset[Address] = frozenset()

@@ -93,7 +93,6 @@ class SampleWork:
         *,
         preprocess: Callable[..., Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        pad: int | None = None,
         seed: int = 0,
         positions: bool = False,
         narrow: bool = False,
@@ -103,7 +102,6 @@ class SampleWork:
         self._dataset = dataset
         self._preprocess = preprocess
         self._collate = collate
-        self._pad = pad
         self._seed = seed
         self._positions = positions
         self._narrow = narrow
@@ -230,7 +228,7 @@ class SampleWork:
     ) -> Batch:
         try:
             if self._collate is None:
-                made = put_together(prepared, self._pad)
+                made = put_together(prepared, None)
             else:
                 value = self._collate(list(prepared))
                 # A plain dict of it, whatever mapping it is: only of that are all fields known, sent and counted.
@@ -358,6 +356,8 @@ def is_rows(dataset: Any) -> bool:
 
 
 def _of_value(value: Any) -> Collated:
+    if isinstance(value, Collated):
+        return value
     if isinstance(value, tuple) and len(value) == 2:
         return Collated(value[0], value[1], None)
     if (
