@@ -1,6 +1,6 @@
 """From bad settings to good ones by itself: how far within a minute?
 
-Three runs that are held back by different things begin with settings that do not suit them, and `autotune=True`:
+Three runs that are held back by different things begin with settings that do not suit them, and `prefetch_size="auto"`:
 
 slow remote:      a loopback Hub with 100 ms before each answer; one request in flight, one worker, two batches ready.
 heavy tokenizing: the `tokenizers` engine on local files; one worker.
@@ -94,16 +94,19 @@ class Loader:
         os.environ["PENSTOCK_CACHE"] = self._kept
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         from penstock import AsyncDataLoader, TextDataset
+        from penstock.encode.tokenize import load_tokenizer
 
         self._new = AsyncDataLoader
-        self._data = TextDataset(**data, seq_len=SEQ_LEN, cache=False)
-        self._settings = loader | {"autotune": autotune}
+        urls, engine = data.pop("urls"), data.pop("engine", "auto")
+        tokenizer = load_tokenizer(data.pop("tokenizer"), engine=engine)
+        self._data = TextDataset(urls, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=False, **data)
+        self._settings = loader | ({"prefetch_size": "auto"} if autotune else {})
         self._seconds, self._step_s, self._tunes = seconds, step_s, autotune
         with self._loader() as first:  # all imports are made, and the vocabulary is loaded
             next(first)
 
     def _loader(self) -> Any:
-        return self._new(self._data, BATCH_SIZE, output="numpy", report_docs=0, **self._settings)
+        return self._new(self._data, BATCH_SIZE, **self._settings)
 
     def measure(self) -> dict[str, Any]:
         with self._loader() as loader:

@@ -130,7 +130,6 @@ class Loader:
     def loader(self, epochs: int) -> Any:
         return self._new(
             self._data, BATCH_SIZE, shuffle=self._shuffle, n_workers=self._workers, epochs=epochs, drop_last=True,
-            output="numpy", report_docs=0,
         )  # fmt: skip
 
     def measure(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ from penstock import AsyncDataLoader, TextDataset
 mark("names imported")
 data = TextDataset({url!r}, tokenizer={tokenizer!r}, seq_len={seq_len}, cache={cache!r})
 mark("dataset described")
-with AsyncDataLoader(data, {batch_size}, shuffle={shuffle!r}, output="numpy", report_docs=0) as loader:
+with AsyncDataLoader(data, {batch_size}, shuffle={shuffle!r}) as loader:
     mark("loader started")
     batch = next(loader)
     mark("first batch")

@@ -201,9 +201,7 @@ def main() -> None:
         loaders = {}
         for n in WORKERS:
             data = TextDataset(corpus.copies(COPIES), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
-            loaders[n] = stack.enter_context(
-                AsyncDataLoader(data, BATCH_SIZE, n_workers=n, output="numpy")
-            )
+            loaders[n] = stack.enter_context(AsyncDataLoader(data, BATCH_SIZE, n_workers=n))
             for _ in range(20 if args.quick else 500):
                 next(loaders[n])
         flat_out(report, loaders, repeats, 0.1 if args.quick else 1.0, 20 if args.quick else 600)

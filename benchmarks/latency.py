@@ -7,7 +7,6 @@ by themselves. Every contender has a process of its own; all are measured in tur
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ def contend(case: dict[str, Any], quick: bool) -> None:
 
     corpus = load_corpus(quick)
     data = TextDataset(corpus.copies(COPIES), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
-    loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=case["shuffle"], output=case["output"])
+    loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=case["shuffle"])
     with loader:
         source: Iterator[Any] = iter(loader)
         if case["what"] == "list":
@@ -66,7 +65,6 @@ def main() -> None:
     steps = args.steps or (40 if args.quick else 1000)
     corpus = load_corpus(args.quick)
     corpus.copies(COPIES)
-    outputs = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
     settings = {
         "corpus": corpus.name,
         "batch": [BATCH_SIZE, SEQ_LEN],
@@ -75,13 +73,12 @@ def main() -> None:
     }
     report = Report("latency", args.quick, settings | {"step_ms": 1e3 * STEP_S})
     cases: dict[str, dict[str, Any]] = {
-        "a list of batches": {"what": "list", "shuffle": False, "output": "numpy", "steps": steps}
+        "a list of batches": {"what": "list", "shuffle": False, "steps": steps}
     }
     cases |= {
-        f"loader, {output}, shuffle {'on' if shuffle else 'off'}": {
-            "what": "loader", "shuffle": shuffle, "output": output, "steps": steps
+        f"loader, shuffle {'on' if shuffle else 'off'}": {
+            "what": "loader", "shuffle": shuffle, "steps": steps
         }
-        for output in outputs
         for shuffle in (False, True)
     }  # fmt: skip
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}

@@ -69,7 +69,6 @@ def penstock(
         n_workers=workers,
         workers=given,
         prefetch_size=prefetch,
-        output="torch",
     )
     with loader:
         yield iter(loader)

@@ -98,7 +98,7 @@ def contend(case: dict[str, Any], quick: bool) -> None:
         sampler.start()
         try:
             with AsyncDataLoader(
-                data, BATCH_SIZE, shuffle=True, n_workers=case["workers"], output="numpy"
+                data, BATCH_SIZE, shuffle=True, n_workers=case["workers"]
             ) as loader:
                 while time.monotonic() < begun + case["seconds"]:
                     next(loader)

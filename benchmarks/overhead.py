@@ -89,10 +89,12 @@ class Turns:
 
 
 def make(corpus: Corpus, shape: tuple[int, int], telemetry: bool) -> Any:
-    from penstock import AsyncDataLoader, TextDataset
+    from penstock import AsyncDataLoader, Telemetry, TextDataset
 
     data = TextDataset(corpus.copies(COPIES), tokenizer="byte", seq_len=shape[1])
-    return AsyncDataLoader(data, shape[0], output="numpy", telemetry=telemetry, report_docs=0)
+    loader = AsyncDataLoader(data, shape[0])
+    loader.observe(Telemetry(on=telemetry))
+    return loader
 
 
 def flat_out(report: Report, corpus: Corpus, repeats: int, steps: int) -> None:

@@ -83,7 +83,7 @@ class Loader:
 
     def _loader(self) -> Any:
         return self._new(
-            self._data, BATCH_SIZE, shuffle=self._shuffle, epochs=1, output="numpy", report_docs=0
+            self._data, BATCH_SIZE, shuffle=self._shuffle, epochs=1
         )  # fmt: skip
 
     def measure(self) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class Stream:
             seed=7,
             lanes=self._lanes,
             epochs=1,
-            output="numpy",
         )
 
     def pass_over(self, most: int | None = None) -> None:

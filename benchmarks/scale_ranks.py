@@ -83,8 +83,7 @@ def rank(case: Mapping[str, Any]) -> dict[str, Any]:
     )
 
     def loader() -> AsyncDataLoader:
-        return AsyncDataLoader(data, 1, True, seed, 1, 1, shard=Shard(ranks, number), lanes=ranks, output="numpy",
-                               report_docs=0)  # fmt: skip
+        return AsyncDataLoader(data, 1, True, seed, 1, 1, shard=Shard(ranks, number), lanes=ranks)  # fmt: skip
 
     if traced:
         with loader() as before:  # what is imported with a first one is not what is measured
@@ -154,7 +153,10 @@ def host_rank(case: Mapping[str, Any]) -> dict[str, Any]:
         )
     begun = time.perf_counter()
     data = TextDataset(
-        case["url"], tokenizer=case["tokenizer"], seq_len=SEQ_LEN, share_listing=bool(meet)
+        case["url"],
+        tokenizer=case["tokenizer"],
+        seq_len=SEQ_LEN,
+        remote={"share_listing": bool(meet)},
     )
     loader = AsyncDataLoader(
         data,
@@ -164,8 +166,6 @@ def host_rank(case: Mapping[str, Any]) -> dict[str, Any]:
         1,
         shard=Shard(WORLD, case["rank"]),
         lanes=WORLD,
-        output="numpy",
-        report_docs=0,
     )
     if case.get("stage"):
         done = stage(loader, case["stage"])

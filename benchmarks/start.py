@@ -48,7 +48,7 @@ mark("rest of the names")
 FIRST = """
 data = TextDataset({folder!r}, tokenizer={tokenizer!r}, seq_len={seq_len})
 mark("dataset: list, vocabulary")
-loader = AsyncDataLoader(data, {batch_size}, shuffle=True, output={output!r})
+loader = AsyncDataLoader(data, {batch_size}, shuffle=True)
 {between}
 next(loader)
 mark("first batch")
@@ -87,10 +87,10 @@ def children(quick: bool) -> dict[str, str]:
     """The code of each child."""
     corpus = load_corpus(quick)
 
-    def first(tokenizer: str, output: str, between: str = "") -> str:
+    def first(tokenizer: str, between: str = "") -> str:
         return IMPORT + NAMES + FIRST.format(
             folder=str(corpus.copies(COPIES)), tokenizer=tokenizer, seq_len=SEQ_LEN, batch_size=BATCH_SIZE,
-            output=output, between=between,
+            between=between,
         )  # fmt: skip
 
     bpe = str(corpus.tokenizer)
@@ -98,14 +98,13 @@ def children(quick: bool) -> dict[str, str]:
         "interpreter": "",
         "import penstock": IMPORT,
         "import awkward": AWKWARD,
-        "BPE, numpy": first(bpe, "numpy"),
-        "byte, numpy": first("byte", "numpy"),
+        "BPE": first(bpe),
+        "byte": first("byte"),
     }
     if importlib.util.find_spec("torch"):
         bodies |= {
             "import torch": TORCH,
-            "BPE, torch": first(bpe, "torch"),
-            "BPE, torch, loader started first": first(bpe, "torch", STARTED),
+            "BPE, loader started first": first(bpe, STARTED),
         }
     return {name: FRAME.format(body=body) for name, body in bodies.items()}
 
@@ -134,7 +133,7 @@ def main() -> None:
         totals = interleave(repeats, {name: starting(name) for name in codes})
     for name, seconds in totals.items():
         alone = name == "interpreter" or name.startswith("import ")
-        goal = Goal("<=", 0.8) if name in ("BPE, numpy", "byte, numpy") else None
+        goal = Goal("<=", 0.8) if name in ("BPE", "byte") else None
         report.add(name, "done after" if alone else "first batch after", seconds, "s", goal)
     for name, runs in collected.items():
         for i, (part, _) in enumerate(runs[0]):
@@ -144,7 +143,7 @@ def main() -> None:
     report.close()
     slowest = {name: statistics.median(seconds) for name, seconds in totals.items()}
     if "import torch" in slowest:
-        share = slowest["import torch"] / slowest["BPE, torch"]
+        share = slowest["import torch"] / slowest["BPE"]
         print(f"# importing torch alone takes {share:.0%} as long as the first batch of tensors\n")
 
 

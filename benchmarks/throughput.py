@@ -84,7 +84,6 @@ class Loader:
             shuffle=self._shuffle,
             n_workers=self._workers,
             epochs=self._passes,
-            output="numpy",
         )
         cpu = time.process_time()
         begun = time.perf_counter()

@@ -82,7 +82,7 @@ def penstock(path: Path, workers: int, stack: ExitStack) -> Iterator[Any]:
     from penstock import AsyncDataLoader, TokenFileDataset
 
     data = TokenFileDataset.from_binary_file(path, SEQ_LEN)
-    loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=True, n_workers=workers, output="torch")
+    loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=True, n_workers=workers)
     return iter(stack.enter_context(loader))
 
 

@@ -154,18 +154,16 @@ class Runs:
 def make(case: Mapping[str, Any]) -> Any:
     """A loader of text."""
     from penstock import AsyncDataLoader, TextDataset
+    from penstock.encode.tokenize import load_tokenizer
 
     data = TextDataset(
         case["urls"],
-        tokenizer=case["tokenizer"],
-        engine=case["engine"],
+        tokenizer=load_tokenizer(case["tokenizer"], engine=case["engine"]),
         seq_len=SEQ_LEN,
         cache=False,
     )
     workers: dict[str, Any] = {} if case["mode"] == "async" else {"n_workers": 0}
-    return AsyncDataLoader(
-        data, case["batch"], shuffle=False, output="numpy", report_docs=0, **workers
-    )
+    return AsyncDataLoader(data, case["batch"], shuffle=False, **workers)
 
 
 def step(batches: Iterator[Any], steps: int, wait_s: float) -> dict[str, Any]:

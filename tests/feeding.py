@@ -37,7 +37,7 @@ class Numbers:
 
 
 def loader(data: Any, rank: int = 0, world: int = 1, **more: Any) -> AsyncDataLoader:
-    settings: dict[str, Any] = {"shuffle": False, "n_workers": 1, "telemetry": False} | more
+    settings: dict[str, Any] = {"shuffle": False, "n_workers": 1} | more
     return AsyncDataLoader(data, 2, shard=Shard(world, rank), **settings)
 
 

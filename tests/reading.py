@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ EOS = 256
 
 def bytes_of(path: Path | str | list[Any], **settings: Any) -> TextDataset:
     """A dataset whose ids are the bytes of its texts."""
-    return TextDataset(path, **{"tokenizer": "byte", "seq_len": 512, **settings})
+    limits = {
+        name: settings.pop(name) for name in ("max_doc_bytes", "max_ratio") if name in settings
+    }
+    dataset = TextDataset(path, **{"tokenizer": "byte", "seq_len": 512, **settings})
+    dataset.read = replace(dataset.read, **limits)
+    return dataset
 
 
 def open_loader(dataset: TextDataset, **how: Any) -> AsyncDataLoader:
     """One pass without threads, unless told otherwise."""
-    return AsyncDataLoader(
-        dataset, **{"batch_size": 1, "n_workers": 0, "epochs": 1, "output": "numpy", **how}
-    )
+    return AsyncDataLoader(dataset, **{"batch_size": 1, "n_workers": 0, "epochs": 1, **how})
 
 
 def ids_of(loader: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -35,8 +39,9 @@ def ids_of(loader: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     parts: list[Any] = []
     for batch in loader:
         if not parts:
-            parts.append(batch.inputs[0, :1])
-        parts.append(batch.targets[batch.targets >= 0])
+            parts.append(np.asarray(batch.inputs)[0, :1])
+        targets = np.asarray(batch.targets)
+        parts.append(targets[targets >= 0])
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

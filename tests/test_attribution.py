@@ -79,7 +79,7 @@ def shares(loader: AsyncDataLoader) -> dict[str, float]:
 
 def run(data: Any, steps: int, **how: Any) -> dict[str, float]:
     """Seconds of waiting by stage."""
-    with AsyncDataLoader(data, 4, output="numpy", **how) as loader:
+    with AsyncDataLoader(data, 4, **how) as loader:
         for _ in range(steps):
             next(loader)
         shares(loader)
@@ -123,7 +123,7 @@ def test_a_delay_that_is_hidden_behind_a_longer_one_is_not_charged(
     delay(monkeypatch, *PLACES["tokenize"], seconds=0.12)
     delay(monkeypatch, *PLACES["pack"], seconds=0.03)
     data = TextDataset(small, tokenizer="byte", seq_len=64)
-    with AsyncDataLoader(data, 4, output="numpy", n_workers=1, prefetch_size=1) as loader:
+    with AsyncDataLoader(data, 4, n_workers=1, prefetch_size=1) as loader:
         for _ in range(50):
             next(loader)
         found = shares(loader)
@@ -149,7 +149,7 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
     data = TextDataset(
         "hf://datasets/org/data", tokenizer="byte", seq_len=64, cache=False, remote={"fetches": 1}
     )
-    with AsyncDataLoader(data, 4, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(data, 4, n_workers=1) as loader:
         for _ in range(480):
             next(loader)
         found, stats = loader.telemetry.window.by_stage, loader.stats()

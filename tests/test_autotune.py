@@ -150,7 +150,7 @@ def stream(loader: AsyncDataLoader, steps: int, seed: int | None) -> list[Any]:
 
 def text(corpus: Path, **more: Any) -> AsyncDataLoader:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32)
-    return AsyncDataLoader(data, 4, shuffle=True, seed=3, output="numpy", **more)
+    return AsyncDataLoader(data, 4, shuffle=True, seed=3, **more)
 
 
 @settings(deadline=None, max_examples=8)
@@ -162,7 +162,7 @@ def test_the_stream_is_the_same_whatever_is_turned(corpus: Path, seed: int) -> N
 
 def test_the_names_of_the_knobs_by_kind_of_data(corpus: Path, hub: HubServer) -> None:
     def names(data: Any, **more: Any) -> set[str]:
-        with AsyncDataLoader(data, 4, autotune=True, n_workers=1, output="numpy", **more) as loader:
+        with AsyncDataLoader(data, 4, autotune=True, n_workers=1, **more) as loader:
             assert loader._tuner is not None
             return {knob.name for knob in loader._tuner.knobs}
 
@@ -192,7 +192,7 @@ def hub(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 def test_requests_in_flight_may_change_at_any_time(hub: HubServer) -> None:
     def make(**more: Any) -> AsyncDataLoader:
         data = TextDataset("hf://datasets/org/data", tokenizer="byte", seq_len=32, cache=False)
-        return AsyncDataLoader(data, 4, output="numpy", **more)
+        return AsyncDataLoader(data, 4, **more)
 
     whole = stream(make(), 100, None)
     assert stream(make(autotune=True), 100, 1) == whole
@@ -201,9 +201,7 @@ def test_requests_in_flight_may_change_at_any_time(hub: HubServer) -> None:
 
 def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=1024)
-    with AsyncDataLoader(
-        data, 8, output="numpy", n_workers=1, memory_limit=8 << 20, autotune=True
-    ) as loader:
+    with AsyncDataLoader(data, 8, n_workers=1, memory_limit=8 << 20, autotune=True) as loader:
         assert loader._tuner is not None
         knob = next(k for k in loader._tuner.knobs if k.name == "prefetch_size")
         batch = 8 * 1024 * 16
@@ -217,7 +215,7 @@ def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None
 
 def test_autotune_needs_telemetry() -> None:
     with pytest.raises(ConfigError, match="telemetry=True"):
-        AsyncDataLoader([1, 2, 3], 1, autotune=True, telemetry=False)
+        AsyncDataLoader([1, 2, 3], 1, autotune=True)
     with pytest.raises(ConfigError, match="autotune='yes'"):
         AsyncDataLoader([1, 2, 3], 1, autotune="yes")  # type: ignore[arg-type]
 

@@ -24,8 +24,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from penstock import ConfigError, NoData, SourceChanged
+from penstock import ConfigError
 from penstock.cli.bootstrap import bootstrap as bootstrap_command
+from penstock.errors import NoData, SourceChanged
 from penstock.sources.bootstrap import Progress, bootstrap
 from penstock.sources.bootstrap_lines import as_lines
 from penstock.testing import Chaos, FileServer, HubServer

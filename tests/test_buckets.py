@@ -22,7 +22,8 @@ from penstock.errors import (
     RemoteError,
     SourceChanged,
 )
-from penstock.read.attempt import Answer, Patience, Remote
+from penstock.options import RemoteOptions
+from penstock.read.attempt import Answer, Patience
 from penstock.read.attempt import Fault as Failed
 from penstock.read.buckets import Buckets, place
 from penstock.read.kept import Kept
@@ -103,7 +104,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
 @pytest.fixture
 def client() -> Iterator[Client]:
     one = Client(
-        Remote(
+        RemoteOptions(
             metadata_budget=2.0,
             connect_timeout=2.0,
             stall_timeout=0.5,
@@ -496,7 +497,7 @@ def test_metadata_is_tried_again(plain: FileServer, client: Client, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["silence", "stall", "drip"])
 def test_a_read_that_nobody_needs_any_more_ends_at_once(plain: FileServer, kind: str) -> None:
-    client = Client(Remote(stall_timeout=60.0, request_timeout=60.0))
+    client = Client(RemoteOptions(stall_timeout=60.0, request_timeout=60.0))
     plain.fault(Fault(kind, times=None))
     patience = Patience(client.limits, time.monotonic() + 60.0)
     timer = threading.Timer(0.3, patience.cancel)
@@ -579,9 +580,7 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
 
     def stream(url: Any, **how: Any) -> tuple[list[str], Any]:
         data = TextDataset(url, tokenizer="byte", seq_len=32)
-        with AsyncDataLoader(
-            data, 4, shuffle=True, seed=2, epochs=2, output="numpy", **how
-        ) as loader:
+        with AsyncDataLoader(data, 4, shuffle=True, seed=2, epochs=2, **how) as loader:
             return take(loader, 10**6), loader.stats()
 
     local, _ = stream(corpus / form)

@@ -76,7 +76,7 @@ def test_what_arrives_is_what_would_have_stayed(
         "batch_size": 4,
         "seed": 1,
         "n_workers": n_workers,
-        "pad": 0 if kind == "samples" else None,
+        "collate": pad_with(0) if kind == "samples" else None,
     }
     with AsyncDataLoader(made, **how) as here, AsyncDataLoader(made, device="cpu", **how) as there:
         for _ in range(20):

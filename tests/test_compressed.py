@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock import BadRecord, CorruptFile
+from penstock.errors import BadRecord, CorruptFile
 from penstock.read import storage
 from penstock.read.cache import entries
 from penstock.read.forwards import open_stream
@@ -355,7 +355,7 @@ def high_water() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 data = TextDataset(sys.argv[1], tokenizer="byte", seq_len=65536, chunk_bytes=1 << 20, max_ratio=1e6)
-with AsyncDataLoader(data, batch_size=8, n_workers=0, epochs=1, output="numpy") as loader:
+with AsyncDataLoader(data, batch_size=8, n_workers=0, epochs=1) as loader:
     first = next(loader)
     before, tokens = high_water(), first.tokens
     for batch in loader:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from penstock.dialects import without_comments
 
 from penstock import AsyncDataLoader, TextDataset
-from penstock.dialects import without_comments
 from penstock.settings import PRESETS, load
 from tests.corpus import texts
 
@@ -43,7 +43,7 @@ def data_for(path: Path, folder: Path) -> TextDataset | None:
 
 
 def first(path: Path, data: TextDataset | None, n: int = 4, **overrides: Any) -> list[Any]:
-    with AsyncDataLoader.from_config(path, data, output="numpy", **overrides) as loader:
+    with AsyncDataLoader.from_config(path, data, **overrides) as loader:
         return [next(loader) for _ in range(n)]
 
 
@@ -68,9 +68,7 @@ def test_a_loader_made_from_the_file_gives_the_batches_it_describes(
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_whole_pass_over_the_files_data_ends(path: Path, tmp_path: Path) -> None:
-    with AsyncDataLoader.from_config(
-        path, data_for(path, tmp_path), output="numpy", epochs=1
-    ) as loader:
+    with AsyncDataLoader.from_config(path, data_for(path, tmp_path), epochs=1) as loader:
         batches = sum(1 for _ in loader)
         assert batches > 4
         assert next(loader, None) is None

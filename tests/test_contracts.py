@@ -32,7 +32,7 @@ def maker(
         "seq_len": 64,
         "tokenizer": str(corpus / "tokenizer.json"),
     }
-    loader = {"batch_size": 8, "seed": 5, "n_workers": 2, "output": "numpy"}
+    loader = {"batch_size": 8, "seed": 5, "n_workers": 2}
     for name in [
         name
         for name in fixed

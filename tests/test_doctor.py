@@ -20,8 +20,7 @@ from typer.testing import CliRunner, Result
 from penstock import (
     AsyncDataLoader,
     ConfigError,
-    NoData,
-    Remote,
+    RemoteOptions,
     SyntheticDataset,
     TextDataset,
     TokenFileDataset,
@@ -30,13 +29,15 @@ from penstock.cli.doctor import _row, doctor
 from penstock.config import cache_dir
 from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
-from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import LoaderTimeout, PenstockError
+from penstock.encode.tokenize import Tokenizer
+from penstock.errors import LoaderTimeout, NoData, PenstockError
 from penstock.testing import Fault, FileServer, HubServer
 from tests.corpus import texts
 
 QUICK = {"seconds": 0.2}
-DEAD = Remote(retry_budget=1, metadata_budget=1, backoff=0.05, connect_timeout=1, stall_timeout=1)
+DEAD = RemoteOptions(
+    retry_budget=1, metadata_budget=1, backoff=0.05, connect_timeout=1, stall_timeout=1
+)
 
 
 def run(*args: Any) -> Result:
@@ -140,7 +141,7 @@ def test_remote_text_is_fetched_one_and_many_at_a_time(hub: HubServer) -> None:
     assert code == 0
     alone = found["alone"]
     assert alone["remote"]
-    assert alone["in_flight"] == Remote().fetches
+    assert alone["in_flight"] == RemoteOptions().fetches
     assert alone["in_flight_bytes_per_s"] > 0
     assert (
         alone["fetch_p95_ms"] >= alone["fetch_p50_ms"] >= 10
@@ -254,7 +255,7 @@ def test_settings_to_paste_are_settings(corpus: Path, tmp_path: Path) -> None:
     config.write_text(
         f'{text}\nkind = "text"\nurls = "{corpus}/parquet"\ntokenizer = "byte"\nseq_len = 64\n'
     )
-    with AsyncDataLoader.from_config(config, output="numpy") as loader:
+    with AsyncDataLoader.from_config(config) as loader:
         assert next(loader).inputs.shape == (4, 64)
 
 
@@ -297,12 +298,12 @@ def test_an_address_nobody_answers_at_is_given_up_after_the_doctors_own_patience
     assert done.exit_code == 2
     took = re.search(r"attempts? in ([0-9.]+) s failed", done.stderr)
     assert took, done.stderr
-    assert float(took[1]) < Remote().metadata_budget / 2
+    assert float(took[1]) < RemoteOptions().metadata_budget / 2
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e-320])
 def test_a_step_that_would_end_after_the_time_is_an_error_and_not_waited_for(rate: float) -> None:
-    loader = AsyncDataLoader(SyntheticDataset(100, 64, 5000), 4, output="numpy")
+    loader = AsyncDataLoader(SyntheticDataset(100, 64, 5000), 4)
     with pytest.raises(
         LoaderTimeout,
         match=rf"256 tokens takes .* s at {rate:g} tokens a second, and [0-9.]+ s are left",
@@ -429,7 +430,7 @@ def test_a_rate_is_never_above_what_the_slowest_stage_allows(tmp_path: Path) -> 
     )
     data = TextDataset(tmp_path / "equal.parquet", tokenizer="byte", seq_len=64)
     for seconds in (0.12, 0.2):
-        loader = AsyncDataLoader(data, 4, n_workers=1, output="numpy")
+        loader = AsyncDataLoader(data, 4, n_workers=1)
         flow = drain(loader, seconds, by=time.monotonic() + 60)
         assert flow.tokens_per_s < 1.1 * 10_000 / 0.05
         assert sum(flow.by_stage.values()) == pytest.approx(flow.wait_s, rel=0.05, abs=0.03)

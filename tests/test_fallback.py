@@ -289,7 +289,7 @@ def test_a_loader_that_cannot_be_opened_again_at_first_still_goes_on_where_it_st
             return super().start()
 
     data = Numbers(wall=5, fault=ConnectionError("reset"))
-    feed = feeds(lambda: Stubborn(data, 2, shuffle=False, n_workers=1, telemetry=False), SYNTHETIC)
+    feed = feeds(lambda: Stubborn(data, 2, shuffle=False, n_workers=1), SYNTHETIC)
     assert [rows(feed.next(step).batches) for step in (1, 2)] == [[0, 1], [2, 3]]
     assert feed.next(3).batches[0].synthetic
     data.opened.set()

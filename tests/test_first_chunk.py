@@ -70,7 +70,7 @@ def data(folder: Path, kind: str, **how: Any) -> TextDataset:
 def stream(dataset: Any, n_workers: int = 2, **how: Any) -> list[Any]:
     """Everything that can be known of each batch of an epoch."""
     with AsyncDataLoader(
-        dataset, 2, output="numpy", n_workers=n_workers, epochs=1, drop_last=True, **how
+        dataset, 2, n_workers=n_workers, epochs=1, drop_last=True, **how
     ) as loader:
         found = []
         for batch in loader:
@@ -114,16 +114,12 @@ def test_however_much_is_divided_off_every_state_goes_on_exactly(
 ) -> None:
     monkeypatch.setattr(files, "FIRST_BYTES", bytes_a_token)
     dataset = data(folder, "parquet")
-    with AsyncDataLoader(
-        dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True
-    ) as loader:
+    with AsyncDataLoader(dataset, 2, n_workers=2, epochs=1, drop_last=True) as loader:
         given = [(batch.inputs.tolist(), loader.state_dict()) for batch in loader]
     assert len(divided) == 1
     assert 0 < divided[0][1] < 60
     for at in range(0, len(given) - 1, 7):
-        with AsyncDataLoader(
-            dataset, 2, output="numpy", n_workers=2, epochs=1, drop_last=True
-        ) as again:
+        with AsyncDataLoader(dataset, 2, n_workers=2, epochs=1, drop_last=True) as again:
             again.load_state_dict(given[at][1])
             assert next(again).inputs.tolist() == given[at + 1][0]
 
@@ -137,7 +133,7 @@ def test_a_lane_that_has_begun_beside_others_that_have_not_goes_on_where_it_was(
     dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=64)
 
     def loader() -> AsyncDataLoader:
-        return AsyncDataLoader(dataset, 1, lanes=16, n_workers=2, output="numpy", epochs=1)
+        return AsyncDataLoader(dataset, 1, lanes=16, n_workers=2, epochs=1)
 
     for taken in (1, 5, 15, 16):
         with loader() as whole:
@@ -159,9 +155,7 @@ def test_what_is_needed_as_a_whole_is_not_divided(
     divided: list[Any], folder: Path, how: dict[str, Any]
 ) -> None:
     packing = how.pop("packing", "concat")
-    with AsyncDataLoader(
-        data(folder, "parquet", packing=packing), 2, output="numpy", n_workers=1, **how
-    ) as loader:
+    with AsyncDataLoader(data(folder, "parquet", packing=packing), 2, n_workers=1, **how) as loader:
         for _ in range(200):
             next(loader)
     assert not divided
@@ -181,7 +175,7 @@ def test_the_first_batch_is_there_while_the_rest_is_tokenized(
         return usual(engine, column)
 
     monkeypatch.setattr(ByteEngine, "encode", encode)
-    with AsyncDataLoader(data(folder, "parquet"), 2, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(data(folder, "parquet"), 2, n_workers=1) as loader:
         try:
             assert loader.next_batch(timeout=60) is not None
             assert calls <= 2
@@ -210,9 +204,7 @@ def test_no_worker_begins_with_what_comes_after_the_rest(
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=SEQ_LEN)
-    with AsyncDataLoader(
-        dataset, 2 * lanes, output="numpy", n_workers=workers, lanes=lanes, epochs=1
-    ) as loader:
+    with AsyncDataLoader(dataset, 2 * lanes, n_workers=workers, lanes=lanes, epochs=1) as loader:
         assert sum(1 for _ in loader)
     first = {ref for _, ref in told[: 2 * lanes]}
     assert len(first) == lanes
@@ -233,7 +225,7 @@ def test_a_rest_that_cannot_be_tokenized_is_an_error_after_what_came_before(
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     dataset = data(folder, "parquet")
-    with AsyncDataLoader(dataset, 2, output="numpy", n_workers=2) as loader:
+    with AsyncDataLoader(dataset, 2, n_workers=2) as loader:
         assert next(loader).index == 0
         with pytest.raises(ValueError, match="too many") as caught:
             list(loader)
@@ -245,7 +237,7 @@ def test_records_that_are_left_out_are_counted_once(divided: list[Any], tmp_path
     documents = [b"x" * 40] * 30 + [b"\xff\xfe"] + [b"y" * 40] * 200
     pq.write_table(pa.table({"text": pa.array(documents, pa.binary())}), tmp_path / "a.parquet")
     dataset = TextDataset(tmp_path, tokenizer="byte", seq_len=SEQ_LEN, on_bad_record="skip")
-    with AsyncDataLoader(dataset, 2, output="numpy", n_workers=2, epochs=1) as loader:
+    with AsyncDataLoader(dataset, 2, n_workers=2, epochs=1) as loader:
         assert sum(1 for _ in loader)
         stats = loader.stats()
     assert len(divided) == 1
@@ -256,9 +248,7 @@ def test_what_is_kept_of_a_divided_chunk_is_the_whole_of_it(
     monkeypatch: pytest.MonkeyPatch, divided: list[Any], folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    with AsyncDataLoader(
-        data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1
-    ) as loader:
+    with AsyncDataLoader(data(folder, "parquet", cache=True), 2, n_workers=2, epochs=1) as loader:
         assert sum(1 for _ in loader)
         stats = loader.stats()
     assert (stats.cache_hits, stats.cache_misses) == (0, 2), (
@@ -268,9 +258,7 @@ def test_what_is_kept_of_a_divided_chunk_is_the_whole_of_it(
     first = stream(data(folder, "parquet", cache=True))
     again = stream(data(folder, "parquet", cache=True))
     assert again == first == stream(data(folder, "parquet"), n_workers=0)
-    with AsyncDataLoader(
-        data(folder, "parquet", cache=True), 2, output="numpy", n_workers=2, epochs=1
-    ) as loader:
+    with AsyncDataLoader(data(folder, "parquet", cache=True), 2, n_workers=2, epochs=1) as loader:
         assert sum(1 for _ in loader)
         stats = loader.stats()
     assert (stats.cache_hits, stats.cache_misses) == (2, 0)
@@ -330,7 +318,7 @@ def test_the_vocabulary_is_loaded_beside_the_first_decoding(
     monkeypatch.setattr(PlainFile, "_read", read)
     monkeypatch.setattr(ByteEngine, "prepare", lambda engine: events.append("loaded"))
     monkeypatch.setattr(text_work, "BESIDE_S", 30.0)
-    with AsyncDataLoader(data(folder, kind), 2, n_workers=n_workers, output="numpy") as loader:
+    with AsyncDataLoader(data(folder, kind), 2, n_workers=n_workers) as loader:
         next(loader)
         deadline = time.monotonic() + 30
         while "loaded" not in events and time.monotonic() < deadline:
@@ -345,7 +333,7 @@ def test_who_is_shut_down_does_not_wait_for_a_file(
     monkeypatch.setattr(
         Storage, "plain", lambda storage, file: PlainFile(file)
     )  # which tells nobody
-    loader = AsyncDataLoader(data(folder, "parquet"), 2, n_workers=2, output="numpy")
+    loader = AsyncDataLoader(data(folder, "parquet"), 2, n_workers=2)
     next(loader)
     loader.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
@@ -367,7 +355,7 @@ def test_nobody_waits_for_a_file_to_be_read_where_that_is_not_told(
     path = tmp_path / f"a.parquet{codec and '.'}{codec}"
     path.write_bytes(gzip.compress(whole) if codec else whole)
     with AsyncDataLoader(
-        TextDataset(path, tokenizer="byte", seq_len=SEQ_LEN), 2, n_workers=n_workers, output="numpy"
+        TextDataset(path, tokenizer="byte", seq_len=SEQ_LEN), 2, n_workers=n_workers
     ) as loader:
         next(loader)
         deadline = time.monotonic() + 30

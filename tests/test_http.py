@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from penstock import AccessDenied, Remote, RemoteError
+from penstock import RemoteOptions
+from penstock.errors import AccessDenied, RemoteError
 from penstock.feed.spare import resolve_in_time
 from penstock.read import http as http_module
 from penstock.read.attempt import Fault, Patience
@@ -27,7 +28,9 @@ from penstock.read.http import Http, Response, Target
 from penstock.testing import Fault as Wrong
 from penstock.testing import FileServer
 
-LIMITS = Remote(connect_timeout=1, request_timeout=5, stall_timeout=0.4, min_bytes_per_s=1000)
+LIMITS = RemoteOptions(
+    connect_timeout=1, request_timeout=5, stall_timeout=0.4, min_bytes_per_s=1000
+)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 DATA = bytes(range(256)) * 400
 
@@ -119,12 +122,16 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def patience(limits: Remote = LIMITS, seconds: float = 60.0) -> Patience:
+def patience(limits: RemoteOptions = LIMITS, seconds: float = 60.0) -> Patience:
     return Patience(limits, time.monotonic() + seconds)
 
 
 def get(
-    http: Http, url: str | Target, limits: Remote = LIMITS, method: str = "GET", **headers: str
+    http: Http,
+    url: str | Target,
+    limits: RemoteOptions = LIMITS,
+    method: str = "GET",
+    **headers: str,
 ) -> bytes:
     target = url if isinstance(url, Target) else Target(url)
     with http.open(method, target, headers, patience(limits)) as response:

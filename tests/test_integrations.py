@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from penstock import AsyncDataLoader, ConfigError, Shard, StateFormat, StateMismatch, TextDataset
+from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
+from penstock.errors import StateFormat, StateMismatch
 from penstock.torch_dataset import AllRanks, TorchDataset, TrainerMixin, lightning_callback
 
 pytestmark = [

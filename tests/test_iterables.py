@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import (
-    AsyncDataLoader,
-    BadRecord,
-    ConfigError,
-    NoData,
-    Shard,
-    SourceError,
-    TextDataset,
-)
+from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
 from penstock.encode.window import Place
+from penstock.errors import BadRecord, NoData, SourceError
 from penstock.sources.text_stream import StreamReader
 from tests import contracts
 
@@ -106,9 +99,7 @@ def text(source: Any, **more: Any) -> Any:
 
 
 def samples_loader(source: Any, **how: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(
-        source, **{"batch_size": 4, "n_workers": 1, "prefetch_size": 2, "output": "numpy", **how}
-    )
+    return AsyncDataLoader(source, **{"batch_size": 4, "n_workers": 1, "prefetch_size": 2, **how})
 
 
 def text_loader(source: Any, **how: Any) -> AsyncDataLoader:

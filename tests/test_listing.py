@@ -18,7 +18,7 @@ import pytest
 
 from penstock.errors import AccessDenied, ConfigError, NoData, Offline, RemoteError, SourceError
 from penstock.feed.spare import SpareThreads
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing, Secret, basic_authorization
 from penstock.read.manifest import explain_change, fingerprint, list_files, tell_apart
@@ -84,7 +84,7 @@ class Lister:
         self.kept = Kept(folder)
         self.threads = SpareThreads(4)
         self.client = Client(
-            Remote(metadata_budget=3.0, stall_timeout=0.5, backoff=0.02), side=self.threads
+            RemoteOptions(metadata_budget=3.0, stall_timeout=0.5, backoff=0.02), side=self.threads
         )  # fmt: skip
         self.remote: RemoteListing | None = None
 
@@ -341,14 +341,14 @@ def test_a_branch_that_moved_is_seen(hub: HubServer, lister: Lister) -> None:
 LIST = """
 import sys, time
 from pathlib import Path
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.retry import Client
 print("ready", flush=True)
 sys.stdin.readline()
-client = Client(Remote())
+client = Client(RemoteOptions())
 files = list_files(sys.argv[2], remote=RemoteListing(client, Kept(Path(sys.argv[1]))))
 print(len(files), fingerprint(files))
 client.close()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock import ConfigError, NoData, TextDataset
+from penstock import ConfigError, TextDataset
+from penstock.errors import NoData
 from penstock.read import manifest
 from penstock.read.manifest import fingerprint, list_files
 from tests.reading import bytes_of, documents, write_jsonl

@@ -14,16 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import penstock
 from penstock import (
     AsyncDataLoader,
     ConfigError,
-    NoData,
     Shard,
     StateError,
     SyntheticDataset,
     TokenFileDataset,
 )
+from penstock.encode.collate import pad_with
+from penstock.errors import CorruptFile, NoData
+from penstock.sources.samples import batched
 from tests import contracts
 
 
@@ -41,7 +42,7 @@ class Numbers:
 
 
 def loader_of(data: Any, batch_size: int = 4, **how: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(data, batch_size, **{"n_workers": 1, "output": "numpy", **how})
+    return AsyncDataLoader(data, batch_size, **{"n_workers": 1, **how})
 
 
 def firsts(loader: AsyncDataLoader, n: int = 10**6) -> list[int]:
@@ -243,14 +244,14 @@ def test_rows_of_ids_become_inputs_and_targets() -> None:
         inputs, targets = one([row, row])
         assert inputs.tolist() == [[1, 2], [1, 2]]
         assert targets.tolist() == [[2, 3], [2, 3]]
-        assert inputs.dtype == targets.dtype == np.int64
+        assert inputs.dtype == targets.dtype == torch.int64
 
 
 def test_ragged_rows_are_filled_up() -> None:
-    batch = one([[1, 2, 3, 4], [5, 6]], pad=9)
+    batch = one([[1, 2, 3, 4], [5, 6]], collate=pad_with(9))
     assert batch.inputs.tolist() == [[1, 2, 3], [5, 9, 9]]
     assert batch.targets.tolist() == [[2, 3, 4], [6, -100, -100]]
-    with pytest.raises(ConfigError, match="pad="):
+    with pytest.raises(ConfigError, match="pad_with"):
         one([[1, 2, 3, 4], [5, 6]])
 
 
@@ -258,15 +259,17 @@ def test_ragged_rows_are_filled_up() -> None:
 def test_a_pad_id_need_not_fit_the_type_of_the_ids(dtype: Any) -> None:
     pad = np.iinfo(dtype).max + 1
     rows = [np.array([1, 2, 3, 4], dtype), np.array([5, 6], dtype)]
-    assert one(rows, pad=pad).inputs.tolist() == [[1, 2, 3], [5, pad, pad]]
-    assert one([{"input_ids": row} for row in rows], pad=pad)["input_ids"].tolist() == [
+    assert one(rows, collate=pad_with(pad)).inputs.tolist() == [[1, 2, 3], [5, pad, pad]]
+    assert one([{"input_ids": row} for row in rows], collate=pad_with(pad))[
+        "input_ids"
+    ].tolist() == [
         [1, 2, 3, 4],
         [5, 6, pad, pad],
     ]
 
 
 def test_many_ragged_rows_are_filled_up() -> None:
-    batch = one([np.arange(2 + i % 5) for i in range(300)], pad=0)
+    batch = one([np.arange(2 + i % 5) for i in range(300)], collate=pad_with(0))
     assert batch.inputs.shape == (300, 5)
 
 
@@ -281,7 +284,7 @@ def test_mappings_are_put_together_by_field() -> None:
         }
     ]
     samples += [{"input_ids": [4], "labels": [4], "attention_mask": [1], "x": {"y": 2}, "s": "b"}]
-    batch = one(samples, pad=7)
+    batch = one(samples, collate=pad_with(7))
     assert batch.inputs.tolist() == batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch.targets.tolist() == [[1, -100, 3], [4, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
@@ -292,7 +295,7 @@ def test_mappings_are_put_together_by_field() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sample_without_ids_is_filled_up_wherever_it_stands(first: int) -> None:
     samples = [{"input_ids": []}, {"input_ids": [1, 2]}]
-    batch = one(samples[first:] + samples[:first], pad=7)
+    batch = one(samples[first:] + samples[:first], collate=pad_with(7))
     assert sorted(np.asarray(batch["input_ids"]).tolist()) == [[1, 2], [7, 7]]
 
 
@@ -303,17 +306,15 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_pairs_are_inputs_and_targets_as_tensors() -> None:
-    batch = one([(torch.ones(2, 3), 1), (torch.zeros(2, 3), 0)], output="torch")
+    batch = one([(torch.ones(2, 3), 1), (torch.zeros(2, 3), 0)])
     assert batch.inputs.shape == (2, 2, 3)
     assert batch.targets.tolist() == [1, 0]
-    batch = one([("a", 1), ("b", 0)], output="torch")
+    batch = one([("a", 1), ("b", 0)])
     assert isinstance(batch.targets, torch.Tensor)
 
 
 def test_tensors_that_numpy_cannot_hold_stay_tensors() -> None:
-    batch = one(
-        [torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], output="torch"
-    )
+    batch = one([torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)])
     stacked = batch.inputs if batch.inputs is not None else batch.data
     assert isinstance(stacked, torch.Tensor)
     assert stacked.dtype == torch.bfloat16
@@ -327,7 +328,7 @@ def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -
         def collate(samples: list[Any], kind: Any = kind) -> Any:
             return kind(input_ids=torch.tensor(samples), labels=torch.tensor(samples))
 
-        batch = one([[1, 2], [3, 4]], collate=collate, output="torch")
+        batch = one([[1, 2], [3, 4]], collate=collate)
         assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
         assert batch.inputs is not None
         assert batch.inputs.tolist() == batch.targets.tolist() == [[1, 2], [3, 4]]
@@ -335,9 +336,7 @@ def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -
 
 def test_torchs_own_collate_gives_inputs_and_targets_of_pairs() -> None:
     collate = torch.utils.data.default_collate
-    inputs, targets = one(
-        [(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate, output="torch"
-    )
+    inputs, targets = one([(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate)
     assert inputs is not None
     assert inputs.tolist() == [[1, 1], [0, 0]]
     assert targets.tolist() == [1, 0]
@@ -429,7 +428,7 @@ def failing(sample: Any) -> Any:
     return sample
 
 
-@penstock.batched
+@batched
 def failing_batch(samples: Any) -> Any:
     return [failing(sample) for sample in samples]
 
@@ -480,7 +479,7 @@ def test_a_damaged_file_of_tokens_gives_the_batches_before_the_damage(tmp_path: 
         loader_of(
             TokenFileDataset.from_binary_file(tmp_path / "ids.npy", seq_len=4), shuffle=False
         ) as loader,
-        pytest.raises(penstock.CorruptFile),
+        pytest.raises(CorruptFile),
     ):
         drain(loader, seen)
     assert len(seen) == 348

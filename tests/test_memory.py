@@ -24,7 +24,7 @@ def status(name):
 
 about, how, batches = json.loads(sys.argv[1])
 data = TextDataset(tokenizer="byte", **about)
-with AsyncDataLoader(data, output="numpy", **how) as loader:
+with AsyncDataLoader(data, **how) as loader:
     for number in range(batches):
         if loader.next_batch() is None:
             break

@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 
 from penstock import (
     AsyncDataLoader,
-    BadRecord,
     ConfigError,
     Mixture,
-    NoData,
     Shard,
     StateError,
     SyntheticDataset,
     TextDataset,
 )
 from penstock.encode.window import Window
+from penstock.errors import BadRecord, NoData
 from penstock.order.mix import BLOCK, UNIT, Chooser, whole_weights
 from tests import contracts
 
@@ -70,9 +69,7 @@ def mixture(*parts: tuple[Any, float], **more: Any) -> Mixture:
 
 
 def loader_of(mixed: Mixture, **how: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(
-        mixed, **{"batch_size": 4, "n_workers": 1, "output": "numpy", "seed": 2, **how}
-    )
+    return AsyncDataLoader(mixed, **{"batch_size": 4, "n_workers": 1, "seed": 2, **how})
 
 
 def firsts(loader: AsyncDataLoader, n: int) -> list[int]:

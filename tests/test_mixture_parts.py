@@ -13,16 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import (
-    AsyncDataLoader,
-    ConfigError,
-    Mixture,
-    Remote,
-    SourceChanged,
-    StateMismatch,
-    TextDataset,
-)
+from penstock import AsyncDataLoader, ConfigError, Mixture, RemoteOptions, TextDataset
 from penstock.config import cache_dir
+from penstock.errors import SourceChanged, StateMismatch
 from penstock.feed.pool import ThreadPool
 from penstock.read.cache import entries
 from penstock.sources.mixed_lanes import MixLanes
@@ -31,7 +24,7 @@ from tests.reading import bytes_of, write_jsonl
 
 LANES = 4
 SEQ = 32
-QUICK = Remote(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1, fetches=8)
+QUICK = RemoteOptions(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1, fetches=8)
 
 
 def parquet(texts: list[str]) -> bytes:
@@ -66,7 +59,7 @@ def far_away(name: str = "org/name") -> TextDataset:
 
 
 def loader_of(mixed: Mixture, **how: Any) -> AsyncDataLoader:
-    options = {"batch_size": 4, "lanes": LANES, "n_workers": 1, "output": "numpy", "seed": 2}
+    options = {"batch_size": 4, "lanes": LANES, "n_workers": 1, "seed": 2}
     return AsyncDataLoader(mixed, **(options | how))
 
 
@@ -225,7 +218,7 @@ class Named:
 def test_data_that_goes_by_a_name_is_not_taken_for_another(mixed: bool) -> None:
     def make(name: str) -> AsyncDataLoader:
         data: Any = Mixture({"a": (Named(name), 1)}) if mixed else Named(name)
-        return AsyncDataLoader(data, batch_size=4, n_workers=0, output="numpy")
+        return AsyncDataLoader(data, batch_size=4, n_workers=0)
 
     with make("first") as loader:
         next(loader)

@@ -15,18 +15,14 @@ import pytest
 
 from penstock import (
     AsyncDataLoader,
-    BadRecord,
     Batch,
     ConfigError,
     Mixture,
-    Offline,
-    PeerFailed,
-    Remote,
-    SourceChanged,
+    RemoteOptions,
     SyntheticDataset,
     TextDataset,
 )
-from penstock.errors import SourceError
+from penstock.errors import BadRecord, Offline, PeerFailed, SourceChanged, SourceError
 from penstock.order.mix import restarted
 from penstock.sources.skipped import of_mixture, of_part
 from penstock.stage import stage
@@ -62,7 +58,7 @@ def test_a_file_that_is_gone_is_an_error_and_not_left_out(
     data = TextDataset(tmp_path / "in", tokenizer="byte", seq_len=64, cache=cache, chunk_bytes=1024)
     files[3].unlink()
     with (
-        AsyncDataLoader(data, 4, epochs=1, n_workers=2, shuffle=False, output="numpy") as loader,
+        AsyncDataLoader(data, 4, epochs=1, n_workers=2, shuffle=False) as loader,
         pytest.raises(FileNotFoundError),
     ):
         for _ in loader:
@@ -77,7 +73,7 @@ def test_a_chunk_that_could_not_be_asked_for_is_asked_for_again(
     for n in range(6):
         write(tmp_path / "in" / f"{n}.jsonl", (f"{n} {i} " + "x" * 60 for i in range(40)))
     data = TextDataset(tmp_path / "in", tokenizer="byte", seq_len=64, cache=True)
-    with AsyncDataLoader(data, 4, epochs=1, n_workers=0, shuffle=False, output="numpy") as whole:
+    with AsyncDataLoader(data, 4, epochs=1, n_workers=0, shuffle=False) as whole:
         expected = text_of(whole)
     real, failures = os.stat, ["3.jsonl"]
 
@@ -89,9 +85,7 @@ def test_a_chunk_that_could_not_be_asked_for_is_asked_for_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("penstock.sources.text_work.os.stat", stat)
-        with AsyncDataLoader(
-            data, 4, epochs=1, n_workers=2, shuffle=False, output="numpy"
-        ) as loader:
+        with AsyncDataLoader(data, 4, epochs=1, n_workers=2, shuffle=False) as loader:
             assert text_of(loader) == expected
     assert not failures, "it did not come to that"
 
@@ -102,7 +96,7 @@ def test_a_file_that_shrinks_is_an_error_and_not_the_end_of_it(tmp_path: Path) -
     size = path.stat().st_size
     os.truncate(path, size // 3 // 63 * 63)
     with (
-        AsyncDataLoader(data, 4, epochs=1, output="numpy", n_workers=1) as loader,
+        AsyncDataLoader(data, 4, epochs=1, n_workers=1) as loader,
         pytest.raises(SourceChanged, match=f"it was {size} bytes long when it was listed"),
     ):
         for _ in loader:
@@ -114,7 +108,7 @@ def test_a_file_that_grows_is_read_as_far_as_it_was_listed(tmp_path: Path) -> No
     data = TextDataset(path, tokenizer="byte", seq_len=50)
     with path.open("a") as more:
         more.write(json.dumps({"text": "z" * 50}) + "\n")
-    with AsyncDataLoader(data, 4, epochs=1, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(data, 4, epochs=1, n_workers=1) as loader:
         assert set(text_of(loader)) == {"y"}
 
 
@@ -123,7 +117,7 @@ def test_a_file_that_grows_is_read_as_far_as_it_was_listed(tmp_path: Path) -> No
 
 def first_text(url: str) -> tuple[str, int]:
     data = TextDataset(url, tokenizer="byte", seq_len=8)
-    with AsyncDataLoader(data, 1, epochs=1, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(data, 1, epochs=1, n_workers=1) as loader:
         text = text_of(loader)
         return text[:5], loader.stats().cache_hits
 
@@ -160,7 +154,7 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
     path = write(tmp_path / "docs.jsonl", (f"right {i:05}" for i in range(2000)))
     with FileServer(etags=False) as server:
         server.put("docs.jsonl", path)
-        remote = Remote(retry_budget=2.0)
+        remote = RemoteOptions(retry_budget=2.0)
         data = TextDataset(
             server.url_of("docs.jsonl"),
             tokenizer="byte",
@@ -168,7 +162,7 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
             chunk_bytes=4096,
             remote=remote,
         )
-        with AsyncDataLoader(data, 1, epochs=1, output="numpy", n_workers=0) as loader:
+        with AsyncDataLoader(data, 1, epochs=1, n_workers=0) as loader:
             next(loader)
             write(path, (f"wrong {i:05}" for i in range(2000)))
             os.utime(path, (1_700_000_000, 1_700_000_000))
@@ -202,7 +196,7 @@ def test_what_cannot_be_told_apart_cannot_be_staged(
     with FileServer({"docs.jsonl": path}, etags=False, dates=False) as server:
         data = TextDataset(server.url_of("docs.jsonl"), tokenizer="byte", seq_len=8, cache=True)
         with pytest.raises(SourceError, match="neither an ETag nor a date"):
-            stage(AsyncDataLoader(data, 1, output="numpy", n_workers=1), 1 << 20)
+            stage(AsyncDataLoader(data, 1, n_workers=1), 1 << 20)
 
 
 # Mixtures
@@ -220,7 +214,7 @@ def test_a_document_that_one_part_leaves_out_is_not_left_out_of_another(tmp_path
 
     def loader() -> AsyncDataLoader:
         mixture = Mixture({"a": (a, 0.5), "b": (b, 0.5)}, on_end="leave")
-        return AsyncDataLoader(mixture, 1, epochs=1, n_workers=1, output="numpy")
+        return AsyncDataLoader(mixture, 1, epochs=1, n_workers=1)
 
     with loader() as first:
         batches = [next(first) for _ in range(3)]
@@ -253,9 +247,7 @@ def test_weights_that_were_planned_beyond_a_pass_hold_in_the_next_and_its_state_
             "a": (SyntheticDataset(100, 8, 7, seed=1), 0.5),
             "b": (SyntheticDataset(100, 8, 8, seed=2), 0.5),
         }
-        return AsyncDataLoader(
-            Mixture(parts, on_end="leave"), 1, epochs=1, lanes=2, output="numpy", n_workers=0
-        )
+        return AsyncDataLoader(Mixture(parts, on_end="leave"), 1, epochs=1, lanes=2, n_workers=0)
 
     with loader() as first:
         next(first)
@@ -301,7 +293,6 @@ def test_as_many_batches_come_before_an_error_however_many_are_made_at_once(
     how: dict[str, Any] = {
         "n_workers": n_workers,
         "prefetch_size": prefetch_size,
-        "output": "numpy",
     }
     given: list[int] = []
     with AsyncDataLoader(data, 4, epochs=1, lanes=2, **how) as loader, pytest.raises(BadRecord):
@@ -324,7 +315,6 @@ def test_a_stream_that_ends_with_its_first_lane_does_not_meet_a_fault_beyond_tha
         how: dict[str, Any] = {
             "n_workers": n_workers,
             "prefetch_size": prefetch_size,
-            "output": "numpy",
         }
         with AsyncDataLoader(data, 4, epochs=1, lanes=2, drop_last=True, **how) as loader:
             given.append([batch.index for batch in loader])
@@ -382,7 +372,7 @@ def test_every_field_of_a_mapping_that_is_no_dict_goes_to_the_device() -> None:
             batch["input_ids"].device.type,
             batch["attention_mask"].device.type,
         } == {"meta"}
-    with AsyncDataLoader(Samples(), 4, output="numpy", collate=collate, n_workers=1) as loader:
+    with AsyncDataLoader(Samples(), 4, collate=collate, n_workers=1) as loader:
         batch = next(loader)
         assert batch.nbytes == 3 * np.asarray(batch["labels"]).nbytes
 
@@ -402,9 +392,7 @@ class Once:
 
 
 def test_a_batch_that_was_taken_when_a_peer_failed_is_given_again() -> None:
-    with AsyncDataLoader(
-        SyntheticDataset(100, 8, 40), 2, shuffle=False, output="numpy", n_workers=1
-    ) as loader:
+    with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2, shuffle=False, n_workers=1) as loader:
         loader._agreement = Once()  # type: ignore[assignment]
         assert [next(loader).index for _ in range(2)] == [0, 1]
         with pytest.raises(PeerFailed):
@@ -423,18 +411,18 @@ def test_a_batch_may_be_waited_for_as_long_as_you_like(timeout: float) -> None:
             time.sleep(0.02)
             return [index, index]
 
-    with AsyncDataLoader(Slow(), 2, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(Slow(), 2, n_workers=1) as loader:
         assert [loader.next_batch(timeout=timeout) is not None for _ in range(3)] == [True] * 3
 
 
 def test_a_loader_is_true_also_where_it_has_no_length() -> None:
-    with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2, output="numpy") as loader:
+    with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2) as loader:
         assert loader
         assert loader.as_torch_dataset()
 
 
 def test_none_is_the_default_of_memory_and_telemetry() -> None:
     data = SyntheticDataset(100, 8, 40)
-    with AsyncDataLoader(data, 2, output="numpy", memory_limit=None, telemetry=None) as loader:
+    with AsyncDataLoader(data, 2, memory_limit=None, telemetry=None) as loader:
         assert next(loader).index == 0
         assert loader.telemetry.on

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, Remote, TextDataset
+from penstock import AsyncDataLoader, RemoteOptions, TextDataset
 from penstock.read import once
 from penstock.read.once import Once
 from penstock.testing import HubServer
@@ -65,7 +65,7 @@ def test_a_run_that_knows_the_footers_asks_once_where_each_file_is(
     pq.write_table(
         table, tmp_path / "a.parquet", row_group_size=1000, compression="none", use_dictionary=False
     )
-    how: dict[str, Any] = {"shuffle": False, "n_workers": 2, "epochs": 1, "output": "numpy"}
+    how: dict[str, Any] = {"shuffle": False, "n_workers": 2, "epochs": 1}
     with HubServer(latency_s=0.05) as hub:
         content = (tmp_path / "a.parquet").read_bytes()
         hub.add("org/name", {f"{name}.parquet": content for name in "abc"})
@@ -79,7 +79,7 @@ def test_a_run_that_knows_the_footers_asks_once_where_each_file_is(
                 tokenizer="byte",
                 seq_len=64,
                 eos=eos,
-                remote=Remote(fetches=16),
+                remote=RemoteOptions(fetches=16),
             )
             with AsyncDataLoader(data, 8, **how) as loader:
                 streams.append(sum(1 for _ in loader))

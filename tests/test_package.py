@@ -234,7 +234,7 @@ RIGHT = """
 from penstock import AsyncDataLoader, Batch, TextDataset
 
 data = TextDataset("corpus", tokenizer="byte", seq_len=8)
-with AsyncDataLoader(data, batch_size=2, output="numpy") as loader:
+with AsyncDataLoader(data, batch_size=2) as loader:
     for batch in loader:
         reveal_type(batch)
         reveal_type(batch.inputs)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import CorruptFile, NoData, SourceError
+from penstock.errors import CorruptFile, NoData, SourceError
 from penstock.read import footer, parquet, reader
 from penstock.read.manifest import list_files
 from penstock.read.parquet import ParquetReader

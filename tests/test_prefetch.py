@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset
 from penstock.encode.batch import Unfinished
@@ -498,7 +499,6 @@ def test_a_loader_that_is_drained_gives_the_same_stream(
             4,
             seed=3,
             shuffle=shuffle,
-            output="numpy",
             n_workers=n_workers,
             **how,
         ) as loader:
@@ -529,18 +529,16 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_who_only_takes_batches_has_them_finished_one_by_one(
     eager: None, finished: list[int], corpus: Path, kind: str, shuffle: bool
 ) -> None:
-    with AsyncDataLoader(
-        KINDS[kind](corpus), 4, shuffle=shuffle, output="numpy", n_workers=1
-    ) as loader:
+    with AsyncDataLoader(KINDS[kind](corpus), 4, shuffle=shuffle, n_workers=1) as loader:
         batches = [next(loader) for _ in range(500)]
         assert len(finished) > 250
         assert finished == sorted(finished)
         for batch in batches:
-            assert batch.inputs.dtype == batch.targets.dtype == np.int64
-            assert batch.inputs.flags.c_contiguous
-            assert batch.targets.flags.c_contiguous
+            assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+            assert batch.inputs.is_contiguous()
+            assert batch.targets.is_contiguous()
             assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-        before = [batch.targets.copy() for batch in batches]
+        before = [batch.targets.clone() for batch in batches]
         for batch in batches:
             batch.inputs[:] = -1
         assert all(
@@ -553,11 +551,11 @@ def test_the_state_of_a_batch_that_was_finished_when_it_was_taken_is_its_own(
     eager: None, finished: list[int], corpus: Path, kind: str
 ) -> None:
     data = KINDS[kind](corpus)
-    with AsyncDataLoader(data, 4, seed=3, shuffle=True, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(data, 4, seed=3, shuffle=True, n_workers=1) as loader:
         given = [(next(loader), loader.state_dict()) for _ in range(60)]
     assert set(finished) & set(range(40, 59))
     for batch, state in given[40:59:3]:
-        with AsyncDataLoader(data, 4, seed=3, shuffle=True, output="numpy", n_workers=0) as again:
+        with AsyncDataLoader(data, 4, seed=3, shuffle=True, n_workers=0) as again:
             again.load_state_dict(state)
             following = next(again)
         after = given[batch.index + 1][0]
@@ -577,7 +575,7 @@ def test_memory_that_cannot_be_had_takes_no_batch_away(
         usual(batch, wrap)
 
     monkeypatch.setattr(Unfinished, "finish", finish)
-    with AsyncDataLoader(KINDS["concat"](corpus), 4, output="numpy", n_workers=1) as loader:
+    with AsyncDataLoader(KINDS["concat"](corpus), 4, n_workers=1) as loader:
         taken: list[int] = []
         for _ in range(2):
             with pytest.raises(MemoryError):
@@ -589,9 +587,7 @@ def test_memory_that_cannot_be_had_takes_no_batch_away(
 
 
 def test_rows_that_cannot_be_had_are_an_error_after_those_before_them(eager: None) -> None:
-    with AsyncDataLoader(
-        Failing(at=1_201), 4, shuffle=False, output="numpy", n_workers=1
-    ) as loader:
+    with AsyncDataLoader(Failing(at=1_201), 4, shuffle=False, n_workers=1) as loader:
         assert [next(loader).index for _ in range(300)] == list(range(300))
         for _ in range(2):
             with pytest.raises(OSError, match="row 1201"):
@@ -601,9 +597,7 @@ def test_rows_that_cannot_be_had_are_an_error_after_those_before_them(eager: Non
 def test_batches_of_all_sizes_that_are_cut_from_chunks_leave_nothing_behind(
     eager: None, corpus: Path
 ) -> None:
-    with AsyncDataLoader(
-        KINDS["concat"](corpus), 1, shuffle=False, output="numpy", n_workers=1
-    ) as loader:
+    with AsyncDataLoader(KINDS["concat"](corpus), 1, shuffle=False, n_workers=1) as loader:
         for _ in range(5_000):
             next(loader)
         assert loader._pipeline is not None
@@ -614,7 +608,7 @@ def test_batches_of_all_sizes_that_are_cut_from_chunks_leave_nothing_behind(
 def test_rows_left_as_they_are_keep_to_the_memory_limit(eager: None) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16_384, num_samples=2_000, seed=1)
     most = 0
-    with AsyncDataLoader(data, 1, output="numpy", n_workers=1, memory_limit=8 << 20) as loader:
+    with AsyncDataLoader(data, 1, n_workers=1, memory_limit=8 << 20) as loader:
         for _ in range(300):
             next(loader)
             assert loader._pipeline is not None
@@ -645,7 +639,7 @@ def test_a_batch_that_an_interrupt_took_away_is_given_again(
     monkeypatch: pytest.MonkeyPatch, before: int, short: bool
 ) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         for _ in range(before):
             next(loader)
             loader.warmup(8, 30)
@@ -680,9 +674,8 @@ class Interrupting(list[Any]):
 
 
 def test_batches_made_in_inference_mode_can_be_trained_on_outside_of_it(eager: None) -> None:
-    torch = pytest.importorskip("torch")
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=100_000, seed=1)
-    with AsyncDataLoader(data, 4, output="torch") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         with torch.inference_mode():
             for _ in range(201):
                 next(loader)
@@ -692,7 +685,7 @@ def test_batches_made_in_inference_mode_can_be_trained_on_outside_of_it(eager: N
 
 def test_a_queue_of_one_does_not_warn_of_being_empty(caplog: pytest.LogCaptureFixture) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=10_000, seed=1)
-    with AsyncDataLoader(data, 4, output="numpy", prefetch_size=1) as loader:
+    with AsyncDataLoader(data, 4, prefetch_size=1) as loader:
         for _ in range(300):
             next(loader)
     assert "less than half full" not in caplog.text

@@ -32,16 +32,16 @@ def data() -> SyntheticDataset:
 
 def test_batches_taken_the_short_way_are_those_of_the_long_way(corpus: Path) -> None:
     text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=16)
-    with AsyncDataLoader(text, 4, seed=3, output="numpy", n_workers=0) as plain:
+    with AsyncDataLoader(text, 4, seed=3, n_workers=0) as plain:
         expected = [next(plain).inputs.tolist() for _ in range(60)]
-    with AsyncDataLoader(text, 4, seed=3, output="numpy", n_workers=2) as loader:
+    with AsyncDataLoader(text, 4, seed=3, n_workers=2) as loader:
         given = [next(ready(loader)).inputs.tolist()]
         given += [next(loader).inputs.tolist() for _ in range(58)]
     assert given == expected[1:]
 
 
 def test_every_step_is_counted_at_once_on_the_trainers_thread(data: SyntheticDataset) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         for taken in range(2, 2 * JOTTED):
             batch = next(loader)
@@ -56,7 +56,7 @@ def test_every_step_is_counted_at_once_on_the_trainers_thread(data: SyntheticDat
 
 def test_another_thread_sees_all_but_the_last_steps(data: SyntheticDataset) -> None:
     seen = []
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         for _ in range(3 * JOTTED):
             next(loader)
@@ -68,17 +68,17 @@ def test_another_thread_sees_all_but_the_last_steps(data: SyntheticDataset) -> N
 
 
 def test_the_state_follows_every_batch(data: SyntheticDataset) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         states = {next(loader).index: loader.state_dict() for _ in range(20)}
     for index, state in states.items():
-        with AsyncDataLoader(data, 4, output="numpy", n_workers=0) as again:
+        with AsyncDataLoader(data, 4, n_workers=0) as again:
             again.load_state_dict(state)
             assert next(again).index == index + 1
 
 
 def test_the_queue_keeps_to_its_size_and_is_filled_again(data: SyntheticDataset) -> None:
-    with AsyncDataLoader(data, 4, output="numpy", prefetch_size=4) as loader:
+    with AsyncDataLoader(data, 4, prefetch_size=4) as loader:
         ready(loader)
         for _ in range(200):
             next(loader)
@@ -88,13 +88,13 @@ def test_the_queue_keeps_to_its_size_and_is_filled_again(data: SyntheticDataset)
 
 def test_a_finite_stream_ends_after_its_last_batch() -> None:
     short = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=40, seed=1)
-    with AsyncDataLoader(short, 4, epochs=1, output="numpy") as loader:
+    with AsyncDataLoader(short, 4, epochs=1) as loader:
         assert [batch.index for batch in ready(loader)] == list(range(1, 10))
         assert loader.stats().batches == 10
 
 
 def test_a_pause_belongs_to_the_step_that_it_was_made_in(data: SyntheticDataset) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         for _ in range(5):
             next(loader)
@@ -109,7 +109,7 @@ def test_a_pause_belongs_to_the_step_that_it_was_made_in(data: SyntheticDataset)
 def test_steps_that_were_not_written_down_yet_count_when_another_stream_begins(
     data: SyntheticDataset,
 ) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         state = ready(loader).state_dict()
         tokens = sum(next(loader).tokens for _ in range(9))
         loader.load_state_dict(state)
@@ -178,7 +178,7 @@ from penstock import AsyncDataLoader, SyntheticDataset
 
 data = SyntheticDataset(vocab_size=100, seq_len=16, num_samples=1_000_000, seed=1)
 asked = 0
-with AsyncDataLoader(data, 4, output="numpy", n_workers=2) as loader:
+with AsyncDataLoader(data, 4, n_workers=2) as loader:
     next(loader)
 
     def ask(*_):
@@ -213,7 +213,7 @@ def test_a_signals_handler_may_ask_for_state_and_stats_wherever_it_comes_in() ->
 def test_a_batch_that_an_error_took_away_on_the_long_way_is_given_again(
     data: SyntheticDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         taken = [next(loader).index for _ in range(3)]
         assert loader._pipeline is not None
@@ -234,7 +234,7 @@ def test_a_batch_that_an_error_took_away_on_the_long_way_is_given_again(
 def test_what_fails_while_steps_are_written_down_does_not_end_the_stream(
     data: SyntheticDataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         ready(loader)
         trainer, failed = threading.current_thread(), []
 

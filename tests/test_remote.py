@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, Offline, Remote, RemoteError, SourceChanged, TextDataset
+from penstock import AsyncDataLoader, RemoteOptions, TextDataset
+from penstock.errors import Offline, RemoteError, SourceChanged
 from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import (
     closes_cleanly,
@@ -26,7 +27,7 @@ from tests.contracts import (
     take,
 )
 
-QUICK = Remote(
+QUICK = RemoteOptions(
     connect_timeout=2,
     request_timeout=5,
     stall_timeout=1,
@@ -64,7 +65,7 @@ def maker(url: Any, **data: Any) -> Any:
         text = TextDataset(url, **({"tokenizer": "byte", "seq_len": 32, "remote": QUICK} | data))
         return AsyncDataLoader(
             text,
-            **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2, "output": "numpy"} | how),
+            **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2} | how),
         )
 
     return make
@@ -280,7 +281,9 @@ def test_an_error_names_the_file_and_the_stage_and_comes_after_the_batches_befor
     hub: HubServer,
 ) -> None:
     make = maker(
-        "hf://datasets/org/name/parquet", cache=False, remote=Remote(retry_budget=2, backoff=0.02)
+        "hf://datasets/org/name/parquet",
+        cache=False,
+        remote=RemoteOptions(retry_budget=2, backoff=0.02),
     )
     whole = ledger(make, 10**6, shuffle=False)
     hub.fault(Fault("status", path="*b.parquet", times=None, code=503))
@@ -330,7 +333,7 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
     code = (
         "import sys; from penstock import *\n"
         f"data = TextDataset({str(corpus / 'parquet')!r}, tokenizer='byte', seq_len=8)\n"
-        "with AsyncDataLoader(data, 2, output='numpy') as loader: next(loader)\n"
+        "with AsyncDataLoader(data, 2) as loader: next(loader)\n"
         "print([m for m in ('h11', 'obstore', 'asyncio', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -350,13 +353,13 @@ def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(
     hub.add("org/many", files)
     # The third file's answers do not come before the test ends: not within any limit of these settings.
     hub.fault(Fault("silence", path="*/2.parquet", times=None))
-    limits = Remote(
+    limits = RemoteOptions(
         connect_timeout=60, request_timeout=60, stall_timeout=60, retry_budget=60, backoff=0.02
     )
     data = TextDataset(
         "hf://datasets/org/many/data/*.parquet", tokenizer="byte", seq_len=32, remote=limits
     )
-    with AsyncDataLoader(data, 4, output="numpy", n_workers=2) as loader:
+    with AsyncDataLoader(data, 4, n_workers=2) as loader:
         seen = set()
         while "1.parquet" not in seen:
             batch = loader.next_batch(timeout=50)

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from penstock import LoaderClosed, Remote, RemoteError, SourceChanged
+from penstock import RemoteOptions
+from penstock.errors import LoaderClosed, RemoteError, SourceChanged
 from penstock.feed import spare
 from penstock.feed.spare import SpareThreads
 from penstock.read.attempt import Fault, Patience
@@ -28,7 +29,7 @@ from penstock.testing import Fault as Wrong
 from penstock.testing import FileServer
 from penstock.types import FileRef
 
-LIMITS = Remote(
+LIMITS = RemoteOptions(
     connect_timeout=1, request_timeout=3, stall_timeout=0.5, backoff=0.001, retry_after_cap=0.05
 )
 DATA = bytes(range(256)) * 64
@@ -85,7 +86,7 @@ def test_a_budget_that_runs_out_is_an_error_with_everything_that_happened(client
     ) as raised:
         client.keep_trying("a thing", 0.3, attempt, setting="retry_budget")
     assert time.monotonic() - began < 30.0
-    assert "Remote(retry_budget=…)" in str(raised.value)
+    assert "RemoteOptions(retry_budget=…)" in str(raised.value)
     assert isinstance(raised.value.__cause__, Fault)
 
 
@@ -571,7 +572,7 @@ def test_silence_is_noticed_as_soon_after_much_as_after_nothing(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("penstock.read.attempt.time", SimpleNamespace(monotonic=lambda: now))
-    patience = Patience(Remote(stall_timeout=10.0, min_bytes_per_s=4096), deadline=1000.0)
+    patience = Patience(RemoteOptions(stall_timeout=10.0, min_bytes_per_s=4096), deadline=1000.0)
     patience.began = 100.0
     patience.deadline = 220.0
     patience.asked()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from penstock.dialects import without_comments
+from penstock.recipe import build_dataset
 
 from penstock.config import write_atomically
-from penstock.dialects import without_comments
 from penstock.errors import ConfigError
-from penstock.recipe import build_dataset
 from penstock.settings import (
     KINDS,
     PASSED_ON,
@@ -678,7 +678,7 @@ def test_a_loader_may_be_tuned_and_not_measured_by_settings(
     with pytest.raises(
         ConfigError, match="autotune=True follows what is measured: it needs telemetry=True"
     ):
-        AsyncDataLoader.from_config(path, telemetry=False)
+        AsyncDataLoader.from_config(path)
     with pytest.raises(ConfigError, match=r"argument telemetry = 3\.5: needs on or off"):
         AsyncDataLoader.from_config(path, telemetry=3.5)
 
@@ -703,9 +703,7 @@ def test_the_example_files_give_the_same_batches_with_and_without_threads(name: 
     from penstock import AsyncDataLoader
 
     def first(**overrides: Any) -> list[Any]:
-        with AsyncDataLoader.from_config(
-            ROOT / "configs" / name, output="numpy", **overrides
-        ) as loader:
+        with AsyncDataLoader.from_config(ROOT / "configs" / name, **overrides) as loader:
             return [next(loader).inputs for _ in range(4)]
 
     for with_threads, without in zip(first(preset="C"), first(prefetch=False), strict=True):
@@ -804,7 +802,7 @@ def test_a_mixture_streams_from_both_parts(write: Write, tmp_path: Path, corpus:
         "web": 0.7,
         "made": 1.0,
     }
-    with AsyncDataLoader.from_config(path, output="numpy") as loader:
+    with AsyncDataLoader.from_config(path) as loader:
         files = {span.file for _ in range(3) for row in next(loader).provenance() for span in row}
     assert len(files) >= 2
     path = write("b.toml", MIXTURE.replace("leave", "explode"))
@@ -818,7 +816,7 @@ def test_what_data_does_not_take_is_refused(write: Write) -> None:
     text = {"kind": "text", "urls": "x", "tokenizer": "byte", "seq_len": 8}
     refused(r"\[data\]: needs a kind, one of 'text'", write("a.toml", toml("data", urls="x")))
     refused(
-        r"\[data\] kind = 'txt': needs one of 'text', ", write("a.toml", toml("data", kind="txt"))
+        r"\[data\] kind = 'txt': must be one of 'text', ", write("a.toml", toml("data", kind="txt"))
     )
     refused(
         r"\[data\] seq_length: unknown; .* seq_len$",
@@ -972,12 +970,12 @@ def test_config_shows_addresses_without_passwords_and_signatures(
             "command line --set seeed: unknown; the nearest known name is seed",
         ),
         (("--set", "seed"), {}, "command line --set seed: needs KEY=VALUE"),
-        (("--preset", "D"), {}, "command line --preset = 'D': needs one of 'balanced'"),
+        (("--preset", "D"), {}, "command line --preset = 'D': must be one of 'balanced'"),
         (("gone.toml",), {}, "file gone.toml: cannot be read"),
         (
             (),
             {"NSA_FWE_Q": "lots"},
-            "environment NSA_FWE_Q = 'lots': needs a whole number, at least 1",
+            "environment NSA_FWE_Q = 'lots': must be an integer ≥ 1",
         ),
     ],
 )

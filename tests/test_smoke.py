@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import ConfigError, NoData
+from penstock import ConfigError
+from penstock.errors import NoData
 from penstock.testing import Fault, HubServer
 from penstock.verify.choice import choose
 from penstock.verify.smoke import smoke

@@ -14,19 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import penstock
 from penstock import (
     AsyncDataLoader,
     ConfigError,
     Mixture,
-    SourceError,
     StateError,
-    StateFormat,
-    StateMismatch,
     SyntheticDataset,
     TextDataset,
     TokenFileDataset,
 )
+from penstock.encode.collate import pad_with
+from penstock.errors import SourceError, StateFormat, StateMismatch
+from penstock.sources.samples import batched
 from tests import contracts
 
 SEQ = 16
@@ -87,7 +86,7 @@ def noisy(sample: Any, rng: np.random.Generator) -> Any:
     return sample + rng.integers(0, 1000)
 
 
-@penstock.batched
+@batched
 def noisy_batch(samples: list[Any], rng: np.random.Generator) -> list[Any]:
     assert isinstance(samples, list)
     return [sample + rng.integers(0, 1000) for sample in samples]
@@ -235,8 +234,8 @@ ADDRESSABLE: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 WHOLE_BATCHES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "batched": (lambda _: RowsAtOnce(), {"preprocess": noisy_batch}),
     "collate": (lambda _: Rows(), {"collate": columns}),
-    "ragged": (lambda _: Ragged(), {"pad": 0}),
-    "dicts": (lambda _: Dicts(), {"pad": 7}),
+    "ragged": (lambda _: Ragged(), {"collate": pad_with(0)}),
+    "dicts": (lambda _: Dicts(), {"collate": pad_with(7)}),
 }
 STREAMS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "function": (lambda _: stream(documents), {}),
@@ -275,7 +274,7 @@ def maker(kind: str, folder: Path, **fixed: Any) -> contracts.Make:
     build, about = KINDS[kind]
 
     def make(**how: Any) -> AsyncDataLoader:
-        defaults = {"batch_size": 4, "seed": 3, "n_workers": 2, "output": "numpy"}
+        defaults = {"batch_size": 4, "seed": 3, "n_workers": 2}
         return AsyncDataLoader(build(folder), **{**defaults, **about, **fixed, **how})
 
     return make
@@ -345,7 +344,7 @@ def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(
         for part in [p for p, _ in data.parts.values()] if isinstance(data, Mixture) else [data]:
             if hasattr(part, "chunk_docs"):
                 part.chunk_docs = 3
-        defaults = {"batch_size": 4, "seed": 3, "n_workers": 1, "output": "numpy", "lanes": lanes}
+        defaults = {"batch_size": 4, "seed": 3, "n_workers": 1, "lanes": lanes}
         return AsyncDataLoader(data, **{**defaults, **about, **how})
 
     contracts.same_for_any_world(make, batches=3, global_batch=12, worlds=(4, 1, 2))
@@ -500,7 +499,7 @@ def test_a_state_of_another_kind_of_data_is_refused(one: str, folder: Path) -> N
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_addressable_data_can_be_asked_for_or_is_refused(row: int, first: int) -> None:
-    loader = AsyncDataLoader(Rows(), 4, n_workers=0, output="numpy")
+    loader = AsyncDataLoader(Rows(), 4, n_workers=0)
     try:
         state = loader.state_dict() | {"row": row, "first": first}
         try:
@@ -536,7 +535,7 @@ def test_texts_are_taken_by_whoever_brings_a_preprocess_of_his_own(texts: Any) -
         return np.frombuffer(text.encode(), np.uint8)
 
     with AsyncDataLoader(
-        texts, 3, shuffle=False, epochs=1, n_workers=1, preprocess=encode, output="numpy"
+        texts, 3, shuffle=False, epochs=1, n_workers=1, preprocess=encode
     ) as loader:
         assert next(loader).inputs.tolist() == [[97], [99], [101]]
 
@@ -547,11 +546,11 @@ def test_what_is_no_data_is_refused(data: Any) -> None:
         AsyncDataLoader(data, 2)
 
 
-@pytest.mark.parametrize("name", ["preprocess", "collate", "pad"])
+@pytest.mark.parametrize("name", ["preprocess", "collate"])
 def test_packed_rows_take_no_settings_of_samples(name: str, folder: Path) -> None:
     for data in (stream(documents), mixture(folder, "leave")):
         with pytest.raises(ConfigError, match=name):
-            AsyncDataLoader(data, 2, **{name: 1 if name == "pad" else len})
+            AsyncDataLoader(data, 2, **{name: len})
 
 
 def test_an_iterable_of_samples_is_not_shuffled() -> None:
@@ -561,4 +560,6 @@ def test_an_iterable_of_samples_is_not_shuffled() -> None:
 
 def test_a_listing_of_files_on_disk_is_shared_too_and_needs_ranks_to_share_it(corpus: Path) -> None:
     with pytest.raises(ConfigError, match=r"share_listing=True needs torch\.distributed"):
-        TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=8, share_listing=True)
+        TextDataset(
+            corpus / "docs.jsonl", tokenizer="byte", seq_len=8, remote={"share_listing": True}
+        )

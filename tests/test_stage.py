@@ -18,13 +18,13 @@ import pytest
 from penstock import (
     AsyncDataLoader,
     ConfigError,
-    Remote,
+    RemoteOptions,
     Shard,
-    SourceError,
     SyntheticDataset,
     TextDataset,
 )
 from penstock.cli.main import app
+from penstock.errors import SourceError
 from penstock.feed.keep import CacheWriter
 from penstock.read.cache_room import alone
 from penstock.sources import files
@@ -35,7 +35,7 @@ from penstock.testing import Fault, HubServer
 from tests.contracts import digest, ledger, take
 
 FILES, GROUPS, DOCUMENTS = 12, 5, 6
-QUICK = Remote(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1)
+QUICK = RemoteOptions(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1)
 
 
 @pytest.fixture
@@ -63,7 +63,6 @@ def make(**how: Any) -> AsyncDataLoader:
         "shuffle": True,
         "seed": 5,
         "epochs": 2,
-        "output": "numpy",
         "shard": Shard(1, 0),
     }
     return AsyncDataLoader(text, **(options | how))
@@ -102,7 +101,7 @@ def clear_cache() -> None:
 
 def test_what_is_staged_is_what_the_run_needs_first(hub: HubServer) -> None:
     """With the network gone, the run gets as far as the staged chunks reach, and then says so."""
-    from penstock import RemoteError
+    from penstock.errors import RemoteError
 
     whole = ledger(make, 10**6, cache=False)
     clear_cache_of_footers = stage(make(), 6_000)

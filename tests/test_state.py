@@ -18,16 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import (
-    AsyncDataLoader,
-    Mixture,
-    PenstockError,
-    Shard,
-    StateFormat,
-    StateMismatch,
-    SyntheticDataset,
-    TextDataset,
-)
+from penstock import AsyncDataLoader, Mixture, PenstockError, Shard, SyntheticDataset, TextDataset
+from penstock.errors import StateFormat, StateMismatch
 from tests import contracts
 from tests.corpus import train_vocabulary
 
@@ -35,9 +27,7 @@ from tests.corpus import train_vocabulary
 def loader(corpus: Path, about: dict[str, Any] | None = None, **how: Any) -> AsyncDataLoader:
     settings = {"tokenizer": "byte", "seq_len": 64} | (about or {})
     data = TextDataset(settings.pop("path", corpus / "parquet"), **settings)
-    return AsyncDataLoader(
-        data, **({"batch_size": 4, "shuffle": True, "seed": 3, "output": "numpy"} | how)
-    )
+    return AsyncDataLoader(data, **({"batch_size": 4, "shuffle": True, "seed": 3} | how))
 
 
 def state_after(corpus: Path, n: int, **how: Any) -> dict[str, Any]:

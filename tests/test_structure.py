@@ -414,7 +414,7 @@ def test_streaming_without_tensors_never_imports_torch(corpus: Path) -> None:
     out = run(
         "import sys; from penstock import *\n"
         f"data = TextDataset({str(corpus / 'parquet')!r}, tokenizer='byte', seq_len=8)\n"
-        "with AsyncDataLoader(data, 2, output='numpy') as loader: next(loader)\n"
+        "with AsyncDataLoader(data, 2) as loader: next(loader)\n"
         "print([m for m in ('torch', 'tokenizers', 'transformers', 'huggingface_hub', 'gigatoken') if m in sys.modules])"
     )
     assert out.strip() == "[]"

@@ -16,17 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import (
-    AsyncDataLoader,
-    ConfigError,
-    CorruptFile,
-    LoaderTimeout,
-    Mixture,
-    SyntheticDataset,
-    Telemetry,
-    TextDataset,
-)
-from penstock.encode.tokenizer import Tokenizer
+from penstock import AsyncDataLoader, ConfigError, Mixture, SyntheticDataset, Telemetry, TextDataset
+from penstock.encode.tokenize import Tokenizer
+from penstock.errors import CorruptFile, LoaderTimeout
 from penstock.watch.consumer import Consumer
 from penstock.watch.stage_timer import STAGES, Clock, ThreadTimeline, stage_of
 from penstock.watch.window import Step, Window
@@ -37,7 +29,7 @@ def text(corpus: Path, **more: Any) -> TextDataset:
 
 
 def loader_of(corpus: Path, **more: Any) -> AsyncDataLoader:
-    return AsyncDataLoader(text(corpus), 4, output="numpy", **more)
+    return AsyncDataLoader(text(corpus), 4, **more)
 
 
 def wait(seconds: float) -> None:
@@ -209,9 +201,7 @@ def started(loader: AsyncDataLoader) -> dict[str, Any]:
 
 def test_the_ledger_of_a_mixture_has_the_listing_of_all_its_parts(corpus: Path) -> None:
     parts = [text(corpus), text(corpus)]
-    ready = started(
-        AsyncDataLoader(Mixture({"a": (parts[0], 0.5), "b": (parts[1], 0.5)}), 4, output="numpy")
-    )
+    ready = started(AsyncDataLoader(Mixture({"a": (parts[0], 0.5), "b": (parts[1], 0.5)}), 4))
     took = sum(end - begin for begin, end in (part.listed for part in parts))
     assert ready["parts"]["list"] == pytest.approx(took, abs=1e-5)
     assert ready["ledger"]["import"] <= ready["ledger"]["list"] <= ready["ledger"]["open"]
@@ -227,7 +217,7 @@ def test_files_that_were_listed_once_are_in_the_ledger_of_one_start(
         if mixed
         else data
     )
-    first, second = (started(AsyncDataLoader(whole, 4, output="numpy")) for _ in range(2))
+    first, second = (started(AsyncDataLoader(whole, 4)) for _ in range(2))
     assert {"list", "open"} <= set(first["parts"])
     assert "list" not in second["parts"]
     assert "list" not in second["ledger"]
@@ -298,7 +288,7 @@ def test_a_failure_is_an_event_with_stage_and_place(corpus: Path, tmp_path: Path
     source = sorted((corpus / "parquet").glob("*.parquet"))[0].read_bytes()
     broken.write_bytes(source[:100] + bytes(200) + source[300:])
     data = TextDataset(broken, tokenizer="byte", seq_len=32, on_bad_record="raise")
-    with AsyncDataLoader(data, 4, output="numpy") as loader:
+    with AsyncDataLoader(data, 4) as loader:
         with pytest.raises(CorruptFile):
             list(zip(range(1000), loader, strict=False))
         errors = [
@@ -359,7 +349,7 @@ def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_know
     corpus: Path,
 ) -> None:
     with (
-        loader_of(corpus, telemetry=False, epochs=1) as quiet,
+        loader_of(corpus, epochs=1) as quiet,
         loader_of(corpus, epochs=1) as loader,
     ):
         assert all(
@@ -417,7 +407,7 @@ def test_mixtures_and_rows_are_measured_too(corpus: Path) -> None:
     mixture = Mixture(
         {"text": (text(corpus), 0.5), "rows": (SyntheticDataset(100, 32, 1000, 0), 0.5)}
     )
-    with AsyncDataLoader(mixture, 4, output="numpy") as loader:
+    with AsyncDataLoader(mixture, 4) as loader:
         for _ in range(50):
             next(loader)
         stats = loader.stats()

@@ -28,11 +28,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, TextDataset, TokenizerError
+from penstock import AsyncDataLoader, TextDataset
 from penstock.config import installed_version
 from penstock.encode import tokenizer_check
 from penstock.encode.engines import GigatokenEngine
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
+from penstock.errors import TokenizerError
 from tests.reading import ids_of, open_loader, write_jsonl
 
 EOS = "<|endoftext|>"
@@ -697,7 +698,7 @@ import json, socket, sys
 def connect(*_):
     raise SystemExit("a connection was tried")
 socket.socket.connect = socket.getaddrinfo = connect
-from penstock import TokenizerError
+from penstock.errors import TokenizerError
 from penstock.encode.tokenizer import load_tokenizer
 try:
     made = load_tokenizer(sys.argv[1])
@@ -926,7 +927,7 @@ def test_no_stream_of_text_imports_pandas(corpus: Path, form: str) -> None:
     code = (
         "import sys; from penstock import *\n"
         "data = TextDataset(sys.argv[1], tokenizer=sys.argv[2], seq_len=8, split='train', val_fraction=0.3)\n"
-        "with AsyncDataLoader(data, 2, shuffle=True, epochs=1, output='numpy') as loader:\n"
+        "with AsyncDataLoader(data, 2, shuffle=True, epochs=1) as loader:\n"
         "    print(sum(1 for _ in loader) > 0)\n"
         "print('pandas' in sys.modules)"
     )
@@ -942,7 +943,7 @@ def test_a_first_batch_waits_for_no_import_that_it_can_do_without(corpus: Path) 
     code = (
         "import sys; from penstock import *\n"
         "data = TextDataset(sys.argv[1], tokenizer=sys.argv[2], seq_len=8)\n"
-        "with AsyncDataLoader(data, 2, shuffle=False, output='numpy', n_workers=0) as loader:\n"
+        "with AsyncDataLoader(data, 2, shuffle=False, n_workers=0) as loader:\n"
         "    next(loader)\n"
         "print([name for name in ('awkward', 'pandas', 'pyarrow.compute') if name in sys.modules])"
     )
@@ -970,7 +971,7 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
         return usual(self, texts)
 
     monkeypatch.setattr(type(data.tokenizer.engine), "encode", encode)
-    loader = AsyncDataLoader(data, 4, n_workers=1, output="numpy").start()
+    loader = AsyncDataLoader(data, 4, n_workers=1).start()
     assert begun.wait(60)
     stopping = threading.Thread(target=loader.shutdown)
     stopping.start()

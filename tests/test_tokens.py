@@ -641,7 +641,7 @@ def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_pa
 def test_positions_count_in_the_estimate_of_memory(tmp_path: Path) -> None:
     path = write_megatron(tmp_path / "d.bin", [[[i] * 10] for i in range(40)])
     data = TokenFileDataset.from_binary_file(path, 8, positions=True)
-    with AsyncDataLoader(data, batch_size=4, prefetch_size=8, output="numpy") as loader:
+    with AsyncDataLoader(data, batch_size=4, prefetch_size=8) as loader:
         batch = next(loader)
         whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
         assert loader.stats().memory_estimate == (8 + 1) * whole
@@ -665,7 +665,7 @@ def taken(loader: AsyncDataLoader, n: int, pause_at: Sequence[int] = ()) -> list
 
 def drained(path: Path, workers: int, shuffle: bool) -> AsyncDataLoader:
     data = TokenFileDataset.from_binary_file(path, 8)
-    return AsyncDataLoader(data, 4, shuffle=shuffle, seed=3, n_workers=workers, output="numpy")
+    return AsyncDataLoader(data, 4, shuffle=shuffle, seed=3, n_workers=workers)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -702,7 +702,7 @@ def test_an_id_that_is_too_large_ends_a_stream_taken_fast_after_the_batches_befo
     data = TokenFileDataset.from_binary_file(path, 8, "int32")
     batches: list[np.ndarray] = []
     with (
-        AsyncDataLoader(data, 4, shuffle=False, n_workers=2, output="numpy") as loader,
+        AsyncDataLoader(data, 4, shuffle=False, n_workers=2) as loader,
         pytest.raises(CorruptFile, match=f"position {8 * 4 * 2500} is -1"),
     ):
         batches.extend(batch.inputs for batch in loader)
@@ -739,7 +739,7 @@ def test_blocks_of_long_rows_are_no_longer_than_those_of_short_ones(
         write_plain(tmp_path / "a.bin", some_ids(2_000_000)), 65_536
     )
     most = 0
-    with AsyncDataLoader(data, 1, n_workers=2, output="numpy") as loader:
+    with AsyncDataLoader(data, 1, n_workers=2) as loader:
         for _ in range(300):
             next(loader)
             assert loader._pipeline is not None

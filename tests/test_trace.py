@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def make(corpus: Path, **how: Any) -> AsyncDataLoader:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32)
-    return AsyncDataLoader(data, 4, output="numpy", **how)
+    return AsyncDataLoader(data, 4, **how)
 
 
 def train(loader: AsyncDataLoader, recorder: Recorder, steps: int = STEPS) -> None:
@@ -188,9 +188,7 @@ def test_fetches_from_a_server_are_on_rows_of_their_own(
             cache=False,
             remote={"fetches": 2},
         )
-        events = recorded(
-            AsyncDataLoader(data, 4, output="numpy", n_workers=1), tmp_path / "trace.json"
-        )
+        events = recorded(AsyncDataLoader(data, 4, n_workers=1), tmp_path / "trace.json")
     check_format(events)
     assert read(tmp_path / "trace.json")["otherData"]["samples_failed"] == 0
     on = rows(events)
@@ -364,7 +362,7 @@ def test_a_recorder_refuses_what_it_cannot_record(corpus: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"needs a loader"):
         Recorder([1, 2])
     with pytest.raises(ConfigError, match=r"telemetry=False"):
-        Recorder(make(corpus, telemetry=False))
+        Recorder(make(corpus))
     with pytest.raises(ConfigError, match=r"max_segments=0"):
         Recorder(make(corpus), max_segments=0)
     loader = make(corpus)

@@ -21,8 +21,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from penstock import AsyncDataLoader, NoData, Shard, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, Shard, SyntheticDataset, TextDataset
 from penstock.cli.verify_resume import verify_resume
+from penstock.errors import NoData
 from penstock.sources.files import TextSource
 from penstock.state import State
 from penstock.testing import HubServer
@@ -44,11 +45,11 @@ def run(*args: Any) -> Result:
 def digest_of(data: Any, batches: int, batch_size: int, **how: Any) -> str:
     """What the command should say, by another way."""
     sha = hashlib.sha256()
-    with AsyncDataLoader(data, batch_size, output="numpy", shard=Shard(1, 0), **how) as loader:
+    with AsyncDataLoader(data, batch_size, shard=Shard(1, 0), **how) as loader:
         for _ in range(batches):
             batch = next(loader)
             for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-                sha.update(inputs.tobytes() + targets.tobytes())
+                sha.update(inputs.numpy().tobytes() + targets.numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -223,7 +224,7 @@ def test_data_that_ends_is_compared_to_its_end(corpus: Path) -> None:
     assert found
     count = int(found[1])
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=256)
-    with AsyncDataLoader(data, 8, lanes=4, epochs=1, output="numpy") as loader:
+    with AsyncDataLoader(data, 8, lanes=4, epochs=1) as loader:
         assert count == sum(1 for _ in loader)
     assert "the data ends there: 500 batches were asked for" in done.stdout
     even = re.search(r"compared over the first (\d+) batches only", done.stdout)
@@ -390,7 +391,6 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
     with AsyncDataLoader(
         TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=64, chunk_bytes=4096),
         4,
-        output="numpy",
     ) as loader:
         batch = next(loader)
     assert compare(batch, rows, 0, 1, 0) is None

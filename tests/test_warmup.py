@@ -610,11 +610,11 @@ def test_a_state_that_cannot_be_taken_harms_no_item(caplog: pytest.LogCaptureFix
 
 def own(**options: Any) -> AsyncDataLoader:
     data = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=40, seed=3)
-    return AsyncDataLoader(data, 4, seed=5, epochs=1, n_workers=2, output="numpy", **options)
+    return AsyncDataLoader(data, 4, seed=5, epochs=1, n_workers=2, **options)
 
 
 def rows(batches: Any) -> list[bytes]:
-    return [batch.inputs.tobytes() for batch in batches]
+    return [batch.inputs.numpy().tobytes() for batch in batches]
 
 
 def test_our_own_loader_is_handed_through_bit_for_bit() -> None:
@@ -670,9 +670,7 @@ class Held:
 
 
 def in_order(data: Held) -> AsyncDataLoader:
-    return AsyncDataLoader(
-        data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5, output="numpy"
-    )
+    return AsyncDataLoader(data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5)
 
 
 def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
@@ -741,12 +739,12 @@ def test_without_a_length_there_is_none_and_it_is_true_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": -1}, "batches = -1: needs a whole number, at least 0, or 'auto'"),
+        ({"batches": -1}, "batches = -1: must be an integer ≥ 0, or 'auto'"),
         ({"batches": 1.5}, "batches = 1.5: needs a whole number"),
         ({"batches": "all"}, "batches = 'all': needs a whole number"),
         ({"timeout": -1}, "timeout = -1: needs a number of seconds, at least 0"),
         ({"timeout": float("nan")}, "timeout = nan: needs a number of seconds"),
-        ({"prefetch": -1}, "prefetch = -1: needs a whole number, at least 0"),
+        ({"prefetch": -1}, "prefetch = -1: must be an integer ≥ 0"),
         ({"iterable": 5}, "a int cannot be iterated over"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),

@@ -415,7 +415,7 @@ MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
     "compressed": lambda corpus: AsyncDataLoader(
         TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=64), 4, n_workers=1
     ),
-    "no telemetry": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, telemetry=False),
+    "no telemetry": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1),
     "autotune": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, autotune=True),
 }
 

@@ -14,14 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import (
-    AsyncDataLoader,
-    Mixture,
-    SyntheticDataset,
-    TextDataset,
-    TokenFileDataset,
-    WorkerDied,
-)
+from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock.errors import WorkerDied
 from tests import contracts
 
 
@@ -74,9 +68,7 @@ def running(pid: int) -> bool:
 @pytest.mark.parametrize("most", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(
-            Slow(), 8, seed=3, output="numpy", preprocess=large, prefetch_size=4, **how
-        )
+        return AsyncDataLoader(Slow(), 8, seed=3, preprocess=large, prefetch_size=4, **how)
 
     batches = 6 * most
     expected = contracts.ledger(make, batches, n_workers=2)
@@ -100,9 +92,7 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
 
 
 def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> None:
-    with AsyncDataLoader(
-        Deadly(), 4, shuffle=False, n_workers=2, workers="process", output="numpy"
-    ) as loader:
+    with AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process") as loader:
         with pytest.raises(WorkerDied, match=r"exit code 3.*36"):
             contracts.take(loader, 50)
         assert loader.stats().batches == 9  # everything before it
@@ -150,9 +140,7 @@ def test_processes_give_the_stream_that_threads_give(kind: str, tmp_path: Path) 
     data = sources(tmp_path)[kind]
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(
-            data, **{"batch_size": 4, "shuffle": True, "seed": 2, "output": "numpy", **how}
-        )
+        return AsyncDataLoader(data, **{"batch_size": 4, "shuffle": True, "seed": 2, **how})
 
     ways: list[dict[str, Any]] = [
         {"n_workers": 0},
@@ -166,9 +154,7 @@ def test_a_stream_of_processes_resumes_and_closes_like_any(tmp_path: Path) -> No
     data = sources(tmp_path)["mixture"]
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(
-            data, 4, seed=2, n_workers=1, workers="process", output="numpy", **how
-        )
+        return AsyncDataLoader(data, 4, seed=2, n_workers=1, workers="process", **how)
 
     contracts.resumes_everywhere(make, 8, every=3)
     contracts.closes_cleanly(make)
@@ -198,9 +184,7 @@ def test_shutdown_does_not_wait_for_a_process_that_is_busy() -> None:
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_workers_keep_to_their_cores(workers: Any) -> None:
     core = min(os.sched_getaffinity(0))
-    with AsyncDataLoader(
-        Cores(), 2, n_workers=2, workers=workers, cpus=[core], output="numpy", epochs=1
-    ) as loader:
+    with AsyncDataLoader(Cores(), 2, n_workers=2, workers=workers, cpus=[core], epochs=1) as loader:
         assert all((np.asarray(batch.inputs) == core).all() for batch in loader)
     assert core in os.sched_getaffinity(0)
 
@@ -220,7 +204,5 @@ class Cores:
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8, 16])
 def test_every_combination_of_workers_and_prefetch_runs(workers: int, prefetch: int) -> None:
     data = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=64)
-    with AsyncDataLoader(
-        data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1, output="numpy"
-    ) as loader:
+    with AsyncDataLoader(data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1) as loader:
         assert sum(1 for _ in loader) == 16

@@ -5,7 +5,8 @@
         for batch in loader:
             ...
 
-Names are imported when they are first used, so that `import penstock` costs nothing.
+Names are imported on first use, so that `import penstock` is fast. Further exceptions are in
+`penstock.errors`.
 """
 
 from __future__ import annotations
@@ -14,88 +15,52 @@ import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-_imported = time.perf_counter()  # for the ledger of a start
-
-_HOME = {
-    "AsyncDataLoader": "loader",
-    "Batch": "encode.batch",
-    "Heartbeat": "feed.beat",
-    "Mixture": "sources.mixture",
-    "Remote": "read.attempt",
-    "Shard": "types",
-    "Span": "types",
-    "Stats": "stats",
-    "SyntheticDataset": "read.synthetic",
-    "Telemetry": "watch.telemetry",
-    "TextDataset": "dataset",
-    "TokenFileDataset": "read.tokens",
-    "Warmup": "tally",
-    "analyze_steps": "watch.steady",
-    "batched": "sources.samples",
-    "prewarm": "train.prewarm",
-    "verify_prewarm": "train.prewarm",
-    "warmup_loader": "feed.warmup",
-    "warmup_loader_with_first_batch": "feed.warmup",
-    **dict.fromkeys(
-        (
-            "AccessDenied", "BadRecord", "ConfigError", "CorruptFile", "FeedStopped", "LoaderClosed", "LoaderTimeout", "MissingExtra",
-            "NoData", "Offline", "PeerFailed", "PenstockError", "RemoteError", "SourceChanged", "SourceError", "StateError",
-            "StateFormat", "StateMismatch", "TokenizerError", "UnevenRanks", "WorkerDied",
-        ),
-        "errors",
-    ),
-}  # fmt: skip
-
-__all__ = [
-    "AccessDenied", "AsyncDataLoader", "BadRecord", "Batch", "ConfigError", "CorruptFile", "FeedStopped", "Heartbeat", "LoaderClosed",
-    "LoaderTimeout", "MissingExtra", "Mixture", "NoData", "Offline", "PeerFailed", "PenstockError", "Remote",
-    "RemoteError", "Shard", "SourceChanged", "SourceError", "Span", "StateError", "StateFormat",
-    "StateMismatch", "Stats", "SyntheticDataset", "Telemetry", "TextDataset", "TokenFileDataset", "TokenizerError",
-    "UnevenRanks", "Warmup", "WorkerDied", "__version__", "analyze_steps", "batched", "prewarm", "verify_prewarm",
-    "warmup_loader", "warmup_loader_with_first_batch",
-]  # fmt: skip
-
 if TYPE_CHECKING:
-    from penstock.dataset import TextDataset
-    from penstock.encode.batch import Batch
-    from penstock.errors import (
-        AccessDenied,
-        BadRecord,
-        ConfigError,
-        CorruptFile,
-        FeedStopped,
-        LoaderClosed,
-        LoaderTimeout,
-        MissingExtra,
-        NoData,
-        Offline,
-        PeerFailed,
-        PenstockError,
-        RemoteError,
-        SourceChanged,
-        SourceError,
-        StateError,
-        StateFormat,
-        StateMismatch,
-        TokenizerError,
-        UnevenRanks,
-        WorkerDied,
+    from penstock.dataset import TextDataset as TextDataset
+    from penstock.encode.batch import Batch as Batch
+    from penstock.errors import ConfigError as ConfigError
+    from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import StateError as StateError
+    from penstock.feed.beat import Heartbeat as Heartbeat
+    from penstock.feed.warmup import warmup_loader as warmup_loader
+    from penstock.feed.warmup import (
+        warmup_loader_with_first_batch as warmup_loader_with_first_batch,
     )
-    from penstock.feed.beat import Heartbeat
-    from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
-    from penstock.loader import AsyncDataLoader
-    from penstock.read.attempt import Remote
-    from penstock.read.synthetic import SyntheticDataset
-    from penstock.read.tokens import TokenFileDataset
-    from penstock.sources.mixture import Mixture
-    from penstock.sources.samples import batched
-    from penstock.stats import Stats
-    from penstock.tally import Warmup
-    from penstock.train.prewarm import prewarm, verify_prewarm
-    from penstock.types import Shard, Span
-    from penstock.watch.steady import analyze_steps
-    from penstock.watch.telemetry import Telemetry
+    from penstock.loader import AsyncDataLoader as AsyncDataLoader
+    from penstock.options import RemoteOptions as RemoteOptions
+    from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
+    from penstock.read.tokens import TokenFileDataset as TokenFileDataset
+    from penstock.sources.mixture import Mixture as Mixture
+    from penstock.stats import Stats as Stats
+    from penstock.train.prewarm import prewarm as prewarm
+    from penstock.types import Shard as Shard
+    from penstock.types import Span as Span
+    from penstock.watch.steady import analyze_steps as analyze_steps
+    from penstock.watch.telemetry import Telemetry as Telemetry
+
+__version__ = "0.1.0"
+_imported = time.perf_counter()  # for the timing of a start
+
+_MODULES = {
+    "dataset": ("TextDataset",),
+    "encode.batch": ("Batch",),
+    "errors": ("ConfigError", "PenstockError", "StateError"),
+    "feed.beat": ("Heartbeat",),
+    "feed.warmup": ("warmup_loader", "warmup_loader_with_first_batch"),
+    "loader": ("AsyncDataLoader",),
+    "options": ("RemoteOptions",),
+    "read.synthetic": ("SyntheticDataset",),
+    "read.tokens": ("TokenFileDataset",),
+    "sources.mixture": ("Mixture",),
+    "stats": ("Stats",),
+    "train.prewarm": ("prewarm",),
+    "types": ("Shard", "Span"),
+    "watch.steady": ("analyze_steps",),
+    "watch.telemetry": ("Telemetry",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

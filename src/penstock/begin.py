@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import whole_number
 from penstock.errors import ConfigError, StateMismatch
-from penstock.options import Options
 from penstock.order.mix import Schedule
+from penstock.run_options import RunOptions
 from penstock.sources.source import Source
 from penstock.state import State, fitting, parse
 from penstock.types import Address
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.sources.mixture import MixtureSource
 
 
-def choose_lanes(source: Source, options: Options) -> int:
+def choose_lanes(source: Source, options: RunOptions) -> int:
     """The lanes of a first start: as many as asked for, or one for each rank."""
     if not source.by_lane:
         return 1
@@ -33,7 +33,7 @@ def choose_lanes(source: Source, options: Options) -> int:
 
 def anew(
     source: Source,
-    options: Options,
+    options: RunOptions,
     *,
     lanes: int,
     first: int,
@@ -59,7 +59,7 @@ def anew(
 
 
 def after(
-    source: Source, options: Options, saved: dict[str, Any] | Sequence[dict[str, Any]]
+    source: Source, options: RunOptions, saved: dict[str, Any] | Sequence[dict[str, Any]]
 ) -> State:
     """A saved state, or the states of all ranks, checked: this rank's part of it."""
     loaded = parse(saved)
@@ -98,13 +98,13 @@ def _furthest(source: Source, loaded: State) -> int:
     return epoch
 
 
-def _stream_id(source: Source, options: Options) -> dict[str, Any]:
+def _stream_id(source: Source, options: RunOptions) -> dict[str, Any]:
     return source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
 
 
 def reweighted(
     mixture: MixtureSource,
-    options: Options,
+    options: RunOptions,
     state: State,
     weights: Mapping[str, float],
     step: int | None,
@@ -117,5 +117,5 @@ def reweighted(
     return mixture.reweighted(state, row, weights)
 
 
-def _own_lanes(options: Options, lanes: int) -> list[int]:
+def _own_lanes(options: RunOptions, lanes: int) -> list[int]:
     return list(range(options.shard.rem, lanes, options.shard.mod))

@@ -1,10 +1,7 @@
-"""TextDataset: text somewhere, how it is tokenized and packed. A description; nothing runs yet.
+"""TextDataset: where text is, and how it is tokenized and packed.
 
-In:    paths or addresses, and settings.
-Out:   what a `Pipeline` needs, and fingerprints for the state.
-Where: the thread that creates it. Any number of loaders may share one.
-State: none: it lists files and loads the vocabulary (the one while the other is under way), and opens
-       no data.
+Creating one lists the files and loads the vocabulary, at the same time if the files are remote. It
+opens no data and starts nothing that outlives the constructor. Loaders may share one.
 """
 
 from __future__ import annotations
@@ -14,37 +11,30 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from penstock.config import cache_dir, one_of, whole_number
-from penstock.errors import ConfigError, StateFormat
-from penstock.read.attempt import Remote
+from penstock.config import cache_dir
+from penstock.errors import ConfigError, StateError
+from penstock.options import RemoteOptions, TextOptions, accepts
 from penstock.read.manifest import fingerprint, list_files
 from penstock.read.settings import ReadSettings
-from penstock.types import (
-    AUTO,
-    WORD_CACHE_BYTES,
-    Address,
-    FileRef,
-    Format,
-    GiB,
-    KiB,
-    MiB,
-    OnBadRecord,
-    Packing,
-)
+from penstock.types import Address, FileRef, MiB
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
-    from penstock.sources.network import Outside
-    from penstock.sources.text import PackSettings
-    from penstock.sources.text_stream import TextStream
+    from penstock.sources.remote_dataset import RemoteConfig
+    from penstock.sources.text_iterable import TextIterable
 
 Path = str | os.PathLike[str]
 
+MAX_DOC_BYTES = 256 * MiB
+"""The longest document; a longer one is a bad record."""
+MAX_RATIO = 1000.0
+"""How far a compressed file may expand."""
+
 
 def any_remote(urls: Any) -> bool:
-    """Whether some of it is not on disk."""
+    """Return True if some of the data is not on disk."""
     sources = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else []
     return any(isinstance(url, str) and _is_remote(url) for url in sources)
 
@@ -59,232 +49,120 @@ def _is_remote(url: str) -> bool:
     return url in SHORT_NAMES
 
 
-def _load(spec: Any, **how: Any) -> Tokenizer:
-    # Imported here: while Arrow and the tokenizers are, the files are being listed.
+def _load_tokenizer(options: TextOptions) -> Tokenizer:
+    # Imported here: a remote listing runs while Arrow and the tokenizers are imported.
     from penstock.encode.tokenizer import load_tokenizer
 
-    return load_tokenizer(spec, **how)
+    return load_tokenizer(options.tokenizer, eos=options.eos, bos=options.bos)
 
 
 class TextDataset:
-    """Text in Parquet, JSONL or plain files, to be streamed as packed rows of ids.
-
-    `urls` is a file, a folder, a glob, or a list of these: on disk, on the Hub (`hf://datasets/…`), in a
-    bucket (`s3://`, `gs://`, `az://`) or on a web server (`https://`, files only).
-    """
+    """Text in Parquet, JSONL or plain files, streamed as packed rows of ids."""
 
     packed = True
-    """It gives packed rows of ids."""
+    """Its batches are packed rows of ids."""
 
-    def __init__(
-        self,
-        urls: Path | Sequence[Path],
-        *,
-        tokenizer: Any,
-        seq_len: int,
-        text_field: str = "text",
-        packing: Packing = "concat",
-        split: Literal["train", "val"] | None = None,
-        val_fraction: float = 0.005,
-        split_seed: int = 0,
-        format: Format | None = None,
-        separator: str | bytes | None = None,
-        eos: str | int | None = AUTO,
-        bos: str | int | None = None,
-        engine: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto",
-        positions: bool = False,
-        chunk_bytes: int = 4 * MiB,
-        shuffle_chunks: int = 16,
-        shuffle_bytes: int = 256 * MiB,
-        on_bad_record: OnBadRecord = "raise",
-        quarantine: Path | None = None,
-        max_doc_bytes: int = 256 * MiB,
-        max_ratio: float = 1000.0,
-        skip: Iterable[Any] = (),
-        doc_batch: int | None = None,
-        tokenizer_cache_bytes: int = WORD_CACHE_BYTES,
-        config: str | None = None,
-        remote: Remote | dict[str, Any] | None = None,
-        cache: bool | Literal["auto"] = "auto",
-        cache_bytes: int = 50 * GiB,
-        share_listing: bool = False,
-    ) -> None:
+    @accepts(TextOptions)
+    def __init__(self, urls: Path | Sequence[Path], **kwargs: Any) -> None:
         """Describe a dataset.
 
-        tokenizer: "byte"; a tokenizer.json or a folder with one; a .tiktoken file; a Hub name; or
-            an object of tokenizers, transformers or tiktoken.
-        packing: "concat" loses no token; "bos" begins each row with a document and crops what does
-            not fit; "best_fit" cuts only documents longer than a row, and pads.
-        split: "train" or "val", told apart by a hash of each document's address. Reading "val"
-            reads all files, and tokenizes only its own share.
-        separator: what stands between the documents of a plain-text file; None: a file is one.
-        eos, bos: the special token after and before each document, by name or id; None for none.
-        positions: give each batch `positions` and `cu_seqlens`, for attention within documents.
-        chunk_bytes: bytes of JSONL or plain text read at once. More mean more memory for each
-            worker, fewer a higher share of overhead.
-        shuffle_chunks, shuffle_bytes: the size of a full shuffle window. A larger one mixes better
-            and takes memory: the tokens of two windows are held for each lane.
-        on_bad_record: what to do with a record that cannot be used. "quarantine" also writes its
-            address to the JSONL file `quarantine`.
-        max_doc_bytes, max_ratio: the longest text, and how far a file may expand.
-        skip: documents to leave out, as spans or addresses from `batch.provenance()`.
-        doc_batch: documents tokenized at once; the whole chunk where None. Never changes the stream.
-        tokenizer_cache_bytes: memory the tokenizer's cache of words may take before it starts anew.
-        config: which of the configurations of a Hub dataset's card, by name.
-        remote: deadlines, retries and requests in flight, where data comes over a network.
-        cache: keep token chunks on disk, so that the next epoch and the next run need neither network nor
-            tokenizer. "auto": for remote data.
-        cache_bytes: disk that the token cache may use. When full, what will be needed last is dropped first.
-        share_listing: have rank 0 list the files for all, through torch.distributed. All ranks must then
-            create the dataset, and in the same order as others; files on disk must be there for each of them.
+        urls: a file, a folder, a glob, or a list of these: on disk, on the Hub (hf://datasets/…), in a
+        bucket (s3://, gs://, az://) or on a web server (https://, files only).
         """
-        one_of("packing", packing, get_args(Packing))
-        one_of("on_bad_record", on_bad_record, get_args(OnBadRecord))
-        one_of("split", split, (None, "train", "val"))
-        one_of("format", format, (None, *get_args(Format)))
-        one_of("engine", engine, ("auto", "gigatoken", "tokenizers", "tiktoken"))
-        if not isinstance(val_fraction, float | int) or not 0.0 < val_fraction < 1.0:
-            raise ConfigError(f"val_fraction={val_fraction!r}: needs a number between 0 and 1")
-        if not isinstance(max_ratio, float | int) or not max_ratio >= 1.0:
-            raise ConfigError(f"max_ratio={max_ratio!r}: needs a number, at least 1")
-        if not isinstance(text_field, str):
-            raise ConfigError(f"text_field={text_field!r}: needs the name of a column or field")
-        if not isinstance(separator, str | bytes | None) or separator in ("", b""):
-            raise ConfigError(
-                f"separator={separator!r}: needs text, or None to make each file a document"
-            )
-        if not isinstance(quarantine, str | os.PathLike | None):
-            raise ConfigError(f"quarantine={quarantine!r}: needs a path")
-        if (on_bad_record == "quarantine") != (quarantine is not None):
-            raise ConfigError("on_bad_record='quarantine' and quarantine='file.jsonl' go together")
-        for name, token in (("eos", eos), ("bos", bos)):
-            if not isinstance(token, str | int | None) or isinstance(token, bool):
-                raise ConfigError(f"{name}={token!r}: needs a special token's name or id, or None")
-        if isinstance(separator, str):
-            separator = separator.encode()
-        self.seq_len = whole_number("seq_len", seq_len, 1)
-        self.packing: Packing = packing
-        self.positions = bool(positions)
-        self.shuffle_chunks = whole_number("shuffle_chunks", shuffle_chunks, 1)
-        self.shuffle_bytes = whole_number("shuffle_bytes", shuffle_bytes, 1)
-        self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
-        self.quarantine = None if quarantine is None else os.fspath(quarantine)
-        if not isinstance(config, str | None):
-            raise ConfigError(
-                f"config={config!r}: needs the name of a configuration of the dataset's card"
-            )
-        if not isinstance(cache, bool) and cache != "auto":  # 1 is not True: it would keep nothing
-            raise ConfigError(
-                f"cache={cache!r}: needs True, False or 'auto'. PENSTOCK_CACHE says where it is."
-            )
-        if not isinstance(share_listing, bool):
-            raise ConfigError(f"share_listing={share_listing!r}: needs True or False")
-        words = whole_number("tokenizer_cache_bytes", tokenizer_cache_bytes, MiB)
-        load = partial(_load, tokenizer, eos=eos, bos=bos, engine=engine, cache_bytes=words)
-        begun = time.perf_counter()
-        self.outside: Outside | None = None
-        """What it needs of the network and keeps of it; None where it needs and keeps nothing."""
+        self.options = options = TextOptions(**kwargs)
+        self.remote = remote = RemoteOptions.of(options.remote)
+        self.seq_len = options.seq_len
+        separator = options.separator
+        separator = separator.encode() if isinstance(separator, str) else separator
+        load = partial(_load_tokenizer, options)
+        began = time.perf_counter()
+        self.remote_config: RemoteConfig | None = None
+        """Network and cache; None for uncached local files."""
         self.files: tuple[FileRef, ...]
+        listing = partial(list_files, urls, format=options.format, whole=separator is None)
         if any_remote(urls):
-            from penstock.sources.far import Listing, far_away
+            from penstock.sources.remote_dataset import list_remote
 
-            listing = Listing(urls, format, separator is None, config, share_listing)
-            self.files, self.tokenizer, self.outside = far_away(listing, Remote.of(remote), load)
-        else:
-            if config is not None:
-                raise ConfigError(
-                    f"config={config!r}: is for datasets on the Hub; these files are on disk"
-                )
-            here = partial(list_files, urls, format=format, whole=separator is None)
-            if share_listing:
-                from penstock.sources.far import shared
-
-                here = partial(shared, here)
-            self.files = here()
-            self.tokenizer = load()
-        self.listed = (begun, time.perf_counter())
-        """When files were listed and the tokenizer loaded: for the ledger of a start."""
-        self.listing_told = False
-        if cache is True or (cache == "auto" and self.outside is not None):
-            from penstock.sources.network import Outside
-
-            self.outside = self.outside or Outside(limits=Remote.of(remote), folder=cache_dir())
-            self.outside = replace(
-                self.outside, cache_bytes=whole_number("cache_bytes", cache_bytes, 0)
+            self.files, self.tokenizer, self.remote_config = list_remote(
+                lambda session: listing(remote=session), remote, load, urls=urls
             )
+        else:
+            if remote.config is not None:
+                raise ConfigError(f"config={remote.config!r}: is for Hub datasets, not local files")
+            if remote.share_listing:
+                from penstock.sources.remote_dataset import list_on_rank_0
+
+                self.files = list_on_rank_0(listing)
+            else:
+                self.files = listing()
+            self.tokenizer = load()
+        self.listed = (began, time.perf_counter())
+        """When listing and loading the tokenizer began and ended."""
+        self.listing_told = False
+        if options.cache is True or (options.cache == "auto" and self.remote_config is not None):
+            from penstock.sources.remote_dataset import RemoteConfig
+
+            config = self.remote_config or RemoteConfig(limits=remote, folder=cache_dir())
+            self.remote_config = replace(config, cache_bytes=remote.cache_bytes)
+        action, _, quarantine = options.on_bad_record.partition(":")
+        on_bad_record: Any = action
+        self.quarantine = quarantine or None
         self.read = ReadSettings(
-            text_field=text_field,
+            text_field=options.text_field,
             separator=separator,
-            chunk_bytes=whole_number("chunk_bytes", chunk_bytes, KiB),
-            split=split,
-            val_fraction=val_fraction,
-            split_seed=whole_number("split_seed", split_seed, 0),
+            chunk_bytes=options.chunk_bytes,
+            split=options.split,
+            val_fraction=options.val_fraction,
             on_bad_record=on_bad_record,
-            max_doc_bytes=whole_number("max_doc_bytes", max_doc_bytes, 1),
-            max_ratio=max_ratio,
-            skip=self._addresses(skip),
+            max_doc_bytes=MAX_DOC_BYTES,
+            max_ratio=MAX_RATIO,
+            skip=self._addresses(options.skip),
         )
 
     @staticmethod
-    def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextStream:
-        """Text that is no file: an iterable of strings, of mappings with a text field, or of arrays of ids.
+    def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextIterable:
+        """Return a dataset of an iterable of strings, of mappings with a text field, or of ids.
 
-        source: a function that gives the iterable anew for each epoch, a collection, a `datasets`
-            stream, or an iterator (for a single epoch). If it has `state_dict` and `load_state_dict`,
-            a resume uses them; if not, a resume reads it again up to where it was, and says so.
-        tokenizer: as for files; None where the documents are ids already.
-        more: text_field, packing, eos, bos, engine, positions, shuffle_chunks, doc_batch and
-            tokenizer_cache_bytes as for files; name, what to call it in messages and states;
-            chunk_docs and chunk_bytes, how much is tokenized at once.
+        source: a function that returns a new iterable for each epoch, a collection, a `datasets`
+        stream, or an iterator (one epoch only). A resume uses its `state_dict` and `load_state_dict`;
+        without them it reads the iterable again up to the position, and warns.
+
+        tokenizer: as for files; None if the documents are ids.
+
+        more: text_field, packing, eos, bos, positions, shuffle_chunks and doc_batch as for files;
+        name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
         """
-        from penstock.sources.text_stream import TextStream
+        from penstock.sources.text_iterable import TextIterable
 
-        return TextStream(source, tokenizer=tokenizer, seq_len=seq_len, **more)
+        return TextIterable(source, tokenizer=tokenizer, seq_len=seq_len, **more)
 
     def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
-        names = {member.name for file in self.files for member in file.members}
-        names |= {file.name for file in self.files if not file.members}
         from penstock.state import address
 
+        names = {member.name for file in self.files for member in file.members}
+        names |= {file.name for file in self.files if not file.members}
         try:
             addresses = frozenset(address(entry) for entry in skip)
-        except (StateFormat, TypeError) as error:
+        except (StateError, TypeError) as error:
             raise ConfigError(f"skip: {error}") from error
         for entry in addresses:
             if entry.file not in names:
-                raise ConfigError(
-                    f"skip names {entry.file!r}, which is none of the {len(names)} files listed"
-                )
+                raise ConfigError(f"skip: {entry.file!r} is not one of the {len(names)} files")
         return addresses
 
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
-        return f"TextDataset({len(self.files)} files, {size} bytes, {self.tokenizer.vocabulary.name}, seq_len={self.seq_len})"
+        name = self.tokenizer.vocabulary.name
+        return f"TextDataset({len(self.files)} files, {size} bytes, {name}, seq_len={self.seq_len})"
 
     def fetches(self) -> int:
-        """Requests to have in flight; 0 where everything is on disk."""
-        if self.outside is None or not any(file.remote for file in self.files):
+        """Return the requests to keep in flight; 0 if everything is on disk."""
+        if self.remote_config is None or not any(file.remote for file in self.files):
             return 0
-        return self.outside.limits.fetches
-
-    def pack(self) -> PackSettings:
-        """How the documents become rows."""
-        from penstock.sources.text import PackSettings
-
-        return PackSettings(
-            seq_len=self.seq_len,
-            packing=self.packing,
-            window_chunks=self.shuffle_chunks,
-            window_bytes=self.shuffle_bytes,
-            extras=self.positions,
-            chunk_bytes=self.read.chunk_bytes,
-            pad_id=self.tokenizer.pad_id,
-            dtype=self.tokenizer.dtype,
-            expansion=self.tokenizer.expansion,
-        )
+        return self.remote_config.limits.fetches
 
     def data_id(self) -> dict[str, Any]:
-        """Identifies the data in a state."""
+        """Identify the data in a state."""
         return {
             "files": fingerprint(self.files),
             "count": sum(len(file.members) or 1 for file in self.files),
@@ -292,29 +170,16 @@ class TextDataset:
         }
 
     def tokenizer_id(self) -> dict[str, Any]:
-        """Identifies the ids in a state."""
+        """Identify the tokenizer in a state."""
         name = os.path.basename(self.tokenizer.vocabulary.name)
         return {"name": name, "fingerprint": self.tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
-        """The settings that the stream depends on."""
-        read = self.read
-        settings: dict[str, Any] = {
-            "seq_len": self.seq_len,
-            "packing": self.packing,
-            "text_field": read.text_field,
-            "chunk_bytes": read.chunk_bytes,
-            "shuffle_chunks": self.shuffle_chunks,
-            "shuffle_bytes": self.shuffle_bytes,
-            "max_doc_bytes": read.max_doc_bytes,
-            "max_ratio": read.max_ratio,
-        }
-        if read.separator is not None:
-            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
-        if read.split is not None:
-            settings |= {
-                "split": read.split,
-                "val_fraction": read.val_fraction,
-                "split_seed": read.split_seed,
-            }
+        """Return the options that decide the stream."""
+        names = ["seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks"]
+        if self.options.split is not None:
+            names += ["split", "val_fraction"]
+        settings = {name: getattr(self.options, name) for name in names}
+        if self.read.separator is not None:
+            settings["separator"] = self.read.separator.decode("utf-8", "backslashreplace")
         return settings

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,13 +19,13 @@ from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
 from penstock.feed.agree import RankAgreement
 from penstock.feed.quick import Last, nothing_ready
-from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
+from penstock.options import LoaderOptions, accepts
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
+from penstock.run_options import DEVICE_PREFETCH, resolve_options
 from penstock.sources.kinds import as_source
 from penstock.state import State
 from penstock.tally import Tally, Warmup
-from penstock.types import Shard
 from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
@@ -45,77 +45,17 @@ class AsyncDataLoader:
     its threads, as do garbage collection and the end of the interpreter.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        shuffle: bool | None = None,
-        seed: int = 0,
-        n_workers: int | None = None,
-        prefetch_size: int = 8,
-        device: Any = None,
-        *,
-        shard: Shard | None = None,
-        lanes: int | None = None,
-        epochs: int | None = None,
-        drop_last: bool | None = None,
-        output: Literal["auto", "torch", "numpy"] = "auto",
-        preprocess: Callable[..., Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        pad: int | None = None,
-        workers: Workers = "thread",
-        restart_workers: bool = True,
-        cpus: Iterable[int] | None = None,
-        numa_node: int | None = None,
-        memory_limit: int | None = MEMORY_LIMIT,
-        device_prefetch: int = 1,
-        device_preprocess: Callable[[Batch], Batch | None] | None = None,
-        warmup_batches: int | Literal["auto"] = 0,
-        warmup_timeout: float = 30.0,
-        report_docs: int = 2000,
-        telemetry: Telemetry | bool | None = True,
-        autotune: bool = False,
-    ) -> None:
-        """Set a loader up. Nothing runs until it is entered, started, warmed or asked for a batch.
+    @accepts(LoaderOptions)
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        """Set up a loader. Nothing runs until it is entered, started, warmed or asked for a batch.
 
-        shuffle: a new order in each epoch. Default: for data that can be addressed, and not for streams.
-            Files: chunks, and the documents of each window. Addressable data: all rows.
-        n_workers: how many workers; None: this rank's share of the cores; 0: none, everything happens
-            in `next`. Never changes the stream.
-        prefetch_size: batches kept ready. More hide longer hiccups and take memory.
-        device: where batches go; they travel while the step before them runs. See docs/device.md.
-        shard: this reader's part, by default this rank's. One that is given stands alone: ranks
-            then need not get equally many batches.
-        lanes: independent sequences, dealt to ranks. A checkpoint loads on every world size that
-            divides them. Default: the world size of the first start. More cost memory: each lane
-            has a window of its own. Data that can be addressed needs none.
-        epochs: None for an endless stream, or how many passes to make.
-        drop_last: whether a finite stream ends with its last full batch. Several ranks always do, but for
-            data that can be addressed, where False fills the last batch up with the first rows.
-        preprocess: called on each sample by the workers (on a batch's list of them, marked with
-            `@penstock.batched`). A parameter named `rng` gets a generator that depends on the sample only.
-        collate: makes a batch of a list of samples, instead of the usual rules.
-        pad: the id that fills up rows of different length.
-        workers: "thread", or "process" for Python that holds the GIL or is not thread-safe.
-        restart_workers: replace a process that died, once for each piece of work.
-        cpus, numa_node: the cores that workers keep to.
-        memory_limit: bytes that read-ahead and queue may take; a single chunk is always let in.
-        device_prefetch: batches on the device beyond the one in use.
-        device_preprocess: called on each batch there, on the copy stream.
-        warmup_batches, warmup_timeout: wait, before the first batch, until so many stand ready.
-        report_docs: log a line every so many documents; 0 for none.
-        telemetry: measure where time goes (see docs/numbers.md); False for nothing but time in `next`.
-        autotune: let workers, requests, read-ahead and queue follow what is measured. Never changes the stream.
+        dataset: a TextDataset, TokenFileDataset, SyntheticDataset or Mixture; a map-style dataset; or
+        an iterable of samples.
         """
-        self._source = as_source(dataset, preprocess, collate, pad)
+        given = LoaderOptions(*args, **kwargs)
+        self._source = as_source(dataset, given.preprocess, given.collate)
         self._dataset = dataset
-        self._options = check(
-            self._source, batch_size=batch_size, shuffle=shuffle, seed=seed, n_workers=n_workers,
-            prefetch_size=prefetch_size, device=device, shard=shard, lanes=lanes, epochs=epochs, drop_last=drop_last,
-            output=output, memory_limit=memory_limit, workers=workers, restart_workers=restart_workers, cpus=cpus,
-            numa_node=numa_node, device_prefetch=device_prefetch, device_preprocess=device_preprocess,
-            warmup_batches=warmup_batches, warmup_timeout=warmup_timeout, report_docs=report_docs,
-        )  # fmt: skip
+        self._options = resolve_options(given, self._source)
         self._mixture: MixtureSource | None = getattr(self._source, "mixed", None)
         if self._mixture is not None:
             self._mixture.check_epochs(self._options.epochs)
@@ -127,9 +67,8 @@ class AsyncDataLoader:
         self._finalizer: Any = None
         self._agreement: RankAgreement | None = None
         self._exhausted = False
-        self.telemetry = attach(telemetry, self, self._source.listings())
-        self._tally = Tally.of(self.telemetry)
-        self._tunes = check_autotune(autotune, self.telemetry.on)
+        self._listings = self._source.listings()
+        self.observe(Telemetry())
         self._tuner: Autotune | None = None
         self._tuned: dict[str, int] = {}
         self._origin: Origin | None = None
@@ -147,6 +86,11 @@ class AsyncDataLoader:
 
         dataset, arguments = build(path, dataset, overrides)
         return cls(dataset, **arguments)
+
+    def observe(self, telemetry: Telemetry) -> None:
+        """Record into `telemetry` instead of the loader's own. Call it before the first batch."""
+        self.telemetry = attach(telemetry, self, self._listings)
+        self._tally = Tally.of(telemetry)
 
     # Iterating
 
@@ -259,13 +203,13 @@ class AsyncDataLoader:
             if self._feed is None:
                 from penstock.feed.cargo import open_feed
 
-                poll, hook, ahead = (
-                    pipeline.poll,
-                    options.device_preprocess,
-                    options.device_prefetch,
-                )
                 self._feed = open_feed(
-                    options.device, pipeline.next, poll, ahead, hook, self.telemetry.clock
+                    options.device,
+                    pipeline.next,
+                    pipeline.poll,
+                    DEVICE_PREFETCH,
+                    options.device_preprocess,
+                    self.telemetry.clock,
                 )
                 self.telemetry.device = self._feed.told
             cargo = self._feed.next(timeout)
@@ -296,27 +240,27 @@ class AsyncDataLoader:
         options, begun = self._options, time.perf_counter()
         if self._agreement is None and options.must_agree(self._source.even):
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
-        run = options.run(self._state, self._skip, self.telemetry.clock)
+        run = options.run(self._source, self._state, self._skip, self.telemetry.clock)
         pipeline = Pipeline(
             self._source,
             run,
             workers=options.workers,
             cpus=options.cpus,
-            restart=options.restart_workers,
+            restart=True,
         )
         self._pipeline = pipeline
         # The threads know the pipeline and not the loader, so a loader that nobody holds any more
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
-        if self._tunes:
+        if self._options.tunes:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         return self
 
     def lay_open(self) -> tuple[Source, Run]:
         """What the loader reads and how it would run, for those who do something else with it."""
-        return self._source, self._options.run(self._current(), self._skip)
+        return self._source, self._options.run(self._source, self._current(), self._skip)
 
     def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
         """Start, and wait until `batches` (by default a full queue) stand ready or the timeout passes.
@@ -325,7 +269,7 @@ class AsyncDataLoader:
         Nothing is lost either way. A fault in the data is raised by the `next` that meets it. Without
         batches, time or workers it is off, and nothing is started.
         """
-        wanted, timeout = check_warmup(self._options, batches, timeout)
+        wanted, timeout = self._options.check_warmup(batches, timeout)
         if wanted == 0 or timeout == 0 or self._options.n_workers == 0 or self._exhausted:
             return Warmup(0, 0, 0.0)
         begun = time.perf_counter()

@@ -1,43 +1,28 @@
-"""One settings object, whatever dialect it was written in.
+"""Settings of a run, from the command line, the environment and a configuration file.
 
-In:    options, the environment, a file, presets.
-Out:   `Settings`, and for each of them where its value came from.
-Where: the thread that creates a loader.
-State: none.
-
-Command line > environment > file > default. A preset ranks just below what is said explicitly in the
-source that names it: one on the command line overrides a file, one in a file overrides defaults.
+Precedence: command line > environment > file > default. A preset ranks just below what its own
+source sets explicitly. The settings are the options of `LoaderOptions` that can be written as text,
+two of `TextOptions`, and the two below; names used by other projects are aliases.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock import config
-from penstock.dialects import each_once, from_environment, from_file, from_options, read_file
 from penstock.errors import ConfigError
-from penstock.recipe import DataTable, build_dataset, read_data
-from penstock.types import GiB
-from penstock.values import (
-    Kind,
-    Said,
-    byte_size,
-    choice,
-    cpu_list,
-    device_name,
-    flag,
-    number,
-    or_none,
-    or_word,
-    whole,
-)
-from penstock.watch.telemetry import Telemetry
+from penstock.options import LoaderOptions, Option, TextOptions, option, options, options_of
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from penstock.dataset_config import DatasetConfig
 
 PRESETS = {
     "balanced": (2, 3),
@@ -47,113 +32,98 @@ PRESETS = {
     "B": (4, 8),
     "C": (12, 8),
 }
-"""`n_workers` and `prefetch_size`: the AsyncDataLoader guides' examples, and theirs for three machines."""
+"""n_workers and prefetch_size by name."""
 
-PASSED_ON = ("shard", "preprocess", "collate", "device_preprocess")
-"""Arguments of the loader that are no settings: there is no way to write them into a file."""
+ALIASES = {
+    "use_async_loader": "prefetch",
+    "async_n_workers": "n_workers",
+    "num_workers": "n_workers",
+    "async_prefetch_size": "prefetch_size",
+    "prefetch_batches": "prefetch_size",
+    "num_epochs": "epochs",
+}
+NSA_FWE = {
+    "NSA_FWE_PREFETCH": "prefetch",
+    "NSA_FWE_Q": "prefetch_size",
+    "NSA_FWE_DOC_BATCH": "doc_batch",
+    "NSA_FWE_REPORT_DOCS": "report_docs",
+    "NSA_FWE_WARMUP_BATCHES": "warmup_batches",
+    "NSA_FWE_WARMUP_TIMEOUT": "warmup_timeout",
+}
+TABLES = ("loader", "training", "data", "train")
+"""The tables of a file that Penstock reads; `penstock train` reads the last. Others are ignored."""
+DEFAULT_FILE = "penstock.toml"
 
-FOUND = "penstock.toml"
-"""The file that is read from the working directory where none is named."""
+
+@options
+class RunSettings:
+    """Settings that are not an option of the loader or of a dataset."""
+
+    prefetch: bool = option(
+        default=True,
+        help="Off: the synchronous path (n_workers=0). The same batches, each made inside `next()`.",
+    )
+    learning_rate: float | None = option(
+        default=None, minimum=0, help="For the trainer; the loader ignores it."
+    )
+    preset: Literal["balanced", "high-performance", "memory-constrained", "A", "B", "C"] | None = (
+        option(default=None, help="n_workers and prefetch_size by name.")
+    )
 
 
-def _setting(default: T, kind: Kind) -> T:
-    made: T = field(default=default, metadata={"kind": kind})
-    return made
+TEXT_SETTINGS = ("doc_batch", "report_docs")
+"""Options of `TextOptions` that never change the stream, so they belong to the run."""
+
+SETTINGS: dict[str, Option] = {
+    **{name: each for name, each in options_of(LoaderOptions).items() if each.has_text},
+    **{name: options_of(TextOptions)[name] for name in TEXT_SETTINGS},
+    **options_of(RunSettings),
+}
+NOT_SETTINGS = tuple(options_of(LoaderOptions).keys() - SETTINGS.keys())
+"""Loader arguments that cannot be written as text."""
+
+
+class RawSetting(NamedTuple):
+    """A setting as it was written."""
+
+    name: str
+    value: Any
+    where: str
+    """Its source and its name there, such as "environment NSA_FWE_Q"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a loader is run. Every value is checked, and may be given as text."""
+    """Checked settings, and where each value came from."""
 
-    prefetch: bool = _setting(True, flag())
-    """Off: the plain synchronous path, with the same batches and no threads that make them; each `next`
-    takes as long as a batch takes to make."""
-    prefetch_size: int = _setting(8, whole(1))
-    """Batches kept ready. More hide longer hiccups and take memory, 16 bytes a token."""
-    n_workers: int | None = _setting(None, or_none(whole(0), "auto"))
-    """Workers that read and tokenize; None: this rank's share of the cores. More than there are cores
-    gain nothing on local files, and each holds a chunk in memory. Never changes the stream."""
-    workers: Literal["thread", "process"] = _setting(
-        "thread", choice("thread", "process", hint="; how many is n_workers")
-    )
-    """Processes are for Python code of the user's own that holds the GIL; they take longer to start and
-    a copy of each batch."""
-    restart_workers: bool = _setting(True, flag())
-    """Whether a worker process that died is replaced. Off: its death is an error."""
-    cpus: tuple[int, ...] | None = _setting(None, or_none(cpu_list()))
-    """Cores the workers are kept to. Fewer leave more to the trainer, and make slower batches."""
-    numa_node: int | None = _setting(None, or_none(whole(0)))
-    """The NUMA node whose cores the workers are kept to; best the accelerator's own."""
-    doc_batch: int | None = _setting(None, or_none(whole(1)))
-    """Documents tokenized at once; None: a whole chunk. Fewer cost overhead for each call. Never
-    changes the stream."""
-    report_docs: int = _setting(2000, whole(0))
-    """Log a line every so many documents; 0: never. More mean fewer lines."""
-    warmup_batches: int | Literal["auto"] = _setting(0, or_word(whole(0), "auto"))
-    """Batches to have ready before the first step; "auto" chooses by the first one's latency. More
-    start later, and take memory if they exceed `prefetch_size`."""
-    warmup_timeout: float = _setting(30.0, number("seconds"))
-    """Seconds that warmup may take; 0: no warmup. More may start later."""
-    shuffle: bool | None = _setting(None, or_none(flag(), "auto"))
-    """A fresh order in each epoch; None: as suits the data, on for map-style data, off for streams.
-    Costs the memory of a window."""
-    seed: int = _setting(0, whole(0))
-    """Which order. Any number costs the same."""
-    batch_size: int | None = _setting(None, or_none(whole(1)))
-    """Rows of a batch, for this rank. More take memory in proportion, in the queue too."""
-    epochs: int | None = _setting(None, or_none(whole(1)))
-    """Passes over the data; None: endless. The AsyncDataLoader guides call it `num_epochs`, and so may everybody."""
-    learning_rate: float | None = _setting(None, or_none(number()))
-    """The trainer's; the loader only passes it on."""
-    lanes: int | None = _setting(None, or_none(whole(1), "auto"))
-    """Independent sequences, dealt to ranks; None: as many as ranks. More resume on more world sizes,
-    and each has a window in memory."""
-    drop_last: bool | None = _setting(None, or_none(flag(), "auto"))
-    """Whether a finite stream ends with its last full batch; None: with several ranks."""
-    device: str | None = _setting(None, or_none(device_name()))
-    """Where batches are handed out; None: in the CPU's memory."""
-    device_prefetch: int = _setting(1, whole(1))
-    """Batches copied to the device ahead of time. Each takes device memory."""
-    output: Literal["auto", "torch", "numpy"] = _setting("auto", choice("auto", "torch", "numpy"))
-    """What a batch consists of; "auto": tensors if torch is installed."""
-    memory_limit: int = _setting(GiB, byte_size())
-    """Bytes that read-ahead and queue may take. More read further ahead."""
-    pad: int | None = _setting(None, or_none(whole(0)))
-    """The id that fills samples up to the longest of their batch; None: samples must be equally long."""
-    telemetry: bool = _setting(True, flag())
-    """Whether it is measured where time goes. Costs some microseconds a step."""
-    autotune: bool = _setting(False, flag())
-    """Whether workers, read-ahead, requests in flight and queue follow what is measured, within the cores and
-    `memory_limit`. Costs a slower few seconds whenever something is tried that does not help. Never changes the stream."""
-
-    def __post_init__(self) -> None:
-        for name, kind in KINDS.items():
-            object.__setattr__(self, name, kind.parse(Said(name, getattr(self, name), name)))
-
-
-KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(Settings)}
-_KINDS = KINDS | {"preset": choice(*PRESETS)}
-
-
-def show(name: str, value: Any) -> str:
-    """A setting's value as text that could be written anywhere to get it again."""
-    return KINDS[name].show(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """Settings, and where they came from."""
-
-    settings: Settings
+    values: Mapping[str, Any]
     sources: Mapping[str, str]
-    """For each setting "command line --x", "environment X", "file x.toml [loader] x", "preset x" or "default"."""
-    preset: str | None
-    """The preset that ranks highest, if any was named."""
+    """"command line --x", "environment X", "file x.toml [loader] x", "preset x" or "default"."""
     file: Path | None
     file_from: str
-    """Who named the file: "given", "PENSTOCK_CONFIG", or "found" in the working directory; "" without one."""
-    data: DataTable | None
-    """The data that the file names, for `build_dataset`."""
+    """Why this file: "given", "PENSTOCK_CONFIG", "found", or "" without a file."""
+    data: DatasetConfig | None
+    """The dataset that the file describes."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def loader_arguments(self, batch_size: int | None = None) -> dict[str, Any]:
+        """Return keyword arguments of `AsyncDataLoader`; `batch_size` is used if none is set."""
+        arguments = {name: self[name] for name in options_of(LoaderOptions) if name in SETTINGS}
+        if arguments["batch_size"] is None:
+            arguments["batch_size"] = batch_size
+        if arguments["batch_size"] is None:
+            raise ConfigError(
+                "batch_size is not set: write it in the file, in PENSTOCK_BATCH_SIZE, or pass it"
+            )
+        if not self["prefetch"]:
+            arguments["n_workers"] = 0
+        return arguments
+
+    def text_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `TextDataset` that are settings."""
+        return {name: self[name] for name in TEXT_SETTINGS}
 
 
 def load(
@@ -163,78 +133,44 @@ def load(
     environment: Mapping[str, str] | None = None,
     preset: str | None = None,
     origin: str = "command line --{}",
-) -> Resolved:
-    """Put the settings together from everywhere they may be written.
+) -> Settings:
+    """Read the settings from all sources.
 
-    path: the file; by default what PENSTOCK_CONFIG names, else `penstock.toml` if there is one here.
-    overrides: what ranks above all else, by the settings' names. None is an option not given.
-    environment: variables; by default the process's own.
-    origin: how to call an override in messages.
+    path: the file. Defaults to PENSTOCK_CONFIG, then to penstock.toml in the working directory.
+    overrides: values by setting, which rank first; None is ignored. environment: defaults to the
+    process's own. origin: how messages name an override.
     """
-    if environment is None:
-        environment = config.environment()
-    options = list(from_options(overrides or {}, _KINDS, origin))
+    environment = config.environment() if environment is None else environment
+    given = from_options(overrides or {}, SETTINGS, origin)
     if preset is not None:
-        # `--set key=value` is one way to write an option; a preset always has an option of its own.
-        is_option = origin.startswith("command line")
-        options.append(
-            Said(
-                "preset", preset, "command line --preset" if is_option else origin.format("preset")
-            )
-        )
-    where, file_from = _find(path, environment)
-    named_by = " (named by PENSTOCK_CONFIG)" if file_from == "PENSTOCK_CONFIG" else ""
-    file = None if where is None else read_file(where, named_by)
-    layers = [
-        each_once(options, _KINDS),
-        each_once(from_environment(environment, _KINDS), _KINDS, agreeing=True),
-        each_once(from_file(file, _KINDS), _KINDS) if file is not None else {},
-    ]
-    chosen: dict[str, Said] = {}
-    for layer in reversed(layers):
-        chosen |= _of_preset(layer) | layer
-    values = {name: said.value for name, said in chosen.items() if name != "preset"}
-    return Resolved(
-        settings=Settings(**values),
-        sources={name: chosen[name].where if name in chosen else "default" for name in KINDS},
-        preset=chosen["preset"].value if "preset" in chosen else None,
+        given.append(RawSetting("preset", preset, "command line --preset"))
+    where, file_from = _find_file(path, environment)
+    file = None if where is None else read_file(where)
+    layers = [] if file is None else [_from_file(file)]
+    layers += [_from_environment(environment), given]
+    chosen: dict[str, RawSetting] = {}
+    for layer in layers:
+        read = each_once(layer, SETTINGS)
+        if "preset" in read:
+            name = read["preset"].value
+            for setting, value in zip(("n_workers", "prefetch_size"), PRESETS[name], strict=True):
+                chosen[setting] = RawSetting(setting, value, f"preset {name}")
+        chosen |= read
+    defaults = {
+        name: None if name == "batch_size" else each.default for name, each in SETTINGS.items()
+    }
+    data = None
+    if file is not None and file.table("data") is not None:
+        from penstock.dataset_config import read_data
+
+        data = read_data(file)
+    return Settings(
+        values=defaults | {name: one.value for name, one in chosen.items()},
+        sources={name: chosen[name].where if name in chosen else "default" for name in SETTINGS},
         file=where,
         file_from=file_from,
-        data=None if file is None else read_data(file),
+        data=data,
     )
-
-
-def _of_preset(layer: Mapping[str, Said]) -> dict[str, Said]:
-    if "preset" not in layer:
-        return {}
-    name = layer["preset"].value
-    values = zip(("n_workers", "prefetch_size"), PRESETS[name], strict=True)
-    return {setting: Said(setting, value, f"preset {name}") for setting, value in values}
-
-
-def _find(
-    path: str | os.PathLike[str] | None, environment: Mapping[str, str]
-) -> tuple[Path | None, str]:
-    if path is not None:
-        return Path(path), "given"
-    named = environment.get("PENSTOCK_CONFIG")
-    if named:
-        return Path(named).expanduser(), "PENSTOCK_CONFIG"
-    found = Path(FOUND)
-    return (found, "found") if found.exists() else (None, "")
-
-
-def loader_arguments(settings: Settings) -> dict[str, Any]:
-    """The settings as keyword arguments of `AsyncDataLoader`."""
-    if settings.batch_size is None:
-        raise ConfigError(
-            "batch_size: is given nowhere; write it into the file, into PENSTOCK_BATCH_SIZE, or give it as an argument"
-        )
-    elsewhere = {"prefetch", "doc_batch", "learning_rate"}
-    arguments = {name: getattr(settings, name) for name in KINDS if name not in elsewhere}
-    if not settings.prefetch:
-        arguments["n_workers"] = 0
-    return arguments
 
 
 def build(
@@ -244,29 +180,166 @@ def build(
     *,
     batch_size: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """A dataset and the keyword arguments of its loader, for `AsyncDataLoader.from_config`.
-
-    dataset: the data; by default what the file names. overrides: settings, `preset`, and the
-        loader's arguments that are none. batch_size: where none is set; without it, that is an error.
-    """
+    """Return a dataset and the keyword arguments of its loader, for `AsyncDataLoader.from_config`."""
     given = dict(overrides or {})
-    passed_on = {name: given.pop(name) for name in PASSED_ON if name in given}
-    if isinstance(given.get("telemetry"), Telemetry):  # on, and one of the caller's own
-        passed_on["telemetry"] = given.pop("telemetry")
-    resolved = load(path, overrides=given, origin="argument {}")
-    settings = resolved.settings
-    if settings.batch_size is None:
-        settings = replace(settings, batch_size=batch_size)
-    arguments = loader_arguments(settings) | passed_on
+    passed_on = {name: given.pop(name) for name in NOT_SETTINGS if name in given}
+    settings = load(path, overrides=given, origin="argument {}")
+    arguments = settings.loader_arguments(batch_size) | passed_on
     if dataset is None:
-        if resolved.data is None:
-            named = (
-                "no file is named, and"
-                if resolved.file is None
-                else f"file {resolved.file} has no table data, and"
-            )
+        if settings.data is None:
             raise ConfigError(
-                f"no data: {named} no dataset was given; write a table data, or give dataset=…"
+                f"no data: {settings.file or 'no file'} has a table [data], and no dataset was given"
             )
-        dataset = build_dataset(resolved.data, doc_batch=resolved.settings.doc_batch)
+        dataset = settings.data.build(settings.text_arguments())
     return dataset, arguments
+
+
+def _find_file(
+    path: str | os.PathLike[str] | None, environment: Mapping[str, str]
+) -> tuple[Path | None, str]:
+    if path is not None:
+        return Path(path), "given"
+    if named := environment.get("PENSTOCK_CONFIG"):
+        return Path(named).expanduser(), "PENSTOCK_CONFIG"
+    found = Path(DEFAULT_FILE)
+    return (found, "found") if found.exists() else (None, "")
+
+
+# Names and values
+
+
+def unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for an unknown name, with the nearest known one."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return ConfigError(f"{where}: unknown; did you mean {near[0]}?")
+    return ConfigError(f"{where}: unknown; known are {', '.join(known)}")
+
+
+def from_options(given: Mapping[str, Any], known: Collection[str], origin: str) -> list[RawSetting]:
+    """Return the options that are not None. Hyphens and underscores are equivalent."""
+    found = []
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        name = ALIASES.get(name, name)
+        if name not in known:
+            raise unknown(origin.format(key), name, known)
+        if value is not None:
+            found.append(RawSetting(name, value, origin.format(key)))
+    return found
+
+
+def each_once(found: Iterable[RawSetting], known: Mapping[str, Option]) -> dict[str, RawSetting]:
+    """Check the settings of one source. Two different values for one setting are an error."""
+    read: dict[str, RawSetting] = {}
+    for one in found:
+        value = known[one.name].read(one.value, one.where)
+        first = read.setdefault(one.name, one._replace(value=value))
+        if first.value != value:
+            raise ConfigError(
+                f"{first.where} = {first.value!r} and {one.where} = {one.value!r} both set "
+                f"{one.name}: keep one of them"
+            )
+    return read
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[RawSetting]:
+    names = {**{name: name for name in SETTINGS}, **ALIASES}
+    known = {f"PENSTOCK_{key.upper()}": name for key, name in names.items()} | NSA_FWE
+    found = []
+    for variable, value in sorted(environment.items()):
+        if (
+            variable.startswith(("PENSTOCK_", "NSA_FWE_"))
+            and variable not in config.OTHER_VARIABLES
+        ):
+            if variable not in known:
+                raise unknown(f"environment {variable}", variable, known)
+            if value:
+                found.append(RawSetting(known[variable], value, f"environment {variable}"))
+    return found
+
+
+# Files
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A parsed configuration file."""
+
+    path: Path
+    tables: dict[str, Any]
+
+    def where(self, table: str, key: str = "") -> str:
+        """Name a place in the file, in the file's own notation."""
+        if self.path.suffix == ".toml":
+            return f"file {self.path} {f'[{table}] ' if table else ''}{key}".rstrip()
+        return f"file {self.path} {'.'.join(part for part in (table, key) if part)}"
+
+    def table(self, name: str) -> dict[str, Any] | None:
+        """Return a table, or None if the file does not have it."""
+        table = self.tables.get(name)
+        if table is not None and not isinstance(table, dict):
+            raise ConfigError(f"{self.where('', name)} = {table!r}: must be a table")
+        return table
+
+
+def read_file(path: Path) -> ConfigFile:
+    """Read a TOML file, or a JSON file that may have `//` comments."""
+    if path.suffix not in (".toml", ".json", ".jsonc"):
+        raise ConfigError(f"file {path}: the name must end in .toml or .json")
+    try:
+        text = path.read_text("utf-8-sig")
+        tables = tomllib.loads(text) if path.suffix == ".toml" else _read_json(text)
+    except OSError as error:
+        raise ConfigError(f"file {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"file {path}: is not valid {path.suffix[1:].upper()}: {error}") from None
+    return ConfigFile(path, tables)
+
+
+STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
+
+
+def without_comments(text: str) -> str:
+    """Blank out `//` comments; lines and columns stay where they are."""
+    return STRING_OR_COMMENT.sub(
+        lambda match: match[0] if match[0][0] == '"' else " " * len(match[0]), text
+    )
+
+
+def _read_json(text: str) -> dict[str, Any]:
+    value = json.loads(without_comments(text), object_pairs_hook=_unique_keys)
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {key!r} appears twice in one object")
+        table[key] = value
+    return table
+
+
+def _from_file(file: ConfigFile) -> list[RawSetting]:
+    """Return the settings of [loader] and [training], and a `preset` above both."""
+    names = {**{name: name for name in SETTINGS}, **ALIASES}
+    for key in file.tables.keys() - {*TABLES, "preset"}:
+        if key in names and not isinstance(file.tables[key], dict):
+            raise ConfigError(f"{file.where('', key)}: must be in a table; put it into [loader]")
+        if difflib.get_close_matches(key, (*TABLES, "preset"), n=1, cutoff=0.85):
+            raise unknown(file.where("", key), key, (*TABLES, "preset"))
+    if file.tables and not {*TABLES, "preset"} & file.tables.keys():
+        raise ConfigError(f"file {file.path}: has none of the tables {', '.join(TABLES)}")
+    found = []
+    if "preset" in file.tables:
+        found.append(RawSetting("preset", file.tables["preset"], file.where("", "preset")))
+    for table in ("loader", "training"):
+        for key, value in (file.table(table) or {}).items():
+            if key not in names:
+                raise unknown(file.where(table, key), key, names)
+            found.append(RawSetting(names[key], value, file.where(table, key)))
+    return found

@@ -103,7 +103,8 @@ def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path)
 def test_a_finite_stream_on_ranks_that_cannot_agree_is_refused(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock import AsyncDataLoader, ConfigError, TextDataset, UnevenRanks
+    from penstock import AsyncDataLoader, ConfigError, TextDataset
+    from penstock.errors import UnevenRanks
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

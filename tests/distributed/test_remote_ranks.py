@@ -22,7 +22,7 @@ import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
-from penstock import AsyncDataLoader, Remote, TextDataset
+from penstock import AsyncDataLoader, RemoteOptions, TextDataset
 from tests.contracts import digest
 out, mode = Path(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo")
@@ -31,7 +31,7 @@ if mode == "hosts":  # as on two hosts: nothing on disk is shared
     os.environ["PENSTOCK_CACHE"] += f"-{rank}"
 result = {}
 try:
-    quick = Remote(metadata_budget=3, retry_budget=5, backoff=0.05)
+    quick = RemoteOptions(metadata_budget=3, retry_budget=5, backoff=0.05)
     where = "hf://datasets/org/name"
     if mode == "disk":  # as if a file had come while the ranks were listing
         where = [out / "a.jsonl", out / "b.jsonl"][:rank + 1]

@@ -221,7 +221,7 @@ def test_ranks_share_the_rows_of_one_process_and_no_row_twice(
         given = {"dataset": str(corpus / "many"), "seq_len": 64, "batch": 2}
         options, resolved = resolve(None, given, overrides={"lanes": "2"})
         data = recipe(options, resolved)
-        loader = make_loader(data, options, resolved, split=None, telemetry=False, device=None)
+        loader = make_loader(data, options, resolved, split=None, telemetry=None, device=None)
         rows: list[Any] = []
         try:
             for _ in range(batches):

@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock import AsyncDataLoader, PenstockError, Remote, Stats, TextDataset
+from penstock import AsyncDataLoader, PenstockError, RemoteOptions, Stats, TextDataset
 from penstock.testing import HubServer
 from penstock.types import KiB
 from tests.contracts import take
 
-QUICK = Remote(
+QUICK = RemoteOptions(
     connect_timeout=1,
     request_timeout=3,
     stall_timeout=0.5,
@@ -112,7 +112,6 @@ def loader_of(data: TextDataset, **how: Any) -> AsyncDataLoader:
         "seed": 5,
         "epochs": 1,
         "n_workers": 2,
-        "output": "numpy",
     }
     return AsyncDataLoader(data, **settings | how)
 

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import BadRecord, CorruptFile, NoData, PenstockError, RemoteError, SourceError
+from penstock import PenstockError
+from penstock.errors import BadRecord, CorruptFile, NoData, RemoteError, SourceError
 from penstock.feed.spare import SpareThreads
 from penstock.read.attempt import Patience
 from penstock.read.connect import dial_directly

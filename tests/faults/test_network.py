@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from penstock import AccessDenied, PenstockError, RemoteError, Shard, SourceChanged
+from penstock import PenstockError, Shard
+from penstock.errors import AccessDenied, RemoteError, SourceChanged
 from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock import NoData, SourceChanged
+from penstock.errors import NoData, SourceChanged
 from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import CHOSEN, IMPATIENT, content, dataset, documents, loader_of, parquet

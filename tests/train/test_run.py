@@ -119,7 +119,7 @@ def first_batch(*arguments: Any, split: str | None = None) -> Any:
     given = {name: str(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
     options, resolved = resolve(None, given)
     with make_loader(
-        recipe(options, resolved), options, resolved, split=split, telemetry=False, device=None
+        recipe(options, resolved), options, resolved, split=split, telemetry=None, device=None
     ) as loader:
         return next(loader)
 
@@ -206,7 +206,7 @@ def test_no_document_is_both_trained_and_evaluated_on(docs: Path) -> None:
         seen[split] = set()
         what = recipe(options, resolved)
         with make_loader(
-            what, options, resolved, split=split, telemetry=False, device=None
+            what, options, resolved, split=split, telemetry=None, device=None
         ) as loader:
             for batch in loader:
                 if batch.epoch > 0:
@@ -281,7 +281,7 @@ def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "out", "--config", file).good()
     options, resolved = resolve(file, {})
     with make_loader(
-        recipe(options, resolved), options, resolved, split=None, telemetry=False, device=None
+        recipe(options, resolved), options, resolved, split=None, telemetry=None, device=None
     ) as loader:
         batches = sum(1 for _ in loader)
     assert batches > 20
@@ -308,7 +308,7 @@ def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(
             options, resolved = resolve(file, {"doc_mask": str(masked)})
             made = recipe(options, resolved)
             with make_loader(
-                made, options, resolved, split=None, telemetry=False, device=None
+                made, options, resolved, split=None, telemetry=None, device=None
             ) as loader:
                 assert (next(loader).positions is not None) is masked, kind
     synthetic = 'kind = "synthetic"\nvocab_size = 9\nnum_samples = 9\n'

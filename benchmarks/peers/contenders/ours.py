@@ -32,7 +32,6 @@ class Penstock:
             n_workers=case.workers,
             epochs=case.passes,
             drop_last=True,
-            output="torch" if "torch" in case.variant else "numpy",
         )
         if case.state:
             import pickle

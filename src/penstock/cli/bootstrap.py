@@ -57,11 +57,11 @@ def bootstrap(
 
     Killed at any moment and run again, it goes on, and ends with the same bytes. Exit code 1: an error.
     """
+    from penstock.cli.config import size_in_bytes
     from penstock.sources.bootstrap import bootstrap as write
     from penstock.sources.bootstrap import check_name
-    from penstock.values import Said, byte_size
 
-    goal = byte_size().parse(Said("bytes", size, "command line --bytes"))
+    goal = size_in_bytes(size, "--bytes")
     check_name(out, refresh)
     sources = urls or ["fineweb_edu"]
     if background:

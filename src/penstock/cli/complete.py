@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
-from penstock.settings import KINDS, PRESETS
-from penstock.values import Kind
+from penstock.settings import PRESETS, SETTINGS
 
 Complete = Callable[[str], list[str]]
 
@@ -18,11 +16,6 @@ def among(words: Iterable[str]) -> Complete:
         return [word for word in words if word.startswith(incomplete)]
 
     return complete
-
-
-def words_of(kind: Kind) -> tuple[str, ...]:
-    """The words that an option may be, as its own error lists them; none where it may be anything."""
-    return tuple(re.findall(r"'([^']+)'", kind.needs)) if kind.needs.startswith("one of") else ()
 
 
 def data_names(incomplete: str) -> list[str]:
@@ -39,7 +32,7 @@ def address(incomplete: str) -> list[str]:
     return among(sorted(SHORT_NAMES))(incomplete) if incomplete else []
 
 
-settings = among([f"{name}=" for name in KINDS])
+settings = among([f"{name}=" for name in SETTINGS])
 presets = among(PRESETS)
 splits = among(("train", "val"))
 tokenizers = among(("byte", "gpt2"))

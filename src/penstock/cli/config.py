@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from penstock.types import shown_address
 
 if TYPE_CHECKING:
-    from penstock.recipe import DataTable
-    from penstock.settings import Resolved
+    from penstock.dataset_config import DatasetConfig
+    from penstock.settings import Settings
 
 
 def config(
@@ -45,8 +45,21 @@ def pair(written: str) -> tuple[str, str]:
     """A setting and its value, from `--set KEY=VALUE`."""
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"command line --set {written}: needs KEY=VALUE")
+        raise ConfigError(f"command line --set {written}: must be KEY=VALUE")
     return key.strip(), value
+
+
+def size_in_bytes(text: str, option: str) -> int:
+    """Return a size such as 512MiB in bytes, or raise ConfigError that names the option."""
+    from penstock.options import read_size
+
+    try:
+        size = read_size(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError(f"{option} {text}: must be bytes ≥ 1, or a size such as 512MiB")
+    return size
 
 
 def overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
@@ -59,14 +72,13 @@ def overrides(set_: list[str] | None, **options: int | None) -> dict[str, str]:
     return said
 
 
-def _as_json(resolved: Resolved) -> dict[str, Any]:
-    values = asdict(resolved.settings)
+def _as_json(resolved: Settings) -> dict[str, Any]:
     return {
         "file": None if resolved.file is None else str(resolved.file),
         "file_from": resolved.file_from or None,
-        "preset": resolved.preset,
+        "preset": resolved["preset"],
         "settings": {
-            name: {"value": _shown(values[name]), "source": source}
+            name: {"value": _shown(resolved[name]), "source": source}
             for name, source in resolved.sources.items()
         },
         "data": None if resolved.data is None else _shown(asdict(resolved.data)),
@@ -84,13 +96,13 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _print(resolved: Resolved) -> None:
+def _print(resolved: Settings) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.settings import show
+    from penstock.settings import SETTINGS
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -111,7 +123,7 @@ def _print(resolved: Resolved) -> None:
     for title in ("setting", "value", "source"):
         table.add_column(title, overflow="fold")
     for name, source in resolved.sources.items():
-        shown = shown_address(show(name, getattr(resolved.settings, name)))
+        shown = shown_address(SETTINGS[name].show(resolved[name]))
         table.add_row(
             Text(name), Text(shown), Text(source), style="dim" if source == "default" else None
         )
@@ -121,7 +133,7 @@ def _print(resolved: Resolved) -> None:
     console.print(table)
 
 
-def _rows(data: DataTable, name: str) -> Iterator[tuple[str, str, str]]:
+def _rows(data: DatasetConfig, name: str) -> Iterator[tuple[str, str, str]]:
     """The data, a line a parameter. Paths are shown as they will be opened, addresses without their secrets."""
     yield f"{name}.kind", data.kind, data.where
     for key, value in _shown(data.parameters).items():

@@ -47,18 +47,13 @@ def addressed(
     out, the environment counts, and a settings file that lies here, as for a run.
     """
     from penstock.dataset import TextDataset
-    from penstock.settings import load, loader_arguments
+    from penstock.options import RemoteOptions
+    from penstock.settings import load
     from penstock.types import Shard
 
-    settings = load(None, overrides=running).settings
-    arguments = loader_arguments(replace(settings, batch_size=settings.batch_size or BATCH)) | {
-        "shard": Shard(1, 0)
-    }
-    if arguments["device"] is None and arguments["output"] == "auto":
-        arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
-    how: dict[str, Any] = {
-        "tokenizer": "byte",
-        "seq_len": SEQ_LEN,
-        "doc_batch": settings.doc_batch,
-    } | data
-    return TextDataset(url, **(how | dict(about))), arguments
+    settings = load(None, overrides=running)
+    arguments = settings.loader_arguments(BATCH) | {"shard": Shard(1, 0)}
+    how = {"tokenizer": "byte", "seq_len": SEQ_LEN, **settings.text_arguments(), **data, **about}
+    card = how.pop("config", None)
+    how["remote"] = replace(RemoteOptions.of(how.get("remote")), config=card)
+    return TextDataset(url, **how), arguments

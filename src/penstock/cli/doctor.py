@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.doctor.what_if import WhatIf
 
 UNREADABLE = 2
-PACKINGS = complete.words_of(OPTIONS["packing"].kind)
+PACKINGS = OPTIONS["packing"].words
 
 
 def doctor(
@@ -135,15 +135,14 @@ def _data(target: str, said: dict[str, Any], options: dict[str, Any]) -> tuple[A
     """A dataset, and how to load it."""
     given = {name: value for name, value in said.items() if value is not None}
     if is_file(target):
-        dataset, arguments = described(target, given, options)
-        if arguments["device"] is None:
-            arguments["output"] = "numpy"  # torch is not needed for it, and takes seconds to import
-        return dataset, arguments
+        return described(target, given, options)
     from penstock.doctor import examine
-    from penstock.read.attempt import Remote
+    from penstock.options import RemoteOptions
 
     # The listing comes before the examination, which has this patience with all that follows.
-    return addressed(target, given, options, remote=Remote(metadata_budget=examine.PATIENCE_S))
+    return addressed(
+        target, given, options, remote=RemoteOptions(metadata_budget=examine.PATIENCE_S)
+    )
 
 
 def _say() -> Callable[[str], None]:

@@ -62,10 +62,10 @@ def stage(
 
     A run with these settings then starts without network, and goes on with the rest: the same stream. Exit code 1: an error.
     """
+    from penstock.cli.config import size_in_bytes
     from penstock.stage import stage as fill
-    from penstock.values import Said, byte_size
 
-    goal = byte_size().parse(Said("bytes", size, "command line --bytes"))
+    goal = size_in_bytes(size, "--bytes")
     loader = _loader(
         url,
         settings,

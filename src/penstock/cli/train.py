@@ -13,8 +13,9 @@ import typer
 from penstock.cli import complete
 from penstock.cli.config import pair
 from penstock.config import current_shard
+from penstock.options import Option
 from penstock.train.console import show
-from penstock.train.options import OPTIONS, Option, resolve
+from penstock.train.options import OPTIONS, resolve, spelled
 
 SETTINGS = "Settings"
 
@@ -74,7 +75,7 @@ def _signature() -> inspect.Signature:
             each.name,
             str | None,
             typer.Option(
-                f"--{each.spelled}", help=each.help, rich_help_panel=each.group, show_default=_shown(each.default),
+                f"--{spelled(each.name)}", help=each.help, rich_help_panel=each.group, show_default=_shown(each.default),
                 metavar="[0|1]" if each.implied == "1" else "[VALUE]" if each.implied else "VALUE",
                 autocompletion=_values(each),
             ),
@@ -99,7 +100,7 @@ def _values(option: Option) -> complete.Complete | None:
     }
     if option.name in named:
         return named[option.name]
-    words = ("0", "1") if option.implied == "1" else complete.words_of(option.kind)
+    words = ("0", "1") if option.implied == "1" else option.words
     return complete.among(words) if words else None
 
 

@@ -135,7 +135,7 @@ def examine(
 
     seconds: how long the whole pipeline is run, and each side of a what-if; each stage alone gets a quarter
         of it. The whole, and what is compared with it, ends within a minute and twenty times this after the start,
-        with an error if it must; a request of a stage alone, or to fill a cache, ends by the deadlines of `Remote`.
+        with an error if it must; a request of a stage alone, or to fill a cache, ends by the deadlines of `RemoteOptions`.
     tokens_per_second: what the trainer could consume.
     what_if: measure, besides, what would be gained with all tokens in the cache ("cached") or with no real data
         ("synthetic"), beside what the attribution says of it.
@@ -144,13 +144,9 @@ def examine(
     """
     _check(seconds, tokens_per_second)
     one_of("what_if", what_if, (None, "cached", "synthetic"))
-    options = (
-        {"output": "numpy", "report_docs": 0, "shard": Shard(1, 0)}
-        | options
-        | {"telemetry": True, "autotune": False}
-    )
-    if options.get("device") is not None:
-        options["output"] = "auto"
+    options = {"shard": Shard(1, 0), **options}
+    if options.get("prefetch_size") == "auto":
+        del options["prefetch_size"]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before this adds to it
     by = monotonic() + 60 + 20 * seconds
     with tempfile.TemporaryDirectory(
@@ -305,7 +301,7 @@ def _setup(dataset: Any, loader: AsyncDataLoader, flow: Flow) -> Setup:
         batch_bytes=source.row_bytes() * run.batch_size
         or flow.stats.memory_estimate // run.prefetch_size,
         memory_limit=run.queue_bytes + run.read_ahead_bytes,
-        window_chunks=dataset.shuffle_chunks if text and run.shuffle else 1,
+        window_chunks=dataset.options.shuffle_chunks if text and run.shuffle else 1,
         lanes=run.lanes,
         expansion=dataset.tokenizer.expansion if text else 1,
         cache=text and dataset.outside is not None and not dataset.fetches(),

@@ -247,7 +247,7 @@ class Trial:
         """Tokenize a chunk, and keep it. Gives bytes of text, and tokens."""
         number %= len(self._documents)
         ref, documents = self._documents[number]
-        chunk = self._dataset.tokenizer.encode(ref, documents, self._dataset.doc_batch)
+        chunk = self._dataset.tokenizer.encode(ref, documents, self._dataset.options.doc_batch)
         self._made[number] = chunk
         return chunk.text_bytes, self._count(chunk)
 

@@ -23,8 +23,8 @@ from penstock.doctor.flow import Flow, drain, together
 from penstock.doctor.trial import Alone
 from penstock.errors import ConfigError
 from penstock.loader import AsyncDataLoader
+from penstock.options import RemoteOptions
 from penstock.order.shuffle import I64
-from penstock.read.attempt import Remote
 from penstock.read.synthetic import Ids, SyntheticDataset
 from penstock.stage import stage
 from penstock.types import GiB, MiB
@@ -100,7 +100,7 @@ def with_cache(dataset: Any, folder: Path) -> TextDataset:
     from penstock.sources.network import Outside
 
     kept = copy.copy(dataset)
-    outside = dataset.outside or Outside(limits=Remote.of(None), folder=folder)
+    outside = dataset.outside or Outside(limits=RemoteOptions(), folder=folder)
     kept.outside = replace(outside, folder=folder, cache_bytes=8 * GiB)
     return kept
 

@@ -14,7 +14,8 @@ State: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,15 @@ class Collated(NamedTuple):
     data: Any
 
 
-def put_together(samples: Sequence[Any], pad: int | None) -> Collated:
+def pad_with(id: int) -> Callable[[Sequence[Any]], Collated]:
+    """Return a collate function that pads rows to the longest of their batch.
+
+    Inputs are filled with `id`, targets and labels with -100, fields that end in "mask" with 0.
+    """
+    return partial(put_together, pad=id)
+
+
+def put_together(samples: Sequence[Any], pad: int | None = None) -> Collated:
     """A batch of samples, by what the first one is."""
     first = samples[0]
     if isinstance(first, Mapping):
@@ -162,8 +171,8 @@ def _padded(arrays: list[Array], filler: int | None) -> Array:
     shapes = sorted({array.shape for array in arrays})
     if filler is None or any(array.ndim != 1 for array in arrays):
         raise ConfigError(
-            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give pad=… (the id that fills up "
-            "rows of one dimension) or a collate= of your own."
+            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give "
+            "collate=pad_with(id), from penstock.encode.collate, or a collate= of your own."
         )
     some = [array for array in arrays if array.size] or arrays
     kind = np.result_type(*some)

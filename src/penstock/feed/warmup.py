@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Literal, NoReturn, Protocol, Self, TypeVar
 
+from penstock.config import whole_number
 from penstock.errors import ConfigError, LoaderClosed, StateError
 from penstock.feed.pool import join_all
-from penstock.values import Said, number, or_word, whole
 
 log = logging.getLogger("penstock")
 
@@ -166,9 +166,10 @@ def warmup_loader_with_first_batch(
     iterable: the iterator that `first` was taken from. Anything else starts a new pass, with `first` in it.
     """
     begun = time.monotonic()
-    batches = or_word(whole(0), "auto").parse(Said("batches", batches, "batches"))
-    timeout = number("seconds").parse(Said("timeout", timeout, "timeout"))
-    room: int = 0 if prefetch is None else whole(0).parse(Said("prefetch", prefetch, "prefetch"))
+    batches = batches if batches == "auto" else whole_number("batches", batches, 0)
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout >= 0:
+        raise ConfigError(f"timeout={timeout!r}: must be a number of seconds ≥ 0")
+    room = 0 if prefetch is None else whole_number("prefetch", prefetch, 0)
     if not (hasattr(type(iterable), "__iter__") or hasattr(type(iterable), "__getitem__")):
         raise ConfigError(
             f"a {type(iterable).__name__} cannot be iterated over: give a loader or an iterator"

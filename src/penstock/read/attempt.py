@@ -1,6 +1,6 @@
 """One try at something remote: how long it may take, what it gave, why it failed.
 
-In:    `Remote`, the user's limits.
+In:    `RemoteOptions`, the user's limits.
 Out:   an `Answer`, or a `Fault` with a reason that can be counted.
 Where: fetch threads, and whichever thread lists files.
 State: a `Patience` belongs to one attempt: when it began, and how fast bytes have been coming in.
@@ -14,77 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from penstock.config import whole_number
-from penstock.errors import ConfigError, PenstockError
-from penstock.types import KiB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
-    """How to deal with a network and its faults. Nothing here changes the stream."""
-
-    connect_timeout: float = 10.0
-    """Seconds to reach a server, the name's resolution included."""
-    request_timeout: float = 120.0
-    """Seconds that one request may take in all."""
-    stall_timeout: float = 10.0
-    """Seconds over which bytes must come in at `min_bytes_per_s`. Fewer notice a dead server sooner, and
-    take a slow one for dead."""
-    min_bytes_per_s: int = 4 * KiB
-    """The least rate of one connection."""
-    retry_budget: float = 180.0
-    """Seconds to keep trying for one piece of data. Well below the 10 minutes after which collectives
-    of other ranks give up."""
-    metadata_budget: float = 60.0
-    """The same for names, revisions and listings."""
-    retry_after_cap: float = 30.0
-    """The longest a server's `Retry-After` is honoured."""
-    backoff: float = 0.2
-    """Seconds of the first pause between two attempts; each is up to twice the last, up to 10 s or a tenth of the
-    budget."""
-    fetches: int = 16
-    """Requests in flight. More hide a longer latency, and take memory."""
-    hedge: bool = True
-    """Whether a read much slower than most is asked for a second time, and the first answer taken."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "connect_timeout",
-            "request_timeout",
-            "stall_timeout",
-            "retry_budget",
-            "metadata_budget",
-        ):
-            _seconds(name, getattr(self, name), more_than_none=True)
-        for name in ("retry_after_cap", "backoff"):
-            _seconds(name, getattr(self, name), more_than_none=False)
-        whole_number("min_bytes_per_s", self.min_bytes_per_s, 0)
-        whole_number("fetches", self.fetches, 1)
-
-    @classmethod
-    def of(cls, value: Any) -> Remote:
-        """From what a user gave: one of these, a table, or nothing."""
-        if isinstance(value, cls):
-            return value
-        if value is None:
-            return cls()
-        names = [f.name for f in fields(cls)]
-        if not isinstance(value, dict) or not set(value) <= set(names):
-            raise ConfigError(
-                f"remote={value!r}: needs penstock.Remote(…) or a table with some of {', '.join(names)}"
-            )
-        return cls(**value)
-
-
-def _seconds(name: str, value: Any, *, more_than_none: bool) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    if not fits or not (value > 0 if more_than_none else value >= 0):
-        raise ConfigError(
-            f"{name}={value!r}: needs seconds, {'more than 0' if more_than_none else 'at least 0'}"
-        )
+from penstock.errors import PenstockError
+from penstock.options import RemoteOptions
 
 
 class Fault(Exception):
@@ -122,7 +56,7 @@ class Answer(NamedTuple):
 class Patience:
     """How long one attempt may still take. Used by the attempt's own thread, but for `cancel`."""
 
-    limits: Remote
+    limits: RemoteOptions
     deadline: float
     """In monotonic time, from whoever asks."""
     cancelled: bool = False
@@ -225,4 +159,4 @@ class Patience:
                 self._on_cancel()
 
 
-__all__ = ["Answer", "Fault", "Patience", "Remote"]
+__all__ = ["Answer", "Fault", "Patience"]

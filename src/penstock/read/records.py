@@ -39,7 +39,7 @@ class Judge:
         if self.policy == "raise":
             raise BadRecord(
                 f"{where(address)}: {detail}. Mend the record, or leave such records out: "
-                "TextDataset(…, on_bad_record='skip' or 'quarantine')"
+                "TextDataset(…, on_bad_record='skip' or 'quarantine:FILE')"
             )
         self.bad.append(Bad(address, reason, detail))
 
@@ -139,7 +139,7 @@ class Quarantine:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"cannot write quarantine={self._path!r}: {error.strerror}"
+                f"cannot write the quarantine file {self._path}: {error.strerror}"
             ) from error
 
     def write(self, bad: list[Bad]) -> None:

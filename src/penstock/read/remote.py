@@ -91,7 +91,7 @@ class RemoteFiles:
         if not self._slots.acquire(timeout=limits.retry_budget):
             raise RemoteError(
                 f"{file.path} cannot be fetched: {limits.fetches} other requests were under way for "
-                f"{limits.retry_budget:.0f} s. See that the server can be reached, or allow more: Remote(fetches=…)."
+                f"{limits.retry_budget:.0f} s. See that the server can be reached, or allow more: RemoteOptions(fetches=…)."
             )
         try:
             # What was spent waiting is spent; but for a try or two there is always time.

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeVar
 
 from penstock.errors import LoaderClosed, RemoteError
-from penstock.read.attempt import Fault, Patience, Remote
+from penstock.options import RemoteOptions
+from penstock.read.attempt import Fault, Patience
 from penstock.read.http import Http, Refused, Response, Target
 from penstock.read.tally import Tally
 from penstock.types import KiB, MiB
@@ -64,7 +65,7 @@ class Client:
 
     def __init__(
         self,
-        limits: Remote,
+        limits: RemoteOptions,
         *,
         http: Http | None = None,
         side: Threads | None = None,
@@ -353,7 +354,7 @@ def _gave_up(
     times = "1 attempt" if tried.total() == 1 else f"{tried.total()} attempts"
     return RemoteError(
         f"{what} cannot be fetched: {times} in {seconds:.1f} s failed ({reasons}); at last: {fault.detail}. "
-        f"See that the server can be reached, or allow more time: Remote({setting}=…)."
+        f"See that the server can be reached, or allow more time: RemoteOptions({setting}=…)."
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from penstock.config import whole_number
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, NoData, SourceChanged
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.manifest import each
 from penstock.read.reader import MAX_CHUNK_BYTES
 from penstock.sources.bootstrap_lines import InOrder, Piece
@@ -70,7 +70,7 @@ def bootstrap(
     *,
     config: str | None = None,
     text_field: str = "text",
-    remote: Remote | dict[str, Any] | None = None,
+    remote: RemoteOptions | dict[str, Any] | None = None,
     refresh: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Bootstrapped:
@@ -87,10 +87,16 @@ def bootstrap(
         place.load()
         asked = Asked.of(urls, config, text_field)
         if not run.at_hand(asked):
+            limits = RemoteOptions.of(remote)
             data = TextDataset(
-                urls, tokenizer="byte", seq_len=1, text_field=text_field, config=config, remote=remote,
-                on_bad_record="skip", cache=False,
-            )  # fmt: skip
+                urls,
+                tokenizer="byte",
+                seq_len=1,
+                text_field=text_field,
+                remote=replace(limits, config=config),
+                on_bad_record="skip",
+                cache=False,
+            )
             run.write(data, asked)
         return run.result()
 

@@ -292,6 +292,7 @@ class MixtureSource(RowSource):
             self.parts.append(source)  # type: ignore[arg-type]
         self._check_vocabularies()
         self.positions = any(part.positions for part in self.parts)
+        self.report_docs = min(source.report_docs for source in sources.values())
         without = [
             repr(name)
             for name, part in zip(self.names, self.parts, strict=True)

@@ -19,7 +19,7 @@ from penstock.config import cache_dir, offline
 from penstock.errors import Offline
 from penstock.feed.collectives import from_rank_0
 from penstock.feed.spare import SpareThreads, resolve_in_time
-from penstock.read.attempt import Remote
+from penstock.options import RemoteOptions
 from penstock.read.http import Http
 from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing, Secret
@@ -40,7 +40,7 @@ Files = tuple[FileRef, ...]
 class RemoteConfig:
     """Where remote data is and how to fetch it; where to keep it."""
 
-    limits: Remote
+    limits: RemoteOptions
     folder: Path
     """Listings, footers and tokens are kept here."""
     secrets: Mapping[str, Secret] = field(default_factory=dict)
@@ -130,23 +130,18 @@ class OfflineFiles(RemoteFiles):
 
 def list_remote(
     make_listing: Callable[[RemoteListing], Files],
-    limits: Remote,
+    limits: RemoteOptions,
     load: Callable[[], Tokenizer],
     *,
     urls: Any,
-    config: str | None,
-    share: bool,
 ) -> tuple[Files, Tokenizer, RemoteConfig]:
-    """List files and load the tokenizer at the same time.
-
-    share: rank 0 lists the files for all ranks.
-    """
+    """List files and load the tokenizer at the same time."""
     remote = RemoteConfig(limits=limits, folder=cache_dir())
     with remote.open(threads=True) as session:
         listing = RemoteListing(
-            client=session.client, kept=session.kept, config=config, offline=offline()
+            client=session.client, kept=session.kept, config=limits.config, offline=offline()
         )
-        if share:  # collectives belong on the trainer's thread
+        if limits.share_listing:  # collectives belong on the trainer's thread
             tokenizer = load()
             files = list_on_rank_0(lambda: make_listing(listing))
             listing.know(files, urls)

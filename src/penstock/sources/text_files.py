@@ -52,6 +52,8 @@ FORMAT = 2
 """Increased when the same text would give other token chunks than before."""
 LOOKED_UP = 64
 """Files whose chunks are remembered, beyond those of the current group."""
+SHUFFLE_BYTES = 256 * MiB
+"""Bytes of text after which a shuffle window is full, however few chunks it has."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
 WRITE_S = 120.0
@@ -437,7 +439,7 @@ class TextSource(RowSource):
 
     def __init__(self, dataset: TextDataset) -> None:
         self.dataset = dataset
-        self.seq_len, self.positions = dataset.seq_len, dataset.positions
+        self.seq_len, self.positions = dataset.seq_len, dataset.options.positions
         self.dtype = dataset.tokenizer.dtype
         self.skip = dataset.read.skip
         self.data_id, self.tokenizer_id = dataset.data_id, dataset.tokenizer_id
@@ -468,7 +470,7 @@ class TextSource(RowSource):
         return TextWork(
             replace(dataset.read, skip=run.skip),
             dataset.tokenizer,
-            dataset.doc_batch,
+            dataset.options.doc_batch,
             run.n_workers,
             len(run.own_lanes),
             dataset.remote_config,
@@ -485,11 +487,11 @@ class TextSource(RowSource):
             plan=self._plan(run.lanes, run.shuffle, run.seed),
             options=LaneOptions(
                 chunk_bytes=dataset.read.chunk_bytes,
-                window_chunks=dataset.shuffle_chunks if run.shuffle else 1,
-                window_bytes=dataset.shuffle_bytes,
+                window_chunks=dataset.options.shuffle_chunks if run.shuffle else 1,
+                window_bytes=SHUFFLE_BYTES,
                 expansion=tokenizer.expansion,
                 pack=PackOptions(
-                    packing=dataset.packing,
+                    packing=dataset.options.packing,
                     seq_len=self.seq_len,
                     pad_id=tokenizer.pad_id,
                     dtype=tokenizer.dtype,
@@ -500,6 +502,6 @@ class TextSource(RowSource):
             reader=reader,
             run=run,
             pool=pool,
-            report_docs=dataset.report_docs,
+            report_docs=dataset.options.report_docs,
             read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors),
         )

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import current_shard
 from penstock.errors import ConfigError
-from penstock.settings import Resolved, loader_arguments
+from penstock.settings import Settings
 from penstock.train.options import BATCH, TrainOptions
 from penstock.verify.choice import LOCAL, text_of
 
 if TYPE_CHECKING:
+    from penstock.dataset_config import DatasetConfig
     from penstock.encode.batch import Batch
     from penstock.loader import AsyncDataLoader
-    from penstock.recipe import DataTable
     from penstock.watch.telemetry import Telemetry
 
 SYNTHETIC_VOCABULARY = 8192
@@ -48,7 +48,7 @@ class Recipe:
     """The data of a split: "train", "val" or None for all of it."""
 
 
-def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
+def recipe(options: TrainOptions, resolved: Settings) -> Recipe:
     """What the options ask for."""
     if options.dataset is None:
         return _from_table(options, resolved)
@@ -65,8 +65,8 @@ def recipe(options: TrainOptions, resolved: Resolved) -> Recipe:
         tokenizer = shared()  # first: making a vocabulary may make the text too
         return TextDataset(
             text_of(name, options.local_path), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
-            split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, config=options.dataset_config,
-            doc_batch=resolved.settings.doc_batch,
+            split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, remote={"config": options.dataset_config},
+            **resolved.text_arguments(),
         )  # fmt: skip
 
     return Recipe(
@@ -105,9 +105,7 @@ def _tokenizer_of(parameters: Mapping[str, Any]) -> Any:
     """The tokenizer that a table of text names."""
     from penstock.encode.tokenizer import load_tokenizer
 
-    how = {name: parameters[name] for name in ("eos", "bos", "engine") if name in parameters}
-    if "tokenizer_cache_bytes" in parameters:
-        how["cache_bytes"] = parameters["tokenizer_cache_bytes"]
+    how = {name: parameters[name] for name in ("eos", "bos") if name in parameters}
     return load_tokenizer(parameters["tokenizer"], **how)
 
 
@@ -128,10 +126,8 @@ def _synthetic(options: TrainOptions) -> Recipe:
     return Recipe("", "loader_", options.seq_len, lambda: SYNTHETIC_VOCABULARY, dataset)
 
 
-def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
+def _from_table(options: TrainOptions, resolved: Settings) -> Recipe:
     """The data that a configuration file names."""
-    from penstock.recipe import build_dataset
-
     table = resolved.data
     assert table is not None  # the options were checked
     seq_len = table.parameters.get("seq_len") or next(
@@ -161,7 +157,7 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
         if shared is not None:
             chosen["tokenizer"] = shared()
         described = replace(table, parameters={**table.parameters, **chosen})
-        return build_dataset(described, doc_batch=resolved.settings.doc_batch)
+        return described.build(resolved.text_arguments())
 
     made = _Once(lambda: dataset("train" if options.eval_every else None))
     return Recipe(
@@ -172,7 +168,7 @@ def _from_table(options: TrainOptions, resolved: Resolved) -> Recipe:
     )
 
 
-def _with_positions(table: DataTable) -> DataTable:
+def _with_positions(table: DatasetConfig) -> DatasetConfig:
     """The same data, whose batches say where their documents begin: of a mixture, all parts."""
     if table.kind == "synthetic":
         raise ConfigError(
@@ -218,30 +214,29 @@ class _Once:
 def make_loader(
     recipe: Recipe,
     options: TrainOptions,
-    resolved: Resolved,
+    resolved: Settings,
     *,
     split: str | None,
-    telemetry: Telemetry | bool,
+    telemetry: Telemetry | None,
     device: str | None,
     states: list[dict[str, Any]] | None = None,
 ) -> AsyncDataLoader:
     """A loader of this rank's share, not yet started."""
     from penstock.loader import AsyncDataLoader
 
-    settings = resolved.settings
-    arguments = loader_arguments(
-        replace(settings, batch_size=settings.batch_size or BATCH, device=device)
-    )
+    arguments = resolved.loader_arguments(BATCH) | {"device": device}
     if split == "val":
-        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0, "autotune": False}
+        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0}
+        if arguments["prefetch_size"] == "auto":
+            del arguments["prefetch_size"]
     shard = current_shard()
     # The trainer's ranks end together by an agreement of their own, so the loader is told that it stands alone;
     # a last batch that is not full would be one that other ranks do not have.
     if shard.mod > 1:
         arguments["drop_last"] = True
-    loader = AsyncDataLoader(
-        recipe.dataset(split), shard=shard, **(arguments | {"telemetry": telemetry})
-    )
+    loader = AsyncDataLoader(recipe.dataset(split), shard=shard, **arguments)
+    if telemetry is not None:
+        loader.observe(telemetry)
     if states is not None:
         loader.load_state_dict(states)
     return loader

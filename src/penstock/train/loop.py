@@ -17,6 +17,7 @@ from penstock.errors import FeedStopped, LoaderTimeout, NoData, PenstockError, S
 from penstock.feed.beat_values import compile_count
 from penstock.feed.fallback import Interrupted, SharedFeed
 from penstock.loader import AsyncDataLoader
+from penstock.run_options import PREFETCH_AT_FIRST
 from penstock.train import distributed
 from penstock.train.checkpoint import Checkpoints, SaveFailed, rng_state, set_rng_state
 from penstock.train.console import Console, steady_lines
@@ -63,8 +64,8 @@ class Loop:
             self._place,
             vocab_size=self._vocab_size,
             seq_len=begun.recipe.seq_len,
-            seed=begun.resolved.settings.seed,
-            lr=begun.resolved.settings.learning_rate,
+            seed=begun.resolved["seed"],
+            lr=begun.resolved["learning_rate"],
             steps=begun.steps,
         )
         self._checkpoints = Checkpoints(
@@ -210,11 +211,11 @@ class Loop:
             return  # the ranks agree on that at their first step
 
     def _fill_queues(self) -> None:
-        begun, settings = self._begun, self._begun.resolved.settings
-        timeout = settings.warmup_timeout if settings.warmup_batches else 0.0
+        begun, settings = self._begun, self._begun.resolved
+        timeout = settings["warmup_timeout"] if settings["warmup_batches"] else 0.0
         loader = begun.feed.loader() if timeout else None
         if isinstance(loader, AsyncDataLoader):
-            done = loader.warmup(settings.warmup_batches, min(timeout, begun.feed.left_s()))
+            done = loader.warmup(settings["warmup_batches"], min(timeout, begun.feed.left_s()))
             self._console.say(
                 f"warmup: {done.filled} of {done.requested} batches ready in {done.wait_ms:.0f} ms"
             )
@@ -225,7 +226,8 @@ class Loop:
         begun.signals.wakes.append(self._validation.interrupt)
         loader = self._validation.loader() if timeout else None
         if isinstance(loader, AsyncDataLoader):
-            wanted = min(self._options.eval_batches, settings.prefetch_size)
+            size = settings["prefetch_size"]
+            wanted = min(self._options.eval_batches, PREFETCH_AT_FIRST if size == "auto" else size)
             done = loader.warmup(wanted, min(timeout, self._validation.left_s()))
             wait_ms = round(done.wait_ms, 3)
             begun.heartbeat.event(

@@ -9,24 +9,25 @@ One table: the command line, the file and the documentation are made of the fiel
 (workers, prefetch, warmup, …) is a setting of its own: see docs/configuration.md.
 """
 
-# ruff: noqa: RUF009  (`_option` is `dataclasses.field` by another name)
-
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from penstock.config import gpu_is_here, local_rank
-from penstock.dialects import each_once, from_options, read_file, unknown
 from penstock.errors import ConfigError
-from penstock.settings import Resolved, load
-from penstock.values import Kind, Said, choice, flag, number, or_none, refuse, whole
+from penstock.options import option, options, options_of
+from penstock.settings import (
+    RawSetting,
+    Settings,
+    each_once,
+    from_options,
+    load,
+    read_file,
+    unknown,
+)
 from penstock.watch.heartbeat import FOLDER
-
-T = TypeVar("T")
 
 SIZES = ("toy", "mini", "small", "medium", "125m")
 Parallel = Literal["single", "ddp", "fsdp"]
@@ -34,266 +35,234 @@ Parallel = Literal["single", "ddp", "fsdp"]
 LONGEST_S, LONGEST_ROW = 10_000_000, 1 << 20
 
 STEPS, BATCH, LEARNING_RATE = 100, 8, 1e-3
-"""Where neither the command line nor a file says."""
-
-
-def text() -> Kind:
-    """Any text but an empty one."""
-    return Kind("a text", lambda value: value if isinstance(value, str) and value else refuse())
-
-
-def maybe(kind: Kind) -> Kind:
-    """A kind that may be left out; no word stands for that, because any word might be a name."""
-    return Kind(kind.needs, lambda value: None if value is None else kind.read(value))
-
-
-def path() -> Kind:
-    """A file or folder."""
-    return Kind("a path", lambda value: Path(value).expanduser())
-
-
-def _device() -> Kind:
-    """Where a model may be."""
-
-    def read(value: Any) -> str:
-        return (
-            value
-            if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)
-            else refuse()
-        )
-
-    return Kind("auto, cpu, cuda or cuda:N", read)
-
-
-def _option(default: T, kind: Kind, help: str, group: str, *, implied: str | None = None) -> T:
-    made: T = field(
-        default=default, metadata={"kind": kind, "help": help, "group": group, "implied": implied}
-    )
-    return made
-
+"""Defaults if neither the command line nor a file sets them."""
 
 DATA, MODEL, TRAINING, RUN, SAVING, FAULTS, WATCHING = (
     "Data", "Model", "Training", "Where it runs", "Checkpoints", "When data fails", "Watching",
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class TrainOptions:
-    """What a run is. Every value is checked, and may be given as text."""
+    """What a run is. Every value is checked."""
 
-    dataset: str | None = _option(
-        None, maybe(text()), "fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address: "
-        "hf://…, s3://…, https://…, a file, a folder or a glob. Without it, what the file of --config names.", DATA,
-    )  # fmt: skip
-    local_path: Path | None = _option(None, maybe(path()), "The file of fineweb_edu_local.", DATA)
-    tokenizer: str = _option(
-        "byte",
-        text(),
-        "byte, a tokenizer.json, a .tiktoken file, a Hub name such as gpt2, or stdlib: one trained on the spot.",
-        DATA,
+    dataset: str | None = option(
+        default=None,
+        group=DATA,
+        help="fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address: hf://…, s3://…, https://…, a file, a folder or a glob. Without it, what the file of --config names.",
     )
-    dataset_config: str | None = _option(
-        None,
-        maybe(text()),
-        "A configuration of the dataset's card on the Hub, such as sample-10BT.",
-        DATA,
+    local_path: Path | None = option(
+        default=None, group=DATA, help="The file of fineweb_edu_local."
     )
-    text_field: str = _option("text", text(), "The column that has the text.", DATA)
-    seq_len: int = _option(
-        256, whole(8), "Tokens in a row. Attention's cost grows with its square.", DATA
+    tokenizer: str = option(
+        default="byte",
+        group=DATA,
+        help="byte, a tokenizer.json, a .tiktoken file, a Hub name such as gpt2, or stdlib: one trained on the spot.",
     )
-    packing: str = _option(
-        "concat",
-        choice("concat", "best_fit", "bos"),
-        "How documents become rows: see docs/data.md.",
-        DATA,
+    dataset_config: str | None = option(
+        default=None,
+        group=DATA,
+        help="A configuration of the dataset's card on the Hub, such as sample-10BT.",
     )
-    doc_mask: bool = _option(False, flag(), "Attention within documents only.", DATA, implied="1")
-
-    vocab_size: int | None = _option(
-        None,
-        or_none(whole(2)),
-        "How many ids there are, for files of token ids, which do not say.",
-        DATA,
+    text_field: str = option(default="text", group=DATA, help="The column that has the text.")
+    seq_len: int = option(
+        default=256,
+        minimum=8,
+        group=DATA,
+        help="Tokens in a row. Attention's cost grows with its square.",
     )
-
-    size: str = _option("toy", choice(*SIZES), f"The model: {', '.join(SIZES)}.", MODEL)
-    dropout: float = _option(0.0, number(), "Share of activations dropped.", MODEL)
-    compile: bool = _option(
-        False,
-        flag(),
-        "torch.compile, block by block. A slower start, faster steps.",
-        MODEL,
+    packing: Literal["concat", "best_fit", "bos"] = option(
+        default="concat", group=DATA, help="How documents become rows: see docs/data.md."
+    )
+    doc_mask: bool = option(
+        default=False, group=DATA, implied="1", help="Attention within documents only."
+    )
+    vocab_size: int | None = option(
+        default=None,
+        minimum=2,
+        group=DATA,
+        help="How many ids there are, for files of token ids, which do not say.",
+    )
+    size: Literal["toy", "mini", "small", "medium", "125m"] = option(
+        default="toy", group=MODEL, help=f"The model: {', '.join(SIZES)}."
+    )
+    dropout: float = option(
+        default=0.0, minimum=0, group=MODEL, help="Share of activations dropped."
+    )
+    compile: bool = option(
+        default=False,
+        group=MODEL,
         implied="1",
+        help="torch.compile, block by block. A slower start, faster steps.",
     )
-    dtype: str = _option(
-        "auto",
-        choice("auto", "float32", "bfloat16"),
-        "What is computed in. auto: bfloat16 on GPUs that have it.",
-        MODEL,
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        default="auto",
+        group=MODEL,
+        help="What is computed in. auto: bfloat16 on GPUs that have it.",
     )
-
-    steps: int | None = _option(
-        None,
-        or_none(whole(1)),
-        f"Steps to run to; by default {STEPS}, or the epochs that a file asks for.",
-        TRAINING,
+    steps: int | None = option(
+        default=None,
+        minimum=1,
+        group=TRAINING,
+        help=f"Steps to run to; by default {STEPS}, or the epochs that a file asks for.",
     )
-    batch: int | None = _option(
-        None,
-        or_none(whole(1)),
-        f"Rows of a micro-step on each rank; default {BATCH}. A file calls it batch_size.",
-        TRAINING,
+    batch: int | None = option(
+        default=None,
+        minimum=1,
+        group=TRAINING,
+        help=f"Rows of a micro-step on each rank; default {BATCH}. A file calls it batch_size.",
     )
-    accumulate: int = _option(
-        1, whole(1), "Micro-steps that make a step. More cost time, not memory.", TRAINING
+    accumulate: int = option(
+        default=1,
+        minimum=1,
+        group=TRAINING,
+        help="Micro-steps that make a step. More cost time, not memory.",
     )
-    global_batch: int | None = _option(
-        None, or_none(whole(1)), "Rows of a step on all ranks; --accumulate follows, so that another number of ranks "
-        "trains alike.", TRAINING,
-    )  # fmt: skip
-    lr: float | None = _option(
-        None,
-        or_none(number()),
-        f"Highest learning rate; default {LEARNING_RATE}. A file calls it learning_rate.",
-        TRAINING,
+    global_batch: int | None = option(
+        default=None,
+        minimum=1,
+        group=TRAINING,
+        help="Rows of a step on all ranks; --accumulate follows, so that another number of ranks trains alike.",
     )
-    lr_warmup: int | None = _option(
-        None,
-        or_none(whole(0)),
-        "Steps in which the rate rises; default: a tenth of them, 100 at most.",
-        TRAINING,
+    lr: float | None = option(
+        default=None,
+        minimum=0,
+        group=TRAINING,
+        help=f"Highest learning rate; default {LEARNING_RATE}. A file calls it learning_rate.",
     )
-    lr_floor: float = _option(
-        0.1, number(), "What is left of it at the end of the cosine.", TRAINING
+    lr_warmup: int | None = option(
+        default=None,
+        minimum=0,
+        group=TRAINING,
+        help="Steps in which the rate rises; default: a tenth of them, 100 at most.",
     )
-    weight_decay: float = _option(0.1, number(), "AdamW's, on matrices.", TRAINING)
-    clip: float = _option(1.0, number(), "Longest gradient; 0 for any.", TRAINING)
-    seed: int | None = _option(
-        None,
-        or_none(whole(0)),
-        "Of weights, dropout and the order of the data; default 0. A file has it in loader.",
-        TRAINING,
+    lr_floor: float = option(
+        default=0.1, minimum=0, group=TRAINING, help="What is left of it at the end of the cosine."
     )
-    eval_every: int = _option(
-        0,
-        whole(0),
-        "Evaluate after so many steps, on documents that training never sees; 0: never.",
-        TRAINING,
+    weight_decay: float = option(
+        default=0.1, minimum=0, group=TRAINING, help="AdamW's, on matrices."
     )
-    eval_batches: int = _option(8, whole(1), "Batches of an evaluation, on each rank.", TRAINING)
-    val_fraction: float = _option(
-        0.005, number(), "Share of documents kept for evaluation.", TRAINING
+    clip: float = option(
+        default=1.0, minimum=0, group=TRAINING, help="Longest gradient; 0 for any."
     )
-    prewarm: bool = _option(
-        False, flag(), "Take the cost of the first step before it, without changing a bit: see docs/prewarm.md.",
-        TRAINING, implied="1",
-    )  # fmt: skip
-
-    ddp: bool | None = _option(
-        None,
-        or_none(flag(), "auto"),
-        "1: DDP, 0: a single process. By default DDP if torchrun started several.",
-        RUN,
+    seed: int | None = option(
+        default=None,
+        minimum=0,
+        group=TRAINING,
+        help="Of weights, dropout and the order of the data; default 0. A file has it in loader.",
+    )
+    eval_every: int = option(
+        default=0,
+        minimum=0,
+        group=TRAINING,
+        help="Evaluate after so many steps, on documents that training never sees; 0: never.",
+    )
+    eval_batches: int = option(
+        default=8, minimum=1, group=TRAINING, help="Batches of an evaluation, on each rank."
+    )
+    val_fraction: float = option(
+        default=0.005, minimum=0, group=TRAINING, help="Share of documents kept for evaluation."
+    )
+    prewarm: bool = option(
+        default=False,
+        group=TRAINING,
         implied="1",
+        help="Take the cost of the first step before it, without changing a bit: see docs/prewarm.md.",
     )
-    fsdp: bool = _option(
-        False, flag(), "Shard the model (FSDP2) instead of copying it (DDP).", RUN, implied="1"
+    ddp: bool | None = option(
+        default=None,
+        none="auto",
+        group=RUN,
+        implied="1",
+        help="1: DDP, 0: a single process. By default DDP if torchrun started several.",
     )
-    device: str = _option(
-        "auto", _device(), "auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.", RUN
+    fsdp: bool = option(
+        default=False,
+        group=RUN,
+        implied="1",
+        help="Shard the model (FSDP2) instead of copying it (DDP).",
     )
-    collective_timeout: float = _option(
-        600.0, number("seconds"), "Seconds that a rank waits for the others in a collective.", RUN
+    device: str = option(
+        default="auto",
+        pattern=r"auto|cpu|cuda(:\d+)?",
+        group=RUN,
+        help="auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.",
     )
-
-    out: Path = _option(Path(FOLDER), path(), "Where heartbeat, checkpoints and report go.", SAVING)
-    save_every: int = _option(
-        0, whole(0), "Save after so many steps; 0: only at the end and when told to stop.", SAVING
+    collective_timeout: float = option(
+        default=600.0,
+        minimum=0,
+        group=RUN,
+        help="Seconds that a rank waits for the others in a collective.",
     )
-    save_last: bool = _option(True, flag(), "Save at the end too.", SAVING, implied="1")
-    keep: int = _option(3, whole(1), "Checkpoints that stay.", SAVING)
-    resume: str | None = _option(
-        None,
-        maybe(text()),
-        "Go on from the newest good checkpoint, or from the one that is named.",
-        SAVING,
+    out: Path = option(
+        default=Path(FOLDER), group=SAVING, help="Where heartbeat, checkpoints and report go."
+    )
+    save_every: int = option(
+        default=0,
+        minimum=0,
+        group=SAVING,
+        help="Save after so many steps; 0: only at the end and when told to stop.",
+    )
+    save_last: bool = option(default=True, group=SAVING, implied="1", help="Save at the end too.")
+    keep: int = option(default=3, minimum=1, group=SAVING, help="Checkpoints that stay.")
+    resume: str | None = option(
+        default=None,
+        group=SAVING,
         implied="newest",
+        help="Go on from the newest good checkpoint, or from the one that is named.",
     )
-    grace: float = _option(
-        30.0,
-        number("seconds"),
-        "Seconds that saving may take after SIGTERM, before the process ends anyway.",
-        SAVING,
+    grace: float = option(
+        default=30.0,
+        minimum=0,
+        group=SAVING,
+        help="Seconds that saving may take after SIGTERM, before the process ends anyway.",
+    )
+    loader_timeout: float = option(
+        default=60.0,
+        minimum=0,
+        group=FAULTS,
+        help="Seconds to wait for the vocabulary, and then for the first batch, listing included.",
+    )
+    stall_timeout: float = option(
+        default=300.0, minimum=0, group=FAULTS, help="Seconds until any other batch."
+    )
+    on_stall: Literal["stop", "synthetic"] = option(
+        default="stop",
+        group=FAULTS,
+        help="When a rank has no data: all stop, or all go on with made-up data until all have theirs again.",
+    )
+    synthetic_on_fail: bool = option(
+        default=False, group=FAULTS, implied="1", help="The same as --on-stall synthetic."
+    )
+    report: str | None = option(
+        default=None,
+        group=WATCHING,
+        implied="auto",
+        help="Write the report page at the end, to this file or beside the heartbeat.",
+    )
+    metrics_port: int | None = option(
+        default=None,
+        minimum=0,
+        group=WATCHING,
+        help="Serve Prometheus metrics; each rank at this port plus its number on the host, 0: a free one.",
+    )
+    tensorboard: Path | None = option(
+        default=None, group=WATCHING, help="Write TensorBoard's files here."
+    )
+    log_every: int = option(
+        default=0,
+        minimum=0,
+        group=WATCHING,
+        help="A line on the console every so many steps; 0: every two seconds or so.",
     )
 
-    loader_timeout: float = _option(
-        60.0,
-        number("seconds"),
-        "Seconds to wait for the vocabulary, and then for the first batch, listing included.",
-        FAULTS,
-    )
-    stall_timeout: float = _option(
-        300.0, number("seconds"), "Seconds until any other batch.", FAULTS
-    )
-    on_stall: str = _option(
-        "stop", choice("stop", "synthetic"), "When a rank has no data: all stop, or all go on with made-up data until all "
-        "have theirs again.", FAULTS,
-    )  # fmt: skip
-    synthetic_on_fail: bool = _option(
-        False, flag(), "The same as --on-stall synthetic.", FAULTS, implied="1"
-    )
 
-    report: str | None = _option(
-        None, maybe(text()), "Write the report page at the end, to this file or beside the heartbeat.",
-        WATCHING, implied="auto",
-    )  # fmt: skip
-    metrics_port: int | None = _option(
-        None,
-        or_none(whole(0)),
-        "Serve Prometheus metrics; each rank at this port plus its number on the host, 0: a free one.",
-        WATCHING,
-    )
-    tensorboard: Path | None = _option(
-        None, maybe(path()), "Write TensorBoard's files here.", WATCHING
-    )
-    log_every: int = _option(
-        0,
-        whole(0),
-        "A line on the console every so many steps; 0: every two seconds or so.",
-        WATCHING,
-    )
-
-    def __post_init__(self) -> None:
-        for name, each in OPTIONS.items():
-            object.__setattr__(
-                self, name, each.kind.parse(Said(name, getattr(self, name), f"--{each.spelled}"))
-            )
+OPTIONS = options_of(TrainOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One of them, as the command line shows it."""
-
-    name: str
-    kind: Kind
-    help: str
-    group: str
-    implied: str | None
-    """What it means without a value; None if it needs one."""
-    default: Any
-
-    @property
-    def spelled(self) -> str:
-        return self.name.replace("_", "-")
-
-
-OPTIONS: dict[str, Option] = {
-    each.name: Option(
-        each.name, each.metadata["kind"], each.metadata["help"], each.metadata["group"], each.metadata["implied"], each.default
-    )
-    for each in fields(TrainOptions)
-}  # fmt: skip
+def spelled(name: str) -> str:
+    """Return an option's name on the command line."""
+    return name.replace("_", "-")
 
 
 ELSEWHERE = {"batch": "batch_size", "lr": "learning_rate", "seed": "seed"}
@@ -308,15 +277,11 @@ def resolve(
     *,
     overrides: Mapping[str, Any] | None = None,
     preset: str | None = None,
-) -> tuple[TrainOptions, Resolved]:
+) -> tuple[TrainOptions, Settings]:
     """Options and the loader's settings, from the command line (`given`, `overrides`), the environment and a file."""
     said = {name: value for name, value in given.items() if value is not None}
-    spelled = {
-        OPTIONS[name].spelled if name in OPTIONS else name: value for name, value in said.items()
-    }
-    options = each_once(
-        from_options(spelled, OPTIONS, "--{}"), {name: each.kind for name, each in OPTIONS.items()}
-    )
+    written_out = {spelled(name): value for name, value in said.items()}
+    options = each_once(from_options(written_out, OPTIONS, "--{}"), OPTIONS)
     more = {name: said[option] for option, name in ELSEWHERE.items() if option in said}
     if twice := more.keys() & (overrides or {}).keys():
         raise ConfigError(
@@ -330,10 +295,12 @@ def resolve(
     )
     in_file = _from_file(resolved.file) if resolved.file is not None else {}
     written = _one_stall(in_file) | _one_stall(options)
-    device = Said("device", resolved.settings.device, resolved.sources["device"])
+    device = RawSetting("device", resolved["device"], resolved.sources["device"])
     over_file = "device" not in in_file or not device.where.startswith("file ")
     if device.value is not None and "device" not in options and over_file:
-        written["device"] = device._replace(value=OPTIONS["device"].kind.parse(device))
+        written["device"] = device._replace(
+            value=OPTIONS["device"].read(device.value, device.where)
+        )
     made = TrainOptions(**{name: one.value for name, one in written.items()})
     _check(made, resolved)
     described = [written[name].where for name in DESCRIBED if name in written]
@@ -344,7 +311,7 @@ def resolve(
     return made, resolved
 
 
-def _one_stall(said: dict[str, Said]) -> dict[str, Said]:
+def _one_stall(said: dict[str, RawSetting]) -> dict[str, RawSetting]:
     """One source's options, in which `on_stall` and `synthetic_on_fail` are the one option that they are."""
     stall, fail = said.get("on_stall"), said.get("synthetic_on_fail")
     if stall is None and fail is None:
@@ -355,30 +322,30 @@ def _one_stall(said: dict[str, Said]) -> dict[str, Said]:
             f"{stall.where} = {stall.value!r} and {fail.where} = {fail.value}: are one option, and differ; keep one of them"
         )
     where = (stall or fail).where  # type: ignore[union-attr]
-    stall = Said("on_stall", "synthetic" if synthetic else "stop", where)
+    stall = RawSetting("on_stall", "synthetic" if synthetic else "stop", where)
     return said | {
         "on_stall": stall,
-        "synthetic_on_fail": Said("synthetic_on_fail", synthetic, where),
+        "synthetic_on_fail": RawSetting("synthetic_on_fail", synthetic, where),
     }
 
 
-def _from_file(file: Path) -> dict[str, Said]:
+def _from_file(file: Path) -> dict[str, RawSetting]:
     found = read_file(file)
-    values: dict[str, Said] = {}
+    values: dict[str, RawSetting] = {}
     for key, value in (found.table("train") or {}).items():
         where = found.where("train", key)
         if key in ELSEWHERE:
             raise ConfigError(f"{where}: in a file it is {ELSEWHERE[key]} of training")
         if key not in OPTIONS:
             raise unknown(where, key, OPTIONS)
-        read = OPTIONS[key].kind.parse(Said(key, value, where))
+        read = OPTIONS[key].read(value, where)
         if key in ("local_path", "tensorboard") and not read.is_absolute():
             read = file.parent / read
-        values[key] = Said(key, read, where)
+        values[key] = RawSetting(key, read, where)
     return values
 
 
-def _check(options: TrainOptions, resolved: Resolved) -> None:
+def _check(options: TrainOptions, resolved: Settings) -> None:
     if options.dataset == "fineweb_edu_local" and options.local_path is None:
         raise ConfigError(
             "--dataset fineweb_edu_local: needs --local-path FILE; penstock bootstrap makes one"
@@ -390,10 +357,6 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
     if options.dataset is None and resolved.data is None:
         raise ConfigError(
             "no data: give --dataset (stdlib needs nothing), or --config with a file that has a table data"
-        )
-    if resolved.settings.output == "numpy":
-        raise ConfigError(
-            f"{resolved.sources['output']} = 'numpy': a model is trained on tensors; leave it out"
         )
     # A heartbeat that is given the name of a file goes on at its end, whatever is in it: the data itself, at worst.
     if options.out.suffix == ".jsonl" or (options.out.exists() and not options.out.is_dir()):
@@ -434,7 +397,7 @@ def _check(options: TrainOptions, resolved: Resolved) -> None:
             "--loader-timeout, --stall-timeout and --collective-timeout: need more than 0 seconds"
         )
     if on_stall(options) == "synthetic" and (
-        not resolved.settings.prefetch or resolved.settings.n_workers == 0
+        not resolved["prefetch"] or resolved["n_workers"] == 0
     ):
         raise ConfigError(
             "--on-stall synthetic: needs prefetch on, and workers; without them a batch is made in the step, however long "
@@ -468,12 +431,14 @@ def on_stall(options: TrainOptions) -> Literal["stop", "synthetic"]:
 def spell_out(arguments: list[str]) -> list[str]:
     """A command line in which each option that may stand alone has its value: `--resume` is `--resume newest`."""
     alone = {
-        f"--{each.spelled}": each.implied for each in OPTIONS.values() if each.implied is not None
+        f"--{spelled(each.name)}": each.implied
+        for each in OPTIONS.values()
+        if each.implied is not None
     }
-    spelled: list[str] = []
+    result: list[str] = []
     for n, argument in enumerate(arguments):
-        spelled.append(argument)
+        result.append(argument)
         follows = arguments[n + 1] if n + 1 < len(arguments) else "--"
         if argument in alone and follows.startswith("-"):
-            spelled.append(str(alone[argument]))
-    return spelled
+            result.append(str(alone[argument]))
+    return result

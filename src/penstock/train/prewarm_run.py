@@ -123,7 +123,7 @@ def verify_prewarm(
     real_steps: int,
     warm: Callable[[], Any] | None,
 ) -> None:
-    """See `penstock.verify_prewarm`."""
+    """See `penstock.train.prewarm.verify_prewarm`."""
     optimizers = _as_list(optimizer)
     names = _names(model, optimizers)
     _refuse_count("real_steps", real_steps, "verify_prewarm")

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, MissingExtra, StateFormat
 from penstock.feed.beat import Heartbeat
 from penstock.feed.fallback import Limits, SharedFeed, states_of
 from penstock.feed.opening import Opening
-from penstock.settings import Resolved
+from penstock.settings import Settings
 from penstock.train import saved
 from penstock.train.console import show
 from penstock.train.data import Recipe, make_loader, recipe
@@ -44,7 +44,7 @@ class Begun:
     """A run whose data is being opened, and which has not imported torch yet."""
 
     options: TrainOptions
-    resolved: Resolved
+    resolved: Settings
     recipe: Recipe
     batch_size: int
     accumulate: int
@@ -61,7 +61,7 @@ class Begun:
     at: float
 
 
-def train(options: TrainOptions, resolved: Resolved) -> int:
+def train(options: TrainOptions, resolved: Settings) -> int:
     """Run it. Gives the exit code; raises what ends it."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("torch", "training", "torch")
@@ -70,15 +70,15 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
     began = time.perf_counter()
     shard = current_shard()
     parallel(options, shard.mod)
-    batch_size = resolved.settings.batch_size or BATCH
+    batch_size = resolved["batch_size"] or BATCH
     accumulate = _accumulate(options, batch_size, shard.mod)
-    epochs = resolved.settings.epochs
+    epochs = resolved["epochs"]
     steps = options.steps if options.steps is not None or epochs is not None else STEPS
     found = _find(options)
     data = recipe(options, resolved)
     device = device_name(options)
     states = None if found is None else states_of(_data_of(found))
-    telemetry = Telemetry(on=resolved.settings.telemetry)
+    telemetry = Telemetry()
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
         # Until all is closed: when a rank dies, its launcher tells the others to stop while they are about to say why.
@@ -119,7 +119,7 @@ def train(options: TrainOptions, resolved: Resolved) -> int:
         begun = Begun(
             options=options, resolved=resolved, recipe=data, batch_size=batch_size, accumulate=accumulate, steps=steps,
             device=device, saved=found, telemetry=telemetry, heartbeat=heartbeat, feed=feed,
-            open_validation=partial(SharedFeed, partial(make, split="val", telemetry=False), validation) if options.eval_every else None,
+            open_validation=partial(SharedFeed, partial(make, split="val", telemetry=None), validation) if options.eval_every else None,
             vocabulary=vocabulary, signals=signals, at=began,
         )  # fmt: skip
         try:
@@ -255,7 +255,7 @@ def _tell(heartbeat: Heartbeat, hooks: list[Any], msg: str, **fields: Any) -> No
 
 
 def _settings(
-    options: TrainOptions, resolved: Resolved, batch_size: int, accumulate: int, steps: int | None
+    options: TrainOptions, resolved: Settings, batch_size: int, accumulate: int, steps: int | None
 ) -> dict[str, Any]:
     """What the first line of the heartbeat says of a run."""
     written = {name: value for name, value in vars_of(options).items() if value is not None}
@@ -263,9 +263,7 @@ def _settings(
         written["dataset"] = shown_address(
             options.dataset
         )  # heartbeats and reports are for others to read
-    loader = {
-        name: value for name, value in vars_of(resolved.settings).items() if value is not None
-    }
+    loader = {name: value for name, value in resolved.values.items() if value is not None}
     more = {"batch_size": batch_size, "accumulate": accumulate} | (
         {"max_steps": steps} if steps is not None else {}
     )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import hub_endpoint
+from penstock.dataset_config import DatasetConfig
 from penstock.errors import ConfigError
-from penstock.recipe import DataTable, build_dataset
-from penstock.settings import Settings, load, loader_arguments
+from penstock.settings import Settings, load
 from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
@@ -42,15 +42,14 @@ class Choice:
     make: Callable[[], Any]
     """Lists the files and loads the vocabulary: it takes as long as a server takes."""
     settings: Settings
+    batch_size: int
+    """Used if none is set."""
     server: str = ""
     """Where it comes from, if not from disk."""
 
     def arguments(self) -> dict[str, Any]:
-        """For `AsyncDataLoader`: one reader alone, whatever a launcher says, and without torch unless it is asked for."""
-        arguments = loader_arguments(self.settings) | {"shard": Shard(1, 0)}
-        if arguments["device"] is None and arguments["output"] == "auto":
-            arguments["output"] = "numpy"  # the import of torch would be most of what is measured
-        return arguments
+        """Return the arguments of an `AsyncDataLoader` that reads alone, whatever a launcher set."""
+        return self.settings.loader_arguments(self.batch_size) | {"shard": Shard(1, 0)}
 
 
 def choose(
@@ -69,10 +68,7 @@ def choose(
     local_path: the file for `fineweb_edu_local`. config, overrides, preset: as for `penstock.settings.load`.
     batch_size: where none is set. given: tokenizer, seq_len and text_field; None is what was not said.
     """
-    resolved = load(config, overrides=overrides, preset=preset, origin="command line --set {}")
-    settings = resolved.settings
-    if settings.batch_size is None:
-        settings = replace(settings, batch_size=batch_size)
+    settings = load(config, overrides=overrides, preset=preset, origin="command line --set {}")
     said = {name: value for name, value in given.items() if value is not None}
     if local_path is not None:
         if dataset not in (None, LOCAL):
@@ -84,13 +80,14 @@ def choose(
         raise ConfigError(
             f"--dataset {LOCAL} needs --local-path FILE; `penstock bootstrap --out FILE` writes one"
         )
-    if dataset is None and resolved.data is not None:
-        table = _changed(resolved.data, said)
-        make = partial(build_dataset, table, doc_batch=settings.doc_batch)
+    if dataset is None and settings.data is not None:
+        table = _changed(settings.data, said)
+        make = partial(table.build, settings.text_arguments())
         return Choice(
             name=table.where,
             make=make,
             settings=settings,
+            batch_size=batch_size,
             server=_server(table.parameters.get("urls")),
         )
     name = dataset if dataset is not None else default
@@ -100,16 +97,16 @@ def choose(
         )
     if name is None:
         raise ConfigError(
-            f"no data: file {resolved.file} has no table data; write one, or give an address"
+            f"no data: file {settings.file} has no table data; write one, or give an address"
         )
-    if settings.doc_batch is not None:
-        said["doc_batch"] = settings.doc_batch
     shown = shown_address(name) if local_path is None else f"{name} {local_path}"
-    make = partial(_named, name, local_path, DEFAULTS | said)
-    return Choice(name=shown, make=make, settings=settings, server=_server(name))
+    make = partial(_named, name, local_path, DEFAULTS | settings.text_arguments() | said)
+    return Choice(
+        name=shown, make=make, settings=settings, batch_size=batch_size, server=_server(name)
+    )
 
 
-def _changed(table: DataTable, said: Mapping[str, Any]) -> DataTable:
+def _changed(table: DatasetConfig, said: Mapping[str, Any]) -> DatasetConfig:
     """A file's data, with what the command line says of it."""
     for name in said:
         if name not in TAKES[table.kind]:

@@ -90,10 +90,7 @@ class Verification:
         n_workers = arguments.get("n_workers")
         self._workers = default_workers() if n_workers is None else n_workers
         # What never changes the stream and would only take time is left out.
-        self._arguments = dict(arguments) | {
-            "output": "numpy", "device": None, "telemetry": False, "autotune": False, "warmup_batches": 0,
-            "report_docs": 0,
-        }  # fmt: skip
+        self._arguments = dict(arguments) | {"device": None, "warmup_batches": 0}
         self._random = Random(seed)
         self.reference = self._refer(batches, points)
 

@@ -70,8 +70,7 @@ def smoke(choice: Choice, timeout_s: float, begun: float | None = None) -> Smoke
 
 def _open(choice: Choice) -> tuple[Any, AsyncDataLoader]:
     dataset = choice.make()
-    # The ledger is what this is about, so it is kept whatever the settings say.
-    return dataset, AsyncDataLoader(dataset, **choice.arguments() | {"telemetry": True}).start()
+    return dataset, AsyncDataLoader(dataset, **choice.arguments()).start()
 
 
 def _shut(opened: tuple[Any, AsyncDataLoader]) -> None:
@@ -81,10 +80,10 @@ def _shut(opened: tuple[Any, AsyncDataLoader]) -> None:
 def _warm(choice: Choice, loader: AsyncDataLoader, by: float) -> Warmup | None:
     """As the settings say, but not beyond the time."""
     settings = choice.settings
-    allowed = min(settings.warmup_timeout, max(0.0, by - perf_counter()))
-    if not settings.warmup_batches or not allowed:
+    allowed = min(settings["warmup_timeout"], max(0.0, by - perf_counter()))
+    if not settings["warmup_batches"] or not allowed:
         return None
-    return loader.warmup(settings.warmup_batches, allowed)
+    return loader.warmup(settings["warmup_batches"], allowed)
 
 
 def _first(choice: Choice, loader: AsyncDataLoader, by: float) -> Batch:

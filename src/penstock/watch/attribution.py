@@ -284,7 +284,7 @@ def advise(stage: str, known: Known) -> str:
             return f"read from a faster disk{keep}"
         if known.link_bound:
             return "the link is full: fill the cache beforehand (`penstock stage`), or read from nearer by"
-        return f"raise Remote(fetches={known.fetches} → {2 * max(1, known.fetches)}), or fill the cache (`penstock stage`)"
+        return f"raise RemoteOptions(fetches={known.fetches} → {2 * max(1, known.fetches)}), or fill the cache (`penstock stage`)"
     if stage in ("decode", "tokenize"):
         if known.n_workers < known.cores:
             return f"raise n_workers {known.n_workers} → {known.n_workers + 1}"
