@@ -30,7 +30,7 @@ _HOME = {
     "Telemetry": "watch.telemetry",
     "TextDataset": "dataset",
     "TokenFileDataset": "read.tokens",
-    "Warmup": "tally",
+    "Warmup": "feed.warmup",
     "analyze_steps": "watch.steady",
     "batched": "sources.samples",
     "prewarm": "train.prewarm",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from penstock.feed.beat import Heartbeat
-    from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
+    from penstock.feed.warmup import Warmup, warmup_loader, warmup_loader_with_first_batch
     from penstock.loader import AsyncDataLoader
     from penstock.read.attempt import Remote
     from penstock.read.synthetic import SyntheticDataset
@@ -91,7 +91,6 @@ if TYPE_CHECKING:
     from penstock.sources.mixture import Mixture
     from penstock.sources.samples import batched
     from penstock.stats import Stats
-    from penstock.tally import Warmup
     from penstock.train.prewarm import prewarm, verify_prewarm
     from penstock.types import Shard, Span
     from penstock.watch.steady import analyze_steps

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from penstock.begin import after, anew, choose_lanes, reweighted
 from penstock.encode.batch import Batch, Origin
 from penstock.errors import ConfigError
-from penstock.feed.agree import RankAgreement
+from penstock.feed.collectives import RankAgreement
 from penstock.feed.quick import Last, nothing_ready
+from penstock.feed.warmup import Warmup
 from penstock.options import MEMORY_LIMIT, Workers, check, check_autotune, check_warmup
 from penstock.order.mix import Schedule, restarted
 from penstock.pipeline import Pipeline
 from penstock.sources.kinds import as_source
 from penstock.state import State
-from penstock.tally import Tally, Warmup
+from penstock.tally import Tally
 from penstock.types import Shard
 from penstock.watch.telemetry import Telemetry, attach
 
@@ -225,7 +226,7 @@ class AsyncDataLoader:
         if batch is None:
             self._exhausted = True
         elif self._tuner is not None:
-            self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
+            self._tuner.step(now, batch.tokens, self.telemetry.consumer.paused.last_s)
         elif (
             self._quick is nothing_ready
             and not (self._agreement or self._feed)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from penstock.config import current_shard, default_workers, one_of, whole_number
 from penstock.errors import ConfigError, MissingExtra
-from penstock.feed.pin import resolve
+from penstock.feed.affinity import resolve
 from penstock.sources.source import Run, Source
 from penstock.state import State, StateMaker
 from penstock.types import Address, MiB, Shard

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
-from penstock.feed.opening import OPENER
+from penstock.feed.fallback import OPEN_THREAD
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.feed.quick import Last, note_of, nothing_ready, shortcut
@@ -199,16 +199,21 @@ class Pipeline:
 
     def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
         """Changes what may be changed while this runs."""
-        from penstock.feed.autotune import Autotune
-        from penstock.tuning import knobs
+        from penstock.feed.autotune import Autotune, pipeline_knobs
 
         lanes = getattr(self._producer, "lanes", None)
         if self._queue is None:
             return Autotune([], telemetry)
-        found = knobs(
-            self._pool, self._queue, lanes, self._run, cores=self._cores, batch_bytes=batch_bytes
+        knobs = pipeline_knobs(
+            self._pool,
+            self._queue,
+            lanes,
+            cores=self._cores,
+            batch_bytes=batch_bytes,
+            queue_bytes=self._run.queue_bytes,
+            read_ahead_bytes=self._run.read_ahead_bytes,
         )
-        return Autotune(found, telemetry)
+        return Autotune(knobs, telemetry)
 
     def known(self) -> Known:
         """What a verdict takes into account."""
@@ -242,7 +247,9 @@ class Pipeline:
         self._pool.stop()
         self._producer.stop()
         self._tell_work("stop")
-        if (name := threading.current_thread().name).startswith("penstock-") and name != OPENER:
+        if (name := threading.current_thread().name).startswith(
+            "penstock-"
+        ) and name != OPEN_THREAD:
             # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
             # whatever the others wait for. They all end on their own now.
             return False

@@ -18,7 +18,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from penstock.feed.channel import Broken, End, dump, loads
-from penstock.feed.pin import pin
+from penstock.feed.affinity import pin
 from penstock.watch.spans import Report
 
 

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import LoaderClosed, LoaderTimeout
-from penstock.feed.pin import pin
+from penstock.feed.affinity import pin
 from penstock.feed.pool import join_all
 from penstock.watch.spans import OUT, WAIT, Clock, Quiet
 

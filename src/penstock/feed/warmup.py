@@ -1,127 +1,101 @@
-"""Warm up a loader that is not ours: have its first items ready before the first step.
+"""Fetch the first items of any iterator before the first step.
 
-In:    any iterable or iterator: a PyTorch `DataLoader`, a `datasets` stream, a generator; or a loader of ours.
-Out:   the same items in the same order, and what the warmup did. An exception comes where its item would have.
-Where: items are fetched on one thread, "penstock-warmup", while there is room in the one buffer; without read-ahead
-       it ends with the warmup, and the rest is fetched by whoever asks. A loader of ours warms itself.
-State: the items that wait, each with the loader's state after it, if the loader has one. No rank waits for another.
-Cost:  as many items as are ready; where the loader has a `state_dict`, a copy of it for each item fetched ahead.
+One thread, "penstock-warmup", fills one buffer. With `prefetch` it keeps reading ahead; without, it
+ends with the warmup, and the consumer fetches the rest itself. If the iterator has a `state_dict`,
+a copy of its state is kept with each buffered item. A loader of ours fills its own queue instead.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Generic, Literal, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
+from penstock.config import whole_number
 from penstock.errors import ConfigError, LoaderClosed, StateError
-from penstock.feed.pool import join_all
-from penstock.values import Said, number, or_word, whole
 
 log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 
 BATCHES = 8
-"""What a warmup asks for where nothing else is said."""
 QUICK_S = 0.1
-"""An "auto" warmup waits for nothing more if the first item took no longer."""
+"""An "auto" warmup waits for one item only if that took no longer than this."""
 CLOSE_S = 5.0
-"""How long `close` waits for an item that is under way. More holds up a shutdown."""
+"""How long `close` waits for the item that is being fetched."""
 
 _NOTHING: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class WarmupResult:
-    """What a warmup did."""
+class Warmup(NamedTuple):
+    """The result of a warmup: batches requested, batches ready, and how long it waited."""
 
     requested: int
     filled: int
     wait_ms: float
 
 
-class Beats(Protocol):
-    """What hears of a warmup: a `Heartbeat`, or anything with its `event`."""
+class EventSink(Protocol):
+    """Receives the event of a warmup: a `Heartbeat`, or anything with its `event`."""
 
     def event(self, msg: str, **fields: Any) -> Any: ...
 
 
-class Warmed(Iterator[T]):
-    """One pass over a loader, its first items fetched already.
+class WarmedIterator(Iterator[T]):
+    """One pass over a loader whose first items were fetched already. Close it, or use `with`."""
 
-    It is a context manager; without one, `close` ends its thread, as do garbage collection and the
-    end of the interpreter.
-    """
-
-    def __init__(
-        self, feed: _Ahead[T] | _Own[T], of: Any, result: WarmupResult, first: Any = _NOTHING
-    ) -> None:
-        self.result = result
-        self._feed = feed
-        self._kind, self._sized = type(of).__name__, of if hasattr(type(of), "__len__") else None
-        self._first = first
-        self._closed = False
-        # The thread knows the feed and not this, so one that nobody holds any more is collected.
-        self._finalizer = (
-            weakref.finalize(self, feed.close, CLOSE_S) if isinstance(feed, _Ahead) else None
-        )
-
-    def __iter__(self) -> Self:
-        return self
+    def __init__(self, iterable: Any, own: Any, first: Any) -> None:
+        self.result = Warmup(0, 0, 0.0)
+        self._iterable, self._own, self._first = iterable, own, first
+        # On the caller's thread: a DataLoader draws its seed here.
+        iterator = iter(iterable)
+        if first is not _NOTHING and iterator is not iterable:
+            log.warning(
+                "a %s starts a new pass, so a first batch that was taken from it comes again. "
+                "Pass the iterator that it was taken from.", type(iterable).__name__,
+            )  # fmt: skip
+        self._buffer: _Buffer[T] = _Buffer(iterator, _state_of(iterable, iterator))
+        # The thread refers to the buffer and not to this object, so garbage collection ends it.
+        weakref.finalize(self, self._buffer.stop)
 
     def __next__(self) -> T:
-        if self._closed:
-            raise LoaderClosed(
-                "this warmed iterator was closed. Warm up the loader again for another pass."
-            )
-        if self._first is not _NOTHING:
-            first, self._first = self._first, _NOTHING
-            return first  # type: ignore[no-any-return]
-        return self._feed.take()
+        first, self._first = self._first, _NOTHING
+        return self._buffer.next() if first is _NOTHING else first
 
     def __len__(self) -> int:
-        """As the loader says it."""
-        if self._sized is None:
-            raise TypeError(f"a {self._kind} has no len()")
-        return len(self._sized)
+        return len(self._iterable)
 
     def __bool__(self) -> bool:
-        return True  # like any iterator, and also where there is no len()
+        return True  # also without a length
 
     def queue_depth(self) -> int:
-        """Items that stand ready, the first one that was put in front aside."""
-        return self._feed.depth
+        """Return how many items are buffered, not counting a first one passed by the caller."""
+        return int(self._own.queue_depth()) if self._own is not None else self._buffer.depth
 
     def state_dict(self) -> Any:
-        """The loader's own state after the last item that was handed out, however far ahead it has been read."""
+        """Return the loader's state after the last item handed out, however far it was read ahead."""
         if self._first is not _NOTHING:
             raise StateError(
-                "the state before the first batch is not known, because it was fetched before the warmup. "
-                "Take it out, or save the loader's state before fetching it."
+                "the state before the first batch is unknown, because it was fetched before the warmup. "
+                "Take that batch first, or save the loader's state before fetching it."
             )
-        return self._feed.state()
+        return self._buffer.state()
 
     def close(self, timeout: float = CLOSE_S) -> bool:
-        """Let go of the loader and of the items that wait, and end the thread. Harmless at any time, and again.
+        """Release the loader and the buffer, and join the thread. Safe to call again.
 
-        An iterator that is stuck cannot be interrupted: after the timeout this says so in the log and gives False.
-        A loader of ours is shut down.
+        A stuck iterator cannot be interrupted: then this logs a warning and returns False after
+        the timeout. A loader of ours is shut down.
         """
-        self._closed = True
-        self._first = _NOTHING
-        ended = self._feed.close(timeout)
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return ended
+        self._first, self._iterable = _NOTHING, None
+        if self._own is not None:
+            self._own.shutdown()
+        return self._buffer.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -136,16 +110,16 @@ def warmup_loader(
     timeout: float = 30.0,
     *,
     prefetch: int | None = None,
-    heartbeat: Beats | None = None,
-) -> Warmed[T]:
-    """Fetch the first items of a loader in the background, and wait until they stand ready or the timeout passes.
+    heartbeat: EventSink | None = None,
+) -> WarmedIterator[T]:
+    """Fetch the first items of a loader in the background; wait for them or until the timeout.
 
-    batches: how many. "auto" waits for one and, only if that took longer than a blink, for `prefetch` (or 8).
-        0 is off: no thread, nothing is fetched ahead.
-    timeout: seconds to wait at most; the item that is under way then comes next. 0 is off.
-    prefetch: how many items to keep ready afterwards. More hide longer hiccups and take memory. None or 0: none,
-        each is fetched when it is asked for. A loader of ours has its own, and takes none here.
-    heartbeat: gets an event `loader_warmup`, with its own prefix if it has one.
+    batches: how many. "auto" waits for one and, if that took over 0.1 s, for `prefetch` (or 8).
+        0 turns it off: no thread, nothing is fetched ahead.
+    timeout: seconds to wait at most. An item that is being fetched then comes next. 0 turns it off.
+    prefetch: items to keep buffered afterwards. More hide longer delays and take memory. None or 0:
+        each item is fetched on demand. Refused for a loader of ours, which has its own queue.
+    heartbeat: receives an event `loader_warmup`, with its own prefix if it has one.
     """
     return warmup_loader_with_first_batch(
         iterable, _NOTHING, batches, timeout, prefetch=prefetch, heartbeat=heartbeat
@@ -159,266 +133,179 @@ def warmup_loader_with_first_batch(
     timeout: float = 30.0,
     *,
     prefetch: int | None = None,
-    heartbeat: Beats | None = None,
-) -> Warmed[T]:
-    """Like `warmup_loader`, where the caller has fetched the first item already: it comes first, then the rest.
+    heartbeat: EventSink | None = None,
+) -> WarmedIterator[T]:
+    """Like `warmup_loader`, for a caller that has the first item already: it comes first.
 
-    iterable: the iterator that `first` was taken from. Anything else starts a new pass, with `first` in it.
+    iterable: the iterator that `first` was taken from.
     """
-    begun = time.monotonic()
-    batches = or_word(whole(0), "auto").parse(Said("batches", batches, "batches"))
-    timeout = number("seconds").parse(Said("timeout", timeout, "timeout"))
-    room: int = 0 if prefetch is None else whole(0).parse(Said("prefetch", prefetch, "prefetch"))
-    if not (hasattr(type(iterable), "__iter__") or hasattr(type(iterable), "__getitem__")):
+    if batches != "auto":
+        batches = whole_number("batches", batches, 0)
+    capacity = whole_number("prefetch", prefetch or 0, 0)
+    if not timeout >= 0:
+        raise ConfigError(f"timeout={timeout!r}: needs a number of seconds, at least 0")
+    own: Any = iterable if hasattr(iterable, "next_batch") and hasattr(iterable, "warmup") else None
+    if own is not None and prefetch is not None:
         raise ConfigError(
-            f"a {type(iterable).__name__} cannot be iterated over: give a loader or an iterator"
+            f"prefetch={prefetch}: this loader has its own queue; set its prefetch_size instead"
         )
-    ours = hasattr(iterable, "warmup") and hasattr(
-        iterable, "next_batch"
-    )  # which this module does not know
-    if ours and prefetch is not None:
-        kind = type(iterable).__name__
-        raise ConfigError(
-            f"prefetch={prefetch}: a {kind} has its own queue; set its prefetch_size instead"
-        )
-    # On the caller's thread: a DataLoader draws its seed here, from the random numbers that the model draws from.
-    iterator = iter(iterable)
-    if first is not _NOTHING and iterator is not iterable:
-        log.warning(
-            "a %s starts a new pass, so a first batch that was taken from it comes again. "
-            "Give the iterator that it was taken from.", type(iterable).__name__,
+    warmed: WarmedIterator[T] = WarmedIterator(iterable, own, first)
+    if batches == 0 or timeout == 0:
+        return warmed
+    warmed.result = result = (
+        warmed._buffer.warm(batches, timeout, capacity)
+        if own is None
+        else own.warmup(batches, timeout)
+    )
+    if heartbeat is not None:
+        heartbeat.event(
+            f"{getattr(heartbeat, 'prefix', 'loader_')}warmup", **result._asdict(),
+            fetch_warmup_batches=result.filled, fetch_warmup_wait_ms=result.wait_ms,
         )  # fmt: skip
-    feed: _Ahead[T] | _Own[T]
-    feed = _Own(iterable) if ours else _Ahead(iterator, _state_of(iterable, iterator), room)
-    off = batches == 0 or timeout == 0
-    try:
-        result = WarmupResult(0, 0, 0.0) if off else feed.warm(batches, begun, timeout)
-        if heartbeat is not None and not off:
-            again = {"fetch_warmup_batches": result.filled, "fetch_warmup_wait_ms": result.wait_ms}
-            heartbeat.event(
-                f"{getattr(heartbeat, 'prefix', 'loader_')}warmup", **asdict(result), **again
-            )
-    except BaseException as error:  # nobody gets what was made, so nobody could close it
-        feed.close(
-            CLOSE_S if isinstance(error, Exception) else 0.1
-        )  # Ctrl-C does not wait for a slow item
-        raise
-    return Warmed(feed, iterable, result, first)
+    return warmed
 
 
-def _state_of(iterable: Any, iterator: Any) -> Callable[[], Any] | None:
-    """Who knows the state of the pass: the loader, which is also who is given it back, or the iterator."""
-    for one in (iterable, iterator):
-        if callable(getattr(one, "state_dict", None)):
-            return one.state_dict  # type: ignore[no-any-return]
-    return None
+def _state_of(*owners: Any) -> Callable[[], Any] | None:
+    """Return the first `state_dict` method: the loader's, or else the iterator's."""
+    methods = (getattr(owner, "state_dict", None) for owner in owners)
+    return next(filter(callable, methods), None)
 
 
-class _Own(Generic[T]):
-    """A loader of ours, handed through: its queue is the buffer, its threads fill it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    @property
-    def depth(self) -> int:
-        return int(self._loader.queue_depth())
-
-    def warm(self, batches: int | Literal["auto"], begun: float, timeout: float) -> WarmupResult:
-        done = self._loader.warmup(batches, timeout)
-        return WarmupResult(done.requested, done.filled, done.wait_ms)
-
-    def take(self) -> T:
-        return next(self._loader)  # type: ignore[no-any-return]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def close(self, timeout: float) -> bool:
-        self._loader.shutdown()
-        return True
-
-
-@dataclass(slots=True)
-class _Fetched:
-    """What one `next` gave: an item or an exception, and how to have the loader's state after it."""
+class _Fetched(NamedTuple):
+    """An item or the exception in its place, and the loader's state after it."""
 
     item: Any
     error: BaseException | None
-    state: Callable[[], Any] | None
+    state: Any
 
 
-class _Ahead(Generic[T]):
-    """Reads an iterator ahead: one buffer, and at most one thread that fills it."""
+class _Buffer(Generic[T]):
+    """Items of an iterator, read ahead by at most one thread."""
 
-    def __init__(
-        self, iterator: Iterator[T], state_of: Callable[[], Any] | None, prefetch: int
-    ) -> None:
-        self._iterator = iterator
+    def __init__(self, iterator: Iterator[T], state_of: Callable[[], Any] | None) -> None:
+        self._iterator, self._state_of = iterator, state_of
         self._kind = type(iterator).__name__
-        self._state_of = state_of
-        self._prefetch = prefetch
-        self._room = 0
-        self._buffer: deque[_Fetched] = deque()
-        # Reentrant, because a garbage collection may close this on a thread that is in here.
-        self._changed = threading.Condition(threading.RLock())
+        self._fetched: deque[_Fetched] = deque()
+        self._capacity = 0
         self._thread: threading.Thread | None = None
-        self._running = self._ended = self._stopped = False
-        # How to have the state of the last item handed out; None: it is where the loader stands.
-        self._state: Callable[[], Any] | None = None
-        self._lost: Callable[[], Any] | None = None
-        self._pid = os.getpid()
+        self._running = self._closed = False
+        self._state = _NOTHING
+        """After the last item handed out; _NOTHING if that is where the loader is."""
+        self._changed = threading.Condition()
 
     @property
     def depth(self) -> int:
         with self._changed:
-            # An end or a fault can only be the last that was fetched.
-            return len(self._buffer) - bool(self._buffer and self._buffer[-1].error is not None)
+            return sum(each.error is None for each in self._fetched)
 
-    def warm(self, batches: int | Literal["auto"], begun: float, timeout: float) -> WarmupResult:
+    def warm(self, batches: int | Literal["auto"], timeout: float, prefetch: int) -> Warmup:
+        begun = time.monotonic()
         deadline = begun + min(timeout, threading.TIMEOUT_MAX)
-        self._state = self._saved_state()
         requested = 1 if batches == "auto" else batches
-        filled = self._fill(requested, deadline)
-        if batches == "auto" and (filled < 1 or time.monotonic() - begun > QUICK_S):
-            requested = self._prefetch or BATCHES
-            filled = self._fill(requested, deadline)
+        self._state = self._capture()
+        self._capacity, self._running = max(requested, prefetch), True
+        self._thread = threading.Thread(target=self._run, name="penstock-warmup", daemon=True)
+        self._thread.start()
+        self._fill(requested, deadline)
+        if batches == "auto" and time.monotonic() - begun > QUICK_S:
+            requested = prefetch or BATCHES
+            self._fill(requested, deadline)
         with self._changed:
-            self._room = self._prefetch
+            self._capacity = prefetch
             self._changed.notify_all()
-        return WarmupResult(requested, min(filled, requested), 1e3 * (time.monotonic() - begun))
+            filled = min(self.depth, requested)
+        return Warmup(requested, filled, 1e3 * (time.monotonic() - begun))
 
-    def _fill(self, items: int, deadline: float) -> int:
-        """Wait until items stand ready, or the end, a fault or the deadline comes first. Gives how many do."""
+    def _fill(self, items: int, deadline: float) -> None:
+        """Wait until `items` are buffered, the iterator ends, or the deadline passes."""
         with self._changed:
-            self._room = max(items, self._prefetch)
-            if self._thread is None:
-                self._start()
+            self._capacity = max(items, self._capacity)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.depth >= items or not self._running,
+                lambda: len(self._fetched) >= items or not self._running,
                 max(0.0, deadline - time.monotonic()),
             )
-            return self.depth
 
-    def take(self) -> T:
-        if self._thread is not None and os.getpid() != self._pid:
-            raise LoaderClosed(
-                f"this iterator was warmed up in process {self._pid} and asked in process {os.getpid()}, a fork that "
-                "has none of its threads. Warm up in the process that uses it."
-            )
+    def next(self) -> T:
         with self._changed:
-            if self._room and not (self._buffer or self._running or self._ended or self._stopped):
-                self._start()  # a fault ended the thread; whoever asks again wants what comes after it
-            self._changed.wait_for(lambda: self._buffer or not self._running or self._stopped)
-            if self._stopped:
-                raise LoaderClosed("the iterator was closed while somebody waited for it")
-            fetched = self._buffer.popleft() if self._buffer else None
+            self._changed.wait_for(lambda: self._fetched or not self._running or self._closed)
+            if self._closed:
+                raise LoaderClosed("this iterator was closed. Warm up again for another pass.")
+            fetched = self._fetched.popleft() if self._fetched else None
             self._changed.notify_all()
-        if fetched is None:  # nobody reads ahead, so the loader's own state is that of this item
-            self._state = None
+        if fetched is None:
+            self._state = _NOTHING
             return next(self._iterator)
         self._state = fetched.state
-        if fetched.error is None:
-            return fetched.item  # type: ignore[no-any-return]
-        try:
+        if fetched.error is not None:
             raise fetched.error
-        finally:
-            del fetched  # or the exception and this frame would keep each other
+        return fetched.item  # type: ignore[no-any-return]
 
     def state(self) -> Any:
         if self._state_of is None:
             raise StateError(
-                f"a {self._kind} has no state_dict, so where it stands cannot be saved. "
+                f"a {self._kind} has no state_dict, so its position cannot be saved. "
                 "Use a loader that has one: a StatefulDataLoader, or an AsyncDataLoader."
             )
-        return self._state_of() if self._state is None else self._state()
+        if isinstance(self._state, Exception):
+            raise StateError(
+                f"state_dict() failed while reading ahead: {self._state!r}"
+            ) from self._state
+        return self._state_of() if self._state is _NOTHING else self._state
+
+    def stop(self) -> None:
+        """Tell the thread to end. May run in a garbage collection, on any thread."""
+        with self._changed:
+            self._closed = True
+            self._fetched.clear()
+            self._iterator = iter(())  # ends the worker processes of a DataLoader
+            self._changed.notify_all()
 
     def close(self, timeout: float) -> bool:
-        if os.getpid() != self._pid:
-            return True  # a forked child has no thread to end
-        with self._changed:
-            self._stopped = True
-            dropped, self._buffer = self._buffer, deque()
-            self._changed.notify_all()
-            thread = self._thread
-        del dropped  # not under the lock: what items do when they go is theirs
-        if thread is not None:
-            if threading.current_thread().name.startswith("penstock-"):
-                return False  # a garbage collection on a thread of ours must wait for nobody; it ends on its own
-            if not join_all([thread], timeout):
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
                 log.warning(
-                    "%s was still busy with an item %.0f s after it was to end; it cannot be interrupted, "
-                    "and ends with that item or with the process", self._kind, timeout,
+                    "%s was still fetching an item %.0f s after close; its thread ends with that item",
+                    self._kind, timeout,
                 )  # fmt: skip
                 return False
-        self._release()
         return True
 
-    def _release(self) -> None:
-        # What was made for this pass, such as a DataLoader's worker processes, goes with its last reference.
-        self._iterator = iter(())
-
-    # On the thread
-
-    def _start(self) -> None:
-        if self._thread is not None:
-            self._thread.join()  # it has handed its last over, and waits for nothing any more
-        self._running = True
-        self._thread = threading.Thread(target=self._run, name="penstock-warmup", daemon=True)
-        self._thread.start()
-
     def _run(self) -> None:
-        while self._has_room():
-            fetched = self._fetch()
-            over = fetched.error is not None
-            with self._changed:
-                if not self._stopped:
-                    self._buffer.append(fetched)
-                self._ended = isinstance(fetched.error, StopIteration)
-                self._running = not over
-                self._changed.notify_all()
-            del fetched  # while this thread waits, the item is the trainer's
-            if over:
-                break
-        if self._stopped:
-            self._release()  # close() may have given up waiting
+        iterator = self._iterator
+        while self._has_room() and self._fetch(iterator):
+            pass
 
     def _has_room(self) -> bool:
-        """Wait for room. False if nothing more is to be fetched ahead."""
+        """Wait for room. Return False if nothing more is to be read ahead."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stopped or len(self._buffer) < self._room or not self._room
+                lambda: self._closed or not self._capacity or len(self._fetched) < self._capacity
             )
-            self._running = self._room > 0 and not self._stopped
+            self._running = self._capacity > 0 and not self._closed
             self._changed.notify_all()
             return self._running
 
-    def _fetch(self) -> _Fetched:
+    def _fetch(self, iterator: Iterator[T]) -> bool:
+        """Fetch one item or the exception in its place. Return False at the end."""
+        item, error = None, None
         try:
-            item = next(self._iterator)
-        except BaseException as error:  # it belongs to whoever asks for the item
-            return _Fetched(None, error, self._saved_state())
-        return _Fetched(item, None, self._saved_state())
+            item = next(iterator)
+        except BaseException as raised:  # for the consumer that asks for this item
+            error = raised
+        fetched = _Fetched(item, error, self._capture())
+        with self._changed:
+            if not self._closed:
+                self._fetched.append(fetched)
+            self._running = not isinstance(error, StopIteration)
+            self._changed.notify_all()
+            return self._running
 
-    def _saved_state(self) -> Callable[[], Any] | None:
-        """The state as it is now, for later. A copy, because loaders hand out parts that they go on changing."""
-        if self._state_of is None or self._lost is not None:
-            return self._lost
+    def _capture(self) -> Any:
+        """Return a copy of the loader's state, or the exception that it raised."""
         try:
-            return partial(copy.deepcopy, copy.deepcopy(self._state_of()))
+            return copy.deepcopy(self._state_of()) if self._state_of is not None else None
         except Exception as error:
-            log.warning(
-                "reading ahead, the loader's state cannot be kept: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            self._lost = partial(_refuse, error)
-            return self._lost
-
-
-def _refuse(error: Exception) -> NoReturn:
-    raise StateError(
-        f"the loader's state_dict() failed when an item had been fetched: {type(error).__name__}: {error}. "
-        "Without warmup and prefetch it is asked only when you ask."
-    ) from error
+            return error

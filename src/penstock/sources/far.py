@@ -17,7 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir, offline
-from penstock.feed.agree import from_rank_0
+from penstock.feed.collectives import from_rank_0
 from penstock.read.attempt import Remote
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import list_files

@@ -1,0 +1,77 @@
+"""Choose the CPU cores that workers run on, and pin threads to them.
+
+`resolve` checks the settings against the cores that this process may use; `pin` applies the
+result on the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.config import whole_number
+from penstock.errors import ConfigError
+
+NODES = Path("/sys/devices/system/node")
+
+
+def resolve(cpus: Iterable[int] | None, numa_node: int | None) -> frozenset[int] | None:
+    """Return the cores that both settings allow, or None if neither is given."""
+    if cpus is None and numa_node is None:
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("cpus=… and numa_node=… need Linux. Leave them out.")
+    usable = frozenset(os.sched_getaffinity(0))
+    chosen = usable
+    if cpus is not None:
+        chosen = _core_numbers(cpus)
+        if not chosen <= usable:
+            raise ConfigError(
+                f"cpus: this process may not use {sorted(chosen - usable)}, only {sorted(usable)}. Choose among "
+                "these, or start the process with other cores (taskset, the scheduler)."
+            )
+    if numa_node is not None:
+        node = _node_cores(numa_node)
+        if not node & chosen:
+            raise ConfigError(
+                f"numa_node={numa_node} has the cores {sorted(node)}, and none of them is among "
+                f"{sorted(chosen)}, which cpus and this process allow. Choose another node or other cores."
+            )
+        chosen &= node
+    return chosen
+
+
+def pin(cpus: frozenset[int]) -> None:
+    """Restrict the calling thread, and threads and processes it starts, to these cores."""
+    os.sched_setaffinity(0, cpus)
+
+
+def _core_numbers(cpus: Iterable[int]) -> frozenset[int]:
+    if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
+        raise ConfigError(f"cpus={cpus!r}: needs core numbers, such as range(8) or [0, 2, 4]")
+    numbers = frozenset(whole_number("cpus: a core number", cpu, 0) for cpu in cpus)
+    if not numbers:
+        raise ConfigError("cpus is empty: give at least one core, or None for all of them")
+    return numbers
+
+
+def _node_cores(number: int) -> frozenset[int]:
+    whole_number("numa_node", number, 0)
+    try:
+        text = (NODES / f"node{number}" / "cpulist").read_text()
+    except OSError:
+        known = sorted(path.name for path in NODES.glob("node[0-9]*"))
+        raise ConfigError(
+            f"numa_node={number}: not found among {', '.join(known) or 'no nodes'} in {NODES}"
+        ) from None
+    return _parse_cpu_list(text)
+
+
+def _parse_cpu_list(text: str) -> frozenset[int]:
+    """Parse a kernel list such as `0-3,8-11`. Empty for a node without cores."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        numbers.update(range(int(low), int(high or low) + 1))
+    return frozenset(numbers)
