@@ -17,8 +17,8 @@ import threading
 import traceback
 from typing import Any, NamedTuple
 
-from penstock.feed.channel import Broken, End, dump, loads
 from penstock.feed.affinity import pin
+from penstock.feed.channel import Broken, End, dump, loads
 from penstock.watch.spans import Report
 
 

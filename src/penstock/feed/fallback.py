@@ -17,20 +17,8 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from penstock import errors
 from penstock.encode.batch import Batch
-from penstock.errors import (
-    AccessDenied,
-    BadRecord,
-    ConfigError,
-    FeedStopped,
-    LoaderClosed,
-    LoaderTimeout,
-    MissingExtra,
-    NoData,
-    SourceChanged,
-    StateError,
-    TokenizerError,
-)
 from penstock.feed.collectives import Ranks
 
 log = logging.getLogger("penstock")
@@ -40,13 +28,20 @@ T = TypeVar("T")
 FATAL, FAILED, STALLED, ENDED, READY = range(5)
 """Votes, from the worst to the best."""
 
-MISTAKES = (ConfigError, MissingExtra, StateError, TokenizerError, SourceChanged, BadRecord)
+MISTAKES = (
+    errors.ConfigError,
+    errors.MissingExtra,
+    errors.StateError,
+    errors.TokenizerError,
+    errors.SourceChanged,
+    errors.BadRecord,
+)
 """Errors that do not pass by themselves. Synthetic data would hide them, so the run stops."""
-FIRST_MISTAKES = (*MISTAKES, NoData, AccessDenied)
+FIRST_MISTAKES = (*MISTAKES, errors.NoData, errors.AccessDenied)
 """Before the first batch also these: a wrong name or a missing token. Later, a server may recover."""
 
-RETRY_S, MAX_RETRY_S = 5.0, 60.0
-"""A loader that failed is reopened after this time, which doubles with each failure."""
+RETRY_S = 10.0
+"""A loader that failed is reopened after this time."""
 
 OPEN_THREAD = "penstock-open"
 
@@ -74,21 +69,17 @@ class BackgroundOpen(Generic[T]):
         elif self._dispose is not None:
             self._dispose(opened)
 
-    @property
-    def done(self) -> bool:
-        return self._opened.done()
-
     def result(self, timeout_s: float | None = None) -> T:
         """Return what was opened, or raise its error. `LoaderTimeout` means: ask again."""
         try:
             self._opened.exception(timeout_s)
         except TimeoutError:
-            raise LoaderTimeout(
+            raise errors.LoaderTimeout(
                 f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, or its vocabulary "
                 "is being loaded. Check that the server can be reached, or allow more time."
             ) from None
         except CancelledError:
-            raise LoaderClosed("it was closed before it was open") from None
+            raise errors.LoaderClosed("it was closed before it was open") from None
         return self._opened.result()
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -183,7 +174,7 @@ class SharedFeed:
         self._asked_at: float | None = None
         self._waiting = self._interrupted = False
         self._failure: _Vote | None = None
-        self._retry_at, self._retry_s = 0.0, RETRY_S
+        self._retry_at = 0.0
         self.substitutions = [Substitution(**each) for each in substituted]
         self.substituting = False
         self.opened_at = time.perf_counter()
@@ -196,7 +187,7 @@ class SharedFeed:
 
     def next(self, step: int, count: int = 1, *, stopping: bool = False) -> Turn:
         """Return the batches of a step, or what all ranks do instead. All ranks call this in step."""
-        vote = _Vote(STALLED, "was asked to stop") if stopping else self._vote(count)
+        vote = _Vote(STALLED) if stopping else self._vote(count)
         votes = self._ranks.gather([vote.code, int(stopping or self._interrupted)])
         codes = [code for code, _ in votes]
         if any(stops for _, stops in votes):
@@ -209,7 +200,7 @@ class SharedFeed:
         if min(codes) == FATAL or self._limits.on_stall == "stop" or self._synthetic is None:
             if vote.code == STALLED:  # other errors were reported where they occurred
                 self._event(f"{self._prefix}error", error=reason, stage="stall", where=vote.text)
-            raise FeedStopped(reason, step) from vote.error
+            raise errors.FeedStopped(reason, step) from vote.error
         self._substitute(step, reason)
         return Turn([self._synthetic(step, n) for n in range(count)])
 
@@ -228,8 +219,8 @@ class SharedFeed:
             self._fill(count, time.monotonic() + left_s)
         except Interrupted:
             self._interrupted = True
-            return _Vote(STALLED, "was asked to stop")
-        except LoaderTimeout as timeout:
+            return _Vote(STALLED)
+        except errors.LoaderTimeout as timeout:
             opened = self._opening is None
             blame = self._blame(min(limit_s, 1.0)) if opened else str(timeout)
             return _Vote(STALLED, f"no batch within {limit_s:g} s" + (blame and f" ({blame})"))
@@ -237,10 +228,7 @@ class SharedFeed:
             return self._fail(error)
         finally:
             self._waiting = False
-        if len(self._held) < count:
-            return _Vote(ENDED)
-        self._retry_s = RETRY_S
-        return _Vote(READY)
+        return _Vote(READY if len(self._held) >= count else ENDED)
 
     def _fill(self, count: int, deadline: float) -> None:
         """Hold `count` batches, or fewer at the end of the stream."""
@@ -280,22 +268,19 @@ class SharedFeed:
             self._event(f"{self._prefix}error", error=text[:1000], stage="open", where="")
         mistake = isinstance(error, MISTAKES if self._started else FIRST_MISTAKES)
         self._failure = _Vote(FATAL if mistake else FAILED, text, error)
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        self._retry_at = time.monotonic() + RETRY_S
         return self._failure
 
     def _reason(self, codes: list[int], vote: _Vote) -> str:
         """Return the same sentence on all ranks: which have no data, and why the worst has none."""
-        texts = self._ranks.gather_texts(vote.text)
-        without = [rank for rank, code in enumerate(codes) if code < ENDED]
-        worst = min(without, key=lambda rank: codes[rank])
-        why = texts[worst].rstrip(".")
-        if len(codes) == 1:
+        worst, world = codes.index(min(codes)), len(codes)
+        why = self._ranks.gather_texts(vote.text)[worst].rstrip(".")
+        without = sum(code < ENDED for code in codes)
+        if world == 1:
             return f"no data: {why}"
-        names = " and ".join(f"rank {rank}" for rank in without[:4])
-        names += " and others" if len(without) > 4 else ""
-        why = why if len(without) == 1 else f"rank {worst}: {why}"
-        return f"{names} of {len(codes)} had no data: {why}"
+        if without == 1:
+            return f"rank {worst} of {world} had no data: {why}"
+        return f"{without} of {world} ranks had no data, rank {worst} among them: {why}"
 
     def _real(self, step: int, count: int) -> list[Batch]:
         batches = [self._held.popleft() for _ in range(count)]

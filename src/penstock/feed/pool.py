@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from penstock.feed.jobs import Before, Job, Jobs, Result, closed
 from penstock.feed.affinity import pin
+from penstock.feed.jobs import Before, Job, Jobs, Result, closed
 from penstock.watch.spans import Clock, Quiet
 
 T = TypeVar("T")

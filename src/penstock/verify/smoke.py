@@ -17,8 +17,8 @@ from typing import Any
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderTimeout, NoData
 from penstock.feed.fallback import OPEN_THREAD, BackgroundOpen
-from penstock.loader import AsyncDataLoader
 from penstock.feed.warmup import Warmup
+from penstock.loader import AsyncDataLoader
 from penstock.verify.choice import Choice
 from penstock.watch.attribution import charge
 
@@ -65,7 +65,7 @@ def smoke(choice: Choice, timeout_s: float, begun: float | None = None) -> Smoke
             ) from None
         return _seen(begun, dataset, loader, batch, warmup)
     finally:
-        opening.close(1.0 if opening.done else 0.0)
+        opening.close(0.0)
 
 
 def _open(choice: Choice) -> tuple[Any, AsyncDataLoader]:
@@ -104,7 +104,7 @@ def _made_here(loader: AsyncDataLoader, timeout_s: float) -> Batch | None:
     try:
         return opening.result(timeout_s)[0]
     finally:
-        opening.close(1.0 if opening.done else 0.0)
+        opening.close(0.0)
 
 
 def _worst(loader: AsyncDataLoader, since: float) -> str:
