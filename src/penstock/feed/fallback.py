@@ -214,7 +214,6 @@ class SharedFeed:
         limits = self._limits
         limit_s = limits.stall_timeout_s if self._started else limits.first_timeout_s
         left_s = 0.0 if self.substituting else limit_s if self._started else self.left_s()
-        self._waiting = True
         try:
             self._fill(count, time.monotonic() + left_s)
         except Interrupted:
@@ -226,18 +225,20 @@ class SharedFeed:
             return _Vote(STALLED, f"no batch within {limit_s:g} s" + (blame and f" ({blame})"))
         except Exception as error:
             return self._fail(error)
-        finally:
-            self._waiting = False
         return _Vote(READY if len(self._held) >= count else ENDED)
 
     def _fill(self, count: int, deadline: float) -> None:
         """Hold `count` batches, or fewer at the end of the stream."""
-        loader = self._opened(deadline)
-        while len(self._held) < count:
-            batch = loader.next_batch(timeout=max(0.0, deadline - time.monotonic()))
-            if batch is None:
-                return
-            self._held.append(batch)
+        self._waiting = True
+        try:
+            loader = self._opened(deadline)
+            while len(self._held) < count:
+                batch = loader.next_batch(timeout=max(0.0, deadline - time.monotonic()))
+                if batch is None:
+                    return
+                self._held.append(batch)
+        finally:
+            self._waiting = False
 
     def _opened(self, deadline: float) -> Loader:
         if self._opening is not None:
