@@ -12,6 +12,11 @@ from pathlib import Path
 if importlib.util.find_spec("penstock") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from penstock.feed.warmup import Warmed, WarmupResult, warmup_loader, warmup_loader_with_first_batch
+from penstock.feed.warmup import (
+    WarmedIterator,
+    Warmup,
+    warmup_loader,
+    warmup_loader_with_first_batch,
+)
 
-__all__ = ["Warmed", "WarmupResult", "warmup_loader", "warmup_loader_with_first_batch"]
+__all__ = ["WarmedIterator", "Warmup", "warmup_loader", "warmup_loader_with_first_batch"]

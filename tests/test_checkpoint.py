@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, StateFormat, StateMismatch
-from penstock.feed.ranks import Alone
+from penstock.feed.collectives import Ranks
 from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints, SaveFailed, rng_state, set_rng_state
 from penstock.train.saved import Saved
@@ -127,7 +127,7 @@ def seed(value: int) -> None:
 
 def resume(folder: str) -> None:
     """What a process does that knows nothing but the folder: load the newest, train five steps, tell the losses."""
-    checkpoints = Checkpoints(folder, Alone())
+    checkpoints = Checkpoints(folder, Ranks())
     found = checkpoints.newest()
     assert found is not None
     run = Run()
@@ -157,7 +157,7 @@ def visible(folder: Path) -> list[str]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", Alone())
+    return Checkpoints(tmp_path / "checkpoints", Ranks())
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(two: Checkpoints, tmp_path: Pat
     with pytest.raises(StateFormat, match="cannot be searched for checkpoints"):
         saved.newest(tmp_path / "file")
     with pytest.raises(StateFormat, match="cannot be searched for checkpoints"):
-        Checkpoints(tmp_path / "file", Alone()).newest()
+        Checkpoints(tmp_path / "file", Ranks()).newest()
 
 
 def test_a_checkpoint_of_a_later_release_is_refused_and_never_removed(two: Checkpoints) -> None:
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_a_later_release_is_refused_and_never_removed(two: Check
         saved.load(path.parent)
     run = Run()
     for step in (3, 4):
-        run.save(Checkpoints(two.folder, Alone(), keep=1), step)
+        run.save(Checkpoints(two.folder, Ranks(), keep=1), step)
     assert visible(two.folder) == ["step-00000002", "step-00000004"]
 
 
@@ -340,7 +340,7 @@ def test_only_the_newest_are_kept(checkpoints: Checkpoints) -> None:
         with pytest.raises(ConfigError, match="at least one"):
             saved.prune(checkpoints.folder, bad)
         with pytest.raises(ConfigError, match="at least one"):
-            Checkpoints(checkpoints.folder, Alone(), keep=bad)
+            Checkpoints(checkpoints.folder, Ranks(), keep=bad)
 
 
 def test_a_damaged_one_does_not_count_among_those_to_keep(two: Checkpoints) -> None:
@@ -356,7 +356,7 @@ def test_a_damaged_one_does_not_count_among_those_to_keep(two: Checkpoints) -> N
 def test_after_going_back_the_newest_is_what_was_saved_last(two: Checkpoints) -> None:
     run = Run()
     for step in (5, 3):
-        run.save(Checkpoints(two.folder, Alone(), keep=2), step)
+        run.save(Checkpoints(two.folder, Ranks(), keep=2), step)
     assert found(two).step == 3
     assert visible(two.folder) == ["step-00000003", "step-00000005"]
 
@@ -416,7 +416,7 @@ import os, random, signal, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from penstock.feed.ranks import Alone
+from penstock.feed.collectives import Ranks
 from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints
 from tests.test_checkpoint import Run, visible
@@ -436,7 +436,7 @@ def child(work):
 def fresh(keep=2):
     for path in folder.iterdir() if folder.exists() else ():
         saved.discard(path)
-    return Checkpoints(folder, Alone(), keep=keep)
+    return Checkpoints(folder, Ranks(), keep=keep)
 
 # Before each thing that a save does to the disk, in turn: until a save was not killed.
 def killed_at_each(step, keep, before):
@@ -523,7 +523,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_in_an_error_that_says_so(small_disk: Path) -> None:
-    checkpoints = Checkpoints(small_disk / "checkpoints", Alone())
+    checkpoints = Checkpoints(small_disk / "checkpoints", Ranks())
     run = Run()
     for step in (1, 2):
         run.save(checkpoints, step)
@@ -547,7 +547,7 @@ def test_a_folder_that_cannot_be_made_ends_in_an_error_that_says_where(tmp_path:
     with pytest.raises(
         SaveFailed, match=r"step 7 could not be saved in .*/file/checkpoints: NotADirectoryError"
     ):
-        Run().save(Checkpoints(tmp_path / "file" / "checkpoints", Alone()), 7)
+        Run().save(Checkpoints(tmp_path / "file" / "checkpoints", Ranks()), 7)
 
 
 def test_values_that_are_no_json_are_refused(two: Checkpoints) -> None:

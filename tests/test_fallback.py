@@ -19,16 +19,19 @@ from penstock.encode.batch import Batch
 from penstock.errors import (
     ConfigError,
     FeedStopped,
+    LoaderClosed,
+    LoaderTimeout,
     SourceChanged,
     StateMismatch,
     TokenizerError,
 )
 from penstock.feed import fallback
-from penstock.feed.fallback import Limits, SharedFeed, Turn, states_of
+from penstock.feed.collectives import Ranks
+from penstock.feed.fallback import BackgroundOpen, Limits, SharedFeed, Turn, loader_states
 from tests.feeding import WAIT_S, Numbers, loader, rows
 
 
-class Together:
+class Together(Ranks):
     """Threads of this process as ranks."""
 
     def __init__(self, rank: int, world: int, barrier: threading.Barrier, told: list[Any]) -> None:
@@ -50,7 +53,7 @@ class Together:
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         return self._exchange(list(values))
 
-    def texts(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         return self._exchange(text)
 
 
@@ -72,7 +75,7 @@ def feeds() -> Iterator[Callable[..., SharedFeed]]:
         ) -> SharedFeed:
             feed = SharedFeed(create, limits or Limits(), **more)
             stack.callback(feed.close)
-            feed.join(fallback.Alone(), made_up)
+            feed.join(Ranks(), made_up)
             return feed
 
         yield make
@@ -102,7 +105,7 @@ def test_whoever_is_told_to_stop_waits_for_no_batch(feeds: Callable[..., SharedF
         never.set()
 
 
-class Ranks:
+class TwoRanks:
     """Two feeds that take their steps in two threads."""
 
     def __init__(
@@ -138,7 +141,7 @@ class Ranks:
             for feed, stop in zip(self.feeds, stopping, strict=True)
         ]
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> TwoRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +152,7 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(
     feeds: Callable[..., SharedFeed],
 ) -> None:
     data = [Numbers(), Numbers(wall=4)]
-    with Ranks(feeds, data, SYNTHETIC) as ranks:
+    with TwoRanks(feeds, data, SYNTHETIC) as ranks:
         assert [rows(turn.batches) for turn in ranks.next(1)] == [[0, 2], [1, 3]]
         before = [feed.state_dict()["loader"] for feed in ranks.feeds]
         for step in (2, 3, 4):
@@ -175,7 +178,7 @@ def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(
     feeds: Callable[..., SharedFeed],
 ) -> None:
     data = [Numbers(), Numbers(wall=12)]
-    with Ranks(feeds, data, SYNTHETIC) as ranks:
+    with TwoRanks(feeds, data, SYNTHETIC) as ranks:
         assert [rows(turn.batches) for turn in ranks.next(1, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
         # Rank 1 has one of two.
         assert [rows(turn.batches) for turn in ranks.next(2, 2)] == [[-2, -2], [-2, -2]]
@@ -190,7 +193,7 @@ def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(
 def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(
     feeds: Callable[..., SharedFeed],
 ) -> None:
-    with Ranks(feeds, [Numbers(), Numbers()], Limits()) as ranks:
+    with TwoRanks(feeds, [Numbers(), Numbers()], Limits()) as ranks:
         ranks.next(1)
         before = [feed.state_dict() for feed in ranks.feeds]
         for turn in ranks.next(2, stopping=(False, True)):
@@ -207,7 +210,7 @@ def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(
 def test_the_rank_with_the_least_data_ends_the_run_for_all(
     feeds: Callable[..., SharedFeed],
 ) -> None:
-    with Ranks(feeds, [Numbers(20), Numbers(12)], Limits(), epochs=1, drop_last=True) as ranks:
+    with TwoRanks(feeds, [Numbers(20), Numbers(12)], Limits(), epochs=1, drop_last=True) as ranks:
         for step in (1, 2, 3):
             assert all(len(turn.batches) == 1 for turn in ranks.next(step))
         before = [feed.state_dict() for feed in ranks.feeds]
@@ -222,7 +225,7 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
 ) -> None:
     data = [Numbers(), Numbers()]
     data[culprit] = Numbers(wall=4, fault=OSError("the disk is gone."))
-    with Ranks(feeds, data, Limits()) as ranks:
+    with TwoRanks(feeds, data, Limits()) as ranks:
         ranks.next(1)
         errors = [each.exception(WAIT_S) for each in ranks.asked(2)]
     assert {type(error) for error in errors} == {FeedStopped}
@@ -236,11 +239,11 @@ def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(
     feeds: Callable[..., SharedFeed],
 ) -> None:
     data = [Numbers(wall=0), Numbers(wall=0, fault=OSError("gone"))]
-    with Ranks(feeds, data, Limits(first_timeout_s=1.5)) as ranks:
+    with TwoRanks(feeds, data, Limits(first_timeout_s=1.5)) as ranks:
         errors = [each.exception(WAIT_S) for each in ranks.asked(1)]
         data[0].opened.set()
     (told,) = {str(error) for error in errors}
-    assert told.startswith("rank 0 and rank 1 of 2 had no data: rank 1: OSError: gone")
+    assert told.startswith("2 of 2 ranks had no data, rank 1 among them: OSError: gone")
 
 
 def test_a_single_rank_that_stalls_says_how_long_it_waited_and_for_what(
@@ -428,12 +431,12 @@ def test_what_ranks_saved_is_put_together_again() -> None:
 
     unread = {"loader": None, "substituted": []}
     before = {"loader": [{"at": 5}, {"at": 6}], "substituted": []}
-    assert states_of([state(1), state(2)]) == [{"at": 1}, {"at": 2}]
-    assert states_of([state(1), unread]) is None, "nobody had trained on anything yet"
-    assert states_of([state(5), before]) == [{"at": 5}, {"at": 6}], (
+    assert loader_states([state(1), state(2)]) == [{"at": 1}, {"at": 2}]
+    assert loader_states([state(1), unread]) is None, "nobody had trained on anything yet"
+    assert loader_states([state(5), before]) == [{"at": 5}, {"at": 6}], (
         "one never got to open its loader"
     )
-    assert states_of([before, before]) == [{"at": 5}, {"at": 6}]
+    assert loader_states([before, before]) == [{"at": 5}, {"at": 6}]
 
 
 def test_a_rank_that_never_opened_its_data_saves_what_it_was_to_begin_with(
@@ -447,6 +450,47 @@ def test_a_rank_that_never_opened_its_data_saves_what_it_was_to_begin_with(
 
     feed = feeds(create, Limits(on_stall="synthetic", first_timeout_s=0.01), resumed=resumed)
     feed.next(1)
-    assert states_of([{"loader": {"at": 5}}, json.loads(json.dumps(feed.state_dict()))]) == resumed
+    assert (
+        loader_states([{"loader": {"at": 5}}, json.loads(json.dumps(feed.state_dict()))]) == resumed
+    )
     there.set()
-    assert feed._opening.result(WAIT_S) is not None
+
+
+# Opening in the background
+
+
+def test_what_takes_longer_than_its_caller_waits_is_there_later() -> None:
+    ready = threading.Event()
+    opening = BackgroundOpen(lambda: ready.wait(WAIT_S) and "opened")
+    with pytest.raises(LoaderTimeout, match=r"not opened within 0\.01 s"):
+        opening.result(0.01)
+    ready.set()
+    assert opening.result(WAIT_S) == "opened"
+    assert opening.result(0.0) == "opened"
+    opening.close()
+
+
+def test_a_loader_that_opens_after_close_is_shut_down_with_its_threads() -> None:
+    ready = threading.Event()
+
+    def create() -> AsyncDataLoader:
+        made = loader(Numbers())
+        made.start()
+        assert ready.wait(WAIT_S)
+        return made
+
+    opening = BackgroundOpen(create, lambda made: made.shutdown())
+    opening.close(0.0)
+    with pytest.raises(LoaderClosed):
+        opening.result(WAIT_S)
+    ready.set()
+    opening.close(WAIT_S)
+    assert not [each for each in threading.enumerate() if each.name.startswith("penstock-")]
+
+
+def test_an_error_while_opening_is_raised_at_each_request() -> None:
+    opening = BackgroundOpen(lambda: 1 // 0, lambda made: pytest.fail("nothing was opened"))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            opening.result(WAIT_S)
+    opening.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, LoaderClosed
-from penstock.feed import pin
+from penstock.feed import affinity
 from penstock.feed.pool import Pool, Scoped, ThreadPool, Works, make_pool
 from tests.working import Work
 
@@ -242,7 +242,7 @@ def test_works_are_stopped_and_closed_where_they_can_be() -> None:
 def test_workers_keep_to_their_cores(kind: str) -> None:
     one = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
-    pool = made(kind, 2, Work(), cpus=pin.resolve([one], None))
+    pool = made(kind, 2, Work(), cpus=affinity.resolve([one], None))
     assert {pool.submit("cores").result() for _ in range(8)} == {frozenset([one])}
     pool.stop()
     assert pool.join(60)
@@ -263,15 +263,13 @@ def test_a_thread_that_cannot_be_pinned_fails_its_tasks() -> None:
 
 def test_cores_that_are_not_there_are_named() -> None:
     usable = sorted(os.sched_getaffinity(0))
-    assert pin.resolve(None, None) is None
-    assert pin.resolve(usable, None) == frozenset(usable)
-    with pytest.raises(
-        ConfigError, match=r"4000-4001 cannot be used .* it may use .*" + str(usable[-1])
-    ):
-        pin.resolve([usable[0], 4000, 4001], None)
+    assert affinity.resolve(None, None) is None
+    assert affinity.resolve(usable, None) == frozenset(usable)
+    with pytest.raises(ConfigError, match=r"may not use \[4000, 4001\], only .*" + str(usable[-1])):
+        affinity.resolve([usable[0], 4000, 4001], None)
     for wrong in ([], "0-3", 3, [1.5], [-1], [True]):
         with pytest.raises(ConfigError, match="cpus"):
-            pin.resolve(wrong, None)  # type: ignore[arg-type]
+            affinity.resolve(wrong, None)  # type: ignore[arg-type]
 
 
 def test_a_numa_node_gives_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,25 +277,25 @@ def test_a_numa_node_gives_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for node, cores in enumerate([f"{usable[0]}", "900-903,910"]):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
-    monkeypatch.setattr(pin, "NODES", tmp_path)
-    assert pin.resolve(None, 0) == {usable[0]}
-    assert pin.resolve(usable, 0) == {usable[0]}
-    with pytest.raises(ConfigError, match="900-903,910, of which this process may use none"):
-        pin.resolve(None, 1)
-    with pytest.raises(ConfigError, match="numa_node=7: this system has the nodes 0, 1"):
-        pin.resolve(None, 7)
+    monkeypatch.setattr(affinity, "NODES", tmp_path)
+    assert affinity.resolve(None, 0) == {usable[0]}
+    assert affinity.resolve(usable, 0) == {usable[0]}
+    with pytest.raises(ConfigError, match=r"\[900, 901, 902, 903, 910\], and none of them"):
+        affinity.resolve(None, 1)
+    with pytest.raises(ConfigError, match="numa_node=7: not found among node0, node1"):
+        affinity.resolve(None, 7)
     if len(usable) > 1:
-        with pytest.raises(ConfigError, match="no core in common"):
-            pin.resolve(usable[1:], 0)
-    monkeypatch.setattr(pin, "NODES", tmp_path / "none")
-    with pytest.raises(ConfigError, match="shows no NUMA nodes"):
-        pin.resolve(None, 0)
+        with pytest.raises(ConfigError, match="none of them is among"):
+            affinity.resolve(usable[1:], 0)
+    monkeypatch.setattr(affinity, "NODES", tmp_path / "none")
+    with pytest.raises(ConfigError, match="not found among no nodes"):
+        affinity.resolve(None, 0)
 
 
 def test_pinning_where_it_is_not_possible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="need Linux"):
-        pin.resolve([0], None)
+        affinity.resolve([0], None)
 
 
 def test_a_worker_that_was_woken_while_ctrl_c_came_still_ends() -> None:

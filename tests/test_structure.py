@@ -28,7 +28,7 @@ AROUND = sorted(
 TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
-    "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
+    "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "begin": 5,
     "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "testing": 7, "cli": 7,
 }  # fmt: skip
 
@@ -310,7 +310,7 @@ UNBOUNDED = {
     "feed/autotune.py: self.get()": "reads a value",
     "feed/device.py: slot.ticket.wait()": "the device's own work, which nothing else can end",
     "feed/jobs.py: self._wanted[worker].wait()": "an idle worker; stop() wakes it",
-    "feed/warmup.py: self._thread.join()": "a thread that has handed over its last",
+    "feed/warmup.py: self._thread.join()": "the item that is being fetched, which next() has to wait for",
     "testing/__main__.py: ended.wait()": "a server, until it is told to end",
     "testing/loopback.py: listener.accept()": "a server's thread, until its socket is closed",
 }

@@ -27,8 +27,8 @@ from penstock.cli.main import cli
 from penstock.encode.tokenizer import Tokenizer
 from penstock.feed import autotune
 from penstock.feed.beat import Heartbeat
+from penstock.feed.warmup import Warmup
 from penstock.stats import Stats
-from penstock.tally import Warmup
 from penstock.watch.heartbeat import read_heartbeat
 from penstock.watch.stage_timer import STAGES
 from penstock.watch.telemetry import Telemetry
@@ -590,7 +590,7 @@ def test_after_an_interrupt_within_next_the_stream_and_the_numbers_go_on(
 def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PERIOD_S", "SETTLE_S", "WARM_S", "WARM_CAP_S"):
+    for name in ("PERIOD_S", "SETTLE_S"):
         monkeypatch.setattr(autotune, name, 0.02)
     real, nobody = Tokenizer.encode, threading.Event()
 

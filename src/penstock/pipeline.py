@@ -18,7 +18,7 @@ from typing import Any, Literal
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
-from penstock.feed.autotune import Autotune, Knob
+from penstock.feed.autotune import Autotune, pipeline_knobs
 from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import Pool, ThreadPool, make_pool
 from penstock.sources.base import Producer, RunContext, Source
@@ -29,10 +29,9 @@ log = logging.getLogger("penstock")
 
 SOON_S = 0.1
 """A first batch that took no longer needs no others buffered: `warmup_batches="auto"`."""
+OWN_THREADS = ("penstock-worker", "penstock-fetch", "penstock-producer")
 LOW_BATCHES = 100
 """Batches in a row that find the queue less than half full, before a warning."""
-MAX_FETCHES, MAX_READ_AHEAD, MAX_PREFETCH = 64, 64, 256
-"""How far autotune goes: requests in flight, chunks beyond the window, batches in the queue."""
 
 
 class Pipeline:
@@ -184,55 +183,18 @@ class Pipeline:
 
     def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
         """Return what changes workers, requests, read-ahead and queue while this runs."""
-        return Autotune(self._knobs(batch_bytes) if self._queue is not None else [], telemetry)
-
-    def _knobs(self, batch_bytes: int) -> list[Knob]:
-        pool, queue, run = self._pool, self._queue, self._run
-        assert queue is not None
-        lanes: Any = getattr(self._producer, "lanes", None)
-        reader: Any = getattr(lanes, "reader", None)
-        made = frozenset({"fetch", "decode", "tokenize"})
-        knobs: list[Knob] = []
-        if getattr(reader, "fetches", 0):
-            knobs.append(
-                Knob(
-                    "fetches",
-                    lambda: reader.fetches,
-                    reader.set_fetches,
-                    lambda: 1 if lanes.memory_bound else MAX_FETCHES,
-                    frozenset({"fetch"}),
-                )
-            )
-        if isinstance(pool, ThreadPool):  # processes take long to start
-            stages = frozenset({"decode", "tokenize"})
-            knobs.append(
-                Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: self._cores, stages)
-            )
-        if reader is not None:
-            knobs.append(
-                Knob(
-                    "read_ahead",
-                    lambda: lanes.read_ahead,
-                    lambda chunks: setattr(lanes, "min_read_ahead", chunks),
-                    lambda: 0 if lanes.memory_bound else MAX_READ_AHEAD,
-                    made,
-                )
-            )
-        if batch_bytes:
-            total = run.queue_bytes + run.read_ahead_bytes
-            most = min(MAX_PREFETCH, max(run.prefetch_size, total // 2 // batch_bytes))
-
-            def set_prefetch(batches: int) -> None:
-                queue.resize(batches)
-                if reader is not None:  # what the queue takes is taken from read-ahead
-                    more = max(0, batches - run.prefetch_size) * batch_bytes
-                    lanes.read_ahead_bytes = run.read_ahead_bytes - more
-
-            stages = made | {"pack", "batch", "copy"}
-            knobs.append(
-                Knob("prefetch_size", lambda: queue.capacity, set_prefetch, lambda: most, stages)
-            )
-        return knobs
+        if self._queue is None:
+            return Autotune([], telemetry)
+        knobs = pipeline_knobs(
+            self._pool,
+            self._queue,
+            getattr(self._producer, "lanes", None),
+            cores=self._cores,
+            batch_bytes=batch_bytes,
+            queue_bytes=self._run.queue_bytes,
+            read_ahead_bytes=self._run.read_ahead_bytes,
+        )
+        return Autotune(knobs, telemetry)
 
     # The end
 
@@ -248,7 +210,7 @@ class Pipeline:
         self._pool.stop()
         self._producer.stop()
         self._work.stop()
-        if threading.current_thread().name.startswith(("penstock-worker", "penstock-fetch", "penstock-producer")):
+        if threading.current_thread().name.startswith(OWN_THREADS):
             # Garbage collection on one of our own threads, which cannot wait for itself. All of
             # them exit on their own now.
             return False

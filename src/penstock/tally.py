@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.pipeline import Pipeline
 from penstock.watch.consumer import Ready
@@ -24,14 +24,6 @@ PART = "rows of "
 """How a pipeline names its count of the rows of a mixture's part."""
 FAULT = "fault "
 """How it names its count of attempts that failed for a reason."""
-
-
-class Warmup(NamedTuple):
-    """What a warmup did."""
-
-    requested: int
-    filled: int
-    wait_ms: float
 
 
 @dataclass(slots=True)

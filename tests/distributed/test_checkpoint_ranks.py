@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.feed.ranks import Alone
+from penstock.feed.collectives import Ranks
 from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints
 from tests.test_checkpoint import Run, seed
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from penstock.feed.ranks import Ranks
+from penstock.feed.collectives import GlooRanks
 from penstock.train import saved
 from penstock.train.checkpoint import Checkpoints, rng_state, set_rng_state
 from tests.test_checkpoint import Run, seed, visible
@@ -39,7 +39,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-ranks = Ranks(deadline_s=60)
+ranks = GlooRanks(deadline_s=60)
 
 def fsdp(net):
     fully_shard(net.hidden)
@@ -120,13 +120,13 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from penstock.feed.ranks import Ranks
+from penstock.feed.collectives import GlooRanks
 from penstock.train.checkpoint import Checkpoints
 from tests.test_checkpoint import Run
 
 rank, out = int(sys.argv[3]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
-checkpoints = Checkpoints(f"{out}/checkpoints", Ranks(deadline_s=60))
+checkpoints = Checkpoints(f"{out}/checkpoints", GlooRanks(deadline_s=60))
 run = Run(DDP)
 run.save(checkpoints, 1)
 
@@ -160,7 +160,7 @@ def alone(out: Path) -> dict[str, str]:
     seed(1)
     run = Run()
     run.train(4)
-    run.save(Checkpoints(out / "plain", Alone()), 4)
+    run.save(Checkpoints(out / "plain", Ranks()), 4)
     return run.facts()
 
 
@@ -192,7 +192,7 @@ def test_ranks_that_resume_train_on_bit_by_bit(results: list[dict[str, Any]], fo
 def test_what_two_ranks_saved_loads_on_one(
     results: list[dict[str, Any]], out: Path, form: str
 ) -> None:
-    checkpoints = Checkpoints(out / form, Alone())
+    checkpoints = Checkpoints(out / form, Ranks())
     found = checkpoints.newest()
     assert found is not None
     assert (found.step, found.world_size, found.settings) == (3, 2, {"form": form})

@@ -320,13 +320,13 @@ def test_a_rank_that_is_killed_ends_the_run_and_a_resume_is_exact(
 EARLY = f"""
 import os, signal, sys, threading
 sys.argv[0] = {str(SHOWCASE)!r}
-from penstock.feed.opening import Opening
-real = Opening.result
+from penstock.feed.fallback import BackgroundOpen
+real = BackgroundOpen.result
 def result(self, timeout_s=None):
     if threading.current_thread() is threading.main_thread():
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return real(self, timeout_s)
-Opening.result = result
+BackgroundOpen.result = result
 from penstock.cli.train import main
 main()
 """

@@ -1,206 +1,211 @@
-"""Settings that follow what is measured, while a run goes on.
+"""Adjust a running pipeline to what is measured: workers, requests, read-ahead and queue.
 
-In:    the knobs of a pipeline, and how many tokens the trainer got in how long.
-Out:   other values of the knobs, one at a time, each kept only if the trainer got more by it.
-Where: the trainer's thread, between two batches; nothing waits for it.
-State: the trial under way, and the knobs that did not help.
-Cost:  a comparison of two times a step; a decision every few seconds.
-
-Nothing here can change the stream: the knobs decide when things are made, and never what.
+A hill climb on the trainer's thread: raise the knob that may help the stage with the largest share
+of the data wait, measure the token rate, and keep the change only if the rate rose. Knobs decide
+when batches are made and never what is in them, so the stream does not change.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.feed.prefetch_queue import PrefetchQueue
+from penstock.feed.worker_pool import Pool, ThreadPool
 from penstock.watch.attribution import Verdict
 
 log = logging.getLogger("penstock")
 
-PERIOD_S = 2.0
-"""Long enough for a rate that means something, short enough to get somewhere within a minute."""
-PERIOD_STEPS = 10
-SETTLE_S = 1.0
-"""After a change, what was made under the old settings is used up first."""
-BETTER = 1.03
-"""A change is kept if the trainer got so much more by it: less is noise."""
-ENOUGH = 0.01
-"""With less data wait than this there is nothing to gain."""
 WARM_STEPS = 20
-WARM_S = 2.0
-WARM_CAP_S = 20.0
-"""By then a run counts as warm, whatever its steps look like."""
-AGAIN_S = 60.0
-"""After so long a knob that did not help may be tried again: the link or the machine may have changed."""
+"""Steps that are not measured: the trainer compiles and fills its caches."""
+SETTLE_S = 1.0
+"""After a change, batches made under the old settings are used up first."""
+PERIOD_S, PERIOD_STEPS = 2.0, 10
+"""How long a rate is measured, at least."""
+MIN_GAIN = 1.03
+"""A change is kept if the rate rises by this factor. Less is noise."""
+MIN_WAIT = 0.01
+"""A smaller share of data wait is left alone."""
+RETRY_S = 60.0
+"""A knob that did not help is not tried again for this time."""
+
+MAX_FETCHES = 64
+"""Requests in flight. Servers limit clients that send more."""
+MAX_READ_AHEAD = 64
+"""Chunks beyond the window. Memory usually sets a lower limit."""
+MAX_PREFETCH = 256
+
+WORKER_STAGES = frozenset({"decode", "tokenize"})
+READ_STAGES = WORKER_STAGES | {"fetch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A setting that can be changed while a run goes on."""
+    """A setting that may be changed while a pipeline runs."""
 
     name: str
     get: Callable[[], int]
     set: Callable[[int], None]
-    most: Callable[[], int]
-    """What memory and cores allow."""
+    max: Callable[[], int]
+    """What memory and cores allow now."""
     stages: frozenset[str]
-    """The stages that it may help."""
-    factor: int = 2
-    """How much more is tried at once; 1 for one more."""
-    wanted: Callable[[], int | None] = lambda: None
-    """What the measured rate and latency ask for, where they can say."""
+    """The stages that a larger value may speed up."""
 
-    def more(self) -> int:
-        """The next value to try: the present one if there is no more."""
+    def raised(self) -> int:
+        """Return the next value to try; the present one if it is at the maximum."""
         now = self.get()
-        step = now + 1 if self.factor == 1 else self.factor * max(1, now)
-        return max(now, min(max(step, self.wanted() or 0), self.most()))
+        return max(now, min(2 * max(1, now), self.max()))
 
 
-class Watched(Protocol):
-    """Who measures. See `Telemetry`."""
+class Observed(Protocol):
+    """The parts of `Telemetry` that are used here."""
 
     def verdict(self) -> Verdict: ...
     def event(self, msg: str, **fields: Any) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Trial:
-    """A change that has to prove itself."""
+    """A change that is being measured."""
 
     knob: Knob
     before: int
     after: int
     rate: float
-    """Tokens a second before it."""
+    """Tokens per second before the change."""
 
 
-@dataclass(slots=True)
-class _Measure:
-    """What the trainer got since some moment."""
-
-    begun: float
-    tokens: int = 0
-    steps: int = 0
-    paused: float = 0.0
-
-    def rate(self, now: float) -> float:
-        return self.tokens / max(1e-9, now - self.begun - self.paused)
-
-
-@dataclass(slots=True)
 class Autotune:
-    """Tunes one pipeline."""
+    """Tunes the knobs of one pipeline."""
 
-    knobs: Sequence[Knob]
-    watched: Watched
-    _began: float | None = None
-    _warm: bool = False
-    _compute: deque[float] = field(default_factory=lambda: deque(maxlen=2 * PERIOD_STEPS))
-    _measure: _Measure | None = None
-    _settle_until: float = 0.0
-    _trial: _Trial | None = None
-    _failed: dict[str, float] = field(default_factory=dict)
+    def __init__(self, knobs: Sequence[Knob], observed: Observed) -> None:
+        self.knobs, self._observed = knobs, observed
+        self._trial: _Trial | None = None
+        self._retry_at: dict[str, float] = {}
+        self._warm_steps = WARM_STEPS
+        self._measure_from(0.0)
 
     def values(self) -> dict[str, int]:
-        """How the knobs stand, a trial that is not decided left out."""
+        """Return the values of the knobs, without a trial that is not decided."""
         values = {knob.name: knob.get() for knob in self.knobs}
         if self._trial is not None:
             values[self._trial.knob.name] = self._trial.before
         return values
 
     def adopt(self, values: dict[str, int]) -> None:
-        """Begin where an earlier run of the same loader ended."""
+        """Start with the values that an earlier pipeline of the same loader found."""
         for knob in self.knobs:
-            if knob.name in values and values[knob.name] != knob.get():
-                knob.set(min(values[knob.name], max(knob.get(), knob.most())))
+            if knob.name in values:
+                knob.set(min(values[knob.name], max(knob.get(), knob.max())))
 
-    def step(self, now: float, tokens: int, compute_s: float, paused_s: float = 0.0) -> None:
-        """A batch was handed out. `compute_s` is what the trainer did between the last two, waits left out."""
-        if self._began is None:
-            self._began = now
-        if not self._warm:
-            self._compute.append(compute_s)
-            self._warm = self._is_warm(now)
-            self._measure = _Measure(now) if self._warm else None
+    def step(self, now: float, tokens: int, paused_s: float = 0.0) -> None:
+        """Record a batch that was handed out at `now`, `paused_s` of it in evaluation and the like."""
+        if self._warm_steps > 0:
+            self._warm_steps -= 1
+        elif now >= self._begun:
+            self._tokens += tokens
+            self._steps += 1
+            self._paused_s += paused_s
+            seconds = now - self._begun - self._paused_s
+            if self._steps < PERIOD_STEPS or seconds < PERIOD_S:
+                return
+            self._decide(now, self._tokens / seconds)
+        else:
             return
-        measure = self._measure
-        if now < self._settle_until or measure is None:
-            self._measure = _Measure(now)
-            return
-        measure.tokens += tokens
-        measure.steps += 1
-        measure.paused += paused_s
-        if measure.steps >= PERIOD_STEPS and now - measure.begun - measure.paused >= PERIOD_S:
-            self._decide(now, measure.rate(now))
-            self._measure = _Measure(now)
+        self._measure_from(max(now, self._begun))
 
-    def _is_warm(self, now: float) -> bool:
-        """Whether the trainer's own steps have settled: while it compiles, nothing can be learnt about data."""
-        assert self._began is not None
-        if now - self._began >= WARM_CAP_S:
-            return True
-        if now - self._began < WARM_S or len(self._compute) < WARM_STEPS:
-            return False
-        half = len(self._compute) // 2
-        recent = list(self._compute)
-        early, late = sorted(recent[:half])[half // 2], sorted(recent[half:])[half // 2]
-        return max(early, late) <= 1.5 * min(early, late) + 1e-3
+    def _measure_from(self, begun: float) -> None:
+        self._begun, self._tokens, self._steps, self._paused_s = begun, 0, 0, 0.0
 
     def _decide(self, now: float, rate: float) -> None:
-        if self._trial is not None:
-            self._judge(now, rate)
-            return
-        verdict = self.watched.verdict()
-        if verdict.data_wait < ENOUGH:
-            return
-        # The stage that is most to blame first; what helps none of those that matter is left alone.
-        ranked = sorted(verdict.shares, key=lambda stage: -verdict.shares[stage])
-        for stage in ranked:
-            if verdict.shares[stage] < ENOUGH:
-                break
-            for knob in self.knobs:
-                value = knob.more()
-                if (
-                    stage not in knob.stages
-                    or value == knob.get()
-                    or now < self._failed.get(knob.name, 0.0)
-                ):
-                    continue
-                why = f"data wait {100 * verdict.data_wait:.0f} %, {stage} {100 * verdict.shares[stage]:.0f} %"
-                self._try(knob, value, rate, why, now)
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            why = f"{trial.rate:.0f} → {rate:.0f} tokens/s"
+            if rate < MIN_GAIN * trial.rate:
+                trial.knob.set(trial.before)
+                self._retry_at[trial.knob.name] = now + RETRY_S
+                self._begun = now + SETTLE_S
+                self._report(trial.knob.name, trial.after, trial.before, why, False)
                 return
+            self._retry_at.clear()  # other knobs may help now
+            self._report(trial.knob.name, trial.before, trial.after, why, True)
+        self._try_next(now, rate)
 
-    def _try(self, knob: Knob, value: int, rate: float, why: str, now: float) -> None:
-        before = knob.get()
-        knob.set(value)
-        self._trial = _Trial(knob, before, value, rate)
-        self._settle_until = now + SETTLE_S
-        self._tell(knob.name, before, value, why, None)
-
-    def _judge(self, now: float, rate: float) -> None:
-        trial = self._trial
-        assert trial is not None
-        self._trial = None
-        gain = rate / trial.rate if trial.rate > 0 else float("inf")
-        why = f"{trial.rate:.0f} → {rate:.0f} tokens/s"
-        if gain >= BETTER:
-            self._failed.clear()  # what did not help before may help now
-            self._tell(trial.knob.name, trial.before, trial.after, why, True)
-            self._decide(now, rate)
+    def _try_next(self, now: float, rate: float) -> None:
+        verdict = self._observed.verdict()
+        if verdict.data_wait < MIN_WAIT:
             return
-        trial.knob.set(trial.before)
-        self._failed[trial.knob.name] = now + AGAIN_S
-        self._settle_until = now + SETTLE_S
-        self._tell(trial.knob.name, trial.after, trial.before, why, False)
+        shares = {stage: share for stage, share in verdict.shares.items() if share >= MIN_WAIT}
+        for stage in sorted(shares, key=lambda stage: -shares[stage]):
+            for knob in self.knobs:
+                before, after = knob.get(), knob.raised()
+                waits = now < self._retry_at.get(knob.name, 0.0)
+                if stage in knob.stages and after > before and not waits:
+                    knob.set(after)
+                    self._trial = _Trial(knob, before, after, rate)
+                    self._begun = now + SETTLE_S
+                    why = f"data wait {verdict.data_wait:.0%}, {stage} {shares[stage]:.0%}"
+                    self._report(knob.name, before, after, why, None)
+                    return
 
-    def _tell(self, what: str, before: int, after: int, why: str, kept: bool | None) -> None:
+    def _report(self, what: str, before: int, after: int, why: str, kept: bool | None) -> None:
         word = {None: "tried", True: "kept", False: "undone"}[kept]
         log.info("autotune: %s %d → %d %s: %s", what, before, after, word, why)
-        self.watched.event(
-            "tune", **{"what": what, "from": before, "to": after, "why": why, "kept": kept}
+        fields = {"what": what, "from": before, "to": after, "why": why, "kept": kept}
+        self._observed.event("tune", **fields)
+
+
+def pipeline_knobs(
+    pool: Pool,
+    queue: PrefetchQueue[Any],
+    lanes: Any,
+    *,
+    cores: int,
+    batch_bytes: int,
+    queue_bytes: int,
+    read_ahead_bytes: int,
+) -> list[Knob]:
+    """Return the knobs of a pipeline. Lanes of chunks have more of them than other data.
+
+    batch_bytes: 0 if the size of a batch is not known; then the queue is not resized.
+    """
+    knobs: list[Knob] = []
+    reader = getattr(lanes, "reader", None)
+    if getattr(reader, "fetches", 0):
+        knobs.append(
+            Knob(
+                "fetches",
+                get=lambda: reader.fetches,
+                set=reader.set_fetches,
+                max=lambda: 1 if lanes.memory_bound else MAX_FETCHES,
+                stages=frozenset({"fetch"}),
+            )
         )
+    if isinstance(pool, ThreadPool):  # processes take long to start
+        knobs.append(
+            Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, WORKER_STAGES)
+        )
+    if reader is not None:
+        knobs.append(
+            Knob(
+                "read_ahead",
+                get=lambda: lanes.read_ahead,
+                set=lambda chunks: setattr(lanes, "min_read_ahead", chunks),
+                max=lambda: 0 if lanes.memory_bound else MAX_READ_AHEAD,
+                stages=READ_STAGES,
+            )
+        )
+    if batch_bytes:
+        size = queue.capacity
+        largest = min(MAX_PREFETCH, max(size, (queue_bytes + read_ahead_bytes) // 2 // batch_bytes))
+
+        def resize(batches: int) -> None:
+            queue.resize(batches)
+            if reader is not None:  # memory for a longer queue comes out of read-ahead
+                lanes.read_ahead_bytes = read_ahead_bytes - max(0, batches - size) * batch_bytes
+
+        stages = READ_STAGES | {"pack", "batch", "copy"}
+        knobs.append(Knob("prefetch_size", lambda: queue.capacity, resize, lambda: largest, stages))
+    return knobs

@@ -1,58 +1,96 @@
-"""Ranks go on together: with data, without it, or not at all.
+"""All ranks decide together before each step: real batches, synthetic ones, the end, or an error.
 
-In:    a loader that is being opened, and what the other ranks have.
-Out:   for each step either the batches of this rank, which all ranks then have too; or made-up ones, on all ranks
-       at once; or the end; or one error that is the same everywhere.
-Where: the trainer's thread, on all ranks in step. Opening and reopening happen on a thread of their own.
-State: batches that this rank has and others have not, which are kept for the step at which all have theirs; where the
-       stream stood after the last batch that was trained on; from when to when data was substituted.
-Cost:  one collective of two integers a step over a small group on the CPU; nothing with a single rank.
-
-A rank asks for data only as long as its limit allows, then tells the others that it has none. So nobody enters one of
-training's collectives while another rank still waits for a batch.
+Each rank waits for its batches no longer than its limits allow, then votes; the worst vote counts
+for all. So no rank enters one of training's collectives while another still waits for data.
+Batches of ranks that had theirs are kept until all ranks have data, so no row is lost or repeated.
+Costs one collective of two integers a step. Loaders are opened and reopened on a thread.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from penstock import errors
 from penstock.encode.batch import Batch
-from penstock.errors import (
-    AccessDenied,
-    BadRecord,
-    ConfigError,
-    FeedStopped,
-    LoaderTimeout,
-    MissingExtra,
-    NoData,
-    SourceChanged,
-    StateError,
-    TokenizerError,
-)
-from penstock.feed.opening import Opening
-from penstock.feed.ranks import Alone, Peers
+from penstock.feed.collectives import Ranks
 
 log = logging.getLogger("penstock")
 
+T = TypeVar("T")
+
 FATAL, FAILED, STALLED, ENDED, READY = range(5)
-"""What a rank has to tell, from the worst to the best. The worst that any of them tells decides."""
+"""Votes, from the worst to the best."""
 
-MISTAKES = (ConfigError, MissingExtra, StateError, TokenizerError, SourceChanged, BadRecord)
-"""These are no faults that pass. To train on made-up data instead would hide them."""
-AT_FIRST = (NoData, AccessDenied)
-"""So are these, as long as no batch has come: a wrong name, a missing token. Later, a server may have its hiccups."""
+MISTAKES = (
+    errors.ConfigError,
+    errors.MissingExtra,
+    errors.StateError,
+    errors.TokenizerError,
+    errors.SourceChanged,
+    errors.BadRecord,
+)
+"""Errors that do not pass by themselves. Synthetic data would hide them, so the run stops."""
+FIRST_MISTAKES = (*MISTAKES, errors.NoData, errors.AccessDenied)
+"""Before the first batch also these: a wrong name or a missing token. Later, a server may recover."""
 
-RETRY_S, RETRY_MOST_S = 5.0, 60.0
-"""A loader that failed is opened again after so long, then after twice as long, and so on."""
+RETRY_S = 10.0
+"""A loader that failed is reopened after this time."""
+
+OPEN_THREAD = "penstock-open"
+
+
+class BackgroundOpen(Generic[T]):
+    """Opens something on a thread of its own, starting at once."""
+
+    def __init__(self, make: Callable[[], T], dispose: Callable[[T], None] | None = None) -> None:
+        """`dispose` closes what `make` returned, also if that comes after `close`."""
+        self._make, self._dispose = make, dispose
+        self._opened: Future[T] = Future()
+        # A daemon, because a server may keep `make` waiting when the program ends.
+        self._thread = threading.Thread(target=self._run, name=OPEN_THREAD, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            opened = self._make()
+        except BaseException as error:
+            if self._opened.set_running_or_notify_cancel():
+                self._opened.set_exception(error)
+            return
+        if self._opened.set_running_or_notify_cancel():
+            self._opened.set_result(opened)
+        elif self._dispose is not None:
+            self._dispose(opened)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Return what was opened, or raise its error. `LoaderTimeout` means: ask again."""
+        try:
+            self._opened.exception(timeout_s)
+        except TimeoutError:
+            raise errors.LoaderTimeout(
+                f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, or its vocabulary "
+                "is being loaded. Check that the server can be reached, or allow more time."
+            ) from None
+        except CancelledError:
+            raise errors.LoaderClosed("it was closed before it was open") from None
+        return self._opened.result()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Dispose of what was opened, now or when it comes. Wait `timeout_s` for the thread."""
+        if not self._opened.cancel() and self._dispose and self._opened.exception() is None:
+            self._dispose(self._opened.result())
+        self._thread.join(timeout_s)
 
 
 class Loader(Protocol):
-    """What is needed of an `AsyncDataLoader`."""
+    """The methods of an `AsyncDataLoader` that are used here."""
 
     def start(self) -> Any: ...
     def next_batch(self, timeout: float | None = None) -> Batch | None: ...
@@ -62,23 +100,23 @@ class Loader(Protocol):
 
 
 class Interrupted(BaseException):
-    """Somebody wants this rank to stop waiting."""
+    """A signal asks this rank to stop waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long to wait, and what then."""
+    """How long to wait for a batch, and what to do then."""
 
     on_stall: Literal["stop", "synthetic"] = "stop"
     first_timeout_s: float = 60.0
-    """For the first batch: listing files and loading a vocabulary included."""
+    """For the first batch, including listing files and loading a vocabulary."""
     stall_timeout_s: float = 300.0
-    """For every other one. A larger value lets more faults pass by themselves, while all ranks wait."""
+    """For every other batch. A larger value outlasts longer faults, while all ranks wait."""
 
 
 @dataclass(slots=True)
 class Substitution:
-    """Steps that ran on made-up data."""
+    """A range of steps that ran on synthetic data."""
 
     first: int
     last: int
@@ -89,10 +127,10 @@ class Turn(NamedTuple):
     """What all ranks do next."""
 
     batches: list[Batch]
-    """This rank's, as many as were asked for; none where the run ends."""
+    """This rank's batches for the step; empty if the run ends."""
     ended: bool = False
     stop: bool = False
-    """A rank was told to stop. What it and others had read is not lost: the state is that before it."""
+    """A rank was asked to stop. Batches that were read are not counted in the state."""
 
 
 class _Vote(NamedTuple):
@@ -102,7 +140,7 @@ class _Vote(NamedTuple):
 
 
 class SharedFeed:
-    """The batches of one rank, handed out when all ranks have theirs."""
+    """Hands out the batches of one rank at the steps where all ranks have theirs."""
 
     def __init__(
         self,
@@ -115,177 +153,157 @@ class SharedFeed:
         resumed: list[dict[str, Any]] | None = None,
         substituted: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Begin to open a loader: `make` creates it, and runs on another thread.
+        """Start to open a loader: `make` creates it on another thread.
 
-        event: is told of a fallback, as a heartbeat is; and of errors, whose name begins with `prefix`.
-        blame: says what was waited for in the last so many seconds.
-        resumed: the states of all ranks that `make` loads, kept in case it never comes to that.
-        substituted: what was, before the run was resumed.
+        event: called with `fallback`, and with errors, whose name begins with `prefix`.
+        blame: returns what the loader waited for in the last given number of seconds.
+        resumed: the states of all ranks that `make` loads, saved again if it never opens.
+        substituted: substitutions of the run that is resumed.
         """
         self._make, self._limits, self._event, self._blame = make, limits, event, blame
         self._resumed, self._prefix = resumed, prefix
-        self._peers: Peers = Alone()
-        self._substitute: Callable[[int, int], Batch] | None = None
+        self._ranks = Ranks()
+        self._synthetic: Callable[[int, int], Batch] | None = None
         self._loader: Loader | None = None
-        self._reopened: Loader | None = None
-        """The loader that is being opened again: it knows which batches it has handed out."""
+        """The newest loader. It belongs to `_opening` while that is not None."""
         self._held: deque[Batch] = deque()
         self._first: dict[str, Any] | None = None
-        """Where the loader began."""
-        self._after: Callable[[], dict[str, Any]] | None = None
+        """The state at which the loader started."""
+        self._state: Callable[[], dict[str, Any]] | None = None
         self._started = False
         self._asked_at: float | None = None
         self._waiting = self._interrupted = False
         self._failure: _Vote | None = None
-        self._retry_at, self._retry_s = 0.0, RETRY_S
+        self._retry_at = 0.0
         self.substitutions = [Substitution(**each) for each in substituted]
         self.substituting = False
         self.opened_at = time.perf_counter()
-        self._opening = self._open(self._fresh)
+        self._opening: BackgroundOpen[Loader] | None = None
+        self._open()
 
-    def join(self, peers: Peers, substitute: Callable[[int, int], Batch] | None = None) -> None:
-        """The other ranks are there. `substitute(step, n)` makes the n-th batch of a step without data."""
-        self._peers, self._substitute = peers, substitute
-
-    def _open(self, make: Callable[[], Loader]) -> Opening[Loader]:
-        return Opening(make, lambda loader: loader.shutdown())
-
-    def _fresh(self) -> Loader:
-        loader = self._make()
-        loader.start()
-        return loader
-
-    # One step
+    def join(self, ranks: Ranks, synthetic: Callable[[int, int], Batch] | None = None) -> None:
+        """Decide together with `ranks`. `synthetic(step, n)` makes the n-th batch of a step."""
+        self._ranks, self._synthetic = ranks, synthetic
 
     def next(self, step: int, count: int = 1, *, stopping: bool = False) -> Turn:
-        """The batches of a step, or what else all ranks do. All ranks call it at the same point of their run."""
-        vote = self._ask(count) if not stopping else _Vote(STALLED, "was told to stop")
-        votes = self._peers.gather([vote.code, int(stopping or self._interrupted)])
-        if any(told[1] for told in votes):
+        """Return the batches of a step, or what all ranks do instead. All ranks call this in step."""
+        vote = _Vote(STALLED) if stopping else self._vote(count)
+        votes = self._ranks.gather([vote.code, int(stopping or self._interrupted)])
+        codes = [code for code, _ in votes]
+        if any(stops for _, stops in votes):
             return Turn([], stop=True)
-        worst = min(told[0] for told in votes)
-        if worst == READY:
+        if min(codes) == READY:
             return Turn(self._real(step, count))
-        if worst == ENDED:
+        if min(codes) == ENDED:
             return Turn([], ended=True)
-        reason = self._reason([told[0] for told in votes], vote)
-        if worst == FATAL or self._limits.on_stall == "stop" or self._substitute is None:
-            if vote.code == STALLED:  # an error has been told where it was met
+        reason = self._reason(codes, vote)
+        if min(codes) == FATAL or self._limits.on_stall == "stop" or self._synthetic is None:
+            if vote.code == STALLED:  # other errors were reported where they occurred
                 self._event(f"{self._prefix}error", error=reason, stage="stall", where=vote.text)
-            raise FeedStopped(reason, step) from vote.error
-        return Turn(self._made_up(step, count, reason))
+            raise errors.FeedStopped(reason, step) from vote.error
+        self._substitute(step, reason)
+        return Turn([self._synthetic(step, n) for n in range(count)])
 
-    def _ask(self, count: int) -> _Vote:
-        """What this rank has. Waits as long as it may; not at all while data is substituted."""
+    def _vote(self, count: int) -> _Vote:
+        """Try to get the batches of a step. Does not wait while data is substituted."""
         if self._failure is not None:
             if time.monotonic() < self._retry_at:
                 return self._failure
-            self._reopen()
+            self._failure = None
+            self._open()
         limits = self._limits
         limit_s = limits.stall_timeout_s if self._started else limits.first_timeout_s
         left_s = 0.0 if self.substituting else limit_s if self._started else self.left_s()
         try:
-            self._waiting = True
-            try:
-                done = self._fill(count, time.monotonic() + left_s)
-            finally:
-                self._waiting = False
+            self._fill(count, time.monotonic() + left_s)
         except Interrupted:
             self._interrupted = True
-            return _Vote(STALLED, "was told to stop")
-        except LoaderTimeout as timeout:
-            blame = self._blame(min(limit_s, 1.0)) if self._loader is not None else str(timeout)
-            return _Vote(
-                STALLED,
-                f"no batch within {limit_s:g} s ({blame})"
-                if blame
-                else f"no batch within {limit_s:g} s",
-            )
+            return _Vote(STALLED)
+        except errors.LoaderTimeout as timeout:
+            opened = self._opening is None
+            blame = self._blame(min(limit_s, 1.0)) if opened else str(timeout)
+            return _Vote(STALLED, f"no batch within {limit_s:g} s" + (blame and f" ({blame})"))
         except Exception as error:
-            return self._failed(error)
-        if not done:
-            return _Vote(ENDED)
-        self._retry_s = RETRY_S
-        return _Vote(READY)
+            return self._fail(error)
+        return _Vote(READY if len(self._held) >= count else ENDED)
 
-    def _fill(self, count: int, deadline: float) -> bool:
-        """Hold so many batches. False at the end of the stream."""
-        while len(self._held) < count:
-            if self._loader is None:
-                self._loader = self._opening.result(max(0.0, deadline - time.monotonic()))
-                if self._first is None:
-                    self._first = self._loader.state_dict()
-            batch = self._loader.next_batch(timeout=max(0.0, deadline - time.monotonic()))
-            if batch is None:
-                return False
-            self._held.append(batch)
-        return True
+    def _fill(self, count: int, deadline: float) -> None:
+        """Hold `count` batches, or fewer at the end of the stream."""
+        self._waiting = True
+        try:
+            loader = self._opened(deadline)
+            while len(self._held) < count:
+                batch = loader.next_batch(timeout=max(0.0, deadline - time.monotonic()))
+                if batch is None:
+                    return
+                self._held.append(batch)
+        finally:
+            self._waiting = False
 
-    def _failed(self, error: Exception) -> _Vote:
+    def _opened(self, deadline: float) -> Loader:
+        if self._opening is not None:
+            self._loader = self._opening.result(max(0.0, deadline - time.monotonic()))
+            self._opening = None
+            if self._first is None:
+                self._first = self._loader.state_dict()
+        assert self._loader is not None
+        return self._loader
+
+    def _open(self, state: dict[str, Any] | None = None) -> None:
+        """Open the loader, or reopen it after the last batch that it handed out, or at `state`."""
+        loader = self._loader
+
+        def start() -> Loader:
+            opened = self._make() if loader is None else loader
+            if state is not None:
+                opened.load_state_dict(state)
+            opened.shutdown()
+            opened.start()
+            return opened
+
+        self._opening = BackgroundOpen(start, lambda opened: opened.shutdown())
+
+    def _fail(self, error: Exception) -> _Vote:
         text = f"{type(error).__name__}: {error}"
-        if self._loader is None:
+        if self._opening is not None:
             self._event(f"{self._prefix}error", error=text[:1000], stage="open", where="")
-        mistake = isinstance(error, MISTAKES if self._started else MISTAKES + AT_FIRST)
+        mistake = isinstance(error, MISTAKES if self._started else FIRST_MISTAKES)
         self._failure = _Vote(FATAL if mistake else FAILED, text, error)
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, RETRY_MOST_S)
+        self._retry_at = time.monotonic() + RETRY_S
         return self._failure
 
-    def _reopen(self) -> None:
-        """Try again, on another thread: to end what is left of the last try may take a while."""
-        # If that fails too, it is still this loader's turn: a new one would begin at the beginning.
-        loader = self._reopened = self._reopened if self._loader is None else self._loader
-        self._loader = self._failure = None
-
-        def again() -> Loader:
-            assert loader is not None
-            loader.shutdown()
-            loader.start()  # after the last batch that it handed out: those that are held among them
-            return loader
-
-        self._opening = self._open(self._fresh if loader is None else again)
-
     def _reason(self, codes: list[int], vote: _Vote) -> str:
-        texts = self._peers.texts(vote.text)
-        without = [rank for rank, code in enumerate(codes) if code < ENDED]
-        who = " and ".join(f"rank {rank}" for rank in without[:4]) + (
-            " and others" if len(without) > 4 else ""
-        )
-        worst = min(without, key=lambda rank: codes[rank])
-        told = (texts[worst] if len(without) == 1 else f"rank {worst}: {texts[worst]}").rstrip(".")
-        return (
-            f"{who} of {self._peers.world} had no data: {told}"
-            if self._peers.world > 1
-            else f"no data: {told}"
-        )
+        """Return the same sentence on all ranks: which have no data, and why the worst has none."""
+        worst, world = codes.index(min(codes)), len(codes)
+        why = self._ranks.gather_texts(vote.text)[worst].rstrip(".")
+        without = sum(code < ENDED for code in codes)
+        if world == 1:
+            return f"no data: {why}"
+        if without == 1:
+            return f"rank {worst} of {world} had no data: {why}"
+        return f"{without} of {world} ranks had no data, rank {worst} among them: {why}"
 
     def _real(self, step: int, count: int) -> list[Batch]:
         batches = [self._held.popleft() for _ in range(count)]
-        self._after = batches[-1].state_maker()
+        self._state = batches[-1].state_maker()
         self._started = True
         if self.substituting:
             self.substituting = False
             since = self.substitutions[-1]
-            told = f"all ranks have data again after {since.last - since.first + 1} steps without"
-            log.warning("step %d: %s", step, told)
-            self._event("fallback", to="data", reason=told, at_step=step)
+            reason = f"all ranks have data again after {since.last - since.first + 1} steps without"
+            log.warning("step %d: %s", step, reason)
+            self._event("fallback", to="data", reason=reason, at_step=step)
         return batches
 
-    def _made_up(self, step: int, count: int, reason: str) -> list[Batch]:
-        assert self._substitute is not None
+    def _substitute(self, step: int, reason: str) -> None:
         if not self.substituting:
             self.substituting = True
             self.substitutions.append(Substitution(step, step, reason))
             log.warning(
-                "step %d: %s. All ranks go on with SYNTHETIC data until all have theirs",
-                step,
-                reason,
+                "step %d: %s. All ranks use SYNTHETIC data until all have real data", step, reason
             )
             self._event("fallback", to="synthetic", reason=reason, at_step=step)
         self.substitutions[-1].last = step
-        return [self._substitute(step, n) for n in range(count)]
-
-    # From outside
 
     def interrupt(self) -> None:
         """Stop waiting. For a signal handler, which runs on the trainer's thread."""
@@ -293,54 +311,43 @@ class SharedFeed:
             raise Interrupted
 
     def left_s(self) -> float:
-        """How long the first batch may still take: the time runs from when it was first asked for."""
+        """Return how long the first batch may still take, counted from the first request."""
         if self._asked_at is None:
             self._asked_at = time.monotonic()
         return max(0.0, self._limits.first_timeout_s - (time.monotonic() - self._asked_at))
 
     def loader(self) -> Loader | None:
-        """The loader, once it is open; None if it failed or is not open in time: `next` will tell of that."""
-        if self._loader is None and self._failure is None:
-            try:
-                return self._opening.result(self.left_s())
-            except Exception:
-                return None  # it is raised again by the `next` that needs it
-        return self._loader
+        """Return the loader, or None if it failed or does not open in time."""
+        try:
+            return self._opened(time.monotonic() + self.left_s())
+        except Exception:
+            return None  # `next` raises it again and reports it
 
     def rewind(self) -> None:
-        """Begin again where the loader began, on another thread, so that batches stand ready when they are asked for."""
-        loader, state = self._loader, self._first
-        if loader is None or state is None:
-            return
-        self._loader = self._after = None
-        self._held.clear()
-
-        def again() -> Loader:
-            loader.load_state_dict(state)
-            loader.start()
-            return loader
-
-        self._opening = self._open(again)
+        """Start again where the loader started, on another thread."""
+        if self._opening is None:
+            self._held.clear()
+            self._state = self._failure = None
+            self._open(self._first)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch that was trained on, and what was substituted: JSON."""
-        position: Any = self._after() if self._after is not None else self._first or self._resumed
+        """Return the position after the last batch trained on and all substitutions, as JSON."""
+        position: Any = self._state() if self._state is not None else self._first or self._resumed
         return {"loader": position, "substituted": [asdict(each) for each in self.substitutions]}
 
     def close(self) -> None:
-        """Shut the loader down. Harmless again."""
+        """Shut the loader down. Safe to call again."""
         self._held.clear()
-        self._opening.close()
-        if self._loader is not None:
+        if self._opening is not None:
+            self._opening.close()
+        elif self._loader is not None:
             self._loader.shutdown()
 
 
-def states_of(saved: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The loaders' states in what all ranks saved with `state_dict`; None for a run that had not begun to read."""
-    states: list[Any] = [one.get("loader") for one in saved]
-    whole: list[dict[str, Any]] | None = next(
-        (each for each in states if isinstance(each, list)), None
-    )
-    if whole is not None:  # a rank that never got to open its loader kept what it was to begin with
-        return whole
-    return None if any(each is None for each in states) else states
+def loader_states(saved: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the loaders' states from what all ranks saved; None if none had started to read."""
+    states: list[Any] = [each.get("loader") for each in saved]
+    for state in states:
+        if isinstance(state, list):  # a rank that never opened its loader saved those of all ranks
+            return state
+    return None if None in states else states

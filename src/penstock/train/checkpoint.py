@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.errors import ConfigError, PenstockError, StateError, StateFormat, StateMismatch
-from penstock.feed.ranks import Peers
+from penstock.feed.collectives import Ranks
 from penstock.train import saved as disk
 from penstock.train.saved import Saved
 
@@ -63,7 +63,7 @@ class Stateful(Protocol):
 class Checkpoints:
     """A folder of checkpoints, as the ranks of one run use it. Every method is called by all ranks."""
 
-    def __init__(self, folder: Path | str, ranks: Peers, keep: int = 3) -> None:
+    def __init__(self, folder: Path | str, ranks: Ranks, keep: int = 3) -> None:
         """`keep`: how many to keep. More cost disk, each as much as parameters and optimizer together."""
         if keep < 1:
             raise ConfigError(f"keep={keep}: at least one checkpoint has to be kept")
@@ -245,7 +245,7 @@ class Checkpoints:
             told = DONE + work()
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             told, cause = FAILED + self._reason(error), error
-        every = self.ranks.texts(told)
+        every = self.ranks.gather_texts(told)
         reasons = dict.fromkeys(text[1:] for text in every if text.startswith(FAILED))
         if isinstance(cause, CheckpointException) and self.ranks.rank in cause.failures:
             own = cause.failures[self.ranks.rank][0]

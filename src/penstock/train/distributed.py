@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from penstock.config import current_shard, launched
 from penstock.errors import ConfigError, PeerFailed
-from penstock.feed.ranks import Alone, Peers, Ranks
+from penstock.feed.collectives import GlooRanks, Ranks
 from penstock.train.options import Parallel, TrainOptions, parallel
 
 
@@ -34,7 +34,7 @@ class Place:
 
     parallel: Parallel
     device: torch.device
-    peers: Peers
+    peers: Ranks
 
     @property
     def first(self) -> bool:
@@ -54,7 +54,7 @@ def meet(options: TrainOptions, device_name: str | None) -> Place:
             )
         torch.cuda.set_device(device)
     if how == "single":
-        return Place(how, device, Alone())
+        return Place(how, device, Ranks())
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=options.collective_timeout)
     if launched():
@@ -69,10 +69,10 @@ def meet(options: TrainOptions, device_name: str | None) -> Place:
     else:  # nobody else is there to be met
         dist.init_process_group(backend, store=_store(), rank=0, world_size=1, timeout=timeout)
     if shard.mod == 1:
-        return Place(how, device, Alone())
+        return Place(how, device, Ranks())
     # A rank may wait for data as long as its limits allow before it votes, and the others wait for its vote.
     patience = options.collective_timeout + max(options.loader_timeout, options.stall_timeout)
-    return Place(how, device, Ranks(patience))
+    return Place(how, device, GlooRanks(patience))
 
 
 def _store() -> Any:

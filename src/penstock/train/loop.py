@@ -101,7 +101,7 @@ class Loop:
         told = self._place.peers.gather([size, step, int(stopping)])
         if any(each[2] for each in told):
             raise SystemExit(begun.signals.exit_code)
-        texts = self._place.peers.texts(why)
+        texts = self._place.peers.gather_texts(why)
         for rank, text in enumerate(texts):
             if text:
                 who = f"rank {rank} of {len(texts)}: " if len(texts) > 1 else ""

@@ -25,8 +25,7 @@ from typing import Any
 from penstock.config import current_shard, local_rank
 from penstock.errors import ConfigError, MissingExtra, StateFormat
 from penstock.feed.beat import Heartbeat
-from penstock.feed.fallback import Limits, SharedFeed, states_of
-from penstock.feed.opening import Opening
+from penstock.feed.fallback import BackgroundOpen, Limits, SharedFeed, loader_states
 from penstock.settings import Settings
 from penstock.train import saved
 from penstock.train.console import show
@@ -56,7 +55,7 @@ class Begun:
     heartbeat: Heartbeat
     feed: SharedFeed
     open_validation: Callable[[], SharedFeed] | None
-    vocabulary: Opening[int]
+    vocabulary: BackgroundOpen[int]
     signals: Signals
     at: float
 
@@ -77,7 +76,7 @@ def train(options: TrainOptions, resolved: Settings) -> int:
     found = _find(options)
     data = recipe(options, resolved)
     device = device_name(options)
-    states = None if found is None else states_of(_data_of(found))
+    states = None if found is None else loader_states(_data_of(found))
     telemetry = Telemetry()
     telemetry.prefix = data.prefix
     with ExitStack() as stack:
@@ -112,7 +111,7 @@ def train(options: TrainOptions, resolved: Settings) -> int:
             substituted=() if found is None else _data_of(found)[0]["substituted"],
         )
         stack.callback(feed.close)
-        vocabulary = Opening(data.vocabulary)
+        vocabulary = BackgroundOpen(data.vocabulary)
         stack.callback(vocabulary.close)
         signals.wakes.append(feed.interrupt)
         validation = dataclasses.replace(limits, on_stall="stop")

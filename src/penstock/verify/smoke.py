@@ -16,9 +16,9 @@ from typing import Any
 
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderTimeout, NoData
-from penstock.feed.opening import Opening
+from penstock.feed.fallback import OPEN_THREAD, BackgroundOpen
+from penstock.feed.warmup import Warmup
 from penstock.loader import AsyncDataLoader
-from penstock.tally import Warmup
 from penstock.verify.choice import Choice
 from penstock.watch.attribution import charge
 
@@ -46,7 +46,7 @@ def smoke(choice: Choice, timeout_s: float, begun: float | None = None) -> Smoke
     """Get the first batch, or say within `timeout_s` why there is none. `begun`: since when, as of `perf_counter`."""
     begun = perf_counter() if begun is None else begun
     by = begun + timeout_s
-    opening = Opening(lambda: _open(choice), _shut)
+    opening = BackgroundOpen(lambda: _open(choice), _shut)
     try:
         try:
             dataset, loader = opening.result(max(0.0, by - perf_counter()))
@@ -65,7 +65,7 @@ def smoke(choice: Choice, timeout_s: float, begun: float | None = None) -> Smoke
             ) from None
         return _seen(begun, dataset, loader, batch, warmup)
     finally:
-        opening.close(1.0 if opening.done else 0.0)
+        opening.close(0.0)
 
 
 def _open(choice: Choice) -> tuple[Any, AsyncDataLoader]:
@@ -99,16 +99,16 @@ def _first(choice: Choice, loader: AsyncDataLoader, by: float) -> Batch:
 
 def _made_here(loader: AsyncDataLoader, timeout_s: float) -> Batch | None:
     """Without threads nobody but the caller makes the batch, and it takes as long as it takes: on a thread after all."""
-    opening = Opening(lambda: (loader.next_batch(),))
+    opening = BackgroundOpen(lambda: (loader.next_batch(),))
     try:
         return opening.result(timeout_s)[0]
     finally:
-        opening.close(1.0 if opening.done else 0.0)
+        opening.close(0.0)
 
 
 def _worst(loader: AsyncDataLoader, since: float) -> str:
     """What whoever makes the batches has waited for, in words."""
-    makers = ("penstock-producer", "penstock-opening")
+    makers = ("penstock-producer", OPEN_THREAD)
     tracks = [
         track
         for name in makers

@@ -1,0 +1,164 @@
+"""Exchange small values between ranks, apart from training's own collectives.
+
+Every exchange runs over a gloo process group of its own on the CPU, on the trainer's thread, and
+has a deadline: a rank that died or hangs becomes `PeerFailed`. All ranks must make the same calls
+in the same order. A single rank needs neither torch nor a group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
+from penstock.types import Shard
+from penstock.watch.stage_timer import RANKS, Clock, NullClock
+
+T = TypeVar("T")
+
+DEADLINE_S = 300.0
+MAX_TEXT = 4000
+"""Characters of a text that are sent to other ranks."""
+
+FAILED, ENDED, READY = 0, 1, 2
+
+
+class Ranks:
+    """The ranks of a run, as one of them sees them. This class is a run of one rank."""
+
+    rank, world = 0, 1
+    group: Any = None
+    """The process group on the CPU; None for a single rank."""
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the integers of all ranks, in rank order. All ranks pass the same number of them."""
+        return [list(values)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order, cut to `MAX_TEXT` characters."""
+        return [text]
+
+
+class GlooRanks(Ranks):
+    """All ranks of an initialised torch.distributed. Creating it is a collective."""
+
+    def __init__(self, deadline_s: float = DEADLINE_S, clock: Clock | None = None) -> None:
+        """Create the process group.
+
+        deadline_s: how long to wait for another rank. It must cover whatever a rank may do between
+            two calls, such as a checkpoint or a compilation. A larger value finds a hang later.
+        clock: records the time spent here as stage "ranks".
+        """
+        import torch
+        import torch.distributed as distributed
+
+        self._torch, self._distributed = torch, distributed
+        self._deadline_s, self._clock = deadline_s, clock or NullClock()
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        with self._reaching():
+            self.group = distributed.new_group(
+                backend="gloo", timeout=timedelta(seconds=deadline_s)
+            )
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        own = self._torch.tensor(list(values), dtype=self._torch.int64)
+        gathered = [self._torch.empty_like(own) for _ in range(self.world)]
+        with self._reaching():
+            self._distributed.all_gather(gathered, own, group=self.group)
+        return [each.tolist() for each in gathered]
+
+    def gather_texts(self, text: str) -> list[str]:
+        gathered: list[Any] = [None] * self.world
+        with self._reaching():
+            self._distributed.all_gather_object(gathered, text[:MAX_TEXT], group=self.group)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value that rank 0 passed. The other ranks pass None."""
+        values: list[Any] = [value]
+        with self._reaching():
+            self._distributed.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def close(self) -> None:
+        """Destroy the group once every rank is done with it."""
+        with self._reaching():
+            self._distributed.barrier(group=self.group)
+        self._distributed.destroy_process_group(self.group)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn gloo's errors into `PeerFailed` and record the time."""
+        try:
+            with self._clock.stage(RANKS):
+                yield
+        except RuntimeError as error:
+            raise PeerFailed(
+                f"rank {self.rank} of {self.world} could not reach the other ranks within "
+                f"{self._deadline_s:g} s: one of them has ended or hangs; see its own output "
+                f"({str(error).splitlines()[0][:300]})"
+            ) from error
+
+
+class RankAgreement:
+    """Ends a finite stream on all ranks after the same number of batches."""
+
+    def __init__(self, shard: Shard, clock: Clock | None = None) -> None:
+        distributed = _initialised()
+        if distributed is None or distributed.get_world_size() != shard.mod:
+            raise UnevenRanks(
+                f"epochs=… on {shard.mod} ranks: their shares of the data differ in length, so they must agree where to "
+                "end, and torch.distributed is not initialised. Call init_process_group first, or use epochs=None and "
+                "count steps, or pass shard=… to let each reader run to its own end."
+            )
+        self._ranks = GlooRanks(clock=clock)
+
+    def next(self, take: Callable[[], T | None]) -> T | None:
+        """Return this rank's batch if every rank has one, or None if the stream of one has ended."""
+        try:
+            batch = take()
+        except LoaderTimeout:
+            raise  # not reported to the others: the caller asks again
+        except Exception:
+            with suppress(PeerFailed):  # this rank's own error says more
+                self._ranks.gather([FAILED])
+            raise
+        votes = [vote for (vote,) in self._ranks.gather([ENDED if batch is None else READY])]
+        if FAILED in votes:
+            raise PeerFailed(
+                f"rank {votes.index(FAILED)} of {len(votes)} failed to get its batch; see its own output"
+            )
+        return None if ENDED in votes else batch
+
+
+def from_rank_0(make: Callable[[], bytes]) -> bytes:
+    """Call `make` on rank 0 and return its result on every rank. If it fails, it fails everywhere."""
+    if _initialised() is None:
+        raise ConfigError(
+            "share_listing=True needs torch.distributed: call init_process_group first, or leave it out"
+        )
+    ranks = GlooRanks()
+    made: Any = None
+    error: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            made = make()
+        except Exception as failed:
+            made, error = f"{type(failed).__name__}: {failed}", failed
+    shared: bytes | str = ranks.broadcast(made)
+    ranks.close()
+    if error is not None:
+        raise error
+    if isinstance(shared, str):
+        raise PeerFailed(f"rank 0 could not list the data: {shared}")
+    return shared
+
+
+def _initialised() -> Any:
+    """Return torch.distributed if it is initialised. Never imports it."""
+    distributed = sys.modules.get("torch.distributed")
+    ready = distributed and distributed.is_available() and distributed.is_initialized()
+    return distributed if ready else None
