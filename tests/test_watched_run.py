@@ -28,7 +28,7 @@ from penstock.encode.tokenizer import Tokenizer
 from penstock.feed import autotune
 from penstock.feed.beat import Heartbeat
 from penstock.feed.warmup import Warmup
-from penstock.stats import Stats
+from penstock.loader_stats import Stats
 from penstock.watch.heartbeat import read_heartbeat
 from penstock.watch.stage_timer import STAGES
 from penstock.watch.telemetry import Telemetry

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
     from penstock.read.tokens import TokenFileDataset as TokenFileDataset
     from penstock.sources.mixture import Mixture as Mixture
-    from penstock.stats import Stats as Stats
+    from penstock.loader_stats import Stats as Stats
     from penstock.train.prewarm import prewarm as prewarm
     from penstock.types import Shard as Shard
     from penstock.types import Span as Span

@@ -1,40 +1,38 @@
 """AsyncDataLoader: batches that are ready before they are asked for.
 
-In:    a dataset and how to run it.
-Out:   batches; the state of the last one handed out; counts.
-Where: everything here runs on the trainer's thread. What it starts lives in `feed/`.
-State: the position after the last batch that was handed out, wherever read-ahead stands.
+Everything here runs on the trainer's thread; the threads that it starts live in `feed/`. The state is
+the position after the last batch that was handed out, wherever read-ahead is.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.begin import after, anew, choose_lanes, reweighted
-from penstock.encode.batch import Batch, Origin
-from penstock.errors import ConfigError
-from penstock.feed.agree import RankAgreement
-from penstock.feed.quick import Last, nothing_ready
+from penstock.config import whole_number
+from penstock.encode.batch import Batch, BatchOrigin
+from penstock.errors import ConfigError, StateMismatch
+from penstock.feed.collectives import RankAgreement
+from penstock.feed.warmup import Warmup
+from penstock.loader_stats import LoaderStats, Stats
 from penstock.options import LoaderOptions, accepts
-from penstock.order.mix import Schedule, restarted
+from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
-from penstock.run_options import DEVICE_PREFETCH, resolve_options
-from penstock.sources.kinds import as_source
-from penstock.state import State
-from penstock.tally import Tally, Warmup
+from penstock.run_options import resolve_options
+from penstock.sources.base import RunContext, Source
+from penstock.sources.factory import as_source
+from penstock.state import State, StateMaker, check_lanes, parse
 from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
     from penstock.feed.autotune import Autotune
-    from penstock.feed.cargo import BatchCargo
     from penstock.feed.device import DeviceFeed
     from penstock.sources.mixture import MixtureSource
-    from penstock.sources.source import Run, Source
-    from penstock.stats import Stats
     from penstock.torch_dataset import TorchDataset
 
 
@@ -53,177 +51,133 @@ class AsyncDataLoader:
         an iterable of samples.
         """
         given = LoaderOptions(*args, **kwargs)
-        self._source = as_source(dataset, given.preprocess, given.collate)
         self._dataset = dataset
+        self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)
-        self._mixture: MixtureSource | None = getattr(self._source, "mixed", None)
-        if self._mixture is not None:
-            self._mixture.check_epochs(self._options.epochs)
+        self._mixture: MixtureSource | None = None
+        if hasattr(self._source, "mixture"):
+            self._mixture = self._source  # type: ignore[assignment]
+            self._mixture.check_epochs(self._options.epochs)  # type: ignore[union-attr]
         self._pipeline: Pipeline | None = None
-        self._feed: DeviceFeed[BatchCargo] | None = None
-        self._quick: Callable[[], Batch | None] = nothing_ready
-        """Takes a batch that stands ready, the shortest way."""
-        self._last = Last()
         self._finalizer: Any = None
+        self._feed: DeviceFeed | None = None
         self._agreement: RankAgreement | None = None
-        self._exhausted = False
-        self._listings = self._source.listings()
-        self.observe(Telemetry())
         self._tuner: Autotune | None = None
         self._tuned: dict[str, int] = {}
-        self._origin: Origin | None = None
-        """Of the last batch that was not taken by the shortest way."""
-        self._skip = self._source.skip
-        self._state = self._fresh_state(choose_lanes(self._source, self._options), first=0, batch=0)
+        self._next_lock = threading.Lock()
+        self._listings = self._source.listings()
+        self.observe(Telemetry())
+        lanes = 1
+        if self._source.by_lane:
+            lanes = self._options.lanes or self._options.shard.mod
+            check_lanes(lanes, self._options.shard.mod, ConfigError)
+        self._state = self._fresh_state(lanes)
+        self._origin: BatchOrigin | None = None
+        """Of the last batch that was handed out since `_state`."""
+        self._exhausted = self._interrupted = False
 
     @classmethod
     def from_config(cls, path: Any = None, dataset: Any = None, **overrides: Any) -> Self:
-        """A loader as a settings file describes it: see docs/configuration.md.
+        """Return a loader as a settings file describes it.
 
-        dataset: the data, where the file does not name it. overrides: rank above everything else.
+        dataset: the data, if the file does not name it. overrides: rank above everything else.
         """
         from penstock.settings import build
 
         dataset, arguments = build(path, dataset, overrides)
         return cls(dataset, **arguments)
 
+    def __repr__(self) -> str:
+        options = self._options
+        return (
+            f"AsyncDataLoader({type(self._dataset).__name__}, batch_size={options.batch_size}, "
+            f"n_workers={options.n_workers}, prefetch_size={options.prefetch_size})"
+        )
+
     def observe(self, telemetry: Telemetry) -> None:
         """Record into `telemetry` instead of the loader's own. Call it before the first batch."""
         self.telemetry = attach(telemetry, self, self._listings)
-        self._tally = Tally.of(telemetry)
+        self._stats = LoaderStats()
 
     # Iterating
 
     def __iter__(self) -> Self:
-        if self._exhausted:
-            # Like any loader: the next `for` is the next pass, with its own order.
+        if self._exhausted:  # the next `for` is the next pass, in its own order
             assert self._options.epochs is not None
             ended = self._current()
             self._close()
-            weights = restarted(ended.weights, ended.row, ended.lanes)
-            self._state = self._fresh_state(
-                ended.lanes, ended.first + self._options.epochs, ended.batch, weights
-            )
+            weights = next_pass(ended.weights, ended.row, ended.lanes)
+            first = ended.first + self._options.epochs
+            fresh = self._fresh_state(ended.lanes, first, ended.batch)
+            self._state = replace(fresh, skip=ended.skip, weights=weights)
             self._exhausted = False
         return self
 
     def __next__(self) -> Batch:
-        batch = self._quick()  # as usual, and before anything else is looked at
-        if batch is None and (batch := self._take_slowly(None)) is None:
+        batch = self.next_batch()
+        if batch is None:
             raise StopIteration
         return batch
 
     def __bool__(self) -> bool:
-        return True  # like any iterator, and also where there is no len()
+        return True  # also if there is no len()
 
     def __len__(self) -> int:
-        """Batches of one pass, where that is known beforehand."""
+        """Return the batches of one pass, if that is known beforehand."""
         return self._options.batches(self._source.length())
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:
-        """The next batch, or None at the end of a finite stream. Raises `LoaderTimeout` after `timeout` s.
+        """Return the next batch, or None at the end of a finite stream.
 
-        Without threads (`n_workers=0`) the batch is made here and now, however long that takes.
+        Raise `LoaderTimeout` after `timeout` seconds; nothing is lost. Without workers the batch is
+        made here, for as long as that takes.
         """
-        batch = self._quick()
-        return batch if batch is not None else self._take_slowly(timeout)
-
-    def _take_slowly(self, timeout: float | None) -> Batch | None:
-        """A batch that may have to be waited for."""
-        if self._exhausted:
-            return None
-        try:
-            batch = self._wait_for_one(timeout)
-            if self._pipeline is not None:
-                self._pipeline.interrupted = False
-            if batch is not None and batch._origin is not None:
-                self._origin, self._last.next = batch._origin, batch.index + 1
-                self._last.before = None  # the last thing: a batch lost before that is given again
-            return batch
-        except (
-            BaseException
-        ) as error:  # Ctrl-C, anywhere: a batch may have been taken, and not handed out
-            if self._pipeline is not None and (
-                self._pipeline.interrupted or not isinstance(error, Exception)
-            ):
-                self._origin, self._quick, self._pipeline.interrupted = (
-                    self._latest(),
-                    nothing_ready,
-                    True,
-                )
-            raise
-
-    def _wait_for_one(self, timeout: float | None) -> Batch | None:
-        """The same, with everything that is to be written down of it."""
-        begun = time.perf_counter()
-        self.telemetry.entering(begun)
-        try:
-            batch = self._next(timeout)
-        except BaseException as error:
-            self._tally.took(begun, now := time.perf_counter(), None)
-            self.telemetry.failed(begun, now, error)
-            raise
-        now, tokens = time.perf_counter(), None if batch is None else batch.tokens
-        self._tally.took(begun, now, tokens)
-        self.telemetry.took(begun, now, tokens, self.queue_depth())
-        if batch is None:
-            self._exhausted = True
-        elif self._tuner is not None:
-            self._tuner.step(now, batch.tokens, *self.telemetry.consumer.last_s())
-        elif (
-            self._quick is nothing_ready
-            and not (self._agreement or self._feed)
-            and self._pipeline is not None
-        ):
-            self._quick = self._pipeline.shortcut(self.telemetry, self._last)
-        return batch
-
-    def _next(self, timeout: float | None) -> Batch | None:
-        if self._interrupted():
-            self.shutdown()
-        self._begin()
-        assert self._pipeline is not None
-        batch = (
-            self._take(timeout)
-            if self._agreement is None
-            else self._agreement.next(lambda: self._take(timeout))
-        )
-        if batch is not None:
-            if self._options.tensors:
-                batch.to_torch()
-            self._pipeline.watch([self._pipeline.depth])
-        return batch
+        with self._next_lock:
+            if self._exhausted:
+                return None
+            before, begun = self._origin, time.perf_counter()
+            self.telemetry.entering(begun)
+            try:
+                batch = self._take(timeout)
+                now, depth = time.perf_counter(), self.queue_depth()
+                tokens = None if batch is None else batch.tokens
+                self._stats.took(begun, now, tokens)
+                self.telemetry.took(begun, now, tokens, depth)
+                if batch is None:
+                    self._exhausted = True
+                    return None
+                if self._tuner is not None:
+                    self._tuner.step(now, batch.tokens, self.telemetry.consumer.paused.last_s)
+                self._origin = batch._origin
+                return batch
+            except BaseException as error:
+                now = time.perf_counter()
+                self._stats.took(begun, now, None)
+                self.telemetry.failed(begun, now, error)
+                if not isinstance(error, Exception):
+                    # Ctrl-C, anywhere: a batch may have been taken and not handed out. The next
+                    # call starts again after the last one that was.
+                    self._origin, self._interrupted = before, True
+                raise
 
     def _take(self, timeout: float | None) -> Batch | None:
-        pipeline, options = self._pipeline, self._options
-        assert pipeline is not None
-        if options.device is None:
-            batch = pipeline.next(timeout)
+        if self._interrupted:
+            self.shutdown()
+            self._interrupted = False
+        self._begin()
+        if self._agreement is None:
+            batch = self._take_own(timeout)
         else:
-            if self._feed is None:
-                from penstock.feed.cargo import open_feed
-
-                self._feed = open_feed(
-                    options.device,
-                    pipeline.next,
-                    pipeline.poll,
-                    DEVICE_PREFETCH,
-                    options.device_preprocess,
-                    self.telemetry.clock,
-                )
-                self.telemetry.device = self._feed.told
-            cargo = self._feed.next(timeout)
-            batch = None if cargo is None else cargo.batch
-        pipeline.interrupted = (
-            batch is not None
-        )  # until it is handed out: whatever fails before, it is given again
+            self._interrupted = True  # a batch that is taken when another rank fails is taken again
+            batch = self._agreement.next(lambda: self._take_own(timeout))
+            self._interrupted = False
+        if batch is not None and self._options.tensors:
+            batch.to_torch()
         return batch
 
-    def _interrupted(self) -> bool:
-        return any(
-            part is not None and part.interrupted
-            for part in (self._pipeline, self._feed, self._last)
-        )
+    def _take_own(self, timeout: float | None) -> Batch | None:
+        assert self._pipeline is not None
+        return (self._feed or self._pipeline).next(timeout)
 
     # Starting and stopping
 
@@ -240,32 +194,63 @@ class AsyncDataLoader:
         options, begun = self._options, time.perf_counter()
         if self._agreement is None and options.must_agree(self._source.even):
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
-        run = options.run(self._source, self._state, self._skip, self.telemetry.clock)
-        pipeline = Pipeline(
-            self._source,
-            run,
-            workers=options.workers,
-            cpus=options.cpus,
-            restart=True,
-        )
-        self._pipeline = pipeline
-        # The threads know the pipeline and not the loader, so a loader that nobody holds any more
+        pipeline = self._pipeline = Pipeline(self._source, self._run_context(), options.cpus)
+        # The threads know the pipeline and not the loader: a loader that is no longer referenced
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
-        if self._options.tunes:
+        if options.tunes:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
+        if options.device is not None:
+            from penstock.feed.device import DeviceFeed
+
+            self._feed = DeviceFeed(
+                options.device,
+                pipeline.next,
+                pipeline.poll,
+                options.device_preprocess,
+                self.telemetry.clock,
+            )
+            self.telemetry.device = self._feed.waited_s
         return self
 
-    def lay_open(self) -> tuple[Source, Run]:
-        """What the loader reads and how it would run, for those who do something else with it."""
-        return self._source, self._options.run(self._source, self._current(), self._skip)
+    def _run_context(self) -> RunContext:
+        """Return how a run from the current state goes."""
+        options, state = self._options, self._current()
+        return RunContext(
+            shuffle=options.shuffle,
+            seed=options.seed,
+            lanes=state.lanes,
+            skip=state.skip,
+            weights=state.weights,
+            shard=options.shard,
+            alone=options.alone,
+            batch_size=options.batch_size,
+            n_workers=options.n_workers,
+            workers=options.workers,
+            prefetch_size=options.prefetch_size,
+            queue_bytes=options.queue_bytes,
+            read_ahead_bytes=options.read_ahead_bytes,
+            drop_last=options.drop_last,
+            first_epoch=state.first,
+            end_epoch=None if options.epochs is None else state.first + options.epochs,
+            tensors=options.tensors,
+            narrow=options.device is not None,
+            positions=state.lane_positions,
+            start=state.position,
+            state=StateMaker(state),
+            clock=self.telemetry.clock,
+        )
+
+    def inspect(self) -> tuple[Source, RunContext]:
+        """Return what the loader reads and how, for tools that do something else with it."""
+        return self._source, self._run_context()
 
     def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
-        """Start, and wait until `batches` (by default a full queue) stand ready or the timeout passes.
+        """Start, and wait until `batches` (by default a full queue) are buffered or time is up.
 
-        "auto" waits for the first one and, only if that took longer than a blink to make, for a full queue.
+        "auto" waits for the first one and, only if that took longer than a blink, for a full queue.
         Nothing is lost either way. A fault in the data is raised by the `next` that meets it. Without
         batches, time or workers it is off, and nothing is started.
         """
@@ -281,28 +266,25 @@ class AsyncDataLoader:
         return done
 
     def shutdown(self) -> None:
-        """Stop every worker and close every file. Harmless at any time, and again. A later `next`
-        starts anew, after the last batch that was handed out."""
+        """Stop every worker and close every file. Safe at any time, and again. A later `next`
+        starts again after the last batch that was handed out."""
         self._state = self._current()
         self._close()
 
     def _close(self) -> None:
-        try:
-            if self._feed is not None:
-                self._feed.close()
-        finally:
-            self._feed = None
-            if self._pipeline is not None:
-                self._tally.keep(self._pipeline)
-                self._pipeline.interrupted = (
-                    True  # where Ctrl-C comes now, whoever goes on begins with this again
-                )
-                self._pipeline.close()
-                self._finalizer.detach()  # not before: what is left running then is ended with the interpreter
-                self.telemetry.left()
-                self._tuned |= self._tuner.values() if self._tuner is not None else {}
-                self._pipeline, self._tuner, self._quick = None, None, nothing_ready
-            self._origin, self._last = None, Last()
+        self._origin = None
+        feed, self._feed = self._feed, None
+        pipeline, self._pipeline = self._pipeline, None
+        if feed is not None:
+            feed.close()
+        if pipeline is not None:
+            self._stats.keep(pipeline)
+            if self._tuner is not None:
+                self._tuned |= self._tuner.values()
+            pipeline.close()
+            self._finalizer.detach()
+            self.telemetry.left()
+            self._tuner = None
 
     def __enter__(self) -> Self:
         self._begin()
@@ -314,7 +296,7 @@ class AsyncDataLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch handed out: JSON, and a few hundred bytes for a lane.
+        """Return the state after the last batch handed out: JSON, a few hundred bytes a lane.
 
         It has this rank's lanes only. To resume on another number of ranks, save all ranks' states
         and load them as a list.
@@ -323,60 +305,112 @@ class AsyncDataLoader:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
-        loaded = after(self._source, self._options, state)
+        loaded = self._checked(parse(state))
         self._close()
-        self._state, self._skip = loaded, loaded.skip
-        self._exhausted = False
+        self._state, self._exhausted = loaded, False
         self.telemetry.reset()
-        self._tally = Tally.of(self.telemetry)
+        self._stats = LoaderStats()
 
     def set_weights(self, weights: Mapping[str, float], step: int | None = None) -> None:
         """Change the weights of a mixture from the next batch on, or from the batch number `step` on.
 
-        It is part of the state from now on. All ranks have to call it at the same batch. Batches that
-        were prepared under the old weights are made anew.
+        The change is part of the state. All ranks have to make it at the same batch. Batches that were
+        prepared under the old weights are made again.
         """
         if self._mixture is None:
             raise ConfigError(
                 f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}"
             )
-        changed = reweighted(self._mixture, self._options, self._current(), weights, step)
+        state, options = self._current(), self._options
+        at = state.batch if step is None else whole_number("step", step, 0)
+        if at < state.batch:
+            raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
+        row = state.row + (at - state.batch) * options.batch_size * options.shard.mod
+        changed = self._mixture.reweighted(state, row, weights)
         self._close()
         self._state = changed
 
     def as_torch_dataset(self, shift: bool = True) -> TorchDataset:
-        """An `IterableDataset` of finished batches, for whoever takes one: see docs/integrations.md."""
+        """Return an `IterableDataset` of finished batches, for trainers that take one."""
         from penstock.torch_dataset import TorchDataset
 
         return TorchDataset(self, shift=shift)
 
     def _current(self) -> State:
-        origin = self._latest()
-        return self._state if origin is None else self._state.after(origin.position())
+        origin = self._origin
+        return self._state if origin is None else self._state.at(origin.position())
 
-    def _latest(self) -> Origin | None:
-        """Of the last batch that was handed out."""
-        return self._last.origin or self._origin
+    def _own_lanes(self, lanes: int) -> range:
+        shard = self._options.shard
+        return range(shard.rem, lanes if self._source.by_lane else 0, shard.mod)
 
-    def _fresh_state(self, lanes: int, first: int, batch: int, weights: Schedule = ()) -> State:
-        if self._mixture is not None and not weights:
-            weights = ((0, self._mixture.mixture.weights),)
-        options, skip = self._options, self._skip
-        return anew(
-            self._source, options, lanes=lanes, first=first, batch=batch, skip=skip, weights=weights
+    def _stream_id(self) -> dict[str, Any]:
+        options = self._options
+        return self._source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
+
+    def _fresh_state(self, lanes: int, first: int = 0, batch: int = 0) -> State:
+        """Return the state before the first row of the epoch `first`."""
+        source = self._source
+        return State(
+            row=0,
+            batch=batch,
+            first=first,
+            lanes=lanes,
+            lane_positions={n: source.first_position(first) for n in self._own_lanes(lanes)},
+            stream=self._stream_id(),
+            data=source.data_id(),
+            tokenizer=source.tokenizer_id(),
+            skip=source.skip,
+            weights=((0, self._mixture.mixture.weights),) if self._mixture is not None else (),
+            source=source.first_source(first),
         )
+
+    def _checked(self, loaded: State) -> State:
+        """Return this rank's part of a state, or raise if it does not fit data and options."""
+        source, options = self._source, self._options
+        source.check_state(loaded)
+        loaded.require(
+            stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id()
+        )
+        if source.by_lane:
+            check_lanes(loaded.lanes, options.shard.mod, StateMismatch)
+            if options.lanes not in (None, loaded.lanes):
+                raise StateMismatch(
+                    f"lanes was {loaded.lanes} when the state was saved, and is {options.lanes}. "
+                    "Leave lanes out to take it from the state."
+                )
+        if options.epochs is not None:
+            epoch = self._epoch_of(loaded)
+            if epoch > loaded.first + options.epochs:
+                raise StateMismatch(
+                    f"the state is in epoch {epoch} of a pass that began with epoch {loaded.first}, "
+                    f"beyond the end of epochs={options.epochs}. Give as many epochs as the run that "
+                    "saved it, or start a new run."
+                )
+        own = loaded.for_lanes(self._own_lanes(loaded.lanes))
+        return replace(own, skip=source.skip | own.skip)
+
+    def _epoch_of(self, state: State) -> int:
+        """Return the epoch in which a state is: of its lanes, that of the furthest."""
+        if self._source.by_lane:
+            return max((at.epoch for at in state.lane_positions.values()), default=state.first)
+        length = self._source.length()
+        if length is not None:
+            return state.first + state.row // length
+        epoch: int = state.source["epoch"]
+        return epoch
 
     # Watching
 
     def queue_depth(self) -> int:
-        """Batches that stand ready."""
+        """Return how many batches are buffered."""
         return self._pipeline.depth if self._pipeline is not None else 0
 
     def stats(self) -> Stats:
-        """What has been done so far."""
-        waited = None if self._feed is None else self._feed.told()
-        return self._tally.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited)
+        """Return what has been done so far."""
+        waited_s = None if self._feed is None else self._feed.waited_s()
+        return self._stats.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited_s)
 
     def pause(self, name: str) -> AbstractContextManager[None]:
-        """`with loader.pause("eval"):` keeps evaluation, a checkpoint and the like apart from the run's own time."""
+        """Keep evaluation, a checkpoint and the like apart: `with loader.pause("eval"): …`."""
         return self.telemetry.pause(name)

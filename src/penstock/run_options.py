@@ -12,10 +12,8 @@ from penstock.config import current_shard, default_workers, whole_number
 from penstock.errors import ConfigError, MissingExtra
 from penstock.feed.affinity import resolve
 from penstock.options import LoaderOptions
-from penstock.sources.source import Run, Source
-from penstock.state import State, StateMaker
-from penstock.types import Address, Shard
-from penstock.watch.stage_timer import Clock, NullClock
+from penstock.sources.base import Source
+from penstock.types import Shard
 
 PREFETCH_AT_FIRST = 8
 """Where prefetch_size="auto" starts."""
@@ -61,47 +59,16 @@ class RunOptions:
         if length is None or self.epochs is None:
             kind = "an endless stream" if self.epochs is None else "a stream of unknown length"
             raise TypeError(f"{kind} has no len()")
-        from penstock.sources.indexed import steps
+        from penstock.sources.map_style import own_rows
 
-        return steps(
-            length,
-            self.epochs,
+        rows = own_rows(
+            length * self.epochs,
             self.batch_size,
             self.shard,
             alone=self.alone,
             drop_last=self.drop_last,
         )
-
-    def run(
-        self, source: Source, state: State, skip: frozenset[Address], clock: Clock | None = None
-    ) -> Run:
-        """Return a run with these options that continues from a state."""
-        return Run(
-            shuffle=self.shuffle,
-            seed=self.seed,
-            lanes=state.lanes,
-            skip=skip,
-            weights=state.weights,
-            shard=self.shard,
-            alone=self.alone,
-            batch_size=self.batch_size,
-            n_workers=self.n_workers,
-            prefetch_size=self.prefetch_size,
-            queue_bytes=self.queue_bytes,
-            read_ahead_bytes=self.read_ahead_bytes,
-            drop_last=self.drop_last,
-            first_epoch=state.first,
-            end_epoch=None if self.epochs is None else state.first + self.epochs,
-            tensors=self.tensors,
-            narrow=self.device is not None,
-            report_docs=source.report_docs,
-            places=state.places,
-            source=state.source,
-            row=state.row,
-            batch=state.batch,
-            state=StateMaker(state),
-            clock=clock or NullClock(),
-        )
+        return -(-rows // self.batch_size)
 
     def check_warmup(self, batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:
         """Check the arguments of `warmup()`."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.errors import LoaderTimeout, NoData
 from penstock.loader import AsyncDataLoader
-from penstock.stats import Stats
+from penstock.loader_stats import Stats
 from penstock.watch.attribution import Known
 from penstock.watch.memory import resident_bytes
 

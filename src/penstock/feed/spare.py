@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from penstock.feed.pool import closed, join_all
+from penstock.feed.worker_pool import closed, join_all
 from penstock.read.attempt import Fault, Patience
 
 T = TypeVar("T")

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import sub
 from typing import Any
 
-from penstock.watch.window import Kept, Step, Window
+from penstock.watch.window import Step, Window
 
 
 @dataclass(slots=True)
@@ -40,10 +38,6 @@ class Since:
     wait: float = 0.0
     paused: float = 0.0
     charges: dict[str, float] = field(default_factory=dict)
-
-
-Ready = tuple[float, float, int, int]
-"""A call of `next` that found its batch ready: when it began and ended, the batch's tokens, what was left in the queue."""
 
 
 def _add(into: dict[str, float], charges: Mapping[str, float]) -> dict[str, float]:
@@ -138,52 +132,6 @@ class Consumer:
         self._depths += depth
         if self._since is not None:
             self._since.tokens += tokens
-
-    def took_ready(self, steps: list[Ready]) -> None:
-        """The same for batches that stood ready, one after the other without a pause; the first of them has entered."""
-        begun, ended, tokens, depths = zip(*steps, strict=True)
-        waits = list(map(sub, ended, begun))
-        wait, handed = waits[0], sum(waits)
-        self._tried_s += wait
-        self._tried_by = (
-            {"batch": wait}
-            if self._tried_by is None
-            else _add(dict(self._tried_by), {"batch": wait})
-        )
-        self.took(tokens[0], depths[0])
-        if len(steps) > 1:
-            assert self.last is not None
-            first = _lasted(
-                self.last, max(self.last.wait, begun[1] - self.last.begin - self._paused_before)
-            )
-            # One after the other in C: whoever takes batches as fast as they come has hundreds of them here.
-            walls = map(sub, begun[2:], begun[1:])
-            self._end_steps(
-                [first, *zip(begun[1:-1], waits[1:-1], walls, tokens[1:-1], repeat(None))]
-            )
-            self.last, self._paused_before = (
-                Step(begun[-1], waits[-1], 0.0, tokens[-1], {"batch": waits[-1]}),
-                0.0,
-            )
-            more = sum(tokens[1:])
-            self.steps += len(steps) - 1
-            self.tokens_total += more
-            self._depths += sum(depths[1:])
-            if self._since is not None:
-                self._since.tokens += more
-        _add(self.wait_s, {"batch": handed})
-        if self._since is not None:
-            self._since.wait += handed
-            _add(self._since.charges, {"batch": handed})
-
-    def _end_steps(self, ended: list[Kept]) -> None:
-        self.wall_s += sum([step[2] for step in ended])
-        self.paused.last_s = 0.0
-        self.window.add(*(ended if self.finished is not None else ended[1:]))
-        begin, wait, wall, tokens, charges = ended[-1]
-        self.finished = Step(
-            begin, wait, wall, tokens, {"batch": wait} if charges is None else charges
-        )
 
     def pause(self, name: str, seconds: float) -> None:
         """A pause has ended."""

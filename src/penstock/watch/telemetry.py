@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from penstock.config import available_cores
 from penstock.errors import ConfigError, LoaderTimeout
 from penstock.watch.attribution import Known, Verdict, band, charge, judge
-from penstock.watch.consumer import Consumer, Ready
+from penstock.watch.consumer import Consumer
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.memory import resident_bytes
 from penstock.watch.stage_timer import IDLE, OUT, STAGES, WAIT, Clock, NullClock, ThreadTimeline, role, stage_of
@@ -57,7 +57,6 @@ class Observed(Protocol):
     def known(self) -> Known: ...
     def gauges(self) -> dict[str, Any]: ...
     def queue(self) -> tuple[int, int]: ...
-    def watch(self, depths: Iterable[int]) -> None: ...
 
 
 class Telemetry:
@@ -73,8 +72,6 @@ class Telemetry:
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Queue depths, fetch times and device waits of whoever runs now."""
-        self.watch: Callable[[list[int]], None] = _unheard
-        """Told what each batch that stood ready left in the queue."""
         self.queue: Callable[[], tuple[int, int]] = _no_queue
         """Batches that stand ready, and how many may."""
         self.device: Callable[[], float | None] | None = None
@@ -93,33 +90,17 @@ class Telemetry:
         self._shares: dict[str, float] = {}
         self.trainer = ""
         """The thread that last asked for a batch."""
-        self._consumer = Consumer()
-        self.jotted: Callable[[bool], list[Ready]] = _none
-        """Gives the calls of `next` that found their batch ready and are not written down yet: all, or all but the last."""
-        self._writing = (
-            threading.RLock()
-        )  # a signal's handler may ask for stats, wherever it comes in
-        self._settling = False
-        self._thread = 0
-        self.tally: Callable[[list[Ready]], None] = _unheard
-        """Told of the calls of `next` that were jotted down."""
+        self.consumer = Consumer()
+        """What the trainer did."""
         self.prefix = "loader_"
         self.cores = 1
         self.reset()
 
     def reset(self) -> None:
         """Forget what was measured: another stream begins."""
-        self.settle(everything=True)
-        self._consumer.reset()
+        self.consumer.reset()
         self._band = ""
         self._looked = perf_counter()
-
-    @property
-    def consumer(self) -> Consumer:
-        """What the trainer did. On its own thread up to this moment, on any other without its last steps."""
-        if threading.get_ident() == self._thread:
-            self.settle()
-        return self._consumer
 
     @property
     def window(self) -> Window:
@@ -130,39 +111,13 @@ class Telemetry:
 
     def entering(self, now: float) -> None:
         """A call of `next` begins, and with it a step."""
-        self._thread = threading.get_ident()
-        self._entered(self.consumer.entering(now), now)
+        counted = self.consumer.entering(now)
+        if counted and now - self._looked >= LOOK_S and len(self.window) >= LOOK_STEPS:
+            self._looked = now
+            self._look()
         if self.on:
             track = self.clock.timeline()
             self._waiting, self.trainer = (now, track), track.name
-
-    def _entered(self, counted: bool, now: float) -> None:
-        if counted and now - self._looked >= LOOK_S and len(self._consumer.window) >= LOOK_STEPS:
-            self._looked = now
-            self._look()
-
-    def settle(self, everything: bool = False) -> None:
-        """Write down what was jotted down: on the trainer's thread all of it, on others all but the last. While the
-        trainer is here or on its long way nothing is jotted down, so nobody else writes beside it."""
-        with self._writing:
-            if self._settling:
-                return
-            self._settling = True
-            try:
-                steps = self.jotted(everything or threading.get_ident() == self._thread)
-                if not steps:
-                    return
-                self.tally(steps)
-                counted = self._consumer.entering(steps[0][0])
-                self._consumer.took_ready(steps)
-            finally:
-                self._settling = False
-        self.watch([depth for *_, depth in steps])
-        self._entered(counted, steps[0][0])
-
-    def unlock(self) -> None:
-        """This is a fork of the process that wrote: whoever did so is not here."""
-        self._writing, self._settling = threading.RLock(), False
 
     def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
         """It has ended, with so many tokens or None at the end of the stream."""
@@ -205,7 +160,6 @@ class Telemetry:
         """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
         self.ledger.spent("open", begun, perf_counter())
         self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
-        self.watch = pipeline.watch
         self.cores = available_cores()
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
@@ -218,10 +172,8 @@ class Telemetry:
 
     def left(self) -> None:
         """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
-        self.settle(everything=True)
         known = self.known()
         self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
-        self.watch, self.jotted = _unheard, _none
         self.clock.fold()
 
     def failed(self, begun: float, now: float, error: BaseException) -> None:
@@ -237,7 +189,6 @@ class Telemetry:
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
         """Evaluation, a checkpoint: time that is kept apart from the run's."""
-        self.settle()
         self._pauses += 1
         begun = perf_counter()
         try:
@@ -409,13 +360,6 @@ def attach(
     for listed in listings:
         telemetry.ledger.spent("list", *listed)
     return telemetry
-
-
-def _unheard(what: Any) -> None: ...
-
-
-def _none(everything: bool) -> list[Ready]:
-    return []
 
 
 def _no_queue() -> tuple[int, int]:
