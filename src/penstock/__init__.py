@@ -52,7 +52,7 @@ _MODULES = {
     "read.synthetic": ("SyntheticDataset",),
     "read.tokens": ("TokenFileDataset",),
     "sources.mixture": ("Mixture",),
-    "stats": ("Stats",),
+    "loader_stats": ("Stats",),
     "train.prewarm": ("prewarm",),
     "types": ("Shard", "Span"),
     "watch.steady": ("analyze_steps",),

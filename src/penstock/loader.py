@@ -135,30 +135,37 @@ class AsyncDataLoader:
         with self._next_lock:
             if self._exhausted:
                 return None
-            before, begun = self._origin, time.perf_counter()
-            self.telemetry.entering(begun)
+            before = self._origin
             try:
-                batch = self._take(timeout)
-                now, depth = time.perf_counter(), self.queue_depth()
-                tokens = None if batch is None else batch.tokens
-                self._stats.took(begun, now, tokens)
-                self.telemetry.took(begun, now, tokens, depth)
+                batch = self._timed(timeout)
                 if batch is None:
                     self._exhausted = True
-                    return None
-                if self._tuner is not None:
-                    self._tuner.step(now, batch.tokens, self.telemetry.consumer.paused.last_s)
-                self._origin = batch._origin
+                else:
+                    self._origin = batch._origin
                 return batch
             except BaseException as error:
-                now = time.perf_counter()
-                self._stats.took(begun, now, None)
-                self.telemetry.failed(begun, now, error)
                 if not isinstance(error, Exception):
                     # Ctrl-C, anywhere: a batch may have been taken and not handed out. The next
                     # call starts again after the last one that was.
                     self._origin, self._interrupted = before, True
                 raise
+
+    def _timed(self, timeout: float | None) -> Batch | None:
+        begun = time.perf_counter()
+        self.telemetry.entering(begun)
+        try:
+            batch = self._take(timeout)
+        except BaseException as error:
+            now = time.perf_counter()
+            self._stats.took(begun, now, None)
+            self.telemetry.failed(begun, now, error)
+            raise
+        now, tokens = time.perf_counter(), None if batch is None else batch.tokens
+        self._stats.took(begun, now, tokens)
+        self.telemetry.took(begun, now, tokens, self.queue_depth())
+        if self._tuner is not None and tokens is not None:
+            self._tuner.step(now, tokens, self.telemetry.consumer.paused.last_s)
+        return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
         if self._interrupted:

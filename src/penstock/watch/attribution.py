@@ -63,10 +63,10 @@ def charge(
 ) -> Charges:
     """Charge the time from `begin` to `end` to stages, by what a thread did then. All of it is charged.
 
-    `tracks` are those of all threads, which share so many `cores`: a thread that waits for one of these is
+    `timelines` are those of all threads, which share so many `cores`: a thread that waits for one of these is
     waiting for whoever has them.
     """
-    scene = _Scene(begin, tracks, cores)
+    scene = _Scene(begin, timelines, cores)
     _charge(track.since(begin), track, begin, end, default, scene, 0)
     return scene.charges
 
@@ -77,14 +77,14 @@ class _Scene:
     def __init__(self, begin: float, timelines: Sequence[ThreadTimeline], cores: int) -> None:
         self.charges = Charges()
         self._cores = cores
-        self._tracks = tracks if cores < len(tracks) else ()
+        self._timelines = timelines if cores < len(timelines) else ()
         self._begin = begin
         self._busy: list[tuple[ThreadTimeline, list[Segment]]] | None = None
 
     def starved(self, own: ThreadTimeline | None, lo: float, hi: float, cpu: float) -> float:
         """Charge what of this time a thread waited for a core to those who had them. Gives how much that was."""
         idle = hi - lo - cpu
-        if idle < STARVED_S or not self._tracks:
+        if idle < STARVED_S or not self._timelines:
             return 0.0
         had: dict[str, float] = {}
         for track, segments in self._others():
@@ -105,7 +105,7 @@ class _Scene:
 
     def _others(self) -> list[tuple[ThreadTimeline, list[Segment]]]:
         if self._busy is None:
-            self._busy = [(track, track.since(self._begin)) for track in self._tracks]
+            self._busy = [(track, track.since(self._begin)) for track in self._timelines]
         return self._busy
 
 

@@ -54,8 +54,8 @@ class Ledger:
 
     def close(self, timelines: Iterable[ThreadTimeline], now: float) -> dict[str, Any]:
         """The first batch is there. Gives what an event tells of it."""
-        tracks = list(tracks)
-        segments = sorted((s for track in tracks for s in list(track.recent)), key=lambda s: s.end)
+        timelines = list(timelines)
+        segments = sorted((s for track in timelines for s in list(track.recent)), key=lambda s: s.end)
         for mark, stage in (
             ("first_bytes", "fetch"),
             ("first_bytes", "decode"),
@@ -73,13 +73,13 @@ class Ledger:
             self.marks.setdefault("first_copy", copied.end)
         ready = self.marks["first_batch"]
         begun = self._began if self._began is not None else ready
-        producer = next((t for t in tracks if t.name.startswith("penstock-producer")), None)
+        producer = next((t for t in timelines if t.name.startswith("penstock-producer")), None)
         parts = dict(self._spent)
         opened = self._opened if self._opened is not None else begun
         if producer is not None and ready > opened:
             parts |= charge(producer, opened, ready, default="pack").seconds
         elif ready > opened:
-            own = next((t for t in tracks if not t.name.startswith("penstock-")), None)
+            own = next((t for t in timelines if not t.name.startswith("penstock-")), None)
             parts |= charge(own, opened, ready, default="pack").seconds if own is not None else {}
         for segment in segments:
             if segment.stage in WORK:  # done before anybody came to wait for it
