@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
-from penstock.feed.fallback import OPEN_THREAD
 from penstock.feed.pool import Pool, make_pool
 from penstock.feed.prefetch import Prefetcher
 from penstock.feed.quick import Last, note_of, nothing_ready, shortcut
@@ -249,9 +248,10 @@ class Pipeline:
         self._tell_work("stop")
         if (name := threading.current_thread().name).startswith(
             "penstock-"
-        ) and name != OPEN_THREAD:
+        ) and name != "penstock-open":
             # A garbage collection on one of our own threads: it cannot wait for itself, and may hold
-            # whatever the others wait for. They all end on their own now.
+            # whatever the others wait for. They all end on their own now. "penstock-open" is the thread
+            # of a `BackgroundOpen`, which closes its own loader.
             return False
         deadline = time.monotonic() + timeout
         joined = self._pool.join(timeout)
