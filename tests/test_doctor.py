@@ -32,8 +32,8 @@ from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import LoaderTimeout, PenstockError
-from penstock.testing import Fault, FileServer, HubServer
 from tests.corpus import texts
+from tests.servers import Fault, FileServer, HubServer
 
 QUICK = {"seconds": 0.2}
 DEAD = Remote(retry_budget=1, metadata_budget=1, backoff=0.05, connect_timeout=1, stall_timeout=1)

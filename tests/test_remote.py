@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import AsyncDataLoader, Offline, Remote, RemoteError, SourceChanged, TextDataset
-from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import (
     closes_cleanly,
     digest,
@@ -25,6 +24,7 @@ from tests.contracts import (
     same_for_any,
     take,
 )
+from tests.servers import Fault, FileServer, HubServer
 
 QUICK = Remote(
     connect_timeout=2,

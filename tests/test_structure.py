@@ -29,7 +29,7 @@ TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
     "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
-    "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "testing": 7, "cli": 7,
+    "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "cli": 7,
 }  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def attributes(path: Path) -> set[str]:
 def test_threads_sleep_and_the_environment_stay_in_their_places() -> None:
     for path in MODULES:
         used = attributes(path)
-        if not where(path).startswith(("feed/", "testing/")):
+        if not where(path).startswith("feed/"):
             assert "threading.Thread" not in used, where(path)
-        if not where(path).startswith(("cli/", "testing/")):
+        if not where(path).startswith("cli/"):
             assert "time.sleep" not in used, where(path)
         if where(path) != "config.py":
             assert not used & {"os.environ", "os.getenv", "os.environb"}, where(path)
@@ -223,10 +223,7 @@ def test_nothing_is_swallowed_without_a_reason() -> None:
 
 def test_only_consoles_print() -> None:
     for path in MODULES:
-        if not where(path).startswith("cli/") and where(path) not in (
-            "train/console.py",
-            "testing/__main__.py",
-        ):
+        if not where(path).startswith("cli/") and where(path) != "train/console.py":
             called = {
                 ast.unparse(node.func)
                 for node in ast.walk(tree(path))
@@ -246,8 +243,6 @@ WALL_CLOCK = {
     "read/kept.py": "what is kept says since when, and outlives the process",
     "read/listing.py": "compared with what is kept",
     "read/retry.py": "a server may name a date",
-    "testing/content.py": "a served file's date",
-    "testing/hub.py": "an address that was signed ends at a date",
     "train/trainer.py": "an event says when it was",
     "watch/exports/server.py": "a step says when it was",
     "watch/telemetry.py": "an event says when it was",
@@ -311,8 +306,6 @@ UNBOUNDED = {
     "feed/device.py: slot.ticket.wait()": "the device's own work, which nothing else can end",
     "feed/jobs.py: self._wanted[worker].wait()": "an idle worker; stop() wakes it",
     "feed/warmup.py: self._thread.join()": "a thread that has handed over its last",
-    "testing/__main__.py: ended.wait()": "a server, until it is told to end",
-    "testing/loopback.py: listener.accept()": "a server's thread, until its socket is closed",
 }
 
 
