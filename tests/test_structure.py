@@ -151,34 +151,6 @@ def test_threads_sleep_and_the_environment_stay_in_their_places() -> None:
         assert "pickle.loads" not in used, where(path)
 
 
-def test_a_file_stays_short_and_says_what_it_is() -> None:
-    for path in MODULES + AROUND:
-        docstring = ast.get_docstring(tree(path))
-        assert docstring, where(path)
-        assert len(path.read_text().splitlines()) <= 400, where(path)
-        if path in MODULES:
-            assert where(path) in DRAWN or len(docstring.splitlines()) <= 12, where(path)
-
-
-DRAWN = {"errors.py", "state.py", "train/saved.py", "verify/resume.py"}
-"""Docstrings that draw something: the tree of exceptions, the format of a state, a folder, the trials."""
-
-
-def test_names_say_what_a_thing_is() -> None:
-    vague = {"util", "utils", "helper", "helpers", "manager", "base", "misc"}
-    for path in MODULES + AROUND:
-        for name in names_in(path):
-            words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")
-            assert not vague & set(words), f"{where(path)}: {name}"
-
-
-def names_in(path: Path) -> list[str]:
-    own = (
-        [] if path.parent.name == "scripts" else [path.stem]
-    )  # those have the names that runbooks know
-    return own + [node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
-
-
 def comments(path: Path) -> set[int]:
     """The lines that have a comment."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
