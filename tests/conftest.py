@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.contracts")
 settings.register_profile("untimed", deadline=None)  # a timing is never a pass or fail
 settings.load_profile("untimed")
 

@@ -326,7 +326,7 @@ def test_shutdown_before_the_first_batch_loses_nothing(kind: str, folder: Path) 
 @pytest.mark.parametrize("kind", ADDRESSABLE)
 def test_addressable_data_resumes_on_any_number_of_ranks(kind: str, folder: Path) -> None:
     make = maker(kind, folder, n_workers=1)
-    contracts.same_for_any_world(make, batches=2, global_batch=120, worlds=(8, 3, 5, 1))
+    contracts.same_for_any_world_size(make, batches=2, global_batch=120, worlds=(8, 3, 5, 1))
 
 
 @pytest.mark.parametrize(
@@ -348,12 +348,12 @@ def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(
         defaults = {"batch_size": 4, "seed": 3, "n_workers": 1, "output": "numpy", "lanes": lanes}
         return AsyncDataLoader(data, **{**defaults, **about, **how})
 
-    contracts.same_for_any_world(make, batches=3, global_batch=12, worlds=(4, 1, 2))
+    contracts.same_for_any_world_size(make, batches=3, global_batch=12, worlds=(4, 1, 2))
 
 
 @pytest.mark.parametrize("kind", ["samples", "stateful samples"])
 def test_iterables_of_samples_resume_on_any_number_of_ranks(kind: str, folder: Path) -> None:
-    contracts.same_for_any_world(
+    contracts.same_for_any_world_size(
         maker(kind, folder, n_workers=1), batches=2, global_batch=30, worlds=(3, 5, 1, 2)
     )
 
