@@ -54,6 +54,8 @@ class Kind:
     """Lanes that ranks share; None if a row number is enough."""
     text: bool = False
     endless: bool = False
+    state_bytes: int = 1024
+    """An upper bound of the state of one lane."""
 
     def maker(self, folder: Path, **fixed: Any) -> contracts.Make:
         """Return a function that builds loaders of this stream."""
@@ -251,6 +253,7 @@ def mixture_kind(on_end: Literal["restart", "stop"], shuffle: bool) -> Kind:
         read_mixed,
         lanes=4,
         endless=on_end == "restart",
+        state_bytes=2048,
     )
 
 

@@ -112,7 +112,9 @@ def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_
 @each(KINDS)
 def test_resumes_everywhere(kind: Kind, corpus: Path) -> None:
     make = kind.maker(corpus, batch_size=16, **kind.finite())
-    contracts.resumes_everywhere(make, n=80, every=1 if kind.rows else 2, tail=4, lanes=2)
+    contracts.resumes_everywhere(
+        make, n=80, every=1 if kind.rows else 2, tail=4, state_bytes=kind.state_bytes
+    )
 
 
 @each(KINDS)
@@ -125,13 +127,14 @@ def test_resumes_repeatedly(kind: Kind, corpus: Path) -> None:
 @each(TEXT | MIXTURES)
 def test_several_lanes_resume(kind: Kind, corpus: Path) -> None:
     make = kind.maker(corpus, lanes=kind.lanes, batch_size=5, seed=1)
-    contracts.resumes_everywhere(make, n=60, every=9, tail=10, lanes=4)
+    contracts.resumes_everywhere(make, n=60, every=9, tail=10, state_bytes=4096)
 
 
 @pytest.mark.slow
 @each({**TEXT, **MIXTURES})
 def test_every_batch_of_two_epochs_resumes(kind: Kind, corpus: Path) -> None:
-    contracts.resumes_everywhere(kind.maker(corpus, **kind.finite()), n=120, lanes=2)
+    make = kind.maker(corpus, **kind.finite())
+    contracts.resumes_everywhere(make, n=120, state_bytes=kind.state_bytes)
 
 
 # What the stream is made of
