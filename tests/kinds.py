@@ -140,8 +140,9 @@ def token_rows() -> list[list[int]]:
 
 
 def token_files(folder: Path) -> TokenFileDataset:
-    path = folder / "ids.bin"
+    path = folder.parent / f"{folder.name}-tokens" / "ids.bin"  # the corpus holds text only
     if not path.exists():
+        path.parent.mkdir(exist_ok=True)
         token_ids().tofile(path)
     return TokenFileDataset.from_binary_file(path, seq_len=SEQ)
 
