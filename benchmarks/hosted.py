@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from common import REPOSITORY
+from common import REPO, REPOSITORY
 
 
 class Hub:
-    """The loopback Hub of penstock.testing in a process of its own, serving the one file of a folder under many names.
+    """The loopback Hub of tests/servers in a process of its own, serving the one file of a folder under many names.
 
     Its log is there once it has ended. Whose request was whose is told by the time: all processes have the
     same monotonic clock.
@@ -33,19 +33,19 @@ class Hub:
     def __init__(self, folder: Path, copies: int, *options: str) -> None:
         self._log = Path(tempfile.mkdtemp(prefix="penstock-bench-")) / "requests.jsonl"
         self.requests: list[dict[str, Any]] = []
-        """What it was asked for, in the order of arrival, with the fields that docs/testing.md names."""
+        """What it was asked for, in the order of arrival, with the fields of tests.servers.Request."""
         command = [
             sys.executable,
             "-m",
-            "penstock.testing",
+            "tests.servers",
             "hub",
             "--dir",
-            str(folder),
+            str(folder.resolve()),
             "--repo",
             REPOSITORY,
         ]
         command += ["--copies", str(copies), "--log", str(self._log), *options]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
         assert self._process.stdout is not None
         self.endpoint = self._process.stdout.readline().strip()
         if not self.endpoint:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.contracts")
 settings.register_profile("untimed", deadline=None)  # a timing is never a pass or fail
 settings.load_profile("untimed")
 
@@ -54,14 +55,9 @@ def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Fails a test that leaves one of our threads running; servers may outlive a test, and check their own."""
+    """Fail a test that leaves one of our threads running."""
     yield
-    names = [t.name for t in threading.enumerate()]
-    left = [
-        name
-        for name in names
-        if name.startswith("penstock-") and not name.startswith("penstock-testing-")
-    ]
+    left = [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
     assert not left, f"threads left behind: {left}"
 
 

@@ -1,25 +1,52 @@
-"""What every stream must keep, whatever it is made of: written once, run on everything.
+"""The contracts that every stream keeps, written once and run on every kind of data.
 
-A `Make` builds a loader from keyword arguments that change how it runs (workers, prefetch, shard,
-batch size), never what it streams.
+A `Make` builds a loader of one stream. Its keyword arguments change how the loader runs (workers,
+prefetch, shard, batch size, epochs), never what it streams. Loaders are compared with each other and
+with the corpus, never with a recorded hash. Everything goes through the public API.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import os
+import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
-from penstock import AsyncDataLoader, Batch, Shard
+from penstock import AsyncDataLoader, Batch, Shard, Span
 
 Make = Callable[..., AsyncDataLoader]
+Read = Callable[[Span], list[int]]
+"""Returns the ids of the document or sample that a span names, read from the source again."""
+
+TIMEOUT_S = 60
+
+WORKER_COUNTS: tuple[dict[str, Any], ...] = (
+    {"n_workers": 0, "prefetch_size": 1},
+    {"n_workers": 1, "prefetch_size": 1},
+    {"n_workers": 1, "prefetch_size": 8},
+    {"n_workers": 3, "prefetch_size": 1},
+    {"n_workers": 3, "prefetch_size": 8},
+)
+PROCESSES: tuple[dict[str, Any], ...] = (
+    {"n_workers": 0},
+    {"n_workers": 2, "workers": "process"},
+)
+
+
+# Reading a stream
 
 
 def digest(batch: Batch) -> str:
-    """A batch's ids, targets and whatever else it has, as one hash."""
+    """Hash a batch: its epoch, its index and every array in it."""
     sha = hashlib.sha256(f"{batch.epoch} {batch.index}".encode())
     for value in (batch.inputs, batch.targets, batch.positions, batch.cu_seqlens, batch.data):
         if value is not None:
@@ -28,7 +55,6 @@ def digest(batch: Batch) -> str:
 
 
 def _add(sha: Any, value: Any) -> None:
-    """Arrays and tensors by their content, containers by what is in them, anything else by how it shows itself."""
     if isinstance(value, Mapping):
         for key, inside in value.items():
             sha.update(f"{key!r}:".encode())
@@ -45,50 +71,41 @@ def _add(sha: Any, value: Any) -> None:
         sha.update(repr(value).encode())
 
 
+def batches_of(loader: AsyncDataLoader, n: int) -> Iterable[Batch]:
+    """Yield at most `n` batches."""
+    for _ in range(n):
+        batch = loader.next_batch(timeout=TIMEOUT_S)
+        if batch is None:
+            return
+        yield batch
+
+
 def take(loader: AsyncDataLoader, n: int) -> list[str]:
-    """The digests of the next batches, `n` at the most."""
-    out: list[str] = []
-    while len(out) < n and (batch := loader.next_batch(timeout=60)) is not None:
-        out.append(digest(batch))
-    return out
+    """Return the digests of at most `n` further batches."""
+    return [digest(batch) for batch in batches_of(loader, n)]
 
 
 def ledger(make: Make, n: int, **how: Any) -> list[str]:
-    """The digests of a fresh loader's first batches."""
+    """Return the digests of a new loader's first batches."""
     with make(**how) as loader:
         return take(loader, n)
 
 
-def resumes_everywhere(make: Make, n: int, every: int = 1) -> None:
-    """A state taken before the first batch and after each one restores the whole tail, bit for bit."""
-    with make() as loader:
-        states = [loader.state_dict()]
-        whole: list[str] = []
-        while len(whole) < n and (batch := loader.next_batch(timeout=60)) is not None:
-            whole.append(digest(batch))
-            states.append(loader.state_dict())
-            assert batch.state_dict() == states[-1]
-    for at in range(0, len(states), every):
-        saved = json.loads(json.dumps(states[at]))
-        with make() as loader:
-            loader.load_state_dict(saved)
-            assert loader.state_dict() == states[at]
-            assert take(loader, len(whole) - at) == whole[at:], f"after a resume at batch {at}"
+def rows_of(batch: Batch) -> list[list[int]]:
+    """Return the ids of each row, `seq_len + 1` of them, without padding."""
+    inputs, targets = np.asarray(batch.inputs), np.asarray(batch.targets)
+    rows = np.concatenate([inputs, targets[:, -1:]], axis=1)
+    real = (targets != -100).sum(axis=1) + 1
+    return [row[:length].tolist() for row, length in zip(rows, real, strict=True)]
 
 
-def resumes_repeatedly(make: Make, n: int, steps: Iterable[int]) -> None:
-    """Resuming again and again, a few batches further each time, gives the uninterrupted stream."""
-    whole = ledger(make, n)
-    got: list[str] = []
-    state = None
-    for step in steps:
-        with make() as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            got += take(loader, min(step, n - len(got)))
-            state = loader.state_dict()
-    assert got == whole[: len(got)]
-    assert len(got) >= min(n, len(whole)) or len(got) == sum(steps)
+def finite_rows(make: Make, **how: Any) -> list[list[int]]:
+    """Return every row of one finite pass over all of the data."""
+    with make(epochs=1, drop_last=False, **how) as loader:
+        return [row for batch in loader for row in rows_of(batch)]
+
+
+# The same stream, however it is run
 
 
 def same_for_any(make: Make, n: int, ways: Sequence[dict[str, Any]]) -> None:
@@ -99,10 +116,20 @@ def same_for_any(make: Make, n: int, ways: Sequence[dict[str, Any]]) -> None:
         assert ledger(make, n, **way) == first, f"{way} differs from {ways[0]}"
 
 
+def same_for_any_worker_count(
+    make: Make, n: int, ways: Sequence[dict[str, Any]] = WORKER_COUNTS
+) -> None:
+    """The stream does not depend on the number of workers or the depth of the queue."""
+    same_for_any(make, n, ways)
+
+
 def global_rows(
     make: Make, world: int, batches: int, global_batch: int, states: list[Any] | None = None
 ) -> tuple[list[bytes], list[Any]]:
-    """The rows that all ranks together get, in global order, and the states they end with."""
+    """Return the rows of all ranks in global order, and the state of each rank after them.
+
+    Row i of rank r's batches is global row i * world + r.
+    """
     columns: list[list[bytes]] = []
     ended = []
     for rank in range(world):
@@ -110,9 +137,7 @@ def global_rows(
             if states is not None:
                 loader.load_state_dict(states)
             rows: list[bytes] = []
-            for _ in range(batches):
-                batch = loader.next_batch(timeout=60)
-                assert batch is not None
+            for batch in batches_of(loader, batches):
                 targets = batch.inputs if batch.targets is None else batch.targets
                 rows += [
                     a.tobytes() + b.tobytes()
@@ -120,12 +145,14 @@ def global_rows(
                 ]
             columns.append(rows)
             ended.append(json.loads(json.dumps(loader.state_dict())))
-    assert len({len(rows) for rows in columns}) == 1
+    assert {len(rows) for rows in columns} == {batches * global_batch // world}
     return [row for turn in zip(*columns, strict=True) for row in turn], ended
 
 
-def same_for_any_world(make: Make, batches: int, global_batch: int, worlds: Sequence[int]) -> None:
-    """The global stream does not depend on the number of ranks, even where it changes on the way."""
+def same_for_any_world_size(
+    make: Make, batches: int, global_batch: int, worlds: Sequence[int]
+) -> None:
+    """The global rows do not depend on the world size, even if it changes at a resume."""
     whole, _ = global_rows(make, worlds[0], batches * len(worlds), global_batch)
     for world in worlds:
         rows, _ = global_rows(make, world, batches, global_batch)
@@ -138,17 +165,181 @@ def same_for_any_world(make: Make, batches: int, global_batch: int, worlds: Sequ
     assert got == whole
 
 
-def closes_cleanly(make: Make) -> None:
-    """Shutting down at any point, twice, and going on afterwards, loses and repeats nothing."""
-    whole = ledger(make, 6)
+# Resuming
+
+
+def resumes_everywhere(
+    make: Make, n: int, every: int = 1, tail: int = 1_000_000, state_bytes: int = 1024
+) -> None:
+    """A state from before the first batch or after any batch gives the rest of the stream.
+
+    `state_bytes` bounds a state's length as JSON. `tail` limits how many batches are compared after each resume; every tenth resume is compared
+    to the end.
+    """
+    with make() as loader:
+        states = [loader.state_dict()]
+        whole: list[str] = []
+        for batch in batches_of(loader, n):
+            whole.append(digest(batch))
+            states.append(loader.state_dict())
+            assert batch.state_dict() == states[-1]
+    for at in range(0, len(states), every):
+        saved = json.dumps(states[at])
+        assert len(saved) < state_bytes, saved
+        length = len(whole) if at // every % 10 == 0 else at + tail
+        with make() as loader:
+            loader.load_state_dict(json.loads(saved))
+            assert loader.state_dict() == states[at]
+            assert take(loader, min(length, len(whole)) - at) == whole[at:length], (
+                f"after a resume at batch {at}"
+            )
+
+
+def resumes_repeatedly(make: Make, n: int, steps: Iterable[int]) -> None:
+    """Resuming again and again, a few batches further each time, gives the uninterrupted stream."""
+    whole = ledger(make, n)
+    got: list[str] = []
+    state = None
+    for step in steps:
+        with make() as loader:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            got += take(loader, min(step, n - len(got)))
+            state = loader.state_dict()
+    assert got == whole[: len(got)]
+    assert len(got) >= min(n, len(whole)) or len(got) == sum(steps)
+
+
+# What the stream is made of
+
+
+def provenance_names_the_rows(make: Make, n: int, read: Read) -> None:
+    """The spans of a row, read again from the source, are the row."""
+    with make() as loader:
+        for batch in batches_of(loader, n):
+            for ids, spans in zip(rows_of(batch), batch.provenance(), strict=True):
+                if spans[0].at == (0, 0):  # a sample: one span without a range
+                    assert len(spans) == 1
+                    assert ids == read(spans[0])
+                    continue
+                found: list[int] = []
+                for span in spans:
+                    assert span.at == (len(found), len(found) + span.tokens[1] - span.tokens[0])
+                    found += read(span)[slice(*span.tokens)]
+                assert found == ids
+
+
+def finite_pass_uses_every_document_once(
+    make: Make, documents: Sequence[Sequence[int]], eos: int
+) -> None:
+    """One pass of concat rows is every document once: rows overlap by one id, documents end with eos."""
+    rows = finite_rows(make)
+    ids = [id for row in rows for id in row[:-1]] + rows[-1][-1:]
+    found: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(ids):
+        end = ids.index(eos, at) + 1
+        found.append(tuple(ids[at:end]))
+        at = end
+    assert Counter(found) == Counter(map(tuple, documents))
+
+
+def finite_pass_names_every_document(
+    make: Make, documents: Iterable[list[int]], read: Read
+) -> None:
+    """One pass touches every document, each under one address."""
+    with make(epochs=1, drop_last=False) as loader:
+        named = {
+            span.address: span for batch in loader for row in batch.provenance() for span in row
+        }
+    assert Counter(tuple(read(span)) for span in named.values()) == Counter(map(tuple, documents))
+
+
+def finite_pass_gives_every_row_once(make: Make, rows: Sequence[list[int]]) -> None:
+    """One pass of data that is rows already gives each row once."""
+    assert Counter(map(tuple, finite_rows(make))) == Counter(map(tuple, rows))
+
+
+def stats_add_up(make: Make, documents: Sequence[Sequence[int]] | None = None) -> None:
+    """After a finite pass the counts in `stats()` are those of what was handed out."""
+    with make(epochs=1, drop_last=False) as loader:
+        batches = list(loader)
+        stats = loader.stats()
+    assert stats.batches == len(batches) == batches[-1].index + 1
+    assert stats.tokens == sum(np.asarray(batch.inputs).size for batch in batches)
+    assert stats.tokens == sum(batch.tokens for batch in batches)
+    if documents is not None:
+        assert stats.documents - stats.empty == len(documents)
+        assert stats.text_bytes == sum(len(document) - 1 for document in documents)
+    assert stats.bad == {}
+    assert stats.queue_depth == 0
+    assert 0 <= stats.wait_s <= stats.wall_s
+
+
+# Faults and shutdown
+
+
+def error_comes_after_the_batches_before_it(
+    make: Make, error: type[BaseException], at_least: int, ways: Sequence[dict[str, Any]]
+) -> None:
+    """The batches before an error come first, for any worker count; then it is raised, every time."""
+    seen: list[list[str]] = []
+    for way in ways:
+        got: list[str] = []
+        with make(**way) as loader:
+            with pytest.raises(error):
+                got.extend(map(digest, batches_of(loader, 1_000)))
+            for _ in range(2):
+                with pytest.raises(error):
+                    loader.next_batch(timeout=TIMEOUT_S)
+        seen.append(got)
+        assert got == seen[0], f"{way} differs from {ways[0]}"
+    assert len(seen[0]) >= at_least
+
+
+def closes_cleanly(make: Make, rounds: int = 6) -> None:
+    """A shutdown at any moment leaves nothing behind, and the loader continues after it."""
+    whole = ledger(make, 6 * rounds)
+    before = open_descriptors()
+    rng = random.Random(0)
     loader = make()
     loader.shutdown()
-    got = take(loader, 2)
-    loader.shutdown()
-    loader.shutdown()
-    got += take(loader, 2)
-    loader.start()
-    loader.warmup(3, timeout=30)
-    got += take(loader, 2)
+    got: list[str] = []
+    for turn in range(rounds):
+        if turn % 3 == 1:
+            loader.start()
+        elif turn % 3 == 2:
+            loader.warmup(3, timeout=TIMEOUT_S)
+        threading.Event().wait(rng.random() * 0.01)
+        got += take(loader, rng.randrange(6))
+        loader.shutdown()
+        loader.shutdown()
+        assert not own_threads()
+    got += take(loader, len(whole) - len(got))
     loader.shutdown()
     assert got == whole
+    assert not own_threads()
+    del loader
+    # A server in this process closes its end of a connection a moment later.
+    deadline = time.monotonic() + 10
+    while len(open_descriptors()) > len(before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = set(open_descriptors().items()) - set(before.items())
+    assert len(open_descriptors()) <= len(before), left
+
+
+def own_threads() -> list[str]:
+    """Return the names of the loader's threads that run now."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
+
+
+def open_descriptors() -> dict[str, str]:
+    """Return what each open file descriptor of this process refers to."""
+    gc.collect()
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return found

@@ -21,9 +21,9 @@ from penstock.encode.tokenizer import Tokenizer
 from penstock.lane import Lane
 from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
-from penstock.testing import HubServer
 from penstock.watch.attribution import Known, band, charge, judge
 from penstock.watch.stage_timer import IDLE, OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
+from tests.servers import HubServer
 
 DELAY_S = 0.2
 

@@ -16,9 +16,9 @@ from penstock import AsyncDataLoader, ConfigError, SyntheticDataset, TextDataset
 from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
 from penstock.feed.pool import ThreadPool
 from penstock.feed.prefetch import Prefetcher
-from penstock.testing import HubServer
 from penstock.watch.attribution import Known, Verdict, judge
 from tests import contracts
+from tests.servers import HubServer
 
 # The decisions, on a machine made of numbers
 

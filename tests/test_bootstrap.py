@@ -29,8 +29,8 @@ from penstock.cli.bootstrap import bootstrap as bootstrap_command
 from penstock.errors import NoData, SourceChanged
 from penstock.sources.bootstrap import Progress, bootstrap
 from penstock.sources.bootstrap_lines import as_lines
-from penstock.testing import Chaos, FileServer, HubServer
 from tests.corpus import texts
+from tests.servers import Chaos, FileServer, HubServer
 
 ROOT = Path(__file__).parent.parent
 EAGER = "import penstock.sources.bootstrap as b; b.COMMIT_BYTES = 1; from penstock.cli.bootstrap import main; main()"

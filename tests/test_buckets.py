@@ -30,8 +30,8 @@ from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing
 from penstock.read.manifest import list_files
 from penstock.read.retry import Client
-from penstock.testing import Fault, FileServer
 from penstock.types import FileRef
+from tests.servers import Fault, FileServer
 
 obstore = pytest.importorskip("obstore")
 

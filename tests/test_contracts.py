@@ -1,230 +1,384 @@
-"""The contracts over sources, packings and shuffles."""
+"""The contracts on every kind of data, packing and order."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, Shard, TextDataset
+from penstock import (
+    AsyncDataLoader,
+    BadRecord,
+    CorruptFile,
+    Mixture,
+    Shard,
+    SyntheticDataset,
+    TextDataset,
+)
 from tests import contracts
-from tests.corpus import texts
-
-SOURCES = {
-    "parquet": "parquet",
-    "jsonl": "docs.jsonl",
-    "gz": "docs.jsonl.gz",
-    "text": "docs.txt",
-    "many": "many",
-}
-PACKINGS = ("concat", "bos", "best_fit")
-
-
-def maker(
-    corpus: Path, source: str, packing: str = "concat", shuffle: bool = False, **fixed: Any
-) -> contracts.Make:
-    """Builds loaders of one stream."""
-    about = {
-        "chunk_bytes": 4096,
-        "shuffle_chunks": 4,
-        "seq_len": 64,
-        "tokenizer": str(corpus / "tokenizer.json"),
-    }
-    loader = {"batch_size": 8, "seed": 5, "n_workers": 2}
-    for name in [
-        name
-        for name in fixed
-        if name
-        in (
-            "seq_len",
-            "tokenizer",
-            "positions",
-            "doc_batch",
-            "split",
-            "skip",
-            "shuffle_chunks",
-            "chunk_bytes",
-            "val_fraction",
-        )
-    ]:
-        about[name] = fixed.pop(name)
-    separator = "\0\0" if source == "text" else None
-    data = TextDataset(corpus / SOURCES[source], packing=packing, separator=separator, **about)
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, shuffle=shuffle, **{**loader, **fixed, **how})
-
-    return make
-
-
-matrix = pytest.mark.parametrize(
-    ("source", "packing", "shuffle"),
-    [
-        # Packing knows nothing of where text comes from: all pairs of the two are left to `make test-slow`.
-        pytest.param(
-            source,
-            packing,
-            shuffle,
-            marks=[] if packing == "concat" or source == "parquet" else [pytest.mark.slow],
-        )
-        for source in SOURCES
-        for packing in PACKINGS
-        for shuffle in (False, True)
-    ],
+from tests.kinds import (
+    EOS,
+    FILES,
+    ITERATED,
+    KINDS,
+    MIXED,
+    MIXTURES,
+    PACKINGS,
+    PROCESSED,
+    ROW_NUMBERS,
+    SEQ,
+    SLOW,
+    TEXT,
+    Kind,
+    Samples,
+    documents,
 )
 
 
-@matrix
-def test_every_batch_of_two_epochs_resumes_exactly(
-    corpus: Path, source: str, packing: str, shuffle: bool
-) -> None:
-    contracts.resumes_everywhere(
-        maker(corpus, source, packing, shuffle, epochs=2, seq_len=256), n=1000, every=3
+def each(kinds: dict[str, Kind], only: Callable[[Kind], bool] = lambda kind: True) -> Any:
+    """Run a test on every one of these kinds."""
+    return pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(kind, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+            for name, kind in kinds.items()
+            if only(kind)
+        ],
     )
 
 
-@matrix
-def test_resuming_many_times_in_a_row_gives_the_whole_stream(
-    corpus: Path, source: str, packing: str, shuffle: bool
-) -> None:
-    make = maker(corpus, source, packing, shuffle)
-    contracts.resumes_repeatedly(make, n=48, steps=[0, 1, 1, 2, 3, 1, 17, 1, 1, 16, 5])
+# The same stream, however it is run
 
 
-@matrix
-def test_the_stream_is_the_same_however_it_is_run(
-    corpus: Path, source: str, packing: str, shuffle: bool
-) -> None:
-    make = maker(corpus, source, packing, shuffle)
-    ways = [{"n_workers": 0, "prefetch_size": 1}]
-    ways += [
-        {"n_workers": w, "prefetch_size": p} for w, p in ((1, 1), (1, 16), (2, 3), (3, 8), (8, 2))
-    ]
-    contracts.same_for_any(make, 40, ways)
+@each(KINDS)
+def test_same_for_any_worker_count(kind: Kind, corpus: Path) -> None:
+    contracts.same_for_any_worker_count(kind.maker(corpus), 40)
 
 
-@matrix
-def test_the_global_stream_is_the_same_for_any_world_size(
-    corpus: Path, source: str, packing: str, shuffle: bool
-) -> None:
-    make = maker(corpus, source, packing, shuffle, lanes=8, n_workers=1, seq_len=32)
-    contracts.same_for_any_world(make, batches=3, global_batch=16, worlds=(8, 4, 1, 2))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parquet concat shuffled",
+        "gz concat",
+        "iterable best_fit shuffled",
+        "samples shuffled",
+        "preprocessed at once",
+        "iterated samples",
+        "mixture restart shuffled",
+    ],
+)
+def test_processes_give_the_stream_of_threads(name: str, corpus: Path) -> None:
+    contracts.same_for_any_worker_count(KINDS[name].maker(corpus), 20, contracts.PROCESSES)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_restoring_at_every_single_batch_of_an_epoch(corpus: Path, source: str) -> None:
-    contracts.resumes_everywhere(
-        maker(corpus, source, "concat", True, epochs=1, seq_len=512), n=1000
-    )
+@each(TEXT | MIXTURES)
+def test_same_for_any_world_size(kind: Kind, corpus: Path) -> None:
+    make = kind.maker(corpus, n_workers=1, lanes=kind.lanes)
+    contracts.same_for_any_world_size(make, batches=12, global_batch=8, worlds=(4, 1, 2))
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_positions_resume_with_the_ids(corpus: Path, packing: str) -> None:
-    contracts.resumes_everywhere(
-        maker(corpus, "parquet", packing, True, positions=True, epochs=1), n=60, every=7
-    )
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_shutdown_and_restart_lose_nothing(corpus: Path, source: str) -> None:
-    contracts.closes_cleanly(maker(corpus, source, shuffle=True))
-
-
-@pytest.mark.parametrize("doc_batch", [1, 2, 7, 1000])
-def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_batch: int) -> None:
-    whole = contracts.ledger(maker(corpus, "parquet"), 60)
-    assert contracts.ledger(maker(corpus, "parquet", doc_batch=doc_batch), 60) == whole
+@each(ROW_NUMBERS | ITERATED | {"preprocessed": PROCESSED["preprocessed"]})
+def test_rows_are_the_same_for_any_world_size(kind: Kind, corpus: Path) -> None:
+    make = kind.maker(corpus, n_workers=1)
+    contracts.same_for_any_world_size(make, batches=3, global_batch=30, worlds=(5, 1, 2, 3))
 
 
 def test_lanes_that_do_not_divide_the_batch_keep_the_stream(corpus: Path) -> None:
-    make = maker(corpus, "parquet", shuffle=True, lanes=6)
-    contracts.same_for_any_world(make, batches=5, global_batch=6, worlds=(1, 2, 3, 6))
+    make = KINDS["parquet concat shuffled"].maker(corpus, lanes=6)
+    contracts.same_for_any_world_size(make, batches=5, global_batch=6, worlds=(1, 2, 3, 6))
+
+
+@pytest.mark.parametrize("doc_batch", [1, 7, 1000])
+def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_batch: int) -> None:
+    def make(**how: Any) -> AsyncDataLoader:
+        data = TextDataset(
+            corpus / "parquet", tokenizer=str(corpus / "tokenizer.json"), seq_len=SEQ, **how
+        )
+        return AsyncDataLoader(data, 8, shuffle=True, n_workers=2)
+
+    contracts.same_for_any(make, 30, [{}, {"doc_batch": doc_batch}])
+
+
+# Resuming
+
+
+@each(KINDS)
+def test_resumes_everywhere(kind: Kind, corpus: Path) -> None:
+    make = kind.maker(corpus, batch_size=16, **kind.finite())
     contracts.resumes_everywhere(
-        maker(corpus, "parquet", shuffle=True, lanes=6, batch_size=5), n=40, every=3
+        make, n=80, every=1 if kind.rows else 2, tail=4, state_bytes=kind.state_bytes
     )
 
 
-def stream_of(make: contracts.Make, **how: Any) -> list[int]:
-    """The ids of a finite concat stream, padding left out: all inputs, and the last target."""
-    ids: list[int] = []
-    last = 0
-    with make(epochs=1, drop_last=False, batch_size=1, **how) as loader:
-        for batch in loader:
-            real = int((np.asarray(batch.targets) != -100).sum())
-            ids += np.asarray(batch.inputs)[0, :real].tolist()
-            last = int(np.asarray(batch.targets)[0, real - 1])
-    return [*ids, last]
+@each(KINDS)
+def test_resumes_repeatedly(kind: Kind, corpus: Path) -> None:
+    contracts.resumes_repeatedly(
+        kind.maker(corpus), n=48, steps=[0, 1, 1, 2, 3, 1, 17, 1, 1, 16, 5]
+    )
 
 
-def reference_ids(corpus: Path) -> list[list[int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    return [[*tokenizer.encode(text).ids, eos] for text in texts() if text]
-
-
-@pytest.mark.parametrize("source", ["parquet", "jsonl", "gz", "text"])
-def test_concat_gives_every_token_of_every_document_once_and_in_order(
-    corpus: Path, source: str
-) -> None:
-    expected = [id for document in reference_ids(corpus) for id in document]
-    assert stream_of(maker(corpus, source)) == expected
-
-
-def documents_of(ids: list[int], eos: int) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = []
-    at = 0
-    while at < len(ids):
-        end = ids.index(eos, at) + 1
-        out.append(tuple(ids[at:end]))
-        at = end
-    return out
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_shuffled_concat_gives_the_same_documents_in_another_order(
-    corpus: Path, source: str
-) -> None:
-    reference = [tuple(document) for document in reference_ids(corpus)]
-    ids = stream_of(maker(corpus, source, shuffle=True))
-    shuffled = documents_of(ids, reference[0][-1])
-    assert sorted(shuffled) == sorted(reference)
-    assert shuffled != reference
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_shards_are_disjoint_and_complete(corpus: Path, source: str, world: int) -> None:
-    reference = [tuple(document) for document in reference_ids(corpus)]
-    make = maker(corpus, source, shuffle=True)
-    found: list[tuple[int, ...]] = []
-    for rank in range(world):
-        found += documents_of(stream_of(make, shard=Shard(world, rank)), reference[0][-1])
-    assert sorted(found) == sorted(reference)
-
-
-def test_each_epoch_has_an_order_of_its_own(corpus: Path) -> None:
-    make = maker(corpus, "parquet", shuffle=True, epochs=1, batch_size=1, seq_len=64)
-    with make() as loader:
-        first = [contracts.digest(b) for b in loader]
-        second = [contracts.digest(b) for b in loader]
-    assert first != second
-    assert len(first) == len(second)
-
-
-def test_another_seed_gives_another_order(corpus: Path) -> None:
-    make = maker(corpus, "parquet", shuffle=True)
-    assert contracts.ledger(make, 20, seed=1) != contracts.ledger(make, 20, seed=2)
+@each(TEXT | MIXTURES)
+def test_several_lanes_resume(kind: Kind, corpus: Path) -> None:
+    make = kind.maker(corpus, lanes=kind.lanes, batch_size=5, seed=1)
+    contracts.resumes_everywhere(make, n=60, every=9, tail=10, state_bytes=4096)
 
 
 @pytest.mark.slow
-@matrix
-def test_every_single_batch_resumes_with_every_source_packing_and_order(
-    corpus: Path, source: str, packing: str, shuffle: bool
-) -> None:
-    contracts.resumes_everywhere(
-        maker(corpus, source, packing, shuffle, epochs=2, seq_len=128), n=400
+@each({**TEXT, **MIXTURES})
+def test_every_batch_of_two_epochs_resumes(kind: Kind, corpus: Path) -> None:
+    make = kind.maker(corpus, **kind.finite())
+    contracts.resumes_everywhere(make, n=120, state_bytes=kind.state_bytes)
+
+
+# What the stream is made of
+
+
+@each(KINDS, only=lambda kind: kind.read is not None)
+def test_provenance_names_the_rows(kind: Kind, corpus: Path) -> None:
+    assert kind.read is not None
+    contracts.provenance_names_the_rows(kind.maker(corpus), 60, partial(kind.read, corpus))
+
+
+@each({name: kind for name, kind in TEXT.items() if "concat" in name})
+def test_finite_pass_uses_every_document_once(kind: Kind, corpus: Path) -> None:
+    contracts.finite_pass_uses_every_document_once(kind.maker(corpus), documents(), EOS)
+
+
+@each(TEXT)
+def test_finite_pass_names_every_document(kind: Kind, corpus: Path) -> None:
+    assert kind.read is not None
+    contracts.finite_pass_names_every_document(
+        kind.maker(corpus), documents(), partial(kind.read, corpus)
     )
+
+
+@each(KINDS, only=lambda kind: kind.rows is not None)
+def test_finite_pass_gives_every_row_once(kind: Kind, corpus: Path) -> None:
+    assert kind.rows is not None
+    contracts.finite_pass_gives_every_row_once(kind.maker(corpus), kind.rows())
+
+
+@pytest.mark.parametrize("source", ["parquet", "jsonl", "gz", "txt", "iterable"])
+def test_concat_cuts_the_documents_in_order_into_rows_that_overlap_by_one(
+    corpus: Path, source: str
+) -> None:
+    ids = [id for document in documents() for id in document]
+    expected = [ids[at : at + SEQ + 1] for at in range(0, len(ids) - 1, SEQ)]
+    assert contracts.finite_rows(TEXT[f"{source} concat"].maker(corpus)) == expected
+
+
+@pytest.mark.parametrize("shuffle", ["", " shuffled"])
+def test_best_fit_cuts_only_documents_longer_than_a_row(corpus: Path, shuffle: str) -> None:
+    kind = TEXT[f"parquet best_fit{shuffle}"]
+    assert kind.read is not None
+    with kind.maker(corpus, epochs=1, drop_last=False)() as loader:
+        spans = [span for batch in loader for row in batch.provenance() for span in row]
+    assert len(spans) > len(documents())
+    for span in spans:
+        length = len(kind.read(corpus, span))
+        assert length > SEQ + 1 or span.tokens == (0, length)
+
+
+@pytest.mark.parametrize("shuffle", ["", " shuffled"])
+def test_bos_begins_every_row_with_a_document(corpus: Path, shuffle: str) -> None:
+    with TEXT[f"parquet bos{shuffle}"].maker(corpus, epochs=1)() as loader:
+        assert {row[0].tokens[0] for batch in loader for row in batch.provenance()} == {0}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_positions_count_from_the_start_of_each_document_or_row(corpus: Path, packing: str) -> None:
+    data = TextDataset(
+        corpus / "parquet", tokenizer="byte", seq_len=SEQ, packing=packing, positions=True
+    )
+    with AsyncDataLoader(data, 4, shuffle=True, epochs=1) as loader:
+        for batch in loader:
+            expected = np.zeros((len(batch.inputs), SEQ), np.int64)
+            for row, spans in zip(expected, batch.provenance(), strict=True):
+                starts = {0, *(span.at[0] for span in spans), spans[-1].at[1]}
+                for column in range(1, SEQ):
+                    row[column] = 0 if column in starts else row[column - 1] + 1
+            flat = expected.reshape(-1)
+            assert np.array_equal(np.asarray(batch.positions), expected)
+            assert batch.cu_seqlens.tolist() == [*np.flatnonzero(flat == 0).tolist(), flat.size]
+
+
+@pytest.mark.parametrize("source", [*FILES, "iterable"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_shards_are_disjoint_and_complete(corpus: Path, source: str, world: int) -> None:
+    kind = TEXT[f"{source} concat shuffled"]
+    assert kind.read is not None
+    found: list[list[int]] = []
+    for rank in range(world):
+        make = kind.maker(corpus, shard=Shard(world, rank), epochs=1, drop_last=False)
+        with make() as loader:
+            spans = {s.address: s for b in loader for row in b.provenance() for s in row}
+        found += [kind.read(corpus, span) for span in spans.values()]
+    assert sorted(found) == sorted(documents())
+
+
+@pytest.mark.parametrize("name", ["parquet concat", "iterable concat", "samples", "tokens"])
+def test_each_epoch_has_an_order_of_its_own_if_shuffled(corpus: Path, name: str) -> None:
+    def passes(shuffled: str) -> list[list[bytes]]:
+        make = KINDS[name + shuffled].maker(corpus, epochs=1)
+        with make() as loader:
+            return [[np.asarray(batch.inputs).tobytes() for batch in loader] for _ in range(2)]
+
+    first, second = passes(" shuffled")
+    assert len(first) == len(second)
+    assert first != second
+    first, second = passes("")
+    assert first == second != passes(" shuffled")[0]
+
+
+@pytest.mark.parametrize("name", ["parquet concat", "iterable concat", "samples", "synthetic"])
+def test_another_seed_gives_another_order(corpus: Path, name: str) -> None:
+    make = KINDS[f"{name} shuffled"].maker(corpus)
+    assert contracts.ledger(make, 10, seed=1) != contracts.ledger(make, 10, seed=2)
+
+
+@each(MIXTURES)
+def test_a_mixture_gives_each_part_its_share(kind: Kind, corpus: Path) -> None:
+    counts = dict.fromkeys(MIXED, 0)
+    names = {"items": "stream", "ids.bin": "tokens", "synthetic": "made"}
+    with kind.maker(corpus)() as loader:
+        for batch in contracts.batches_of(loader, 60):
+            for spans in batch.provenance():
+                counts[names.get(spans[0].file, "text")] += 1
+    total = sum(counts.values())
+    assert total == 480
+    for name, weight in MIXED.items():
+        assert abs(counts[name] - weight * total) <= 2, counts
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mixture_that_stops_ends_with_its_first_part(shuffle: bool) -> None:
+    short, long = (SyntheticDataset(seq_len=8, num_samples=n, vocab_size=9) for n in (20, 900))
+    mixed = Mixture({"short": (short, 0.5), "long": (long, 0.5)}, on_end="stop")
+    with AsyncDataLoader(mixed, 1, shuffle=shuffle, epochs=1) as loader:
+        rows = sum(1 for _ in loader)
+    assert 39 <= rows <= 41
+
+
+# Stats
+
+
+@each(KINDS, only=lambda kind: not kind.endless)
+def test_stats_add_up(kind: Kind, corpus: Path) -> None:
+    contracts.stats_add_up(kind.maker(corpus), documents() if kind.text else None)
+
+
+# Errors
+
+
+def broken_parquet(folder: Path) -> Any:
+    """Three files, the second one with damaged pages."""
+    for name in "abc":
+        table = pa.table({"text": [f"{name} {row} " * 9 for row in range(40)]})
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=10, compression="snappy")
+    damaged = bytearray((folder / "b.parquet").read_bytes())
+    damaged[4:400] = b"\xff" * 396
+    (folder / "b.parquet").write_bytes(damaged)
+    return TextDataset(folder, tokenizer="byte", seq_len=16)
+
+
+def broken_jsonl(folder: Path) -> Any:
+    """A line in the middle that is not JSON."""
+    lines = [json.dumps({"text": f"line {row} " * 9}) for row in range(200)]
+    lines[150] = '{"text": '
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return TextDataset(folder / "a.jsonl", tokenizer="byte", seq_len=16, chunk_bytes=1024)
+
+
+def broken_text(folder: Path) -> Any:
+    """A document in the middle that is not UTF-8."""
+    texts = [b"document %d " % row * 9 for row in range(200)]
+    texts[150] = b"\xff\xfe"
+    (folder / "a.txt").write_bytes(b"\0".join(texts))
+    return TextDataset(
+        folder / "a.txt", tokenizer="byte", seq_len=16, chunk_bytes=1024, separator="\0"
+    )
+
+
+def fails_after(items: int) -> Iterator[str]:
+    for row in range(items):
+        yield f"item {row} " * 9
+    raise KeyError("from the user's iterable")
+
+
+def broken_iterable(_: Path) -> Any:
+    source = partial(fails_after, 150)
+    return TextDataset.from_iterable(source, tokenizer="byte", seq_len=16, chunk_docs=4, name="i")
+
+
+class BrokenSamples(Samples):
+    def __getitem__(self, index: int) -> Any:
+        if index == 77:
+            raise KeyError("from the user's dataset")
+        return super().__getitem__(index)
+
+
+def broken_samples(_: Path) -> Any:
+    return BrokenSamples()
+
+
+def fail_after_samples() -> Iterator[Any]:
+    for row in range(77):
+        yield Samples()[row]
+    raise KeyError("from the user's iterable")
+
+
+def broken_iterated_samples(_: Path) -> Any:
+    return fail_after_samples
+
+
+def broken_mixture(folder: Path) -> Any:
+    made = SyntheticDataset(seq_len=16, num_samples=500, vocab_size=EOS + 1)
+    return Mixture({"text": (broken_parquet(folder), 0.5), "made": (made, 0.5)})
+
+
+BROKEN = [
+    (broken_parquet, CorruptFile, False),
+    (broken_jsonl, BadRecord, False),
+    (broken_text, BadRecord, False),
+    (broken_iterable, KeyError, False),
+    (broken_samples, KeyError, False),
+    (broken_samples, KeyError, True),
+    (broken_iterated_samples, KeyError, False),
+    (broken_mixture, CorruptFile, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "shuffle"),
+    BROKEN,
+    ids=[f"{build.__name__}{' shuffled' * shuffle}" for build, _, shuffle in BROKEN],
+)
+def test_error_comes_after_the_batches_before_it(
+    build: Callable[[Path], Any], error: type[Exception], shuffle: bool, tmp_path: Path
+) -> None:
+    data = build(tmp_path)
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(data, 4, shuffle=shuffle, **how)
+
+    contracts.error_comes_after_the_batches_before_it(make, error, 1, contracts.WORKER_COUNTS)
+
+
+# Shutdown
+
+
+@each(KINDS)
+def test_closes_cleanly(kind: Kind, corpus: Path) -> None:
+    contracts.closes_cleanly(kind.maker(corpus))
+
+
+@pytest.mark.parametrize("name", ["parquet concat shuffled", "samples shuffled"])
+def test_processes_close_cleanly(name: str, corpus: Path) -> None:
+    contracts.closes_cleanly(KINDS[name].maker(corpus, workers="process", n_workers=1), rounds=2)

@@ -20,11 +20,11 @@ import pytest
 import yaml
 
 import penstock
-from penstock import AsyncDataLoader, TextDataset, testing
+from penstock import AsyncDataLoader, TextDataset
 from penstock.settings import load
-from penstock.testing import HubServer
 from tests.faults.serving import documents, parquet
 from tests.recorded import Recording, write_run
+from tests.servers import HubServer
 from tests.train.runs import ROOT, environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -73,8 +73,9 @@ NOT_RUN = {"not run: streaming": "streaming", "not run: litdata": "litdata"}
 )  # DCP in one process
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_the_code_of_a_page_runs(
-    page: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, corpus: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     # Read once, when `datasets` is imported: a place that lasts as long as the process.
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path.parent / "datasets"))
     shutil.copytree(corpus / "parquet", tmp_path / "corpus")
@@ -132,8 +133,6 @@ ELSEWHERE = {
     "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte": "tests/train/test_commands.py::test_the_smoke_test_passes",
     "penstock bootstrap --out /data/fwe_bootstrap.jsonl --bytes 10GB --refresh --background": "tests/test_bootstrap.py::test_the_background_goes_on_by_itself",
     "penstock doctor python-3.11.7.parquet --tokenizer python-3.11.7.tokenizer.json --shuffle --tokens-per-second 100000000 --what-if cached": "tests/test_doctor.py::test_local_parquet_is_tried_stage_by_stage",
-    "python -m penstock.testing hub --dir data/ --repo org/name --copies 2400 --latency-ms 50 --bandwidth-mb 100 --log requests.jsonl": "tests/test_testing_servers.py::test_a_hub_runs_as_a_process_of_its_own_and_leaves_a_log_without_secrets",
-    "python -m penstock.testing files --dir data/ --fault-rate 0.01 --fault-kinds status,slow --seed 1": "tests/test_testing_servers.py::test_a_file_server_runs_as_a_process_of_its_own_with_faults",
 }  # fmt: skip
 """Commands that are not run here: the test that runs them, or what stands in the way. A new one is run until somebody decides."""
 
@@ -453,7 +452,7 @@ def test_every_page_can_be_reached_from_the_index(site: Path) -> None:
 
 def test_the_api_has_every_public_name(site: Path) -> None:
     page = (site / "api.html").read_text()
-    for name in [*penstock.__all__, *(f"testing.{name}" for name in testing.__all__)]:
+    for name in penstock.__all__:
         assert f'id="penstock.{name}"' in page, name
 
 

@@ -31,8 +31,8 @@ from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
 from penstock.encode.tokenize import Tokenizer
 from penstock.errors import LoaderTimeout, NoData, PenstockError
-from penstock.testing import Fault, FileServer, HubServer
 from tests.corpus import texts
+from tests.servers import Fault, FileServer, HubServer
 
 QUICK = {"seconds": 0.2}
 DEAD = RemoteOptions(

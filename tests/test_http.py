@@ -25,8 +25,8 @@ from penstock.read import http as http_module
 from penstock.read.attempt import Fault, Patience
 from penstock.read.connect import dial_directly, is_private
 from penstock.read.http import Http, Response, Target
-from penstock.testing import Fault as Wrong
-from penstock.testing import FileServer
+from tests.servers import Fault as Wrong
+from tests.servers import FileServer
 
 LIMITS = RemoteOptions(
     connect_timeout=1, request_timeout=5, stall_timeout=0.4, min_bytes_per_s=1000

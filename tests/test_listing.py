@@ -23,8 +23,8 @@ from penstock.read.kept import Kept
 from penstock.read.listing import RemoteListing, Secret, basic_authorization
 from penstock.read.manifest import explain_change, fingerprint, list_files, tell_apart
 from penstock.read.retry import Client
-from penstock.testing import Fault, FileServer, HubServer
 from penstock.types import FileRef
+from tests.servers import Fault, FileServer, HubServer
 
 TOKEN = "hf_very_secret_indeed"
 CARD = """---

@@ -19,8 +19,8 @@ from penstock.errors import SourceChanged, StateMismatch
 from penstock.feed.pool import ThreadPool
 from penstock.read.cache import entries
 from penstock.sources.mixed_lanes import MixLanes
-from penstock.testing import HubServer
 from tests.reading import bytes_of, write_jsonl
+from tests.servers import HubServer
 
 LANES = 4
 SEQ = 32

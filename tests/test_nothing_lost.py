@@ -26,8 +26,8 @@ from penstock.errors import BadRecord, Offline, PeerFailed, SourceChanged, Sourc
 from penstock.order.mix import restarted
 from penstock.sources.skipped import of_mixture, of_part
 from penstock.stage import stage
-from penstock.testing import FileServer
 from penstock.types import Address
+from tests.servers import FileServer
 
 
 def write(path: Path, texts: Iterable[str]) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from penstock import AsyncDataLoader, RemoteOptions, TextDataset
 from penstock.read import once
 from penstock.read.once import Once
-from penstock.testing import HubServer
+from tests.servers import HubServer
 
 PATH = "hf://datasets/org/name/a"
 

@@ -16,7 +16,6 @@ import pytest
 
 from penstock import AsyncDataLoader, RemoteOptions, TextDataset
 from penstock.errors import Offline, RemoteError, SourceChanged
-from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import (
     closes_cleanly,
     digest,
@@ -26,6 +25,7 @@ from tests.contracts import (
     same_for_any,
     take,
 )
+from tests.servers import Fault, FileServer, HubServer
 
 QUICK = RemoteOptions(
     connect_timeout=2,

@@ -25,9 +25,9 @@ from penstock.read.attempt import Fault, Patience
 from penstock.read.http import Refused, Target
 from penstock.read.remote import RemoteFiles, Usual
 from penstock.read.retry import Client, retry_after
-from penstock.testing import Fault as Wrong
-from penstock.testing import FileServer
 from penstock.types import FileRef
+from tests.servers import Fault as Wrong
+from tests.servers import FileServer
 
 LIMITS = RemoteOptions(
     connect_timeout=1, request_timeout=3, stall_timeout=0.5, backoff=0.001, retry_after_cap=0.05

@@ -19,10 +19,10 @@ import pytest
 
 from penstock import ConfigError
 from penstock.errors import NoData
-from penstock.testing import Fault, HubServer
 from penstock.verify.choice import choose
 from penstock.verify.smoke import smoke
 from tests.corpus import texts
+from tests.servers import Fault, HubServer
 
 ROOT = Path(__file__).parent.parent
 RUNBOOK = ("--seq-len", "1024", "--batch", "1", "--timeout", "60", "--tokenizer", "byte")

@@ -55,23 +55,6 @@ class RowsAtOnce(Rows):
         return [Rows.__getitem__(self, index) for index in indices]
 
 
-class Ragged(Rows):
-    def __getitem__(self, index: int) -> Any:
-        return np.arange(2 + index % 7) + index
-
-
-class Dicts(Rows):
-    def __getitem__(self, index: int) -> Any:
-        ids = list(range(index, index + 2 + index % 5))
-        return {
-            "input_ids": ids,
-            "labels": ids,
-            "attention_mask": [1] * len(ids),
-            "weight": index / 2,
-            "name": f"#{index}",
-        }
-
-
 class Tensors(Rows):
     def __getitem__(self, index: int) -> Any:
         return torch.arange(SEQ + 1) + 20 * index
@@ -234,8 +217,6 @@ ADDRESSABLE: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 WHOLE_BATCHES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "batched": (lambda _: RowsAtOnce(), {"preprocess": noisy_batch}),
     "collate": (lambda _: Rows(), {"collate": columns}),
-    "ragged": (lambda _: Ragged(), {"collate": pad_with(0)}),
-    "dicts": (lambda _: Dicts(), {"collate": pad_with(7)}),
 }
 STREAMS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "function": (lambda _: stream(documents), {}),
@@ -263,8 +244,6 @@ MIXTURES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "restart": (lambda folder: mixture(folder, "restart"), {}),
     "restart, shuffled": (lambda folder: mixture(folder, "restart"), {"shuffle": True}),
     "stop": (lambda folder: mixture(folder, "stop"), {}),
-    "leave": (lambda folder: mixture(folder, "leave"), {}),
-    "leave, shuffled": (lambda folder: mixture(folder, "leave"), {"shuffle": True}),
 }
 KINDS = ADDRESSABLE | WHOLE_BATCHES | STREAMS | SAMPLES | MIXTURES
 
@@ -280,89 +259,34 @@ def maker(kind: str, folder: Path, **fixed: Any) -> contracts.Make:
     return make
 
 
-def finite(kind: str) -> dict[str, Any]:
-    return {} if kind.startswith("restart") else {"epochs": 2, "drop_last": False}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_batch_of_two_epochs_resumes_exactly(kind: str, folder: Path) -> None:
-    contracts.resumes_everywhere(maker(kind, folder, batch_size=8, **finite(kind)), n=70, every=9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resuming_many_times_in_a_row_gives_the_whole_stream(kind: str, folder: Path) -> None:
-    contracts.resumes_repeatedly(maker(kind, folder), n=50, steps=[0, 1, 1, 2, 17, 1, 20, 1, 7])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> None:
-    ways = [{"n_workers": w, "prefetch_size": p} for w, p in ((0, 1), (1, 16), (3, 8), (3, 2))]
-    contracts.same_for_any(maker(kind, folder), 50, ways)
-
-
-@pytest.mark.parametrize("kind", ["batched", "dicts", "leave"])
-def test_processes_give_the_stream_that_threads_give(kind: str, folder: Path) -> None:
-    contracts.same_for_any(
-        maker(kind, folder), 20, [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}]
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shutdown_and_restart_lose_nothing(kind: str, folder: Path) -> None:
-    contracts.closes_cleanly(maker(kind, folder))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shutdown_before_the_first_batch_loses_nothing(kind: str, folder: Path) -> None:
-    make = maker(kind, folder)
-    whole = contracts.ledger(make, 3)
-    with make() as loader:
-        loader.warmup(4, timeout=20)
-        loader.shutdown()
-        assert contracts.take(loader, 3) == whole
-
-
-@pytest.mark.parametrize("kind", ADDRESSABLE)
-def test_addressable_data_resumes_on_any_number_of_ranks(kind: str, folder: Path) -> None:
-    make = maker(kind, folder, n_workers=1)
-    contracts.same_for_any_world(make, batches=2, global_batch=120, worlds=(8, 3, 5, 1))
-
-
-@pytest.mark.parametrize(
-    "kind", ["function", "function, shuffled", "list", "stateful", "ids", *MIXTURES]
+OWN = (
+    "rows at once",
+    "array",
+    "tensors",
+    "pairs",
+    "stateful",
+    "stateful, shuffled",
+    "hub",
+    "hub generator",
+    "ids",
 )
-@pytest.mark.parametrize("lanes", [12])
-def test_streams_resume_on_any_number_of_ranks_that_share_the_lanes(
-    kind: str, lanes: int, folder: Path
-) -> None:
-    # Chunks of few documents, so that every lane has some.
-    build = KINDS[kind][0]
-    about = KINDS[kind][1]
-
-    def make(**how: Any) -> AsyncDataLoader:
-        data = build(folder)
-        for part in [p for p, _ in data.parts.values()] if isinstance(data, Mixture) else [data]:
-            if hasattr(part, "chunk_docs"):
-                part.chunk_docs = 3
-        defaults = {"batch_size": 4, "seed": 3, "n_workers": 1, "lanes": lanes}
-        return AsyncDataLoader(data, **{**defaults, **about, **how})
-
-    contracts.same_for_any_world(make, batches=3, global_batch=12, worlds=(4, 1, 2))
+"""Kinds that `tests.kinds` does not have."""
 
 
-@pytest.mark.parametrize("kind", ["samples", "stateful samples"])
-def test_iterables_of_samples_resume_on_any_number_of_ranks(kind: str, folder: Path) -> None:
-    contracts.same_for_any_world(
-        maker(kind, folder, n_workers=1), batches=2, global_batch=30, worlds=(3, 5, 1, 2)
-    )
+@pytest.mark.parametrize("kind", OWN)
+def test_every_batch_of_two_epochs_resumes_exactly(kind: str, folder: Path) -> None:
+    make = maker(kind, folder, batch_size=8, epochs=2, drop_last=False)
+    contracts.resumes_everywhere(make, n=70, every=9)
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-@pytest.mark.parametrize("lanes", [1, 3, 4])
-def test_mixtures_resume_with_any_number_of_lanes(kind: str, lanes: int, folder: Path) -> None:
-    contracts.resumes_everywhere(
-        maker(kind, folder, lanes=lanes, batch_size=5, **finite(kind)), n=60, every=11
-    )
+@pytest.mark.parametrize("kind", OWN)
+def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> None:
+    contracts.same_for_any_worker_count(maker(kind, folder), 50)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_shutdown_and_restart_lose_nothing(kind: str, folder: Path) -> None:
+    contracts.closes_cleanly(maker(kind, folder), rounds=3)
 
 
 # States that do not fit
@@ -437,7 +361,6 @@ FUZZED = (
     "samples",
     "stateful samples",
     "restart",
-    "leave",
     "stop",
 )
 
@@ -491,7 +414,7 @@ def test_a_state_of_another_kind_of_data_is_refused(one: str, folder: Path) -> N
             "best fit",
         ):
             with maker(other, folder)() as loader:
-                if loader._source.data_id() != state["data"]:
+                if loader.state_dict()["data"] != state["data"]:
                     with pytest.raises((StateMismatch, StateFormat)):
                         loader.load_state_dict(state)
 
@@ -548,7 +471,7 @@ def test_what_is_no_data_is_refused(data: Any) -> None:
 
 @pytest.mark.parametrize("name", ["preprocess", "collate"])
 def test_packed_rows_take_no_settings_of_samples(name: str, folder: Path) -> None:
-    for data in (stream(documents), mixture(folder, "leave")):
+    for data in (stream(documents), mixture(folder, "stop")):
         with pytest.raises(ConfigError, match=name):
             AsyncDataLoader(data, 2, **{name: len})
 
@@ -556,10 +479,3 @@ def test_packed_rows_take_no_settings_of_samples(name: str, folder: Path) -> Non
 def test_an_iterable_of_samples_is_not_shuffled() -> None:
     with pytest.raises(ConfigError, match="shuffle"):
         AsyncDataLoader(samples, 2, shuffle=True).start()
-
-
-def test_a_listing_of_files_on_disk_is_shared_too_and_needs_ranks_to_share_it(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match=r"share_listing=True needs torch\.distributed"):
-        TextDataset(
-            corpus / "docs.jsonl", tokenizer="byte", seq_len=8, remote={"share_listing": True}
-        )

@@ -31,8 +31,8 @@ from penstock.sources import files
 from penstock.sources.files import FileLanes, TextSource
 from penstock.sources.foresight import Foresight
 from penstock.stage import Staged, stage
-from penstock.testing import Fault, HubServer
 from tests.contracts import digest, ledger, take
+from tests.servers import Fault, HubServer
 
 FILES, GROUPS, DOCUMENTS = 12, 5, 6
 QUICK = RemoteOptions(retry_budget=2, metadata_budget=2, backoff=0.02, connect_timeout=1)

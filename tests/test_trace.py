@@ -23,9 +23,9 @@ from penstock import AsyncDataLoader, TextDataset
 from penstock.cli.trace import trace as trace_command
 from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import ConfigError, CorruptFile, NoData
-from penstock.testing import HubServer
 from penstock.watch.stage_timer import STAGES
 from penstock.watch.trace import Recorder, merge
+from tests.servers import HubServer
 
 STEPS = 30
 Events = list[dict[str, Any]]

@@ -26,11 +26,11 @@ from penstock.cli.verify_resume import verify_resume
 from penstock.errors import NoData
 from penstock.sources.files import TextSource
 from penstock.state import State
-from penstock.testing import HubServer
 from penstock.verify.choice import choose
 from penstock.verify.resume import Trial, Verification
 from penstock.verify.rows import compare
 from tests.corpus import texts
+from tests.servers import HubServer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--seq-len", "32", "--batches", "12", "--points", "3")

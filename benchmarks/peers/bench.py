@@ -371,7 +371,7 @@ class Bench:
 
     def stall(self) -> None:
         """A Hub whose bodies stop half-way: one of them, or from then on all. What is said, and when?"""
-        from penstock.testing import Fault, HubServer
+        from tests.servers import Fault, HubServer
 
         entrants = [
             each

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.cli.main import cli
-from penstock.testing import Fault, HubServer
 from penstock.types import Shard
 from tests.distributed.launch import SHOWCASE, Ran, Run, bounded, places, session, torchrun
+from tests.servers import Fault, HubServer
 
 # Many runs are made for the first test that needs one of them.
 pytestmark = pytest.mark.timeout(600)

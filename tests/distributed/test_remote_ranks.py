@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import Fault, HubServer
 from tests.reading import write_jsonl
+from tests.servers import Fault, HubServer
 
 pytestmark = (
     pytest.mark.slow

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import Fault, HubServer
 from penstock.train import saved
 from penstock.train.data import make_loader, recipe
 from penstock.train.options import resolve
@@ -26,6 +25,7 @@ from tests.distributed.launch import (
     session,
     torchrun,
 )
+from tests.servers import Fault, HubServer
 
 # Many runs are made for the first test that needs one of them.
 pytestmark = pytest.mark.timeout(600)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import HubServer
 from tests.faults import serving
+from tests.servers import HubServer
 
 HF = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT",

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock import AsyncDataLoader, PenstockError, RemoteOptions, Stats, TextDataset
-from penstock.testing import HubServer
 from penstock.types import KiB
 from tests.contracts import take
+from tests.servers import HubServer
 
 QUICK = RemoteOptions(
     connect_timeout=1,

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import Chaos, HubServer
-from penstock.testing.faults import SURVIVABLE
 from tests.contracts import take
 from tests.faults.serving import CHOSEN, FORMS, QUICK, dataset, hf, loader_of
+from tests.servers import Chaos, HubServer
+from tests.servers.faults import SURVIVABLE
 
 Expected = Callable[..., list[str]]
 

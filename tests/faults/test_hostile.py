@@ -28,7 +28,6 @@ from penstock.read.connect import dial_directly
 from penstock.read.http import Http
 from penstock.read.remote import RemoteFiles
 from penstock.read.retry import Client
-from penstock.testing import Fault, FileServer, HubServer
 from penstock.types import FileRef
 from tests.contracts import ledger
 from tests.faults.serving import (
@@ -44,6 +43,7 @@ from tests.faults.serving import (
     parquet,
     run,
 )
+from tests.servers import Fault, FileServer, HubServer
 
 Expected = Callable[..., list[str]]
 DATA = bytes(range(256)) * 16

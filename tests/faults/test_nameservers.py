@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = """
 import json, socket, subprocess, sys, threading
 from tests.faults.serving import CHOSEN, IMPATIENT, content, run
-from penstock.testing import FileServer
+from tests.servers import FileServer
 
 def link(state):
     subprocess.run(["ip", "link", "set", "lo", state], check=True)

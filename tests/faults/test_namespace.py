@@ -21,7 +21,7 @@ CHILD = """
 import json, os, subprocess, sys, threading
 from dataclasses import replace
 from tests.faults.serving import CHOSEN, IMPATIENT, QUICK, content, run
-from penstock.testing import FileServer
+from tests.servers import FileServer
 
 def link(state):
     subprocess.run(["ip", "link", "set", "lo", state], check=True)

@@ -20,7 +20,6 @@ import pytest
 
 from penstock import PenstockError, Shard
 from penstock.errors import AccessDenied, RemoteError, SourceChanged
-from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import (
     CALM,
@@ -39,6 +38,7 @@ from tests.faults.serving import (
     repository,
     run,
 )
+from tests.servers import Fault, FileServer, HubServer
 
 Expected = Callable[..., list[str]]
 
@@ -634,15 +634,7 @@ def test_a_loader_that_nobody_holds_ends_its_fetches(hub: HubServer) -> None:
     wait_until(lambda: any(request.fault for request in hub.log))
     del loader
     gc.collect()
-    wait_until(
-        lambda: (
-            not [
-                t
-                for t in threading.enumerate()
-                if t.name.startswith("penstock-") and "testing" not in t.name
-            ]
-        )
-    )
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock-")])
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from penstock import PenstockError
-from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import CHOSEN, IMPATIENT, QUICK, content, dataset, loader_of
+from tests.servers import Fault, FileServer, HubServer
 
 Expected = Callable[..., list[str]]
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from penstock.errors import NoData, SourceChanged
-from penstock.testing import Fault, FileServer, HubServer
 from tests.contracts import take
 from tests.faults.serving import CHOSEN, IMPATIENT, content, dataset, documents, loader_of, parquet
 from tests.faults.test_secrets import (  # noqa: F401
@@ -29,6 +28,7 @@ from tests.faults.test_secrets import (  # noqa: F401
     signatures,
     watch,
 )
+from tests.servers import Fault, FileServer, HubServer
 
 BRIEF = replace(IMPATIENT, retry_budget=0.1, metadata_budget=0.1, stall_timeout=0.05, backoff=0.005)
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.testing import HubServer
 from tests.faults.serving import documents
+from tests.servers import HubServer
 from tests.train.runs import write_texts
 
 

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_out_before_anything_is_trai
 
 
 def test_the_first_batch_has_its_time_and_no_more_with_a_warmup_too(tmp_path: Path) -> None:
-    from penstock.testing import Fault, HubServer
+    from tests.servers import Fault, HubServer
     from tests.train.conftest import serve
 
     with HubServer() as hub:

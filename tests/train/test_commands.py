@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import HubServer
 from tests.faults.serving import documents
+from tests.servers import HubServer
 from tests.train.runs import ROOT, SMALL, Run, environment, here, train
 
 # The first test that needs a run waits for it: processes that import torch, side by side with other tests.

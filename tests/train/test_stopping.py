@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from penstock.testing import Fault, HubServer
 from penstock.train.signals import Signals
+from tests.servers import Fault, HubServer
 from tests.train.conftest import serve
 from tests.train.runs import SMALL, Child, Run, train
 

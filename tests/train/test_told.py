@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import app
-from penstock.testing import FileServer
 from penstock.train.console import steady_lines
 from penstock.train.data import recipe
 from penstock.train.options import resolve
 from penstock.watch.steady import StepEvent
+from tests.servers import FileServer
 from tests.train.runs import SMALL, Child, here, train
 
 

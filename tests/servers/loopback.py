@@ -2,7 +2,7 @@
 
 In:    connections to its ports.
 Out:   what `answer()` says, as the faults leave it; a log of every request.
-Where: a thread per port and one per connection, all named `penstock-testing-…`.
+Where: a thread per port and one per connection, all named `loopback-…`.
 State: the faults, the log and the open connections. `close()` shuts every socket down, which ends every
        wait, also in a stall, and joins every thread.
 """
@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote
 
-from penstock.testing.faults import Chaos, Fault, rewrite
-from penstock.testing.reply import Call, Reply, Request, reply_error
-from penstock.testing.wire import BadRequest, Gone, Head, Link, Wire
+from tests.servers.faults import Chaos, Fault, rewrite
+from tests.servers.reply import Call, Reply, Request, reply_error
+from tests.servers.wire import BadRequest, Gone, Head, Link, Wire
 
 JOIN_S = 2.0
 
@@ -54,7 +54,7 @@ class Loopback:
         }
         self._acceptors = [
             threading.Thread(
-                target=self._accept, args=item, name=f"penstock-testing-{item[0]}", daemon=True
+                target=self._accept, args=item, name=f"loopback-{item[0]}", daemon=True
             )
             for item in self._listeners.items()
         ]
@@ -137,7 +137,7 @@ class Loopback:
                 thread = threading.Thread(
                     target=self._serve,
                     args=(port, sock, number),
-                    name=f"penstock-testing-{port}-{number}",
+                    name=f"loopback-{port}-{number}",
                     daemon=True,
                 )
                 self._open[thread] = sock

@@ -1,4 +1,4 @@
-"""Run a loopback server as a process of its own: `python -m penstock.testing hub|files --dir FOLDER`.
+"""Run a loopback server as a process of its own: `python -m tests.servers hub|files --dir FOLDER`.
 
 In:    a folder, and options for latency, bandwidth and faults.
 Out:   the address, as the first line on stdout; with `--log`, a JSON line for each request, written at the end.
@@ -21,15 +21,15 @@ from types import FrameType
 
 from penstock.config import write_atomically
 from penstock.errors import ConfigError
-from penstock.testing.faults import KINDS, SURVIVABLE, Chaos
-from penstock.testing.files import FileServer
-from penstock.testing.hub import HubServer
-from penstock.testing.reply import Request
+from tests.servers.faults import KINDS, SURVIVABLE, Chaos
+from tests.servers.files import FileServer
+from tests.servers.hub import HubServer
+from tests.servers.reply import Request
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.testing", description="Servers on loopback, with faults."
+        prog="python -m tests.servers", description="Servers on loopback, with faults."
     )
     commands = parser.add_subparsers(dest="server", required=True)
     hub = commands.add_parser("hub", help="a stand-in for the Hugging Face Hub, with one dataset")

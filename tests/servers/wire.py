@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.testing.content import Buffer
-from penstock.testing.faults import Fault
-from penstock.testing.reply import Call, Reply
 from penstock.types import KiB, MiB
+from tests.servers.content import Buffer
+from tests.servers.faults import Fault
+from tests.servers.reply import Call, Reply
 
 MAX_HEAD_BYTES = 64 * KiB
 CATCH_UP_S = 0.05

@@ -15,7 +15,7 @@ from email.utils import formatdate
 from http.client import responses
 from typing import Any
 
-from penstock.testing.content import Content
+from tests.servers.content import Content
 
 
 @dataclass(frozen=True, slots=True)

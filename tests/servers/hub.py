@@ -20,10 +20,10 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from penstock.errors import ConfigError
-from penstock.testing.content import Shelf, Source
-from penstock.testing.loopback import Loopback
-from penstock.testing.reply import Call, Reply, reply_error, reply_file, reply_json
-from penstock.testing.repository import DATE, Commit, Entry, Repository
+from tests.servers.content import Shelf, Source
+from tests.servers.loopback import Loopback
+from tests.servers.reply import Call, Reply, reply_error, reply_file, reply_json
+from tests.servers.repository import DATE, Commit, Entry, Repository
 
 Gated = bool | Literal["files"]
 

@@ -24,8 +24,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.testing import Chaos, Fault, FileServer, HubServer
-from penstock.testing.faults import KINDS
+from tests.servers import Chaos, Fault, FileServer, HubServer
+from tests.servers.faults import KINDS
+
+ROOT = Path(__file__).parent.parent
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -408,15 +410,6 @@ def test_faults_of_addresses() -> None:
     assert changed("redirect", to=lambda path: f"ftp://y{path}").headers["location"] == "ftp://y/x"
 
 
-def test_every_kind_of_fault_is_tested_and_documented() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
-    tests = Path(__file__).read_text()
-    for kind, details in KINDS.items():
-        assert f"| `{kind}` |" in page
-        assert f'"{kind}"' in tests
-        assert all(f"`{detail}" in page for detail in details)
-
-
 def test_a_fault_strikes_what_matches_after_what_it_skips_and_as_often_as_it_should() -> None:
     with FileServer({"a/x": DATA, "b/x": DATA}) as server:
         fault = Fault("status", path="/a/*", skip=1, times=2)
@@ -788,7 +781,10 @@ def test_the_real_clients_work_with_it(tmp_path: Path) -> None:
 
 def run(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock.testing", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.servers", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
 
 
@@ -849,8 +845,8 @@ def test_a_file_server_runs_as_a_process_of_its_own_with_faults(tmp_path: Path) 
 
 def test_a_folder_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "nowhere"
-    arguments = [sys.executable, "-m", "penstock.testing", "files", "--dir", str(folder)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    arguments = [sys.executable, "-m", "tests.servers", "files", "--dir", str(folder)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert f"--dir {folder}: there is no such folder" in done.stderr
 
@@ -859,13 +855,13 @@ def test_a_folder_without_files_is_refused_with_its_name(tmp_path: Path) -> None
     arguments = [
         sys.executable,
         "-m",
-        "penstock.testing",
+        "tests.servers",
         "files",
         "--dir",
         str(tmp_path),
         "--copies",
         "3",
     ]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert f"{tmp_path} has no files that could be served 3 times" in done.stderr

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from penstock.testing.content import Content, Shelf, Source
-from penstock.testing.loopback import Loopback
-from penstock.testing.reply import Call, Reply, reply_error, reply_file
+from tests.servers.content import Content, Shelf, Source
+from tests.servers.loopback import Loopback
+from tests.servers.reply import Call, Reply, reply_error, reply_file
 
 
 class FileServer(Loopback):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
-from penstock.testing.content import Content, Shelf, Source
 from penstock.types import MiB
+from tests.servers.content import Content, Shelf, Source
 
 LARGE = (".parquet", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".arrow", ".bin", ".npy")
 """Files with these endings are kept in large file storage whatever their size, as on the Hub."""

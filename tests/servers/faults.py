@@ -19,8 +19,8 @@ from random import Random
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.testing.content import Content, Flipped
-from penstock.testing.reply import Call, Reply, reply_bytes
+from tests.servers.content import Content, Flipped
+from tests.servers.reply import Call, Reply, reply_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
     "status": {"code": 503, "retry_after": None, "headers": {}, "body": b""},
