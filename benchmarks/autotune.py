@@ -93,8 +93,9 @@ class Loader:
         self._kept = tempfile.mkdtemp(prefix="penstock-bench-")
         os.environ["PENSTOCK_CACHE"] = self._kept
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        from penstock import AsyncDataLoader, TextDataset
         from penstock.encode.tokenize import load_tokenizer
+
+        from penstock import AsyncDataLoader, TextDataset
 
         self._new = AsyncDataLoader
         urls, engine = data.pop("urls"), data.pop("engine", "auto")

@@ -70,13 +70,17 @@ class Loader:
         # Before anything is imported: where listings and footers are kept.
         self._kept = tempfile.mkdtemp(prefix="penstock-bench-")
         os.environ["PENSTOCK_CACHE"] = self._kept
-        from penstock import AsyncDataLoader, Remote, TextDataset
+        from penstock import AsyncDataLoader, TextDataset
 
         self._new = AsyncDataLoader
         self._shuffle = shuffle
         self._documents = documents
         self._data = TextDataset(
-            url, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=False, remote=Remote(fetches=fetches)
+            url,
+            tokenizer=tokenizer,
+            seq_len=SEQ_LEN,
+            cache=False,
+            remote=RemoteOptions(fetches=fetches),
         )
         with self._loader() as loader:  # all imports are made, and the vocabulary is loaded
             next(loader)

@@ -127,8 +127,9 @@ def list_only(case: Mapping[str, Any]) -> dict[str, Any]:
     """A listing that nothing is kept of."""
     importlib.import_module("penstock.sources.far")
     importlib.import_module("penstock.encode.tokenizer")
-    from penstock import TextDataset
     from penstock.sources.far import pack, unpack
+
+    from penstock import TextDataset
 
     begun = time.perf_counter()
     data = TextDataset(case["url"], tokenizer="byte", seq_len=ROW_BYTES)

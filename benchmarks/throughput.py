@@ -110,9 +110,10 @@ class Ledger:
 
     def __init__(self, loader: Loader) -> None:
         from penstock.encode.deal import Batcher
+        from penstock.feed.prefetch import Prefetcher
+
         from penstock.encode.engines import GigatokenEngine
         from penstock.encode.tokenizer import Tokenizer
-        from penstock.feed.prefetch import Prefetcher
         from penstock.loader import AsyncDataLoader
         from penstock.read.reader import Reader
 

@@ -153,8 +153,9 @@ class Runs:
 
 def make(case: Mapping[str, Any]) -> Any:
     """A loader of text."""
-    from penstock import AsyncDataLoader, TextDataset
     from penstock.encode.tokenize import load_tokenizer
+
+    from penstock import AsyncDataLoader, TextDataset
 
     data = TextDataset(
         case["urls"],

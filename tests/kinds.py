@@ -13,15 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-import penstock
-from penstock import (
-    AsyncDataLoader,
-    Mixture,
-    Span,
-    SyntheticDataset,
-    TextDataset,
-    TokenFileDataset,
-)
+from penstock import AsyncDataLoader, Mixture, Span, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock.sources.samples import batched
 from tests import contracts
 from tests.corpus import texts
 
@@ -181,7 +174,7 @@ def add_noise(sample: Any, rng: np.random.Generator) -> Any:
     return sample + rng.integers(0, 1000)
 
 
-@penstock.batched
+@batched
 def add_noise_to_all(samples: list[Any], rng: np.random.Generator) -> list[Any]:
     return [sample + rng.integers(0, 1000) for sample in samples]
 

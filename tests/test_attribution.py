@@ -14,15 +14,24 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.encode.deal import Batcher
+from penstock.lane import Lane
 
 from penstock import AsyncDataLoader, TextDataset
-from penstock.encode.deal import Batcher
 from penstock.encode.tokenizer import Tokenizer
-from penstock.lane import Lane
 from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
 from penstock.watch.attribution import Known, band, charge, judge
-from penstock.watch.stage_timer import IDLE, OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
+from penstock.watch.stage_timer import (
+    IDLE,
+    OUT,
+    RANKS,
+    STAGES,
+    WAIT,
+    Segment,
+    TaskTimeline,
+    ThreadTimeline,
+)
 from tests.servers import HubServer
 
 DELAY_S = 0.2

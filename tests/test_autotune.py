@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.feed.pool import ThreadPool
+from penstock.feed.prefetch import Prefetcher
 
 from penstock import AsyncDataLoader, ConfigError, SyntheticDataset, TextDataset
 from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
-from penstock.feed.pool import ThreadPool
-from penstock.feed.prefetch import Prefetcher
 from penstock.watch.attribution import Known, Verdict, judge
 from tests import contracts
 from tests.servers import HubServer

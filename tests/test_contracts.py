@@ -13,15 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import (
-    AsyncDataLoader,
-    BadRecord,
-    CorruptFile,
-    Mixture,
-    Shard,
-    SyntheticDataset,
-    TextDataset,
-)
+from penstock import AsyncDataLoader, Mixture, Shard, SyntheticDataset, TextDataset
+from penstock.errors import BadRecord, CorruptFile
 from tests import contracts
 from tests.kinds import (
     EOS,

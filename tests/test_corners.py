@@ -216,9 +216,8 @@ def test_a_lane_without_a_chunk_is_no_fault_where_others_have_some(tmp_path: Pat
 
 
 def test_ids_beyond_65535_are_not_cut_even_where_the_vocabulary_is_small() -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     from penstock.encode.tokenize import load_tokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"a": 70_000, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
+from penstock.encode.tokenize import Tokenizer
 from typer.testing import CliRunner, Result
 
 from penstock import (
@@ -29,7 +30,6 @@ from penstock.cli.doctor import _row, doctor
 from penstock.config import cache_dir
 from penstock.doctor.examine import Diagnosis, examine
 from penstock.doctor.flow import drain
-from penstock.encode.tokenize import Tokenizer
 from penstock.errors import LoaderTimeout, NoData, PenstockError
 from tests.corpus import texts
 from tests.servers import Fault, FileServer, HubServer

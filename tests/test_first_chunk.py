@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from penstock.sources.text_work import TextWork, _divided
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.engines import ByteEngine
 from penstock.encode.tokenizer import Tokenizer
 from penstock.read.storage import PlainFile, Storage
 from penstock.sources import files, text_work
-from penstock.sources.text_work import TextWork, _divided
 from penstock.types import ChunkRef, Documents, TokenChunk
 from tests.corpus import texts
 

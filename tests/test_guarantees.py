@@ -21,8 +21,8 @@ from penstock import (
     Shard,
     SyntheticDataset,
     TextDataset,
-    TokenizerError,
 )
+from penstock.errors import TokenizerError
 from tests import contracts
 from tests.corpus import train_vocabulary
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.sources.text_stream import StreamReader
 
 from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
 from penstock.encode.window import Place
 from penstock.errors import BadRecord, NoData, SourceError
-from penstock.sources.text_stream import StreamReader
 from tests import contracts
 
 SEQ = 8

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from penstock.encode.tokenize import Tokenizer
 
 from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
-from penstock.encode.tokenize import Tokenizer
 from penstock.errors import BadRecord, LoaderClosed, LoaderTimeout, NoData
 from tests import contracts
 from tests.corpus import texts

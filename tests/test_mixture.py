@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.order.mix import BLOCK, UNIT, Chooser, whole_weights
 
 from penstock import (
     AsyncDataLoader,
@@ -26,7 +27,6 @@ from penstock import (
 )
 from penstock.encode.window import Window
 from penstock.errors import BadRecord, NoData
-from penstock.order.mix import BLOCK, UNIT, Chooser, whole_weights
 from tests import contracts
 
 SEQ = 8

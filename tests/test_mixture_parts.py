@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from penstock.feed.pool import ThreadPool
+from penstock.sources.mixed_lanes import MixLanes
 
 from penstock import AsyncDataLoader, ConfigError, Mixture, RemoteOptions, TextDataset
 from penstock.config import cache_dir
 from penstock.errors import SourceChanged, StateMismatch
-from penstock.feed.pool import ThreadPool
 from penstock.read.cache import entries
-from penstock.sources.mixed_lanes import MixLanes
 from tests.reading import bytes_of, write_jsonl
 from tests.servers import HubServer
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from penstock.order.mix import restarted
+from penstock.sources.skipped import of_mixture, of_part
 
 from penstock import (
     AsyncDataLoader,
@@ -23,8 +25,6 @@ from penstock import (
     TextDataset,
 )
 from penstock.errors import BadRecord, Offline, PeerFailed, SourceChanged, SourceError
-from penstock.order.mix import restarted
-from penstock.sources.skipped import of_mixture, of_part
 from penstock.stage import stage
 from penstock.types import Address
 from tests.servers import FileServer

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.feed.pool import Pool, Scoped, ThreadPool, Works, make_pool
 
 from penstock.errors import ConfigError, LoaderClosed
 from penstock.feed import affinity
-from penstock.feed.pool import Pool, Scoped, ThreadPool, Works, make_pool
 from tests.working import Work
 
 KINDS = [("inline", 0), ("thread", 1), ("thread", 3), ("process", 1), ("process", 2)]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.feed.prefetch import Prefetcher
 
 from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset
 from penstock.encode.batch import Unfinished
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed import prefetch
-from penstock.feed.prefetch import Prefetcher
 
 
 class Maker:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.feed.quick import JOTTED, Last, Note
 
 from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
-from penstock.feed.quick import JOTTED, Last, Note
 from penstock.watch.consumer import Consumer
 
 

@@ -23,7 +23,6 @@ from penstock import (
     TextDataset,
     TokenFileDataset,
 )
-from penstock.encode.collate import pad_with
 from penstock.errors import SourceError, StateFormat, StateMismatch
 from penstock.sources.samples import batched
 from tests import contracts

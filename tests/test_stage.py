@@ -14,6 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from penstock.feed.keep import CacheWriter
+from penstock.sources.files import FileLanes, TextSource
+from penstock.sources.foresight import Foresight
 
 from penstock import (
     AsyncDataLoader,
@@ -25,11 +28,8 @@ from penstock import (
 )
 from penstock.cli.main import app
 from penstock.errors import SourceError
-from penstock.feed.keep import CacheWriter
 from penstock.read.cache_room import alone
 from penstock.sources import files
-from penstock.sources.files import FileLanes, TextSource
-from penstock.sources.foresight import Foresight
 from penstock.stage import Staged, stage
 from tests.contracts import digest, ledger, take
 from tests.servers import Fault, HubServer

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.encode.tokenize import Tokenizer
 
 from penstock import AsyncDataLoader, ConfigError, Mixture, SyntheticDataset, Telemetry, TextDataset
-from penstock.encode.tokenize import Tokenizer
 from penstock.errors import CorruptFile, LoaderTimeout
 from penstock.watch.consumer import Consumer
 from penstock.watch.stage_timer import STAGES, Clock, ThreadTimeline, stage_of

@@ -22,12 +22,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.feed.keep import CacheWriter
 from typer.testing import CliRunner
 
 from penstock.cli.cache import cache as command
 from penstock.encode.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, PenstockError
-from penstock.feed.keep import CacheWriter
 from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify
 from penstock.read.cache_file import TEMPORARY, make_key
 from penstock.read.cache_room import Room, alone, remove_if_left

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.sources.indexed import LEFT_TOKENS
 
 from penstock import AsyncDataLoader
 from penstock.errors import ConfigError, CorruptFile, NoData
 from penstock.feed import prefetch
 from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
-from penstock.sources.indexed import LEFT_TOKENS
 
 CODES = {
     "uint8": 1,

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
+from penstock.sources.files import TextSource
 from typer.testing import CliRunner, Result
 
 from penstock import AsyncDataLoader, Shard, SyntheticDataset, TextDataset
 from penstock.cli.verify_resume import verify_resume
 from penstock.errors import NoData
-from penstock.sources.files import TextSource
 from penstock.state import State
 from penstock.verify.choice import choose
 from penstock.verify.resume import Trial, Verification

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
         warmup_loader_with_first_batch as warmup_loader_with_first_batch,
     )
     from penstock.loader import AsyncDataLoader as AsyncDataLoader
+    from penstock.loader_stats import Stats as Stats
     from penstock.options import RemoteOptions as RemoteOptions
     from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
     from penstock.read.tokens import TokenFileDataset as TokenFileDataset
     from penstock.sources.mixture import Mixture as Mixture
-    from penstock.loader_stats import Stats as Stats
     from penstock.train.prewarm import prewarm as prewarm
     from penstock.types import Shard as Shard
     from penstock.types import Span as Span

@@ -416,7 +416,9 @@ class AsyncDataLoader:
     def stats(self) -> Stats:
         """Return what has been done so far."""
         waited_s = None if self._feed is None else self._feed.waited_s()
-        return self._stats.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited_s)
+        return self._stats.stats(
+            self._pipeline, self.telemetry, self._options.queue_bytes, waited_s
+        )
 
     def pause(self, name: str) -> AbstractContextManager[None]:
         """Keep evaluation, a checkpoint and the like apart: `with loader.pause("eval"): …`."""

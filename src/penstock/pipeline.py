@@ -20,7 +20,7 @@ from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Autotune, pipeline_knobs
 from penstock.feed.prefetch_queue import PrefetchQueue
-from penstock.feed.worker_pool import Pool, ThreadPool, make_pool
+from penstock.feed.worker_pool import Pool, make_pool
 from penstock.sources.base import Producer, RunContext, Source
 from penstock.watch.attribution import Known
 from penstock.watch.telemetry import Telemetry
@@ -153,7 +153,11 @@ class Pipeline:
         if "chunks_ready" in gauges:
             under_way = gauges["chunks_under_way"]
             queues["chunks"] = {"depth": gauges["chunks_ready"], "capacity": under_way}
-        return {"queues": queues, "fetch": gauges.get("fetch"), "balance": gauges.get("lane_balance")}
+        return {
+            "queues": queues,
+            "fetch": gauges.get("fetch"),
+            "balance": gauges.get("lane_balance"),
+        }
 
     def queue(self) -> tuple[int, int]:
         """Return how many batches are buffered, and how many may be."""

@@ -52,9 +52,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.mod < 1 or not 0 <= self.rem < self.mod:
-            raise ConfigError(
-                f"Shard({self.mod}, {self.rem}): needs mod >= 1 and 0 <= rem < mod"
-            )
+            raise ConfigError(f"Shard({self.mod}, {self.rem}): needs mod >= 1 and 0 <= rem < mod")
 
     def select(self, items: Sequence[T]) -> Sequence[T]:
         """Return this shard's items, in their order."""
@@ -263,7 +261,9 @@ class LanePosition(NamedTuple):
     def from_list(cls, value: Any) -> LanePosition:
         """Parse and check what `to_list` returned."""
         if not isinstance(value, list | tuple) or not 7 <= len(value) <= 10:
-            raise StateFormat(f"invalid state: a lane's position needs 7 integers, not {value!r:.80}")
+            raise StateFormat(
+                f"invalid state: a lane's position needs 7 integers, not {value!r:.80}"
+            )
         numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
         counts, parts = counts or [], parts or []
         if not all(is_count(n) for n in (*numbers, *counts)) or not isinstance(parts, list | tuple):

@@ -96,6 +96,8 @@ class ConcatPacker:
         self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
+        if not self._windows and not self._ended:
+            self._open_window()
         starts = self._starts_aligned(n) if self._aligned else self._starts_concat(n)
         out: list[Rows] = []
         if len(starts):
@@ -163,9 +165,7 @@ class ConcatPacker:
         return [rows]
 
     def _rows(self, ids: Ids, valid: I64 | None, starts: I64) -> ConcatRows:
-        return ConcatRows(
-            ids, valid, self._seq_len + 1, starts, self._windows, self._doc_starts
-        )
+        return ConcatRows(ids, valid, self._seq_len + 1, starts, self._windows, self._doc_starts)
 
     def _fill(self, until: int) -> None:
         """Extend the buffer to the token `until`, or to the end of the stream."""

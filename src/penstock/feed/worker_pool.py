@@ -166,7 +166,9 @@ class ThreadPool:
             for number in range(n_workers):
                 if number not in self._threads:
                     name = f"penstock-{self._name}-{number}"
-                    thread = threading.Thread(target=self._serve, args=(number,), name=name, daemon=True)
+                    thread = threading.Thread(
+                        target=self._serve, args=(number,), name=name, daemon=True
+                    )
                     self._threads[number] = thread
                     thread.start()
 

@@ -42,7 +42,9 @@ def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
             raise ConfigError(f"the weight of {name!r} must be a number ≥ 0, not {weight!r}")
     total = float(sum(float(weight) for weight in weights.values()))
     if not 0 < total < float("inf"):
-        raise ConfigError(f"the weights add up to {total}: at least one part needs a weight above 0")
+        raise ConfigError(
+            f"the weights add up to {total}: at least one part needs a weight above 0"
+        )
     whole = [round(UNIT * (float(weights[name]) / total)) for name in names]
     largest = max(range(len(whole)), key=whole.__getitem__)
     whole[largest] += UNIT - sum(whole)

@@ -144,7 +144,9 @@ class Plan:
         if self.lanes == 1:
             return teams
         ranks = permutation(self.teams, self.seed, epoch, _SHARED) if self.shuffle else None
-        loads = [(0, team if ranks is None else int(ranks[team]), team) for team in range(self.teams)]
+        loads = [
+            (0, team if ranks is None else int(ranks[team]), team) for team in range(self.teams)
+        ]
         heapq.heapify(loads)
         for file in order[np.argsort(-sizes[order], kind="stable")].tolist():
             size = int(sizes[file])

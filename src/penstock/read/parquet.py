@@ -170,7 +170,9 @@ class ParquetReader:
         schema = footer.schema.to_arrow_schema()
         names = schema.names
         if names.count(self._field) > 1:
-            raise CorruptFile(f"{file.path} has two columns named {self._field!r}: rename one of them")
+            raise CorruptFile(
+                f"{file.path} has two columns named {self._field!r}: rename one of them"
+            )
         if self._field not in names:
             raise SourceError(
                 f"{file.path} has no column {self._field!r}; it has {', '.join(names)}. Name one: text_field=…"

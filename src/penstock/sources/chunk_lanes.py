@@ -434,7 +434,9 @@ class ChunkLanes:
             self.count_bad(chunk.bad)
         if self._report_docs and counts.documents - self._reported_docs >= self._report_docs:
             self._reported_docs = counts.documents
-            log.info("%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6)
+            log.info(
+                "%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6
+            )
         self.reader.used(chunk)
         self.submit_ahead()
 

@@ -49,7 +49,8 @@ class IterableOrigin:
 
     def spans(self) -> list[list[Span]]:
         return [
-            [Span(self.name, None, None, number, (0, 0), (0, 0))] for number in self.numbers.tolist()
+            [Span(self.name, None, None, number, (0, 0), (0, 0))]
+            for number in self.numbers.tolist()
         ]
 
 

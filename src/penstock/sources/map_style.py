@@ -324,9 +324,7 @@ class MapStyleRows(RowSource):
         return IndexedPacker(self, order, pool, shard, start, end, None)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
-        packers = [
-            self.lane_packer(run, pool, lane, run.positions[lane]) for lane in run.own_lanes
-        ]
+        packers = [self.lane_packer(run, pool, lane, run.positions[lane]) for lane in run.own_lanes]
         return RowLanes(self, run, pool, packers)
 
 

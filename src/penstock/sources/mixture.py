@@ -254,7 +254,9 @@ class MixtureLanes:
             "memory_bound": any(gauges.get("memory_bound") for gauges in every),
             "cached": all(gauges["cached"] for gauges in every if "cached" in gauges),
             "fetch": max(fetched, key=lambda times: int(times["requests"]), default=None),
-            "lane_balance": min((g["lane_balance"] for g in every if "lane_balance" in g), default=1.0),
+            "lane_balance": min(
+                (g["lane_balance"] for g in every if "lane_balance" in g), default=1.0
+            ),
         }
 
     def stop(self) -> None:
@@ -292,7 +294,6 @@ class MixtureSource(RowSource):
             self.parts.append(source)  # type: ignore[arg-type]
         self._check_vocabularies()
         self.positions = any(part.positions for part in self.parts)
-        self.report_docs = min(source.report_docs for source in sources.values())
         without = [
             repr(name)
             for name, part in zip(self.names, self.parts, strict=True)
@@ -376,7 +377,9 @@ class MixtureSource(RowSource):
         n, lanes = len(self.parts), state.lanes
         for row, weights in state.weights:
             if len(weights) != n or sum(weights) != UNIT or row % lanes:
-                raise StateFormat(f"invalid state: weights from row {row} on are not those of {n} parts")
+                raise StateFormat(
+                    f"invalid state: weights from row {row} on are not those of {n} parts"
+                )
         changes = [row for row, _ in state.weights]
         positions = state.lane_positions
         first = min((at.row for at in positions.values()), default=0) * lanes
@@ -389,7 +392,9 @@ class MixtureSource(RowSource):
                 raise StateFormat(f"invalid state: lane {lane} is ahead of row {state.row}")
             since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
             if since and sum(at.counts) != since:
-                raise StateFormat(f"invalid state: the counts of lane {lane} must add up to {since}")
+                raise StateFormat(
+                    f"invalid state: the counts of lane {lane} must add up to {since}"
+                )
         for i, (name, source) in enumerate(self._sources.items()):
             own = f"{name}."
             tables = {
@@ -462,4 +467,3 @@ def _of_part(skip: Collection[Address], name: str) -> frozenset[Address]:
         for address in skip
         if address.file.startswith(prefix)
     )
-

@@ -82,7 +82,9 @@ class TextWork:
         self.clock = clock or NullClock()
         self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock)
         self._read, self._tokenizer, self._doc_batch = read, tokenizer, doc_batch
-        self.session: RemoteSession | None = None if remote is None else remote.open(threads=threads)
+        self.session: RemoteSession | None = (
+            None if remote is None else remote.open(threads=threads)
+        )
         files, kept = (
             (None, None) if self.session is None else (self.session.files, self.session.kept)
         )
@@ -292,7 +294,9 @@ class FileChunks:
         sequential = any(file.sequential for file in dataset.files)
         self._reads_here = run.workers == "process" and sequential
         fetches = dataset.fetches() if pool.n_workers else 0
-        threads = fetches or int(pool.n_workers > 0 and (self._reads_here or work.cache is not None))
+        threads = fetches or int(
+            pool.n_workers > 0 and (self._reads_here or work.cache is not None)
+        )
         self.fetches = fetches
         self.io: ThreadPool | None = None
         if threads:

@@ -17,7 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from penstock.watch.stage_timer import COMPUTED, IDLE, OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
+from penstock.watch.stage_timer import (
+    COMPUTED,
+    IDLE,
+    OUT,
+    RANKS,
+    STAGES,
+    WAIT,
+    Segment,
+    TaskTimeline,
+    ThreadTimeline,
+)
 
 BANDS = ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"), (float("inf"), "poor"))
 """Below which share of the time spent waiting for data a run is called what."""
@@ -143,7 +153,13 @@ def _hand_over(own: ThreadTimeline | None, lo: float, hi: float, stage: str, sce
 
 
 def _one(
-    segment: Segment, own: ThreadTimeline | None, lo: float, hi: float, last: str, scene: _Scene, depth: int
+    segment: Segment,
+    own: ThreadTimeline | None,
+    lo: float,
+    hi: float,
+    last: str,
+    scene: _Scene,
+    depth: int,
 ) -> str:
     """Charge one segment. Gives the stage to which what follows it belongs, unless it says otherwise."""
     stage, what = segment.stage, segment.what
@@ -167,7 +183,9 @@ def _one(
     return last
 
 
-def _follow(trail: TaskTimeline, lo: float, hi: float, last: str, scene: _Scene, depth: int) -> None:
+def _follow(
+    trail: TaskTimeline, lo: float, hi: float, last: str, scene: _Scene, depth: int
+) -> None:
     """Charge a wait for a piece of work."""
     done = trail.segments()
     own = next((s.stage for s in done if s.stage in STAGES), last)

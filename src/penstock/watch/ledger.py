@@ -55,7 +55,9 @@ class Ledger:
     def close(self, timelines: Iterable[ThreadTimeline], now: float) -> dict[str, Any]:
         """The first batch is there. Gives what an event tells of it."""
         timelines = list(timelines)
-        segments = sorted((s for track in timelines for s in list(track.recent)), key=lambda s: s.end)
+        segments = sorted(
+            (s for track in timelines for s in list(track.recent)), key=lambda s: s.end
+        )
         for mark, stage in (
             ("first_bytes", "fetch"),
             ("first_bytes", "decode"),

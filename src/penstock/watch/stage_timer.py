@@ -265,8 +265,12 @@ class Clock:
     def fold(self) -> None:
         """Keep only the sums of the pipeline's threads, which have ended."""
         with self._lock:
-            ours = [timeline for timeline in self.timelines if timeline.name.startswith("penstock-")]
-            kept = [timeline for timeline in self.timelines if not timeline.name.startswith("penstock-")]
+            ours = [
+                timeline for timeline in self.timelines if timeline.name.startswith("penstock-")
+            ]
+            kept = [
+                timeline for timeline in self.timelines if not timeline.name.startswith("penstock-")
+            ]
             sums: dict[str, ThreadTimeline] = {}
             for timeline in ours:
                 role = timeline.name.rstrip("-0123456789")

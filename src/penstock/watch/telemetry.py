@@ -27,7 +27,17 @@ from penstock.watch.attribution import Known, Verdict, band, charge, judge
 from penstock.watch.consumer import Consumer
 from penstock.watch.ledger import Ledger, process_began
 from penstock.watch.memory import resident_bytes
-from penstock.watch.stage_timer import IDLE, OUT, STAGES, WAIT, Clock, NullClock, ThreadTimeline, role, stage_of
+from penstock.watch.stage_timer import (
+    IDLE,
+    OUT,
+    STAGES,
+    WAIT,
+    Clock,
+    NullClock,
+    ThreadTimeline,
+    role,
+    stage_of,
+)
 from penstock.watch.window import StageTimes, Window
 
 log = logging.getLogger("penstock")

@@ -14,7 +14,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.watch.stage_timer import OUT, RANKS, STAGES, WAIT, Segment, ThreadTimeline, TaskTimeline
+from penstock.watch.stage_timer import (
+    OUT,
+    RANKS,
+    STAGES,
+    WAIT,
+    Segment,
+    TaskTimeline,
+    ThreadTimeline,
+)
 
 if TYPE_CHECKING:
     from penstock.watch.trace import Axis, Log
@@ -45,7 +53,9 @@ class Drawing:
         self._pid = os.getpid()
         # Whoever waits for the producer is the trainer, whichever thread has begun to record.
         waits = (
-            label for label, s in self._segments if s.stage == WAIT and isinstance(s.what, ThreadTimeline)
+            label
+            for label, s in self._segments
+            if s.stage == WAIT and isinstance(s.what, ThreadTimeline)
         )
         self._trainer = next(waits, here)
         labels = {label for label, _ in self._segments} | {self._trainer}
