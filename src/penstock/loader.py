@@ -30,7 +30,6 @@ from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
     from penstock.feed.autotune import Autotune
-    from penstock.feed.cargo import BatchCargo
     from penstock.feed.device import DeviceFeed
     from penstock.sources.mixture import MixtureSource
     from penstock.sources.source import Run, Source
@@ -120,7 +119,7 @@ class AsyncDataLoader:
         if self._mixture is not None:
             self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
-        self._feed: DeviceFeed[BatchCargo] | None = None
+        self._feed: DeviceFeed | None = None
         self._quick: Callable[[], Batch | None] = nothing_ready
         """Takes a batch that stands ready, the shortest way."""
         self._last = Last()
@@ -257,29 +256,24 @@ class AsyncDataLoader:
             batch = pipeline.next(timeout)
         else:
             if self._feed is None:
-                from penstock.feed.cargo import open_feed
+                from penstock.feed.device import DeviceFeed
 
-                poll, hook, ahead = (
+                self._feed = DeviceFeed(
+                    options.device,
+                    pipeline.next,
                     pipeline.poll,
                     options.device_preprocess,
-                    options.device_prefetch,
+                    self.telemetry.clock,
                 )
-                self._feed = open_feed(
-                    options.device, pipeline.next, poll, ahead, hook, self.telemetry.clock
-                )
-                self.telemetry.device = self._feed.told
-            cargo = self._feed.next(timeout)
-            batch = None if cargo is None else cargo.batch
+                self.telemetry.device = self._feed.waited_s
+            batch = self._feed.next(timeout)
         pipeline.interrupted = (
             batch is not None
         )  # until it is handed out: whatever fails before, it is given again
         return batch
 
     def _interrupted(self) -> bool:
-        return any(
-            part is not None and part.interrupted
-            for part in (self._pipeline, self._feed, self._last)
-        )
+        return any(part is not None and part.interrupted for part in (self._pipeline, self._last))
 
     # Starting and stopping
 
@@ -430,7 +424,7 @@ class AsyncDataLoader:
 
     def stats(self) -> Stats:
         """What has been done so far."""
-        waited = None if self._feed is None else self._feed.told()
+        waited = None if self._feed is None else self._feed.waited_s()
         return self._tally.stats(self._pipeline, self.telemetry, self._options.queue_bytes, waited)
 
     def pause(self, name: str) -> AbstractContextManager[None]:

@@ -132,8 +132,8 @@ class Batch:
             if isinstance(value, np.ndarray):
                 setattr(self, name, tensors(value, seen))
 
-    def stand_for(self, other: Batch) -> None:
-        """Take another's place in the stream: this is what somebody has made of it."""
+    def take_place_of(self, other: Batch) -> None:
+        """Take the place of another batch in the stream: its index, origin and state."""
         self.index, self.synthetic = other.index, other.synthetic
         self._origin, self._state, self._tokens = (
             other._origin,
