@@ -217,9 +217,9 @@ def make_pool(
         return InlinePool(work)
     if kind == "thread":
         return ThreadPool(n_workers, work, cpus=cpus, clock=clock)
-    from penstock.feed.process import ProcessPool
+    from penstock.feed.process_pool import ProcessPool
 
-    return ProcessPool(n_workers, work, cpus=cpus, restart=restart, clock=clock)
+    return ProcessPool(n_workers, work, cpus=cpus, clock=clock)
 
 
 class Works:

@@ -11,6 +11,7 @@ Cost:  the user's own code. Rows of ids are gathered by one call for all batches
 from __future__ import annotations
 
 import inspect
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def _packed(error: Exception | None) -> bytes | None:
     """An exception on its way to another process, in a form that always arrives."""
     if error is None:
         return None
-    from penstock.feed.child import portable
+    from penstock.feed.process_pool import portable
 
     return portable(error)
 
@@ -79,9 +80,7 @@ def _packed(error: Exception | None) -> bytes | None:
 def _unpacked(error: bytes | None) -> Any:
     if error is None:
         return None
-    from penstock.feed.channel import loads
-
-    return loads(error)
+    return pickle.loads(error)
 
 
 class SampleWork:
