@@ -1,312 +1,258 @@
-"""Carry batches to the device, so that the copy of one overlaps the step on the one before.
+"""Copy batches to a device while the training step on an earlier batch runs.
 
-In:    batches of narrow numpy arrays; a device behind a small interface.
-Out:   the same batches, in order, with tensors on the device.
-Where: the trainer's thread, and no other: every call of the device is made in `next` or `close`.
-State: the batches in flight, and a ring of staging buffers, which are reused and only grow.
-Cost:  one memcpy into the staging buffer and one copy to the device for each batch, whatever its
-       number of fields. Never waits for a batch that is not the next one.
+Runs on the trainer's thread: every copy is started in `next`. Keeps 2 batches in flight beyond the
+one in use. Ids travel in their narrow type and are widened to int64 on the device. CUDA copies on a
+stream of its own (see `cuda`); every other device gets a plain `.to(device)`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from penstock.errors import ConfigError, LoaderClosed, LoaderTimeout
-from penstock.watch.stage_timer import Clock, NullClock
+from penstock.encode.batch import Batch, rebuild
+from penstock.errors import ConfigError, LoaderClosed
+from penstock.types import IGNORE
+from penstock.watch.spans import Clock, Quiet
 
 Array = np.ndarray[Any, Any]
+Upload = Callable[[Tensor], Tensor]
+Hook = Callable[[Batch], Batch | None]
 
-ALIGN = 64
-"""Fields begin at multiples of this many bytes: enough for every type, and a cache line."""
+IN_FLIGHT = 2
+"""Batches on the device beyond the one in use. More would only take device memory."""
 
-TYPES = frozenset({
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-})  # fmt: skip
-"""What can travel: the types that numpy and torch both have."""
+SIGNED = {"uint16": (np.int16, 0xFFFF), "uint32": (np.int32, 0xFFFF_FFFF)}
+"""Types that torch hardly supports: the signed type of the same width, and the mask that undoes the sign."""
 
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """An array's place in the buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+FIELDS = ("inputs", "targets", "positions", "cu_seqlens", "data")
+"""The fields of a batch that may hold arrays or tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the arrays of a batch lie in one buffer."""
+class Copier(Protocol):
+    """How tensors get to a device."""
 
-    fields: tuple[Field, ...]
-    nbytes: int
+    def begin_wait(self) -> None:
+        """Note that the trainer asks for a batch."""
 
-    @classmethod
-    def of(cls, leaves: Mapping[str, Array]) -> Self:
-        fields = []
-        end = 0
-        for name, array in leaves.items():
-            if array.dtype.name not in TYPES:
-                raise ConfigError(
-                    f"field {name!r} is of type {array.dtype}, which cannot go to a device. "
-                    f"Make it one of {', '.join(sorted(TYPES))}."
-                )
-            offset = -(-end // ALIGN) * ALIGN
-            end = offset + array.nbytes
-            fields.append(Field(name, array.dtype.name, array.shape, offset, array.nbytes))
-        return cls(tuple(fields), end)
+    def stream(self) -> AbstractContextManager[Any]:
+        """Make the copy stream current."""
 
-    def pack(self, leaves: Mapping[str, Array], into: Array) -> None:
-        """Copy the arrays to their places."""
-        for field in self.fields:
-            place = into[field.offset : field.offset + field.nbytes]
-            # Through the native type, so that arrays in foreign byte order arrive right.
-            np.copyto(place.view(field.dtype).reshape(field.shape), leaves[field.name])
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Start the copy of one tensor on the current stream."""
+
+    def mark(self) -> Any:
+        """Return an event that follows everything queued on the copy stream so far."""
+
+    def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
+        """Make the trainer's stream, not the host, wait for the event before it uses the tensors."""
+
+    def waited_s(self) -> float | None:
+        """Return how long the device waited for batches, or None if it cannot be measured."""
 
 
-class Landing(Protocol):
-    """The arrays of a batch, on the device. What is done with them is queued behind their copy."""
+class PlainCopier:
+    """Copies with `.to(device)` on the stream that is current."""
 
-    def __getitem__(self, name: str) -> Any:
-        """The field as it came: a view, of its own type."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def wide(self, name: str, where: Any = ...) -> Any:
-        """The part `where` (slices) of an integer field, as a contiguous int64 tensor of its own."""
+    def begin_wait(self) -> None: ...
 
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-class Cargo(Protocol):
-    """What travels: a batch."""
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
 
-    def leaves(self) -> Mapping[str, Array]:
-        """The arrays to copy, as narrow as they are."""
+    def mark(self) -> None: ...
 
-    def arrive(self, landing: Landing) -> None:
-        """Take the device's tensors. Called where the copy is queued: may widen and derive."""
+    def hand_over(self, event: None, tensors: Iterable[Tensor]) -> None: ...
 
-    def tensors(self) -> Iterable[Any]:
-        """Every tensor that the batch now has, after `arrive` and the hook."""
-
-
-class Ticket(Protocol):
-    """A copy that was started."""
-
-    def done(self) -> bool:
-        """Whether the staging buffer has been read."""
-
-    def wait(self) -> None:
-        """Block the host until it has been."""
+    def waited_s(self) -> float | None:
+        return None
 
 
-class Staging(Protocol):
-    """Host memory that a device copies from."""
+def open_copier(name: str) -> Copier:
+    """Return the copier for a device; "cuda" is the current CUDA device of the calling thread."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(
+            f"device={name!r} cannot be used: {reason}. "
+            f"CUDA devices on this machine: {torch.cuda.device_count()}."
+        ) from None
+    if device.type != "cuda":
+        return PlainCopier(device)
+    from penstock.feed.cuda import CudaCopier
 
-    @property
-    def bytes(self) -> Array:
-        """The memory, as uint8."""
-
-
-S = TypeVar("S", bound=Staging)
-K = TypeVar("K", bound=Ticket)
-C = TypeVar("C", bound=Cargo)
-
-
-class Device(Protocol[S, K]):
-    """All that is asked of a device."""
-
-    def staging(self, nbytes: int) -> S:
-        """Host memory to copy from, pinned where that means something."""
-
-    def send(self, staging: S, layout: Layout, then: Callable[[Landing], Iterable[Any]]) -> K:
-        """Start one copy of the layout's bytes on the side stream, and return without waiting for it.
-
-        `then` is called once, at once, with the side stream current, to queue more work; it gives the
-        tensors that the trainer will get. If it raises, the copy is over before the exception leaves.
-        """
-
-    def hand_over(self, ticket: K) -> None:
-        """Make the trainer's stream, and not the host, wait for what was sent; keep the memory of its
-        tensors from being reused before the trainer's stream is done with them."""
+    return CudaCopier(device)
 
 
-class Waits(Protocol):
-    """Measures on the device how long it stands still between two steps. Never waits for it."""
-
-    def begin(self) -> None:
-        """The trainer asks for a batch: what it queued before this is the step that ends."""
-
-    def end(self) -> None:
-        """The batch is handed over: what is queued from now on is the next step."""
-
-    def seconds(self) -> float:
-        """What is known by now."""
-
-
-class _Slot(Generic[S, K]):
-    """A staging buffer, and the copy that last read it."""
-
-    def __init__(self) -> None:
-        self.staging: S | None = None
-        self.ticket: K | None = None
-
-    def room(self, device: Device[S, K], nbytes: int) -> S:
-        if self.staging is None or len(self.staging.bytes) < nbytes:
-            # Powers of two: batches whose size varies a little must not pin new memory again and again.
-            self.staging = device.staging(1 << (nbytes - 1).bit_length() if nbytes else 0)
-        return self.staging
-
-
-class DeviceFeed(Generic[C]):
-    """Hands out batches on the device, and has the next ones on their way."""
+class DeviceFeed:
+    """Returns batches on the device and keeps the next ones on their way."""
 
     def __init__(
         self,
-        device: Device[Any, Any],
-        take: Callable[[float | None], C | None],
-        poll: Callable[[], C | None],
-        prefetch: int = 1,
-        hook: Callable[[C], C | None] | None = None,
+        device: str,
+        take: Callable[[float | None], Batch | None],
+        poll: Callable[[], Batch | None],
+        hook: Hook | None = None,
         clock: Clock | None = None,
+        copier: Copier | None = None,
     ) -> None:
-        """Nothing is copied until the first `next`.
+        """Open the device. Nothing is copied until the first `next`.
 
-        take: the next batch, waiting at most so many seconds for it; None at the end.
-        poll: the next batch if it is ready, else None.
-        prefetch: batches on the device beyond the one handed out. More take device memory.
-        hook: changes a batch on the device, or gives another in its place.
+        take: returns the next batch within a timeout in seconds, or None at the end.
+        poll: returns the next batch if it is ready, otherwise None.
+        hook: changes a batch on the device, on the copy stream, or returns another in its place.
         """
-        self._device = device
-        self._waits: Waits | None = getattr(device, "waits", None)
-        self._clock = clock or NullClock()
+        self._copier = copier or open_copier(device)
         self._take = take
         self._poll = poll
-        self._prefetch = prefetch
         self._hook = hook
-        # One slot for each batch in flight, and one for the batch handed out last: the device waits
-        # for its copy, the host does not, so it may still be running when the next one is sent.
-        self._ring: list[_Slot[Any, Any]] = [_Slot() for _ in range(prefetch + 1)]
-        self._turn = 0
-        self._flying: deque[tuple[C, Any]] = deque()
-        self._failed: Exception | None = None
+        self._clock = clock or Quiet()
+        self._sent: deque[tuple[Batch, Any]] = deque()
+        self._failed: BaseException | None = None
         self._ended = False
         self._closed = False
-        self.interrupted = False
-        """Whether an interrupt may have lost a batch between its taking and its sending. Start anew then."""
-        self.stalls = 0
-        """How often the host had to wait for a staging buffer, because copies did not keep up."""
 
-    @property
-    def in_flight(self) -> int:
-        """Batches sent and not handed out."""
-        return len(self._flying)
+    def next(self, timeout: float | None = None) -> Batch | None:
+        """Return the next batch, or None at the end. Waits only if none has been sent.
 
-    def next(self, timeout: float | None = None) -> C | None:
-        """The next batch, or None at the end. Only the first one, or one that was late, is waited for.
-
-        A failure is raised when everything before it has been handed out. After a timeout, ask again.
+        An error in a later batch is raised once the batches before it have been returned, and by
+        every call after that. After a `LoaderTimeout`, call again: nothing is lost.
         """
         if self._closed:
-            raise LoaderClosed("the way to the device was closed")
-        if self.interrupted:
-            raise LoaderClosed(
-                "an interrupt lost a batch on its way to the device: restart after the last one you got"
-            )
-        if self._waits is not None:
-            self._waits.begin()
-        if not self._flying:
+            raise LoaderClosed("the device feed was closed")
+        self._copier.begin_wait()
+        if not self._sent and not self._ended:
             if self._failed is not None:
-                raise self._failed  # what follows a failure would not be the stream
-            if self._ended or not self._load(lambda: self._take(timeout)):
-                self._ended = True
-                return None
+                raise self._failed
+            self._send(self._take(timeout))
+        if not self._sent:
+            self._ended = True
+            return None
         self._top_up()
-        batch, ticket = self._flying[0]
-        self._device.hand_over(ticket)
-        if self._waits is not None:
-            self._waits.end()
-        self._flying.popleft()  # last, so that an interrupt before it loses nothing
+        batch, event = self._sent[0]
+        self._copier.hand_over(event, tensors_of(batch))
+        self._sent.popleft()
         return batch
 
-    def told(self) -> float | None:
-        """How long the device itself stood waiting for batches, as far as is known yet; None if it cannot tell."""
-        return self._waits.seconds() if self._waits is not None else None
+    def waited_s(self) -> float | None:
+        """Return how long the device waited for batches, or None if it cannot be measured."""
+        return self._copier.waited_s()
 
     def close(self) -> None:
-        """Wait for running copies, which read our memory, and let go of everything. Harmless again."""
+        """Drop the batches in flight. May be called again."""
         self._closed = True
-        try:
-            for slot in self._ring:
-                if slot.ticket is not None:
-                    slot.ticket.wait()
-        finally:
-            self._ring.clear()
-            self._flying.clear()
+        self._sent.clear()
 
     def _top_up(self) -> None:
-        """Send what is ready. Its failures belong to later batches than the one about to be handed out."""
-        while self._failed is None and not self._ended and len(self._flying) <= self._prefetch:
+        """Send the batches that are ready. Their errors belong to a later `next`."""
+        while self._failed is None and len(self._sent) <= IN_FLIGHT:
             try:
-                if not self._load(self._poll):
+                if (batch := self._poll()) is None:
                     return
-            except LoaderTimeout:
-                return  # another way to say that nothing is ready
+                self._send(batch)
             except Exception as error:
                 self._failed = error
 
-    def _load(self, get: Callable[[], C | None]) -> bool:
-        """Get a batch and send it. False if there was none."""
-        self.interrupted = True  # unless we get to where nothing hangs in between
+    def _send(self, batch: Batch | None) -> None:
+        if batch is None:
+            return
         try:
-            batch = get()
-        except Exception:
-            self.interrupted = False
+            with self._clock.stage("copy") as track, self._copier.stream():
+                nbytes = batch.nbytes
+                to_device(batch, self._copier.upload)
+                if self._hook is not None:
+                    batch = _preprocessed(batch, self._hook)
+                self._sent.append((batch, self._copier.mark()))
+                track.count("copy", 1, nbytes)
+        except BaseException as error:
+            self._failed = error  # the batch is lost, so the stream cannot continue after it
             raise
-        if batch is not None:
-            try:
-                with self._clock.stage("copy") as track:
-                    track.count("copy", 1, self._send(batch))
-            except Exception as error:
-                self._failed = error
-                self.interrupted = False
-                raise
-        self.interrupted = False
-        return batch is not None
-
-    def _send(self, batch: C) -> int:
-        leaves = batch.leaves()
-        layout = Layout.of(leaves)
-        slot = self._ring[self._turn]
-        if slot.ticket is not None and not slot.ticket.done():
-            slot.ticket.wait()
-            self.stalls += 1
-        staging = slot.room(self._device, layout.nbytes)
-        layout.pack(leaves, staging.bytes)
-        sent = batch
-
-        def then(landing: Landing) -> Iterable[Any]:
-            nonlocal sent
-            sent.arrive(landing)
-            if self._hook is not None:
-                changed = _called(self._hook, sent)
-                sent = sent if changed is None else changed
-            return sent.tensors()
-
-        slot.ticket = self._device.send(staging, layout, then)
-        self._turn = (self._turn + 1) % len(self._ring)
-        self._flying.append((sent, slot.ticket))
-        return layout.nbytes
 
 
-def _called(hook: Callable[[C], C | None], batch: C) -> C | None:
+def _preprocessed(batch: Batch, hook: Hook) -> Batch:
     try:
-        return hook(batch)
+        made = hook(batch)
     except Exception as error:
         error.add_note("in stage copy, in device_preprocess")
         raise
+    if made is None or made is batch:
+        return batch
+    if not isinstance(made, Batch):
+        raise ConfigError(
+            f"device_preprocess returned {type(made).__name__}: return a Batch, "
+            "or None to keep the one it was given"
+        )
+    made.take_place_of(batch)
+    return made
+
+
+def to_device(batch: Batch, upload: Upload) -> None:
+    """Replace the arrays and tensors of a batch by tensors on the device."""
+    if batch.narrow is not None:
+        _widen(batch, batch.narrow, upload)
+        batch.narrow = None
+        return
+    batch.to_torch()
+    moved: dict[int, Tensor] = {}  # inputs may be one of the fields of data: it is copied once
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return rebuild(value, move)
+        if id(value) not in moved:
+            moved[id(value)] = upload(value)
+        return moved[id(value)]
+
+    fields = [move(getattr(batch, name)) for name in FIELDS]
+    for name, value in zip(FIELDS, fields, strict=True):
+        setattr(batch, name, value)
+
+
+def _widen(batch: Batch, narrow: dict[str, Array], upload: Upload) -> None:
+    """Make inputs and targets from rows of seq_len + 1 narrow ids."""
+    width = narrow["ids"].shape[1]
+    signed, mask = SIGNED.get(narrow["ids"].dtype.name, (None, None))
+    ids = upload(_tensor(narrow["ids"], signed))
+    batch.inputs, batch.targets = _int64(ids[:, :-1], mask), _int64(ids[:, 1:], mask)
+    if (narrow["valid"] < width).any():
+        valid = upload(_tensor(narrow["valid"]))
+        columns = torch.arange(1, width, device=valid.device)
+        batch.targets.masked_fill_(columns >= valid[:, None], IGNORE)
+    if "positions" in narrow:
+        batch.positions = _int64(upload(_tensor(narrow["positions"])), None)
+        batch.cu_seqlens = upload(_tensor(narrow["cu_seqlens"]))
+
+
+def _tensor(array: Array, view: Any = None) -> Tensor:
+    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    return torch.from_numpy(native if view is None else native.view(view))
+
+
+def _int64(tensor: Tensor, mask: int | None) -> Tensor:
+    wide = tensor.to(torch.int64, memory_format=torch.contiguous_format)
+    return wide if mask is None else wide.bitwise_and_(mask)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return every tensor in a batch."""
+    found: list[Tensor] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value)
+        return rebuild(value, collect)
+
+    collect([getattr(batch, name) for name in FIELDS])
+    return found
