@@ -24,7 +24,7 @@ from penstock import (
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed import cuda, device
 from penstock.feed.device import DeviceFeed, PlainCopier
-from penstock.watch.spans import Clock
+from penstock.watch.stage_timer import Clock
 from tests import contracts
 
 
@@ -316,8 +316,8 @@ def test_a_closed_feed_says_so_and_copies_are_counted() -> None:
     clock = Clock()
     _, feed = Stream(3).feed(clock=clock)
     feed.next()
-    assert clock.track().items == {"copy": 3}
-    assert clock.track().seconds["copy"] > 0
+    assert clock.timeline().items == {"copy": 3}
+    assert clock.timeline().seconds["copy"] > 0
     feed.close()
     feed.close()
     with pytest.raises(LoaderClosed):

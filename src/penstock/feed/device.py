@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.encode.batch import Batch, rebuild
 from penstock.errors import ConfigError, LoaderClosed
 from penstock.types import IGNORE
-from penstock.watch.spans import Clock, Quiet
+from penstock.watch.stage_timer import Clock, NullClock
 
 Array = np.ndarray[Any, Any]
 Upload = Callable[[Tensor], Tensor]
@@ -119,7 +119,7 @@ class DeviceFeed:
         self._take = take
         self._poll = poll
         self._hook = hook
-        self._clock = clock or Quiet()
+        self._clock = clock or NullClock()
         self._sent: deque[tuple[Batch, Any]] = deque()
         self._failed: BaseException | None = None
         self._ended = False

@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import ConfigError, WorkerDied
-from penstock.feed.pin import pin
+from penstock.feed.affinity import pin
 from penstock.feed.pool import ThreadPool
-from penstock.watch.spans import Clock, Quiet, Report
+from penstock.watch.stage_timer import Clock, NullClock, Report
 
 log = logging.getLogger("penstock")
 
@@ -42,7 +42,7 @@ class ProcessPool(ThreadPool):
         cpus: frozenset[int] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._processes = _Processes(n_workers, work, cpus, clock or Quiet())
+        self._processes = _Processes(n_workers, work, cpus, clock or NullClock())
         super().__init__(n_workers, self._processes, clock=clock)
 
     @property
@@ -115,7 +115,7 @@ class _Processes:
     def _run(self, executor: ProcessPoolExecutor, method: str, args: tuple[Any, ...]) -> Any:
         good, pickled, report = executor.submit(_call, method, args).result()
         if report is not None:
-            self._clock.track().absorb(report, args[0] if args else None)
+            self._clock.timeline().absorb(report, args[0] if args else None)
         value = pickle.loads(pickled)
         if good:
             return value
@@ -160,7 +160,7 @@ def _call(method: str, args: tuple[Any, ...]) -> tuple[bool, bytes, Report | Non
     except BaseException as error:
         good, pickled = False, portable(error)
     clock: Clock | None = getattr(_WORK[0], "clock", None)
-    report = clock.track().report() if clock is not None and clock.on else None
+    report = clock.timeline().report() if clock is not None and clock.on else None
     return good, pickled, report
 
 
