@@ -131,7 +131,6 @@ ELSEWHERE = {
     "penstock train --dataset s3://bucket/corpus/*.parquet --config run.toml": "tests/train/test_commands.py::test_a_run_on_a_bucket_is_that_on_a_local_copy",
     "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte": "tests/train/test_commands.py::test_the_smoke_test_passes",
     "penstock bootstrap --out /data/fwe_bootstrap.jsonl --bytes 10GB --refresh --background": "tests/test_bootstrap.py::test_the_background_goes_on_by_itself",
-    "penstock doctor python-3.11.7.parquet --tokenizer python-3.11.7.tokenizer.json --shuffle --tokens-per-second 100000000 --what-if cached": "tests/test_doctor.py::test_local_parquet_is_tried_stage_by_stage",
     "python -m penstock.testing hub --dir data/ --repo org/name --copies 2400 --latency-ms 50 --bandwidth-mb 100 --log requests.jsonl": "tests/test_testing_servers.py::test_a_hub_runs_as_a_process_of_its_own_and_leaves_a_log_without_secrets",
     "python -m penstock.testing files --dir data/ --fault-rate 0.01 --fault-kinds status,slow --seed 1": "tests/test_testing_servers.py::test_a_file_server_runs_as_a_process_of_its_own_with_faults",
 }  # fmt: skip
@@ -144,7 +143,8 @@ SLOW = {
     "penstock train --dataset stdlib --steps 100 --report",
     "penstock doctor run.toml --tokens-per-second 2e6",
     "penstock doctor run.toml --tokens-per-second 2000000",
-    "penstock doctor run.toml --tokens-per-second 2000000 --what-if cached",
+    "penstock doctor stdlib --tokens-per-second 2000000",
+    "penstock doctor run.toml --trace trace.json",
     "penstock doctor hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT --tokenizer gpt2 --tokens-per-second 2000000",
     "penstock verify-resume hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT --tokenizer gpt2 --set shuffle=true",
     "penstock trace run.toml -o run.json",
