@@ -189,7 +189,7 @@ def open_dataset(make: Callable[[], Any]) -> Any:
     try:
         return opening.result(OPEN_S)
     finally:
-        opening.close(0.0)
+        opening.close(1.0 if opening.done else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
