@@ -291,7 +291,7 @@ def test_a_reader_that_goes_ends_it_quietly(line: str, place: Path) -> None:
     ("line", "loaded"),
     [
         ("trace docs.txt --steps 1000000 --seq-len 8 --batch 1", "penstock.watch.trace"),
-        ("doctor docs.txt --seconds 1000", "penstock.doctor.examine"),
+        ("doctor docs.txt --seconds 1000", "penstock.tools.doctor"),
     ],
 )
 def test_ctrl_c_ends_it_without_a_traceback(line: str, loaded: str, place: Path) -> None:
@@ -389,7 +389,7 @@ def completed(line: str, shell: str = "bash") -> list[str]:
         ("penstock train --dataset fine", ["fineweb_edu", "fineweb_edu_local"]),
         ("penstock smoke --preset b", ["balanced"]),
         ("penstock config --set n_", ["n_workers="]),
-        ("penstock doctor x --what-if c", ["cached"]),
+        ("penstock doctor x --packing c", ["concat"]),
         ("penstock stage x --split ", ["train", "val"]),
         ("penstock doctor ./no", []),
     ],

@@ -132,7 +132,6 @@ ELSEWHERE = {
     "penstock train --dataset s3://bucket/corpus/*.parquet --config run.toml": "tests/train/test_commands.py::test_a_run_on_a_bucket_is_that_on_a_local_copy",
     "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte": "tests/train/test_commands.py::test_the_smoke_test_passes",
     "penstock bootstrap --out /data/fwe_bootstrap.jsonl --bytes 10GB --refresh --background": "tests/test_bootstrap.py::test_the_background_goes_on_by_itself",
-    "penstock doctor python-3.11.7.parquet --tokenizer python-3.11.7.tokenizer.json --shuffle --tokens-per-second 100000000 --what-if cached": "tests/test_doctor.py::test_local_parquet_is_tried_stage_by_stage",
 }  # fmt: skip
 """Commands that are not run here: the test that runs them, or what stands in the way. A new one is run until somebody decides."""
 
@@ -143,7 +142,8 @@ SLOW = {
     "penstock train --dataset stdlib --steps 100 --report",
     "penstock doctor run.toml --tokens-per-second 2e6",
     "penstock doctor run.toml --tokens-per-second 2000000",
-    "penstock doctor run.toml --tokens-per-second 2000000 --what-if cached",
+    "penstock doctor stdlib --tokens-per-second 2000000",
+    "penstock doctor run.toml --trace trace.json",
     "penstock doctor hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT --tokenizer gpt2 --tokens-per-second 2000000",
     "penstock verify-resume hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT --tokenizer gpt2 --set shuffle=true",
     "penstock trace run.toml -o run.json",

@@ -29,7 +29,7 @@ TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
     "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
-    "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "cli": 7,
+    "loader_stats": 6, "run_options": 5, "torch_dataset": 6, "loader": 6, "stage": 6, "tools": 6, "train": 7, "cli": 7,
 }  # fmt: skip
 
 

@@ -8,20 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from penstock.cli import complete
-from penstock.cli.failure import fail
+from penstock.cli.failure import fail, one_line
 from penstock.cli.given import Overrides, Preset, SeqLen, TextField, Tokenizer
 from penstock.errors import ConfigError, LoaderTimeout, PenstockError
 
-if TYPE_CHECKING:
-    from penstock.verify.smoke import Smoke
-
 FAILED = 2
-
 LONGEST_S = 10_000_000
 
 
@@ -54,50 +50,47 @@ def smoke(
     set_: Overrides = None,
     preset: Preset = None,
 ) -> None:
-    """Get one batch the way a run does.
+    """Get one batch the way a run does: with listing, workers and prefetch.
 
-    With listing, threads, prefetch and all. Exit code 0: it is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the
-    environment and the file, in this order.
+    Exit code 0: the batch is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the environment and the file, in
+    this order.
     """
     begun, name = perf_counter(), dataset or "settings"
-    with _last_word() as word:
+    with _last_message() as message:
         try:
             if not 0 < timeout <= LONGEST_S:
                 raise ConfigError(
                     f"--timeout {timeout:g}: needs seconds, more than 0 and at most {LONGEST_S:,}"
                 )
-            # Imported here: a library that is missing is a failure like any other.
+            # Imported here: a missing library is a failure like any other.
             from penstock.cli.config import overrides
-            from penstock.verify.choice import choose
-            from penstock.verify.smoke import smoke as check
+            from penstock.tools.data_choice import choose_data
+            from penstock.tools.smoke import smoke as check
 
-            choice = choose(
-                dataset, default="fineweb_edu", local_path=local_path, config=config,
+            choice = choose_data(
+                dataset, default="fineweb_edu", local_path=local_path, settings_file=config,
                 overrides=overrides(set_, batch_size=batch), preset=preset, tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             name = choice.name
-            seen = check(choice, timeout, begun)
-        except Exception as error:  # whatever it is, a runbook reads one line and one exit code
-            said = (
-                f" Last heard: {word.text}"
-                if isinstance(error, LoaderTimeout) and word.text
-                else ""
-            )
-            text = f"{name}, after {perf_counter() - begun:.1f} s: {_why(error)}{said}"
-            fail(context, error, f"[smoke][FAIL] {' '.join(text.split())}", FAILED)
-    for line in _lines(name, seen):
-        typer.echo(line)
+            report = check(choice, timeout)
+        except Exception as error:  # any failure is one line and one exit code
+            kind = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
+            text = f"{name}, after {perf_counter() - begun:.1f} s: {kind}{one_line(error)}"
+            if isinstance(error, LoaderTimeout) and message.text:
+                text += f" Last message: {' '.join(message.text.split())}"
+            fail(context, error, f"[smoke][FAIL] {text}", FAILED)
+    typer.echo(report)
 
 
 def main() -> None:
-    """This command by itself, for the script of its name."""
+    """Run this command alone, for scripts/automation/fwe_smoke.py."""
     from penstock.cli.main import app
 
     app(["smoke", *sys.argv[1:]])
 
 
-class _LastWord(logging.Handler):
-    """Keeps what the log said last: why a server was asked again, for one."""
+class _LastMessage(logging.Handler):
+    """Keeps the last log message: it may say why a server was asked again."""
 
     text = ""
 
@@ -106,51 +99,19 @@ class _LastWord(logging.Handler):
 
 
 @contextmanager
-def _last_word() -> Iterator[_LastWord]:
-    """A failure is one line: what the log says on the way to it is kept, and not shown."""
-    log, word = logging.getLogger("penstock"), _LastWord(logging.INFO)
-    before = log.level, log.propagate
-    log.addHandler(word)
+def _last_message() -> Iterator[_LastMessage]:
+    """Keep log messages off the console, so that a failure is one line."""
+    log, handler = logging.getLogger("penstock"), _LastMessage(logging.INFO)
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
-        yield word
+        yield handler
     finally:
-        log.removeHandler(word)
-        log.setLevel(before[0])
-        log.propagate = before[1]
-
-
-def _why(error: Exception) -> str:
-    text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-    return text + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-
-
-def _lines(name: str, seen: Smoke) -> Iterator[str]:
-    yield f"[smoke][OK] first batch in {seen.first_batch_s:.2f}s"
-    yield _row("data", f"{name}: {seen.data}")
-    yield _row("batch", f"{' x '.join(map(str, seen.shape))} {seen.dtype}, {seen.tokens:,} tokens")
-    depth, capacity = seen.queue
-    yield _row(
-        "queue",
-        f"{depth} ready behind it; prefetch keeps {capacity}"
-        if capacity
-        else "none: prefetch is off",
-    )
-    if seen.warmup is not None:
-        yield _row(
-            "warmup",
-            f"{seen.warmup.filled} of {seen.warmup.requested} batches in {seen.warmup.wait_ms / 1e3:.2f} s",
-        )
-    yield _row("ledger", "seconds since the process began")
-    for entry, seconds in seen.ledger.items():
-        yield f"  {entry.replace('_', ' '):<12} {seconds:8.3f}"
-    spent = sorted(seen.spent.items(), key=lambda item: -item[1])
-    yield _row("spent", ", ".join(f"{part} {seconds:.3f}" for part, seconds in spent))
-
-
-def _row(name: str, text: str) -> str:
-    return f"{name:<12} {text}"
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import current_shard
 from penstock.errors import ConfigError
 from penstock.settings import Settings
+from penstock.tools.data_choice import LOCAL, text_path
 from penstock.train.options import BATCH, TrainOptions
-from penstock.verify.choice import LOCAL, text_of
 
 if TYPE_CHECKING:
     from penstock.dataset_config import DatasetConfig
@@ -64,7 +64,7 @@ def recipe(options: TrainOptions, resolved: Settings) -> Recipe:
         packing: Any = options.packing
         tokenizer = shared()  # first: making a vocabulary may make the text too
         return TextDataset(
-            text_of(name, options.local_path), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
+            text_path(name, options.local_path), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
             split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, remote={"config": options.dataset_config},
             **resolved.text_arguments(),
         )  # fmt: skip

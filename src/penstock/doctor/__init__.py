@@ -1,1 +1,0 @@
-"""`penstock doctor`: each stage tried alone, then all of it."""

@@ -1,0 +1,240 @@
+"""Verify on a run's own data that its stream resumes exactly.
+
+    reference    one rank, from the beginning, with the settings of the run
+    fresh        the same with 0, 1 and n workers, and on every world size that divides the lanes
+    resume       from a point to the end; from the state at a later point again to the end
+    elastic      started on one world size, resumed on another, and resumed on a third
+
+Every trial makes its dataset again, as a restart does, and every state passes through JSON. Ranks
+are simulated in this process, one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile, zip_longest
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.config import default_workers
+from penstock.encode.batch import Batch
+from penstock.errors import NoData
+from penstock.loader import AsyncDataLoader
+from penstock.types import Shard, Span
+
+LANES = (4, 2, 1)
+"""Tried in turn if the settings name none: 4 lanes allow 1, 2 and 4 ranks, but need more text."""
+
+Make = Callable[[], Any]
+Arguments = Mapping[str, Any]
+Say = Callable[[str], None]
+Row = tuple[bytes, str]
+"""The digest of a row's inputs and targets, and where the row comes from."""
+END: Row = (b"", "the end of the stream")
+
+
+class Leg(NamedTuple):
+    """A part of a trial: a number of ranks and workers, until a batch."""
+
+    until: int
+    ranks: int
+    workers: int
+
+
+class Reference(NamedTuple):
+    """The stream that every trial is compared with."""
+
+    arguments: Arguments
+    """Of the loader, with the lanes and the rows of a batch of all ranks."""
+    batches: Sequence[Sequence[Row]]
+    states: Sequence[Any]
+    """The state after each batch."""
+    ended: bool
+
+    def even(self) -> int:
+        """Count the batches before a lane ends: later rows depend on the number of ranks."""
+        size = self.arguments["batch_size"]
+        pairs = enumerate(zip(self.batches, self.states, strict=True), 1)
+        full = (len(rows) == size and state["row"] == n * size for n, (rows, state) in pairs)
+        return sum(takewhile(bool, full))
+
+    def world_sizes(self) -> list[int]:
+        """Return the numbers of ranks that the lanes allow."""
+        lanes = self.arguments["lanes"]
+        return [n for n in range(1, lanes + 1) if lanes % n == 0]
+
+
+def verify_resume(
+    make: Make, arguments: Arguments, *, batches: int, points: int, seed: int, say: Say
+) -> bool:
+    """Return True if every trial gives the stream of the reference.
+
+    make: makes the dataset. arguments: of `AsyncDataLoader`. batches: how many to compare.
+    points: how many places to resume at, chosen by `seed`. say: called with each line of the report.
+    """
+    arguments = {**arguments, "device": None, "warmup_batches": 0}
+    if arguments.get("n_workers") is None:
+        arguments["n_workers"] = default_workers()
+    reference = _read_reference(make, arguments, batches, say)
+    random, count, even = Random(seed), len(reference.batches), reference.even()
+    chosen = sorted(random.sample(range(1, count), min(points, count - 1)))
+    if even < count:
+        compared = f"over the first {even} batches only" if even > 1 else "not at all"
+        say(f"note         its end depends on the world size: ranks are compared {compared}")
+    say(f"points       after batch {', '.join(map(str, chosen))}")
+    results = []
+    for name, start, legs in _trials(reference, chosen, random):
+        try:
+            difference = _try(reference, make(), start, legs)
+        except Exception as error:
+            error.add_note(f"in the trial: {name}")
+            raise
+        same = f"same         {name:<46} {legs[-1].until - start:>4} batches"
+        say(f"DIFFERENT    {name}: {difference}" if difference else same)
+        results.append(bool(difference))
+    digests = (digest for rows in reference.batches for digest, _ in rows)
+    say(f"sha256       {hashlib.sha256(b''.join(digests)).hexdigest()}")
+    failed = f"{sum(results)} of {len(results)} trials gave another stream"
+    say(
+        f"verdict      {failed if any(results) else f'all {len(results)} trials gave the same stream'}"
+    )
+    return not any(results)
+
+
+def _read_reference(make: Make, arguments: Arguments, batches: int, say: Say) -> Reference:
+    """Read the stream with the lanes of the settings, or with as many as there is text for."""
+    dataset, lanes = make(), arguments.get("lanes")
+    *more, least = LANES if lanes is None else (lanes,)
+    for lanes in more:
+        try:
+            reference = _read(dataset, arguments, lanes, batches)
+            break
+        except NoData as error:
+            say(f"note         {lanes} lanes cannot be tried: {error}")
+    else:
+        reference = _read(dataset, arguments, least, batches)
+    stream = f"{len(reference.batches)} batches of {reference.arguments['batch_size']} rows"
+    ranks = ", ".join(map(str, reference.world_sizes()))
+    say(f"reference    {stream}{', then the end' * reference.ended}; for ranks {ranks}")
+    return reference
+
+
+def _read(dataset: Any, arguments: Arguments, lanes: int, batches: int) -> Reference:
+    size = -(-arguments["batch_size"] // lanes) * lanes
+    arguments = {**arguments, "lanes": lanes, "batch_size": size}
+    rows: list[list[Row]] = []
+    states: list[Any] = []
+    with AsyncDataLoader(dataset, **arguments) as loader:
+        while (batch := loader.next_batch()) is not None and len(rows) < batches:
+            rows.append(_rows(batch))
+            states.append(_through_json(loader.state_dict()))
+    if len(rows) < 2:
+        raise NoData(
+            f"the data gives {len(rows)} of the batches of {size} rows, and resuming needs two. "
+            "Use a smaller --batch or --seq-len, or fewer --lanes."
+        )
+    return Reference(arguments, rows, states, ended=batch is None)
+
+
+def _trials(
+    reference: Reference, points: Sequence[int], random: Random
+) -> Iterator[tuple[str, int, list[Leg]]]:
+    """Yield name, first batch and legs of each trial."""
+    n_workers = reference.arguments["n_workers"]
+    end, even, worlds = len(reference.batches), reference.even(), reference.world_sizes()
+    workers = (0, 1, max(2, n_workers))
+    for n in workers:
+        yield f"fresh, workers {n}", 0, [Leg(end, 1, n)]
+    for i, at in enumerate(points):
+        n, then = workers[i % 3], workers[(i + 1) % 3]
+        yield f"resume at {at}, workers {n}", at, [Leg(end, 1, n)]
+        at, again = _two_points(at, end, random)
+        name = f"resume at {at}, again at {again}, workers {n} -> {then}"
+        yield name, at, [Leg(again, 1, n), Leg(end, 1, then)]
+    if even < 2:
+        return
+    for world in worlds[1:]:
+        yield f"fresh, ranks {world}", 0, [Leg(even, world, n_workers)]
+    points = [at for at in points if at < even] or [1]
+    for i in range(max(len(points), len(worlds)) if len(worlds) > 1 else 0):
+        at, again = _two_points(points[i % len(points)], even, random)
+        ranks = [worlds[(i + leg) % len(worlds)] for leg in range(3)]
+        stops = enumerate(zip((at, again, even), ranks, strict=True))
+        legs = [Leg(stop, n, workers[(i + leg) % 3]) for leg, (stop, n) in stops]
+        yield f"resume at {at}, again at {again}, ranks {' -> '.join(map(str, ranks))}", 0, legs
+
+
+def _two_points(at: int, end: int, random: Random) -> tuple[int, int]:
+    """Return two points to resume at, of which `at` is one."""
+    if at + 1 < end:
+        return at, random.randrange(at + 1, end)
+    return (random.randrange(1, at) if at > 1 else at), at
+
+
+def _try(reference: Reference, dataset: Any, start: int, legs: Sequence[Leg]) -> str:
+    """Run legs in turn, each from the states of the one before. Return the first difference."""
+    states: Any = [reference.states[start - 1]] if start else None
+    for leg in legs:
+        found, ended = [], []
+        size = reference.arguments["batch_size"] // leg.ranks
+        for rank in range(leg.ranks):
+            own = {"shard": Shard(leg.ranks, rank), "batch_size": size, "n_workers": leg.workers}
+            with AsyncDataLoader(dataset, **{**reference.arguments, **own}) as loader:
+                if states is not None:
+                    loader.load_state_dict(states)
+                found += _differences(reference, loader, leg, rank, start)
+                ended.append(_through_json(loader.state_dict()))
+        if found:
+            batch, row, text = min(found)
+            return f"batch {batch}, row {row}: {text}"
+        states, start = ended, leg.until
+    return ""
+
+
+def _differences(
+    reference: Reference, loader: AsyncDataLoader, leg: Leg, rank: int, start: int
+) -> list[tuple[int, int, str]]:
+    """Return batch, row and description of the first difference of a rank's batches."""
+    shard, stop = Shard(leg.ranks, rank), leg.until
+    # One more, to see that a stream that ended ends again.
+    stop += reference.ended and leg.ranks == 1 and stop == len(reference.batches)
+    for number in range(start, stop):
+        batch = loader.next_batch()
+        expected = shard.select(reference.batches[number]) if number < leg.until else []
+        got = [] if batch is None else _rows(batch)
+        for at, (wanted, row) in enumerate(zip_longest(expected, got, fillvalue=END)):
+            if wanted[0] != row[0]:
+                text = f"expected {wanted[1]}; got {row[1]}"
+                if wanted[1] == row[1]:
+                    text = f"{row[1]} has other ids now: its text or its vocabulary changed"
+                return [(number, at * leg.ranks + rank, text)]
+        if batch is not None and batch.index != number:
+            return [(number, rank, f"the rows are equal, but the batch has index {batch.index}")]
+    return []
+
+
+def _rows(batch: Batch) -> list[Row]:
+    columns = (np.asarray(batch.inputs), np.asarray(batch.targets), batch.provenance())
+    return [
+        (hashlib.sha256(inputs.tobytes() + targets.tobytes()).digest(), _origin(spans))
+        for inputs, targets, spans in zip(*columns, strict=True)
+    ]
+
+
+def _origin(spans: Sequence[Span]) -> str:
+    """Describe where a row comes from: its first document, and how many follow."""
+    if not spans:
+        return "padding only"
+    first = spans[0]
+    group = "" if first.row_group is None else f"row group {first.row_group}, "
+    place = f"{group}row {first.row}" if first.offset is None else f"byte {first.offset}"
+    more = f" and {len(spans) - 1} more" if len(spans) > 1 else ""
+    return f"{first.file} ({place}, tokens {first.tokens[0]} to {first.tokens[1]}{more})"
+
+
+def _through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))

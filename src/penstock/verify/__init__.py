@@ -1,1 +1,0 @@
-"""Checks that anybody can run on data of their own: does it start, and does it resume exactly?"""
