@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import write_atomically
 from penstock.errors import ConfigError, MissingExtra, StateFormat
-from penstock.state import StateMaker, show
+from penstock.state import StateMaker
 
 try:
     import torch
@@ -29,7 +29,7 @@ except ImportError as error:  # pragma: no cover - torch is here wherever the te
     raise MissingExtra("torch", "as_torch_dataset()", "torch") from error
 
 if TYPE_CHECKING:
-    from penstock.encode.batch import Batch, Position
+    from penstock.encode.batch import Batch, BatchOrigin
     from penstock.loader import AsyncDataLoader
 
 AHEAD = 16
@@ -82,7 +82,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         while batch is not None:
             self._ended = False
             self.handed += 1
-            self._mark(batch.locate())
+            assert batch._origin is not None
+            self._mark(batch._origin)
             item = self._item(batch)
             del batch
             yield item
@@ -162,9 +163,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             try:
                 inner, ended = json.loads(state["loader"]), bool(state["ended"])
             except (KeyError, TypeError, ValueError):
-                raise StateFormat(
-                    f"this is no state of a Penstock dataset: {show(state)}"
-                ) from None
+                raise StateFormat(f"not the state of a Penstock dataset: {state!r:.80}") from None
         self.loader.load_state_dict(inner)
         self._ended, self._resumed = ended, True
         self._marks.clear()
@@ -181,10 +180,10 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             )
         return self._marks[-1 - behind]()
 
-    def _mark(self, position: Callable[[], Position]) -> None:
+    def _mark(self, origin: BatchOrigin) -> None:
         loader = self.loader
-        # The loader's state of later on, since weights that are set meanwhile belong to it.
-        self._marks.append(lambda: StateMaker(loader._state)(position()))
+        # The loader's later state: weights that are set meanwhile belong to it.
+        self._marks.append(lambda: StateMaker(loader._state)(origin.position()))
 
     def _require_rank(self, world: int, rank: int) -> None:
         """Refuse a loader that was made before this process knew its rank."""

@@ -265,12 +265,13 @@ class LanePosition(NamedTuple):
                 f"invalid state: a lane's position needs 7 integers, not {value!r:.80}"
             )
         numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
-        counts, parts = counts or [], parts or []
+        counts, parts = counts or (), parts or ()
         if not all(is_count(n) for n in (*numbers, *counts)) or not isinstance(parts, list | tuple):
             raise StateFormat(
                 f"invalid state: a lane's position needs non-negative integers, not {value!r:.80}"
             )
-        return cls(*numbers, source, tuple(counts), tuple(cls.from_list(part) for part in parts))
+        nested = tuple(cls.from_list(part) for part in parts)
+        return cls._make([*numbers, source, tuple(counts), nested])
 
 
 class StreamPosition(NamedTuple):

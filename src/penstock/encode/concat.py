@@ -33,7 +33,8 @@ class TokenMark:
 
     def position(self) -> LanePosition:
         begin, window = next(w for w in reversed(self.windows) if w[0] <= self.token)
-        return window.position(self.token - begin)
+        position: LanePosition = window.position(self.token - begin)
+        return position
 
 
 @dataclass(slots=True)

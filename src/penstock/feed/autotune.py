@@ -172,7 +172,7 @@ def pipeline_knobs(
     batch_bytes: 0 if the size of a batch is not known; then the queue is not resized.
     """
     knobs: list[Knob] = []
-    reader = getattr(lanes, "reader", None)
+    reader: Any = getattr(lanes, "reader", None)
     if getattr(reader, "fetches", 0):
         knobs.append(
             Knob(
@@ -183,7 +183,7 @@ def pipeline_knobs(
                 stages=frozenset({"fetch"}),
             )
         )
-    if isinstance(pool, ThreadPool):  # processes take long to start
+    if type(pool) is ThreadPool:  # processes take long to start
         knobs.append(
             Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, WORKER_STAGES)
         )

@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, WorkerDied
 from penstock.feed.affinity import pin
-from penstock.feed.pool import ThreadPool
+from penstock.feed.worker_pool import ThreadPool
 from penstock.watch.stage_timer import Clock, NullClock, Report
 
 log = logging.getLogger("penstock")

@@ -130,6 +130,7 @@ class Source(Protocol):
 
     def check_state(self, state: State) -> None:
         """Raise `StateError` or `SourceChanged` for a state that cannot belong to this data."""
+        return
 
     def row_bytes(self) -> int:
         """Return what a row takes in the queue; 0 if that is not known beforehand."""

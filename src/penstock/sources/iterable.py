@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.encode.batch import Batch, can_wrap
 from penstock.errors import ConfigError, StateFormat
-from penstock.feed.worker_pool import Pool, Task, ThreadPool
+from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RunContext, Source
@@ -133,10 +133,6 @@ class IterableProducer:
         self._name, self._run, self._pool = name, run, pool
         self._reader = SampleReader(items, run, texts_allowed)
         self._last: Task[ReadSamples] | None = None
-        # The iterable is read in this process, also for worker processes.
-        self._io: ThreadPool | None = None
-        if run.workers == "process" and pool.n_workers:
-            self._io = ThreadPool(1, None, name="fetch", clock=run.clock)
         self._tasks: deque[Task[tuple[Batch | None, ReadSamples]]] = deque()
         self._row, self._batch = run.start.row, run.start.batch
         self._samples = self._batch_bytes = 0
@@ -159,12 +155,12 @@ class IterableProducer:
         return batch
 
     def _submit_ahead(self) -> None:
-        reads: Pool = self._io or self._pool
         while len(self._tasks) <= self._pool.n_workers:
             full = (len(self._tasks) + 1) * self._batch_bytes > self._run.read_ahead_bytes
             if self._tasks and full:
                 return
-            self._last = reads.submit(self._reader.read, after=self._last)
+            # A function runs in this process, also if workers are processes.
+            self._last = self._pool.submit(self._reader.read, after=self._last)
             self._tasks.append(self._pool.submit("collate_read", after=self._last))
 
     def totals(self) -> dict[str, int]:
@@ -176,13 +172,9 @@ class IterableProducer:
     def gauges(self) -> dict[str, Any]:
         return {"python": True}
 
-    def stop(self) -> None:
-        if self._io is not None:
-            self._io.stop()
+    def stop(self) -> None: ...
 
-    def close(self) -> None:
-        if self._io is not None:
-            self._io.join(5.0)
+    def close(self) -> None: ...
 
 
 class IterableSource(Source):

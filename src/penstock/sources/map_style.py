@@ -301,16 +301,26 @@ class MapStyleRows(RowSource):
         self.seq_len, self.dataset, self.positions = seq_len, source.dataset, source.positions
         self.samples = source.length()
         self.dtype = np.dtype(source.dataset.dtype if source.rows else np.uint32)
-        self.data_id, self.settings_id = source.data_id, source.settings_id
-        self.work, self.length = source.work, source.length
+        self._source = source
+
+    def data_id(self) -> dict[str, Any]:
+        return self._source.data_id()
+
+    def settings_id(self) -> dict[str, Any]:
+        return self._source.settings_id()
+
+    def work(self, run: RunContext) -> SampleWork:
+        return self._source.work(run)
 
     def narrowed(self, ids: Any) -> Ids:
         """Return rows in this source's type of id."""
         ids = np.asarray(ids)
+        if ids.dtype == self.dtype:
+            return ids  # type: ignore[no-any-return]
         limit = np.iinfo(self.dtype).max
-        if ids.dtype != self.dtype and ids.size and (int(ids.min()) < 0 or int(ids.max()) > limit):
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limit):
             raise ConfigError(f"ids from {ids.min()} to {ids.max()} do not fit in {self.dtype}")
-        return ids.astype(self.dtype, copy=False)
+        return ids.astype(self.dtype)
 
     def lane_packer(
         self, run: RunContext, pool: Pool, lane: int, start: LanePosition

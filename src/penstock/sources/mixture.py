@@ -397,14 +397,20 @@ class MixtureSource(RowSource):
                 )
         for i, (name, source) in enumerate(self._sources.items()):
             own = f"{name}."
-            tables = {
-                key: {k.removeprefix(own): v for k, v in table.items() if k.startswith(own)}
-                for key, table in (("data", state.data), ("stream", state.stream))
-            }
-            tables["stream"]["shuffle"] = state.stream.get("shuffle")
+            data, stream = (
+                {
+                    key.removeprefix(own): value
+                    for key, value in table.items()
+                    if key.startswith(own)
+                }
+                for table in (state.data, state.stream)
+            )
+            stream["shuffle"] = state.stream.get("shuffle")
             lane_positions = {lane: at.parts[i] for lane, at in positions.items()}
             if hasattr(source, "open_lanes"):
-                source.check_state(replace(state, lane_positions=lane_positions, **tables))
+                source.check_state(
+                    replace(state, lane_positions=lane_positions, data=data, stream=stream)
+                )
 
     def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
         """Return a state with other weights from `row` on, or from the next round of lanes.

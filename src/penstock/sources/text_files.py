@@ -358,8 +358,10 @@ class FileChunks:
             task = self._pool.submit("encode", ref)
             self._before[ref.lane] = ref.file, task
             return task
-        pool: Pool = self.io if self._reads_here and self.io is not None else self._pool
-        read = pool.submit("read_next", ref, after=before if file is ref.file else None)
+        # As a function: in this process, also if workers are processes. They could not pass the
+        # decompressor on.
+        follows = before if file is ref.file else None
+        read = self._pool.submit(self._work.read_next, ref, after=follows)
         self._before[ref.lane] = ref.file, read
         return self._pool.submit("tokenize", ref, after=read)
 
@@ -446,8 +448,15 @@ class TextSource(RowSource):
         self.seq_len, self.positions = dataset.seq_len, dataset.options.positions
         self.dtype = dataset.tokenizer.dtype
         self.skip = dataset.read.skip
-        self.data_id, self.tokenizer_id = dataset.data_id, dataset.tokenizer_id
-        self.settings_id = dataset.settings_id
+
+    def data_id(self) -> dict[str, Any]:
+        return self.dataset.data_id()
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        return self.dataset.tokenizer_id()
+
+    def settings_id(self) -> dict[str, Any]:
+        return self.dataset.settings_id()
 
     def listings(self) -> list[tuple[float, float]]:
         told, self.dataset.listing_told = self.dataset.listing_told, True

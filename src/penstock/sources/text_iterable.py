@@ -17,7 +17,7 @@ from penstock.encode.collate import plain
 from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import BadRecord, ConfigError, StateFormat
-from penstock.feed.worker_pool import Pool, Task, ThreadPool
+from penstock.feed.worker_pool import Pool, Task
 from penstock.order.plan import Plan
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RowSource, RunContext
@@ -243,10 +243,6 @@ class IterableChunks:
         reader = DocumentReader(data, run.lanes, own, partial=not run.shuffle)
         self._readers = dict.fromkeys(own, reader)
         self._last: dict[DocumentReader, Task[Documents]] = {}
-        # The iterable is read in this process, also for worker processes.
-        self._io: ThreadPool | None = None
-        if run.workers == "process" and pool.n_workers:
-            self._io = ThreadPool(1, None, name="fetch", clock=run.clock)
         self.on_bad: Callable[[Sequence[Bad]], None] = self.rejected
 
     def look_up(self, files: tuple[int, ...]) -> None: ...
@@ -258,12 +254,12 @@ class IterableChunks:
         return [[] for _ in files]
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        reads: Pool = self._io or self._pool
         reader = self._readers[ref.lane]
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
         last = self._last.get(reader)
         after = None if last is None or last.done() else last
-        read = self._last[reader] = reads.submit(
+        # A function runs in this process, also if workers are processes.
+        read = self._last[reader] = self._pool.submit(
             self._read, reader, ref, position.epoch, after=after
         )
         return self._pool.submit("tokenize", ref, after=read)
@@ -291,13 +287,9 @@ class IterableChunks:
     def gauges(self) -> dict[str, Any]:
         return {}
 
-    def stop(self) -> None:
-        if self._io is not None:
-            self._io.stop()
+    def stop(self) -> None: ...
 
-    def close(self) -> None:
-        if self._io is not None:
-            self._io.join(5.0)
+    def close(self) -> None: ...
 
 
 class TextIterableSource(RowSource):
