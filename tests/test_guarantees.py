@@ -27,7 +27,6 @@ from tests import contracts
 from tests.corpus import train_vocabulary
 
 EOS = 256
-new = pytest.mark.xfail(strict=False)
 
 
 def write_parquet(path: Path, texts: list[str], group: int) -> None:
@@ -46,12 +45,12 @@ def finite_documents(data: Any, **how: Any) -> list[str]:
 # Uneven files
 
 
-@new
 def test_documents_of_uneven_files_are_used_equally_often(tmp_path: Path) -> None:
     total = documents = 0
     for number in range(64):
         count = 160 if number == 17 else 8
-        texts = [f"file {number} document {row} ".ljust(80, "x") for row in range(count)]
+        noise = random.Random(number)
+        texts = [noise.randbytes(40).hex() for _ in range(count)]
         write_parquet(tmp_path / f"{number:02}.parquet", texts, group=4)
         documents += count
         total += sum(len(text) + 1 for text in texts)
@@ -62,12 +61,12 @@ def test_documents_of_uneven_files_are_used_equally_often(tmp_path: Path) -> Non
     with AsyncDataLoader(data, 8, shuffle=True, lanes=8) as loader:
         for batch in contracts.batches_of(loader, batches):
             for spans in batch.provenance():
-                starts.update(span.address for span in spans if span.tokens[0] == 0)
+                # The last id of a row opens the next one: a document that begins there counts once.
+                starts.update(s.address for s in spans if s.tokens[0] == 0 and s.at[0] < 64)
     assert len(starts) == documents
     assert max(starts.values()) - min(starts.values()) <= 1
 
 
-@new
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_finite_pass_of_two_ranks_uses_nearly_all_documents(
@@ -95,7 +94,6 @@ def test_a_finite_pass_of_two_ranks_uses_nearly_all_documents(
 # Splits
 
 
-@new
 def test_the_split_of_a_document_does_not_depend_on_the_other_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         texts = [f"{name} {row}" for row in range(300)]
@@ -116,7 +114,6 @@ def test_the_split_of_a_document_does_not_depend_on_the_other_files(tmp_path: Pa
 # Several consumers
 
 
-@pytest.mark.xfail(run=False)
 @pytest.mark.parametrize("n_workers", [0, 2])
 def test_two_threads_that_share_a_loader_get_each_batch_once(corpus: Path, n_workers: int) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32)
@@ -152,7 +149,6 @@ def test_two_threads_that_share_a_loader_get_each_batch_once(corpus: Path, n_wor
 # Refusals
 
 
-@new
 def test_a_mixture_of_different_vocabularies_is_refused(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     train_vocabulary(other, size=300)
@@ -165,7 +161,6 @@ def test_a_mixture_of_different_vocabularies_is_refused(corpus: Path, tmp_path: 
             AsyncDataLoader(Mixture({"one": part(one), "two": part(two)}), 2)
 
 
-@new
 def test_an_address_to_skip_that_cannot_exist_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "p.parquet", [f"text {row}" for row in range(100)], group=10)
 
@@ -178,16 +173,14 @@ def test_an_address_to_skip_that_cannot_exist_is_refused(tmp_path: Path) -> None
         read()
 
 
-@new
 @pytest.mark.parametrize("name", ["eos", "bos"])
 def test_a_separator_of_several_tokens_is_refused(corpus: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         TextDataset(corpus / "parquet", tokenizer="byte", seq_len=8, **{name: [1, 2]})
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(PenstockError, match=name):
         TextDataset.from_iterable(["text"], tokenizer="byte", seq_len=8, **{name: [1, 2]})
 
 
-@new
 @pytest.mark.parametrize("damage", ["truncated", "binary", "another format", "empty"])
 def test_a_damaged_vocabulary_is_named(corpus: Path, tmp_path: Path, damage: str) -> None:
     whole = (corpus / "tokenizer.json").read_bytes()
@@ -204,7 +197,6 @@ def test_a_damaged_vocabulary_is_named(corpus: Path, tmp_path: Path, damage: str
         TextDataset(corpus / "parquet", tokenizer=str(path), seq_len=8)
 
 
-@new
 def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path: Path) -> None:
     columns = [pa.array(["a", "b"]), pa.array(["c", "d"])]
     pq.write_table(pa.table(columns, names=["text", "text"]), tmp_path / "twice.parquet")
@@ -221,7 +213,6 @@ def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path:
 # What a mixture looks like
 
 
-@new
 def test_a_mixture_shows_itself_as_a_tree_with_weights(corpus: Path) -> None:
     text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32)
     made = SyntheticDataset(seq_len=32, vocab_size=EOS + 1)

@@ -1,177 +1,119 @@
-"""Plan and shuffle: pure functions, so properties say all there is to say."""
+"""The plan deals every chunk of an epoch to exactly one lane, and lanes get equal bytes."""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
-from penstock.order.plan import CHUNKS_PER_LANE, FILES_PER_LANE, FILES_SHARED, Plan
-from penstock.order.shuffle import mix, mix_array, permutation, window_chunks
-from penstock.types import ChunkRef, FileRef, Shard
+from penstock.order.plan import FIRST_BYTES, Plan
+from penstock.types import ChunkRef, FileRef
 
-counts = st.lists(st.integers(0, 6), min_size=1, max_size=40)
-
-
-def make_plan(n: int, lanes: int, shuffle: bool, seed: int = 1, compressed: bool = False) -> Plan:
-    codec = "gz" if compressed else ""
-    files = tuple(FileRef(f"{i}.jsonl", f"{i}.jsonl", 100, "jsonl", codec) for i in range(n))  # type: ignore[arg-type]
-    return Plan(files=files, lanes=lanes, shuffle=shuffle, seed=seed)
+SIZES = {
+    "one": [100],
+    "few": [100, 90, 110],
+    "even": [100] * 64,
+    "one large": [100] * 63 + [2000],
+    "many sizes": [10 * n + 7 for n in range(200)],
+    "fewer than lanes": [100, 5],
+}
 
 
-def lane_chunks(
-    plan: Plan, chunks: list[int], lane: int, epoch: int
-) -> list[tuple[str, int, int, int]]:
-    refs = [[ChunkRef(f, i, 10) for i in range(n)] for f, n in zip(plan.files, chunks, strict=True)]
-    out: list[tuple[str, int, int, int]] = []
-    for group in plan.groups(lane, epoch):
-        ordered = plan.order(lane, epoch, group, [refs[i] for i in group])
-        out += [(ref.file.path, ref.index, ref.part, ref.parts) for ref in ordered]
+def files_of(kind: str) -> tuple[FileRef, ...]:
+    scale = 1000
+    return tuple(
+        FileRef(f"/d/{i}.parquet", f"{i}.parquet", scale * n, "parquet")
+        for i, n in enumerate(SIZES[kind])
+    )
+
+
+def chunks_of(file: FileRef) -> list[ChunkRef]:
+    return [ChunkRef(file, i, 1000) for i in range(file.size // 1000)]
+
+
+def dealt(plan: Plan, lane: int, epoch: int) -> list[ChunkRef]:
+    """Return the lane's chunks of an epoch, in order."""
+    out: list[ChunkRef] = []
+    for number, group in enumerate(plan.groups(lane, epoch)):
+        chunks = [chunks_of(plan.files[i]) for i in group]
+        out += plan.chunks(lane, epoch, number, group, chunks)
     return out
 
 
-@given(
-    chunks=counts,
-    lanes=st.integers(1, 9),
-    shuffle=st.booleans(),
-    epoch=st.integers(0, 3),
-    seed=st.integers(0, 1 << 64),
-)
-def test_lanes_share_all_chunks_and_none_is_read_twice(
-    chunks: list[int], lanes: int, shuffle: bool, epoch: int, seed: int
+def portions(refs: list[ChunkRef]) -> Counter[tuple[str, int, int]]:
+    """Count how often each of 840 portions of each chunk is read: parts divide it evenly."""
+    found: Counter[tuple[str, int, int]] = Counter()
+    for ref in refs:
+        found.update((ref.file.name, ref.index, row) for row in range(*ref.bounds(840)))
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("lanes", [1, 2, 6, 16])
+@pytest.mark.parametrize("kind", ["one", "few", "fewer than lanes", "even"])
+def test_every_chunk_is_dealt_exactly_once_in_every_epoch(
+    kind: str, lanes: int, shuffle: bool
 ) -> None:
-    plan = make_plan(len(chunks), lanes, shuffle, seed)
-    dealt = list(
-        chain.from_iterable(lane_chunks(plan, chunks, lane, epoch) for lane in range(lanes))
+    plan = Plan(files=files_of(kind), lanes=lanes, shuffle=shuffle, seed=3)
+    for epoch in (0, 1):
+        found = portions([ref for lane in range(lanes) for ref in dealt(plan, lane, epoch)])
+        assert set(found.values()) == {1}
+        assert len(found) == 840 * sum(file.size // 1000 for file in plan.files)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("lanes", [2, 8, 16])
+@pytest.mark.parametrize("kind", ["even", "one large", "many sizes"])
+def test_lanes_get_equal_bytes(kind: str, lanes: int, shuffle: bool) -> None:
+    plan = Plan(files=files_of(kind), lanes=lanes, shuffle=shuffle, seed=3)
+    for epoch in (0, 1):
+        loads = [sum(ref.nbytes for ref in dealt(plan, lane, epoch)) for lane in range(lanes)]
+        assert max(loads) - min(loads) <= 0.05 * sum(loads) / lanes
+    assert plan.balance() >= 0.95
+
+
+def test_a_lane_opens_only_its_own_files_when_there_are_many() -> None:
+    plan = Plan(files=files_of("even"), lanes=8, shuffle=True, seed=3)
+    opened = [{i for group in plan.groups(lane, 0) for i in group} for lane in range(8)]
+    assert sum(map(len, opened)) == 64
+    assert set.union(*opened) == set(range(64))
+
+
+def test_one_lane_without_shuffle_reads_in_listing_order() -> None:
+    plan = Plan(files=files_of("few"), lanes=1, shuffle=False, seed=3)
+    order = [(ref.file.name, ref.index) for ref in dealt(plan, 0, 0)]
+    assert order == [(f.name, c.index) for f in plan.files for c in chunks_of(f)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def order(seed: int, epoch: int) -> list[Any]:
+        plan = Plan(files=files_of("even"), lanes=2, shuffle=True, seed=seed)
+        return [(ref.file.name, ref.index) for ref in dealt(plan, 1, epoch)]
+
+    assert order(3, 1) == order(3, 1)
+    assert len({tuple(order(seed, epoch)) for seed in (3, 4) for epoch in (1, 2)}) == 4
+
+
+def test_the_first_chunk_of_a_lane_is_divided_so_that_the_first_batch_waits_for_a_small_part() -> None:
+    file = FileRef("/d/a.parquet", "a.parquet", 10 * FIRST_BYTES, "parquet")
+    plan = Plan(files=(file,), lanes=1, shuffle=False, seed=0)
+    chunks = [[ChunkRef(file, i, FIRST_BYTES) for i in range(3)]]
+    refs = plan.chunks(0, 0, 0, (0,), chunks)
+    assert [ref.index for ref in refs] == [0, 0, 1, 2]
+    assert refs[0].nbytes == FIRST_BYTES // 8
+    assert [ref.bounds(80) for ref in refs[:2]] == [(0, 10), (10, 80)]
+    assert len(plan.chunks(0, 1, 0, (0,), chunks)) == 3
+
+
+def test_the_plan_does_not_depend_on_where_the_data_lies(tmp_path: Path) -> None:
+    moved = tuple(
+        FileRef(str(tmp_path / file.name), file.name, file.size, "parquet")
+        for file in files_of("many sizes")
     )
-    assert len(set(dealt)) == len(dealt)
-    whole: dict[tuple[str, int], set[int]] = {}
-    for path, index, part, parts in dealt:
-        assert 0 <= part < parts
-        whole.setdefault((path, index), set()).add(part)
-    assert sorted(whole) == sorted(
-        (f.path, i) for f, n in zip(plan.files, chunks, strict=True) for i in range(n)
-    )
-    assert {parts for *_, parts in dealt} <= {1} or len({parts for *_, parts in dealt}) == 1
-    assert all(len(parts) == dealt[0][3] for parts in whole.values())
-
-
-@given(
-    chunks=st.lists(st.integers(1, 6), min_size=1, max_size=12),
-    lanes=st.integers(1, 16),
-    shuffle=st.booleans(),
-)
-def test_no_lane_is_left_without_a_chunk(chunks: list[int], lanes: int, shuffle: bool) -> None:
-    plan = make_plan(len(chunks), lanes, shuffle)
-    sizes = [len(lane_chunks(plan, chunks, lane, 0)) for lane in range(lanes)]
-    assert min(sizes) >= 1
-    if not plan.whole_files and lanes > 1:
-        assert min(sizes) >= CHUNKS_PER_LANE
-        assert max(sizes) - min(sizes) <= 1
-
-
-@given(n=st.integers(1, 60), lanes=st.integers(1, 6))
-def test_files_keep_their_order_without_shuffling(n: int, lanes: int) -> None:
-    plan = make_plan(n, lanes, shuffle=False)
-    for lane in range(lanes):
-        files = [i for group in plan.groups(lane, 3) for i in group]
-        assert files == sorted(files)
-
-
-def test_a_single_lane_without_shuffling_reads_as_listed() -> None:
-    plan = make_plan(30, 1, shuffle=False)
-    assert [x[:2] for x in lane_chunks(plan, [2] * 30, 0, 0)] == [
-        (f"{i}.jsonl", k) for i in range(30) for k in range(2)
+    plans = [
+        Plan(files=files, lanes=4, shuffle=True, seed=3)
+        for files in (files_of("many sizes"), moved)
     ]
-
-
-def test_many_files_are_dealt_whole_and_opened_a_few_at_a_time() -> None:
-    plan = make_plan(5000, 4, shuffle=True)
-    groups = plan.groups(2, 0)
-    assert [len(g) for g in groups[:5]] == [1, 2, 4, 8, 8]
-    assert max(len(g) for g in groups) == 8
-    assert plan.whole_files
-    assert not make_plan(FILES_PER_LANE * 4 - 1, 4, shuffle=True).whole_files
-
-
-@settings(max_examples=40)
-@given(
-    n=st.integers(FILES_SHARED + 1, 300),
-    lanes=st.integers(1, 200),
-    shuffle=st.booleans(),
-    compressed=st.booleans(),
-)
-def test_lanes_of_a_team_share_its_files_and_teams_share_all(
-    n: int, lanes: int, shuffle: bool, compressed: bool
-) -> None:
-    plan = make_plan(n, lanes, shuffle, compressed=compressed)
-    if compressed:  # chunks are counted on while they are read
-        seen = [
-            (file, plan.open_ended(lane, plan.files[file], i, 10).index)
-            for lane in range(lanes)
-            for (file,) in plan.groups(lane, 0)
-            for i in range(3)
-        ]
-        assert len(set(seen)) == len(seen)
-        assert {file for file, _ in seen} == set(range(n))
-        return
-    dealt = [lane_chunks(plan, [3] * n, lane, 0) for lane in range(lanes)]
-    chunks = list(chain.from_iterable(dealt))
-    assert len(set(chunks)) == len(chunks)
-    assert {(path, index) for path, index, *_ in chunks} == {
-        (f.path, i) for f in plan.files for i in range(3)
-    }
-    assert min(map(len, dealt)) >= 1
-
-
-def test_a_lane_looks_into_a_few_files_only_however_many_lanes_there_are() -> None:
-    for lanes, most in ((64, 40), (1024, 10), (4096, 10)):
-        plan = make_plan(2400, lanes, shuffle=True)
-        for lane in (0, 1, lanes - 1):
-            assert sum(len(group) for group in plan.groups(lane, 0)) <= most
-    prime = make_plan(2400, 1021, shuffle=True)  # which nothing divides: one team of all
-    assert sum(len(group) for group in prime.groups(0, 0)) == 2400
-
-
-def test_a_file_of_unknown_length_is_a_group_of_its_own() -> None:
-    plan = make_plan(6, 2, shuffle=True, compressed=True)
-    assert plan.whole_files
-    assert all(len(group) == 1 for group in plan.groups(0, 0))
-
-
-def test_epochs_differ_and_repeat_exactly() -> None:
-    plan = make_plan(3, 1, shuffle=True)
-    epochs = [lane_chunks(plan, [9, 9, 9], 0, epoch) for epoch in (0, 1, 0)]
-    assert epochs[0] == epochs[2] != epochs[1]
-
-
-@given(n=st.integers(0, 500), key=st.lists(st.integers(-(1 << 63), 1 << 64), max_size=4))
-def test_permutation_is_a_bijection(n: int, key: list[int]) -> None:
-    assert sorted(permutation(n, *key).tolist()) == list(range(n))
-
-
-@given(key=st.integers(0, 1 << 64), values=st.lists(st.integers(0, (1 << 63) - 1), max_size=20))
-def test_hashing_at_once_equals_hashing_one_by_one(key: int, values: list[int]) -> None:
-    assert mix_array(key, np.array(values, np.int64)).tolist() == [mix(key, v) for v in values]
-
-
-def test_the_order_never_changes_between_releases() -> None:
-    # A saved run continues only if these stay what they are.
-    assert permutation(8, 42, 0, 1).tolist() == [2, 7, 3, 0, 4, 1, 5, 6]
-    assert mix(1, 2, 3) == 7702586659592502839
-
-
-def test_windows_grow_in_the_first_epoch_only() -> None:
-    assert [window_chunks(0, i, 10) for i in range(6)] == [1, 2, 4, 8, 10, 10]
-    assert [window_chunks(1, i, 10) for i in range(3)] == [10, 10, 10]
-    assert [window_chunks(0, i, 1) for i in range(3)] == [1, 1, 1]
-    assert window_chunks(0, 10**9, 16) == 16
-
-
-@given(items=st.lists(st.integers()), mod=st.integers(1, 7))
-def test_shards_of_a_list_are_disjoint_and_complete(items: list[int], mod: int) -> None:
-    parts = [Shard(mod, rem).select(items) for rem in range(mod)]
-    assert [parts[i % mod][i // mod] for i in range(len(items))] == items
-    assert sum(map(len, parts)) == len(items)
+    assert plans[0].groups(2, 1) == plans[1].groups(2, 1)

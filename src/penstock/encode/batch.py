@@ -108,7 +108,8 @@ class Batch:
 
     def state_maker(self) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state, without keeping the batch alive."""
-        assert self._origin is not None and self._state is not None
+        assert self._origin is not None
+        assert self._state is not None
         origin, state = self._origin, self._state
         return lambda: state(origin.position())
 

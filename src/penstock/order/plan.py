@@ -40,10 +40,12 @@ _FILES, _CHUNKS, _SHARED = 1, 2, 3  # keys of permutations: two kinds never shar
 
 
 class EpochDeal(NamedTuple):
-    """The order of all files in an epoch, and the team that reads each of them."""
+    """The order of all files in an epoch, the team that reads each of them, and the share of each
+    team in a file that is dealt to all: more for a team whose own files have fewer bytes."""
 
     order: I64
     teams: list[int]
+    shares: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Plan:
 
     def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
         """Return the lane's groups of files (indices into `files`), in reading order."""
-        order, teams = self._deal(epoch)
+        order, teams, _ = self._deal(epoch)
         team = lane % self.teams
         own = [file for file in order.tolist() if teams[file] in (team, ALL)]
         groups: list[tuple[int, ...]] = []
@@ -116,48 +118,49 @@ class Plan:
 
     def balance(self) -> float:
         """Return the bytes of the lane that has least, as a share of the mean."""
-        total = sum(file.size for file in self.files)
-        if not total:
-            return 1.0
+        deal = self._deal(0)
         loads = [0.0] * self.teams
-        for file, team in zip(self.files, self._deal(0).teams, strict=True):
-            for own in range(self.teams) if team == ALL else (team,):
-                loads[own] += file.size / (self.teams if team == ALL else 1)
-        return min(loads) * self.teams / total
+        for file, team in zip(self.files, deal.teams, strict=True):
+            if team == ALL:
+                loads = [
+                    load + share * file.size for load, share in zip(loads, deal.shares, strict=True)
+                ]
+            else:
+                loads[team] += file.size
+        return min(loads) * self.teams / sum(loads) if sum(loads) else 1.0
 
     def _deal(self, epoch: int) -> EpochDeal:
         deal = self._deals.get(epoch)
         if deal is None:
             n = len(self.files)
             order = permutation(n, self.seed, epoch, _FILES) if self.shuffle else np.arange(n)
-            deal = EpochDeal(order, self._assign(order, epoch))
+            deal = self._assign(order, epoch)
             while len(self._deals) > 2:  # of the current epoch, the next one and the first
                 self._deals.pop(max(e for e in self._deals if e > 0))
             self._deals[epoch] = deal
         return deal
 
-    def _assign(self, order: I64, epoch: int) -> list[int]:
+    def _assign(self, order: I64, epoch: int) -> EpochDeal:
         """Give each file a team: the largest file first, to the team with the fewest bytes."""
         sizes = np.array([file.size for file in self.files], np.int64)
         share = int(sizes.sum()) / self.teams
-        teams = [0] * len(self.files)
-        if self.lanes == 1:
-            return teams
+        teams = [0 if self.lanes == 1 else ALL] * len(self.files)
         ranks = permutation(self.teams, self.seed, epoch, _SHARED) if self.shuffle else None
-        loads = [
-            (0, team if ranks is None else int(ranks[team]), team) for team in range(self.teams)
-        ]
+        loads = [(0, t if ranks is None else int(ranks[t]), t) for t in range(self.teams)]
         heapq.heapify(loads)
         for file in order[np.argsort(-sizes[order], kind="stable")].tolist():
             size = int(sizes[file])
             limit = share if self.files[file].sequential else share / FILES_PER_LANE
-            if self.teams == 1 or size > limit:
-                teams[file] = ALL
-                continue
-            load, rank, team = heapq.heappop(loads)
-            heapq.heappush(loads, (load + size, rank, team))
-            teams[file] = team
-        return teams
+            if self.teams > 1 and size <= limit:
+                load, rank, team = heapq.heappop(loads)
+                heapq.heappush(loads, (load + size, rank, team))
+                teams[file] = team
+        missing = np.zeros(self.teams)
+        for load, _, team in loads:
+            missing[team] = max(0.0, share - load)
+        total = missing.sum()
+        shares = missing / total if total else np.full(self.teams, 1 / self.teams)
+        return EpochDeal(order, teams, shares.tolist())
 
     def _sharers(self, lane: int, team: int) -> tuple[int, int]:
         """Return the lane's place among the lanes that share a file, and how many they are."""
@@ -180,8 +183,22 @@ class Plan:
                 for ref in refs
                 for i in range(by)
             ]
-        first = (place + mix(self.seed, epoch, _SHARED, file)) % sharers
-        if not self.shuffle:
-            return refs[first::sharers]
-        order = permutation(len(refs), self.seed, epoch, _SHARED, file)
-        return [refs[i] for i in order[first::sharers].tolist()]
+        order = np.arange(len(refs))
+        if self.shuffle:
+            order = permutation(len(refs), self.seed, epoch, _SHARED, file)
+        # Each lane gets an interval of the order, from a point that differs from file to file, so
+        # that a rounded-up chunk does not always go to the same lane.
+        begin = mix(self.seed, epoch, _SHARED, file) / 2**64
+        points = (np.arange(len(refs)) + 0.5) / len(refs) + begin
+        ends = np.cumsum(self._lane_shares(epoch, teams[file]))
+        ends[-1] = 1.0
+        own = np.searchsorted(ends, points % 1.0, side="right") == place
+        return [refs[i] for i in order[own].tolist()]
+
+    def _lane_shares(self, epoch: int, team: int) -> list[float]:
+        """Return the share in a file of each lane that reads it."""
+        n = self.lanes // self.teams
+        if team != ALL:
+            return [1 / n] * n
+        shares = self._deal(epoch).shares
+        return [shares[lane % self.teams] / n for lane in range(self.lanes)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import CorruptFile
+from penstock.errors import ConfigError, CorruptFile
 from penstock.order.shuffle import mix, mix_array
 from penstock.read import jsonl, text
 from penstock.read.columns import call, flags, nothing, scalar
@@ -76,7 +76,9 @@ class Reader:
         if file.format == "parquet":
             judge = self._judge()
             try:
-                return self._parquet.inspect(file), []
+                chunks = self._parquet.inspect(file)
+                self._check_skip(file, {ref.index for ref in chunks})
+                return chunks, []
             except CorruptFile as error:
                 judge.reject_chunk(Address(file.name, None, -1), error)
                 return [], judge.bad
@@ -84,6 +86,14 @@ class Reader:
         return [
             ChunkRef(file, i, min(step, file.size - i * step)) for i in range(-(-file.size // step))
         ], []
+
+    def _check_skip(self, file: FileRef, groups: set[int]) -> None:
+        for group, row in self._skip.get(file.name, ()):
+            if group not in groups:
+                raise ConfigError(
+                    f"skip: {file.name!r} has {len(groups)} row groups, and row {row} of row group "
+                    f"{group} was named"
+                )
 
     def fetch(self, ref: ChunkRef, *, again: bool = False) -> list[Bytes]:
         """What has to be fetched to read a chunk, side by side. Nothing of files that are read forwards.

@@ -422,7 +422,8 @@ class FileChunks:
 
     def set_fetches(self, fetches: int) -> None:
         """Have more or fewer requests in flight. The stream stays the same."""
-        assert self.io is not None and self._work.session is not None
+        assert self.io is not None
+        assert self._work.session is not None
         self._work.session.resize(fetches)
         self.io.resize(fetches)
         self.fetches = fetches
