@@ -667,7 +667,7 @@ def test_a_step_made_for_graphs_divides_by_the_rate_and_survives(
     )
     make: Make = lambda p: torch.optim.AdamW(
         p, lr=torch.tensor(0.01), capturable=True, foreach=foreach
-    )  # noqa: E731
+    )
     assert_same(train(make, warmed=False, schedule=False), train(make, warmed=True, schedule=False))
 
 

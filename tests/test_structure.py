@@ -239,8 +239,6 @@ WALL_CLOCK = {
     "cli/cache.py": "ages of files",
     "cli/health.py": "ages of lines",
     "cli/watch.py": "ages of lines",
-    "feed/beat.py": "a line says when it was written",
-    "feed/beat_thread.py": "a line says when it was written",
     "read/cache.py": "times of files",
     "read/cache_room.py": "ages of files",
     "read/kept.py": "what is kept says since when, and outlives the process",
@@ -264,7 +262,6 @@ WRITES = {
     "cli/bootstrap.py": "the log of a process in the background, which appends",
     "cli/main.py": "the null device",
     "config.py": "this is the atomic writer",
-    "feed/beat_file.py": "a heartbeat grows line by line, each in one write",
     "read/cache_room.py": "a lock, and a file under another name that is renamed when it is whole",
     "read/kept.py": "a log that is locked, and each of its entries checked",
     "read/records.py": "a list of bad records that grows, each in one write",
@@ -274,6 +271,7 @@ WRITES = {
     "train/console.py": "the null device",
     "train/saved.py": "in a folder under another name, which is renamed when it is whole",
     "train/trainer.py": "a lock",
+    "watch/heartbeat.py": "a heartbeat grows line by line, each in one write",
 }
 
 

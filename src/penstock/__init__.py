@@ -20,7 +20,7 @@ _imported = time.perf_counter()  # for the ledger of a start
 _HOME = {
     "AsyncDataLoader": "loader",
     "Batch": "encode.batch",
-    "Heartbeat": "feed.beat",
+    "Heartbeat": "watch.heartbeat",
     "Mixture": "sources.mixture",
     "Remote": "read.attempt",
     "Shard": "types",
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
         UnevenRanks,
         WorkerDied,
     )
-    from penstock.feed.beat import Heartbeat
     from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
     from penstock.loader import AsyncDataLoader
     from penstock.read.attempt import Remote
@@ -94,6 +93,7 @@ if TYPE_CHECKING:
     from penstock.tally import Warmup
     from penstock.train.prewarm import prewarm, verify_prewarm
     from penstock.types import Shard, Span
+    from penstock.watch.heartbeat import Heartbeat
     from penstock.watch.steady import analyze_steps
     from penstock.watch.telemetry import Telemetry
 

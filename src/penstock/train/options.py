@@ -24,7 +24,7 @@ from penstock.dialects import each_once, from_options, read_file, unknown
 from penstock.errors import ConfigError
 from penstock.settings import Resolved, load
 from penstock.values import Kind, Said, choice, flag, number, or_none, refuse, whole
-from penstock.watch.heartbeat import FOLDER
+from penstock.watch.heartbeat_reader import FOLDER
 
 T = TypeVar("T")
 
