@@ -29,8 +29,8 @@ from penstock import (
 from penstock.errors import SourceError
 from penstock.order.mix import restarted
 from penstock.sources.skipped import of_mixture, of_part
-from penstock.stage import stage
 from penstock.testing import FileServer
+from penstock.tools.stage import stage
 from penstock.types import Address
 
 

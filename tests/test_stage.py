@@ -30,8 +30,8 @@ from penstock.read.cache_room import alone
 from penstock.sources import files
 from penstock.sources.files import FileLanes, TextSource
 from penstock.sources.foresight import Foresight
-from penstock.stage import Staged, stage
 from penstock.testing import Fault, HubServer
+from penstock.tools.stage import Staged, stage
 from tests.contracts import digest, ledger, take
 
 FILES, GROUPS, DOCUMENTS = 12, 5, 6

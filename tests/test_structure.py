@@ -29,7 +29,7 @@ TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
     "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
-    "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "stage": 6, "doctor": 6, "verify": 6, "train": 7, "testing": 7, "cli": 7,
+    "stats": 6, "tally": 6, "torch_dataset": 6, "loader": 6, "tools": 6, "doctor": 6, "verify": 6, "train": 7, "testing": 7, "cli": 7,
 }  # fmt: skip
 
 
@@ -266,8 +266,7 @@ WRITES = {
     "read/kept.py": "a log that is locked, and each of its entries checked",
     "read/records.py": "a list of bad records that grows, each in one write",
     "read/storage.py": "a copy in a folder of its own, for this process",
-    "sources/bootstrap.py": "grows under another name, and its progress says how much of it counts",
-    "sources/bootstrap_place.py": "under another name, flushed and renamed; and a lock",
+    "tools/bootstrap.py": "grows under another name, and its progress says how much of it counts; and a lock",
     "train/console.py": "the null device",
     "train/saved.py": "in a folder under another name, which is renamed when it is whole",
     "train/trainer.py": "a lock",

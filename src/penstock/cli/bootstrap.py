@@ -15,7 +15,7 @@ from penstock.cli import complete
 from penstock.cli.given import CardConfig
 
 if TYPE_CHECKING:
-    from penstock.sources.bootstrap import Bootstrapped, Progress
+    from penstock.tools.bootstrap import Bootstrapped, Progress
 
 SAY_EVERY_S = 5.0
 """Without a terminal, a line so often."""
@@ -25,7 +25,7 @@ def bootstrap(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl or .parquet."
+            "--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl."
         ),
     ],
     urls: Annotated[
@@ -57,12 +57,12 @@ def bootstrap(
 
     Killed at any moment and run again, it goes on, and ends with the same bytes. Exit code 1: an error.
     """
-    from penstock.sources.bootstrap import bootstrap as write
-    from penstock.sources.bootstrap import check_name
+    from penstock.tools.bootstrap import bootstrap as write
+    from penstock.tools.bootstrap import check_name
     from penstock.values import Said, byte_size
 
     goal = byte_size().parse(Said("bytes", size, "command line --bytes"))
-    check_name(out, refresh)
+    check_name(out)
     sources = urls or ["fineweb_edu"]
     if background:
         _detach(

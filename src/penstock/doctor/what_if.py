@@ -26,7 +26,7 @@ from penstock.loader import AsyncDataLoader
 from penstock.order.shuffle import I64
 from penstock.read.attempt import Remote
 from penstock.read.synthetic import Ids, SyntheticDataset
-from penstock.stage import stage
+from penstock.tools.stage import stage
 from penstock.types import GiB, MiB
 
 Question = Literal["cached", "synthetic"]
