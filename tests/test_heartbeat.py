@@ -466,7 +466,7 @@ def test_a_file_where_the_folder_should_be_is_said_once(
         (tmp_path / "file").unlink()
         heart.progress(2)
         until(lambda: heart.path.exists())
-    assert steps(heart.path) == [2]
+    assert steps(heart.path)[-1] == 2
     assert logged(caplog, "cannot be written") == 1
 
 

@@ -151,11 +151,10 @@ def test_threads_sleep_and_the_environment_stay_in_their_places() -> None:
         assert "pickle.loads" not in used, where(path)
 
 
-def test_a_file_stays_short_and_says_what_it_is() -> None:
+def test_a_file_says_what_it_is() -> None:
     for path in MODULES + AROUND:
         docstring = ast.get_docstring(tree(path))
         assert docstring, where(path)
-        assert len(path.read_text().splitlines()) <= 400, where(path)
         if path in MODULES:
             assert where(path) in DRAWN or len(docstring.splitlines()) <= 12, where(path)
 

@@ -116,11 +116,10 @@ class Heartbeat:
         failures = _Failures()
         max_bytes = whole_number("max_bytes", max_bytes, 4 * KiB)
         file = _File(self.path, max_bytes, whole_number("keep", keep, 1), failures)
-        self._observed = observed
         gate = HealthGate(limits or Limits())
-        config = _Config(self.rank, prefix, float(every_s), observed, boot, gate)
         size = whole_number("queue", queue, 2)
-        self._listener = _Listener(file, _Hooks(hooks, failures), failures, size, config)
+        config = _Config(self.rank, prefix, float(every_s), size, observed, boot, gate)
+        self._listener = _Listener(file, _Hooks(hooks, failures), failures, config)
         self._finalizer: weakref.finalize[[str, float], Heartbeat] | None = None
 
     def start(self) -> Heartbeat:
@@ -144,7 +143,7 @@ class Heartbeat:
         if listener.is_forked():
             return
         self.start()
-        fields = listener.ask(self._observed.step_fields) if self._observed is not None else {}
+        fields = {**listener.ask(lambda observed: observed.step_fields(), {})}
         given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
         fields |= {name: _keep(value) for name, value in given.items() if value is not None}
         fields |= {name: _keep(value) for name, value in more.items()}
@@ -235,6 +234,7 @@ class _Config(NamedTuple):
     rank: int
     prefix: str
     every_s: float
+    queue_size: int
     observed: TelemetrySource | None
     boot: dict[str, Any]
     gate: HealthGate
@@ -246,24 +246,22 @@ class _Listener(QueueListener):
     It does not know its `Heartbeat`, which can therefore be garbage-collected while this runs.
     """
 
-    def __init__(
-        self, file: _File, hooks: _Hooks, failures: _Failures, size: int, config: _Config
-    ) -> None:
+    def __init__(self, file: _File, hooks: _Hooks, failures: _Failures, config: _Config) -> None:
         # A SimpleQueue, because a garbage collection within get() may call put() in `close`.
         self._records: queue.SimpleQueue[Any] = queue.SimpleQueue()
         super().__init__(self._records, file, hooks)
         self.step = self.steps = 0
         self.last_step = self._begun = time.monotonic()
         self.closing = False
-        self._enqueue = _Enqueue(self._records, size, failures)
+        self._enqueue = _Enqueue(self._records, config.queue_size, failures)
         self._file, self._failures, self._config = file, failures, config
         file.first_line = lambda: encode(self._line(_Record("boot", self.step, {"rotated": True})))
-        hooks.is_behind = lambda: self._records.qsize() > size // 2
+        hooks.is_behind = lambda: self._records.qsize() > config.queue_size // 2
         self._pid: int | None = None
-        self._listening: threading.Thread | None = None
+        self._thread_id = 0
         self._finished = threading.Event()
         self._reason, self._deadline, self._next_beat = "end", math.inf, math.inf
-        self._ended = False
+        self._ended = self._stopped = False
         self._pending: deque[_Record] = deque()
         self._collected_step = 0
         self._last_progress: _Record | None = None
@@ -288,13 +286,15 @@ class _Listener(QueueListener):
         else:
             self._enqueue.handle(record)
 
-    def ask(self, fields: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return fields of the loader's telemetry. An error in it must not end the run."""
+    def ask(self, call: Callable[[TelemetrySource], Any], default: Any) -> Any:
+        """Ask the loader's telemetry, if there is one. An error in it must not end the run."""
+        if self._config.observed is None:
+            return default
         try:
-            return dict(fields())
+            return call(self._config.observed)
         except Exception as error:
             self._failures.add("telemetry", "the loader's telemetry failed", error)
-            return {}
+            return default
 
     def counts(self) -> dict[str, int]:
         found = self._failures
@@ -309,32 +309,36 @@ class _Listener(QueueListener):
             self._reason, self._deadline = reason, time.monotonic() + timeout
             self.closing = True
             self.enqueue_sentinel()  # wakes the thread
-        if self._pid is None or self._listening is threading.current_thread():
+        if self._pid is None or self._thread_id == threading.get_ident():
             return True  # not started; or a garbage collection on the heartbeat's own thread
-        # Not `stop`, which waits without a limit: a write or a hook may hang. Then the thread,
-        # a daemon, is left behind.
-        if not self._finished.wait(timeout) or self._listening is None:
+        # `stop` waits without a limit, and a write or a hook may hang: then the thread, a daemon,
+        # is left behind.
+        if not self._finished.wait(timeout):
             text = f"the thread hangs, and about {self._records.qsize()} lines are not written"
             self._failures.add("thread", text)
             return False
-        self._listening.join(timeout)
+        if not self._stopped:
+            self._stopped = True
+            self.stop()
         return self._file.ok
 
     # The heartbeat's thread
 
     def dequeue(self, block: bool) -> Any:
         """Return the next record: a beat that is due, one from the queue, or the last one."""
-        if self._listening is None:
-            self._listening = threading.current_thread()
-            self._listening.name = "penstock-heartbeat"
+        if not self._thread_id:
+            self._thread_id = threading.get_ident()
+            threading.current_thread().name = "penstock-heartbeat"
         wait = 0.0
         while True:
-            self._collect(wait)
+            is_full = len(self._pending) >= self._config.queue_size
+            if not is_full:
+                self._collect(wait)
             now = time.monotonic()
             if now >= self._next_beat and not self.closing:
                 self._next_beat = max(self._next_beat + self._config.every_s, now)
                 return self._beat(now)
-            if self._pending and self._is_ready(self._pending[0], now):
+            if self._pending and (is_full or self._is_ready(self._pending[0], now)):
                 return self._pending.popleft()
             if self.closing and not self._pending:
                 return self._end(now)
@@ -349,12 +353,8 @@ class _Listener(QueueListener):
                 if isinstance(item, _Record):
                     found.append(item)
                 item = self._records.get_nowait()
-        if self._config.observed is not None:
-            try:
-                events = self._config.observed.take_events()
-                found += [_Record(msg, -1, dict(more), ts, mono) for ts, mono, msg, more in events]
-            except Exception as error:
-                self._failures.add("telemetry", "the loader's telemetry failed", error)
+        for ts, mono, msg, fields in self.ask(lambda observed: observed.take_events(), []):
+            found.append(_Record(msg, -1, dict(fields), ts, mono))
         for record in sorted(found, key=lambda record: record.mono):
             if record.step < 0:  # an event of the loader belongs to the step before it
                 record.step = self._collected_step
@@ -368,9 +368,7 @@ class _Listener(QueueListener):
         return all(value.is_ready() for value in late)
 
     def _beat(self, now: float) -> _Record:
-        fields: dict[str, Any] = _memory()
-        if self._config.observed is not None:
-            fields |= self.ask(self._config.observed.beat_fields)
+        fields = _memory() | self.ask(lambda observed: observed.beat_fields(), {})
         fields["since_step_s"] = round(max(0.0, now - self.last_step), 3)
         fields |= {name: n for name, n in self.counts().items() if n or name == "dropped"}
         return _Record("beat", self.step, fields)
@@ -381,12 +379,10 @@ class _Listener(QueueListener):
             self._file.close()
             self._finished.set()
             self.enqueue_sentinel()
-            return self._records.get(timeout=DEVICE_POLL_S)
+            return self._records.get_nowait()
         self._ended = True
         last = self._last_progress.line if self._last_progress is not None else {}
-        known = last | (
-            self.ask(self._config.observed.beat_fields) if self._config.observed is not None else {}
-        )
+        known = last | self.ask(lambda observed: observed.beat_fields(), {})
         kept = ("verdict", "stages", "data_wait_pct")
         fields: dict[str, Any] = {name: known[name] for name in kept if name in known}
         fields |= {"reason": self._reason, "steps": self.steps}
