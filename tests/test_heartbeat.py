@@ -377,8 +377,8 @@ def test_a_full_disk_costs_lines_and_nothing_else(
 ) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(48 * 1024))
-    with Heartbeat(small_disk, queue=64, every_s=0.05) as heart:
-        for step in range(1, 201):
+    with Heartbeat(small_disk, every_s=0.2) as heart:
+        for step in range(1, 61):  # more than fits beside the filler, less than fits without it
             heart.progress(step, loss=1.0, text="x" * 500)
         until(lambda: heart.counts()["disk_failures"] > 0)
         until(lambda: heart.dropped > 0)
@@ -391,22 +391,6 @@ def test_a_full_disk_costs_lines_and_nothing_else(
     assert steps(heart.path) == sorted(set(steps(heart.path)))
     assert beats.skipped <= 1  # the line that the full disk has cut
     assert logged(caplog, "cannot be written") == 1
-
-
-def test_a_limit_on_the_size_of_files_ends_no_run(tmp_path: Path) -> None:
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
-        "from penstock.watch.heartbeat import Heartbeat\n"
-        "heart = Heartbeat(sys.argv[1], queue=16).start()\n"
-        "for step in range(200): heart.progress(step, text='x' * 800)\n"
-        "print(heart.close(), heart.dropped > 0)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout.split() == ["False", "True"], done.stderr
-    assert (tmp_path / "heartbeat_rank0.jsonl").stat().st_size <= 8192
 
 
 def test_a_write_that_hangs_in_the_kernel_holds_neither_steps_nor_close(tmp_path: Path) -> None:
@@ -686,16 +670,6 @@ def test_the_last_bytes_are_read_from_a_whole_line_on_through_rotated_parts(tmp_
             assert beats.skipped == 0
 
 
-def test_words_for_numbers_that_are_none_are_read_as_such() -> None:
-    text = line(1).replace(
-        b'"step":1', b'"step":1,"loss":NaN,"a":1e999,"b":-Infinity,"c":' + b"9" * 500
-    )
-    found = decode(text)
-    assert found is not None
-    assert (found["loss"], found["a"], found["b"]) == ("nan", "inf", "-inf")
-    json.dumps(found, allow_nan=False)
-
-
 def test_files_are_found_by_name_glob_and_folder(tmp_path: Path) -> None:
     names = [f"heartbeat_rank{rank}.jsonl" for rank in (0, 2, 10)]
     for name in (*names, "heartbeat_rank0.jsonl.1", "other.jsonl", "heartbeat_rank2.jsonl.tmp"):
@@ -828,3 +802,16 @@ def test_nothing_is_logged_when_all_is_well(
         heart.progress(1)
     assert caplog.records == []
     assert not any(heart.counts().values())
+
+
+def test_a_slow_hook_costs_neither_lines_nor_beats(tmp_path: Path) -> None:
+    def slow(step: int, values: dict[str, float]) -> None:
+        time.sleep(0.01)
+
+    with Heartbeat(tmp_path, on_metrics=[slow], every_s=0.01, queue=128) as heart:
+        for step in range(1, 101):
+            heart.progress(step)
+        until(lambda: len(written(heart, "progress")) == 100)
+    assert steps(heart.path) == list(range(1, 101))
+    assert heart.dropped == 0
+    assert read_heartbeat(heart.path).of("beat")

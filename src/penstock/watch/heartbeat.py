@@ -336,7 +336,7 @@ class _Listener(QueueListener):
                 self._collect(wait)
             now = time.monotonic()
             if now >= self._next_beat and not self.closing:
-                self._next_beat = max(self._next_beat + self._config.every_s, now)
+                self._next_beat = now + self._config.every_s
                 return self._beat(now)
             if self._pending and (is_full or self._is_ready(self._pending[0], now)):
                 return self._pending.popleft()
