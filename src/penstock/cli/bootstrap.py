@@ -24,9 +24,7 @@ SAY_EVERY_S = 5.0
 def bootstrap(
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl."
-        ),
+        typer.Option("--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl."),
     ],
     urls: Annotated[
         list[str] | None,
