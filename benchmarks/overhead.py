@@ -46,7 +46,7 @@ class Turns:
             with ExitStack() as stack:
                 tell = None
                 if heartbeat is not None:
-                    from penstock.feed.beat import Heartbeat
+                    from penstock import Heartbeat
 
                     tell = stack.enter_context(
                         Heartbeat(heartbeat, observed=loader.telemetry)

@@ -143,7 +143,7 @@ def list_only(case: Mapping[str, Any]) -> dict[str, Any]:
 def host_rank(case: Mapping[str, Any]) -> dict[str, Any]:
     """A rank of a host: until it asks for nothing more. With `stage`, so many bytes of tokens are put on disk first."""
     from penstock import AsyncDataLoader, Shard, TextDataset
-    from penstock.stage import stage
+    from penstock.tools.stage import stage
 
     meet = case.get("meet")
     if meet:

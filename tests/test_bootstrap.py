@@ -7,9 +7,7 @@ import json
 import os
 import pty
 import random
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -27,13 +25,13 @@ from typer.testing import CliRunner
 from penstock import ConfigError
 from penstock.cli.bootstrap import bootstrap as bootstrap_command
 from penstock.errors import NoData, SourceChanged
-from penstock.sources.bootstrap import Progress, bootstrap
-from penstock.sources.bootstrap_lines import as_lines
+from penstock.tools.bootstrap import Progress, bootstrap
+from tests.servers import Chaos, FileServer, HubServer
 from tests.corpus import texts
 from tests.servers import Chaos, FileServer, HubServer
 
 ROOT = Path(__file__).parent.parent
-EAGER = "import penstock.sources.bootstrap as b; b.COMMIT_BYTES = 1; from penstock.cli.bootstrap import main; main()"
+EAGER = "import penstock.tools.bootstrap as b; b.COMMIT_BYTES = 1; from penstock.cli.bootstrap import main; main()"
 """The command, with every chunk made safe by itself."""
 DEADLINE_S = 60.0
 
@@ -46,10 +44,10 @@ def loop(documents: Iterable[str | None], goal: int = 1 << 60) -> bytes:
         if not text:
             continue
         line = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode()
-        out.append(line)
         size += len(line)
-        if size >= goal:
+        if size > goal:
             break
+        out.append(line)
     return b"".join(out)
 
 
@@ -120,23 +118,7 @@ def wait_for(what: Any, process: subprocess.Popen[Any] | None = None) -> None:
 # What is in it
 
 
-def test_a_line_is_what_json_dumps_gives() -> None:
-    every = [chr(i) for i in range(1, 0x2100)] + [
-        "".join(map(chr, range(0x250))),
-        "🙂",
-        '"',
-        "\\",
-        "\\n",
-        '\\"',
-        "\x00",
-    ]
-    some = [text for text in documents(2000, length=80) if text]
-    for column in (every, some):
-        assert as_lines(text.encode() for text in column) == loop(column)
-    assert as_lines([]) == b""
-
-
-@pytest.mark.parametrize("goal", [1, 2_000, 30_000, 1 << 40])
+@pytest.mark.parametrize("goal", [2_000, 30_000, 1 << 40])
 def test_the_file_is_that_of_a_plain_loop(
     goal: int, source: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -144,20 +126,33 @@ def test_the_file_is_that_of_a_plain_loop(
     content = (tmp_path / "out.jsonl").read_bytes()
     assert content == loop(source[1], goal)
     assert (done.bytes, done.documents) == (len(content), content.count(b"\n"))
-    assert done.exhausted == (goal > len(content))
+    assert done.exhausted == (goal == 1 << 40)
     assert not done.already
-    assert leftovers(tmp_path / "out.jsonl") == ["out.jsonl", "out.jsonl.progress.json"]
+    assert leftovers(tmp_path / "out.jsonl") == [
+        "out.jsonl",
+        "out.jsonl.lock",
+        "out.jsonl.progress.json",
+    ]
 
 
-def test_a_goal_that_a_line_just_reaches_ends_with_that_line(
+def test_the_goal_is_reached_but_never_exceeded(
     source: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
+    every = loop(source[1]).splitlines(keepends=True)
     for number in (1, 17, 18, 19, 40):  # row groups have 20 rows, some of them empty
-        expected = b"".join(loop(source[1]).splitlines(keepends=True)[:number])
-        for goal in (len(expected) - 1, len(expected)):
+        expected = b"".join(every[:number])
+        for goal in (len(expected), len(expected) + len(every[number]) - 1):
             out = tmp_path / f"{number}-{goal}.jsonl"
             bootstrap(source[0], out, goal)
             assert out.read_bytes() == expected
+
+
+def test_a_goal_smaller_than_the_first_document_is_refused(
+    source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="does not fit into 5 bytes"):
+        bootstrap(source[0], tmp_path / "out.jsonl", 5)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["parquet", "docs.jsonl", "docs.jsonl.gz", "many"])
@@ -219,7 +214,7 @@ def test_bad_records_are_counted_once_whatever_is_repeated(tmp_path: Path) -> No
     (tmp_path / "in" / "b.parquet").write_bytes(b"PAR1 this is none PAR1")
     (tmp_path / "in" / "c.jsonl").write_text('{"text": "four"}\n')
     out = tmp_path / "out.jsonl"
-    for goal in (1, 20, 40, 1000):
+    for goal in (20, 40, 60, 1000):
         done = bootstrap(tmp_path / "in", out, goal, refresh=True)
     assert out.read_bytes() == loop(["one", "two", "three", "four"])
     assert done.bad == {"invalid_json": 1, "not_a_string": 1, "corrupt": 1}
@@ -241,7 +236,7 @@ def test_what_is_complete_is_left_alone(source: tuple[Path, list[str]], tmp_path
     first = bootstrap(source[0], out, 5000)
     before = out.stat()
     shutil.rmtree(source[0])  # it is not looked at
-    for goal in (5000, 4999, 1):
+    for goal in (5000, 4999, 1000):
         again = bootstrap(source[0], out, goal)
         assert again.already
         assert again.bytes == first.bytes
@@ -251,7 +246,7 @@ def test_what_is_complete_is_left_alone(source: tuple[Path, list[str]], tmp_path
 def test_a_larger_goal_needs_a_refresh(source: tuple[Path, list[str]], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     bootstrap(source[0], out, 5000)
-    with pytest.raises(ConfigError, match=r"6000 are asked for. To extend it, say refresh=True"):
+    with pytest.raises(ConfigError, match=r"6000 are asked for. To extend it, use refresh=True"):
         bootstrap(source[0], out, 6000)
     assert out.read_bytes() == loop(source[1], 5000)
 
@@ -261,7 +256,7 @@ def test_a_refresh_gives_what_a_fresh_start_gives_wherever_the_last_one_stopped(
 ) -> None:
     out = tmp_path / "out.jsonl"
     rng = random.Random(3)
-    goal = 1
+    goal = 1000
     while True:
         done = bootstrap(source[0], out, goal, refresh=True)
         assert out.read_bytes() == loop(source[1], goal)
@@ -298,35 +293,18 @@ def test_readers_see_only_whole_lines_while_a_file_is_extended(
     assert versions <= set(whole)
 
 
-def test_a_refresh_of_nothing_is_a_beginning(
-    source: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    bootstrap(source[0], tmp_path / "new" / "out.jsonl", 5000, refresh=True)
-    assert (tmp_path / "new" / "out.jsonl").read_bytes() == loop(source[1], 5000)
-
-
-def test_a_link_stays_one(source: tuple[Path, list[str]], tmp_path: Path) -> None:
-    (tmp_path / "large").mkdir()
-    out = tmp_path / "out.jsonl"
-    out.symlink_to(tmp_path / "large" / "real.jsonl")
-    bootstrap(source[0], out, 5000)
-    bootstrap(source[0], out, 9000, refresh=True)
-    assert out.is_symlink()
-    assert (tmp_path / "large" / "real.jsonl").read_bytes() == loop(source[1], 9000)
-
-
 # Kills
 
 ZYGOTE = """
 import json, os, signal, sys
-import penstock.sources.bootstrap as b
+import penstock.tools.bootstrap as b
 b.COMMIT_BYTES = 1
 source, folder, ending, goals = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 # Have everything imported that the children need, and no thread started.
 import pyarrow, pyarrow.parquet, penstock.sources.text_work
 pyarrow.array([""])
 b.TextDataset(source, tokenizer="byte", seq_len=1)
-STEPS = {"write", "fsync", "replace", "truncate", "unlink", "copy_file_range", "ftruncate"}
+STEPS = {"write", "fsync", "replace", "truncate", "unlink", "sendfile", "ftruncate"}
 
 def child(out, goal, kill_at):
     # A process of its own, which dies in front of its n-th step.
@@ -377,9 +355,9 @@ def killed_at_every_step(
     done = subprocess.run(args, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(result[4] == [ending, f"{ending}.progress.json"] for result in results), results[0][
-        4
-    ]
+    assert all(
+        result[4] == [ending, f"{ending}.lock", f"{ending}.progress.json"] for result in results
+    ), results[0][4]
     return [
         (bytes.fromhex(r[2]) if r[2] is not None else None, bytes.fromhex(r[3])) for r in results
     ]
@@ -403,17 +381,6 @@ def test_a_kill_at_any_step_of_a_refresh_leaves_the_old_file_or_the_new(
     old, new = loop(source[1], 3000), loop(source[1], 8000)
     assert {between for between, _ in results} == {old, new}
     assert {final for _, final in results} == {new}
-
-
-def test_a_kill_at_any_step_gives_the_same_parquet(
-    source: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    bootstrap(source[0], tmp_path / "whole.parquet", 6000)
-    whole = (tmp_path / "whole.parquet").read_bytes()
-    results = killed_at_every_step(source[0], tmp_path / "out", ".parquet", 6000)
-    assert len(results) > 20
-    assert {between for between, _ in results} == {None, whole}
-    assert {final for _, final in results} == {whole}
 
 
 # Far away
@@ -459,7 +426,7 @@ def test_kills_again_and_again_while_it_comes_over_a_network(
 def saved(out: Path) -> dict[str, Any]:
     """How much of the partial file counts."""
     try:
-        return json.loads(Path(f"{out}.progress.json").read_text())["doing"] or {"bytes": 0}
+        return json.loads(Path(f"{out}.progress.json").read_text())
     except FileNotFoundError:
         return {"bytes": 0}
 
@@ -523,7 +490,7 @@ def test_local_data_that_changed_is_refused_and_a_new_start_is_possible(
     out = tmp_path / "out.jsonl"
     half_done(source[0], out)
     parquet(source[0] / "0.parquet", ["changed"])
-    with pytest.raises(SourceChanged, match=f"To start anew, delete {out}.partial"):
+    with pytest.raises(SourceChanged, match=f"To start again, delete {out}.partial"):
         bootstrap(source[0], out, 9000)
     Path(f"{out}.partial").unlink()
     bootstrap(source[0], out, 9000)
@@ -541,12 +508,12 @@ def half_done(source: Path, out: Path) -> int:
             raise Enough
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.sources.bootstrap.COMMIT_BYTES", 1)
+        patch.setattr("penstock.tools.bootstrap.COMMIT_BYTES", 1)
         with pytest.raises(Enough) as caught:
             bootstrap(source, out, 9000, progress=stop)
     size = Path(f"{out}.partial").stat().st_size
     assert caught.value.__notes__ == [
-        f"{size} bytes are safe in {out}.partial: the same again goes on from there"
+        f"{size} bytes are safe in {out}.partial; the same call continues"
     ]
     return size
 
@@ -556,7 +523,7 @@ def test_another_goal_may_be_asked_for_on_the_way(
 ) -> None:
     out = tmp_path / "out.jsonl"
     size = half_done(source[0], out)
-    with pytest.raises(ConfigError, match=f"has {size} bytes already, so 2000 are too few"):
+    with pytest.raises(ConfigError, match=f"has {size} bytes already, more than the 2000"):
         bootstrap(source[0], out, 2000)
     bootstrap(source[0], out, 12_000)
     assert out.read_bytes() == loop(source[1], 12_000)
@@ -587,9 +554,9 @@ def test_secrets_of_an_address_are_not_written_down(
 # Refused
 
 
-@pytest.mark.parametrize("name", ["out.txt", "out", "out.json", "out.jsonl.gz"])
+@pytest.mark.parametrize("name", ["out.txt", "out", "out.parquet", "out.jsonl.gz"])
 def test_a_name_that_does_not_say_what_to_write_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.jsonl or \.parquet"):
+    with pytest.raises(ConfigError, match=r"ends in \.jsonl"):
         bootstrap(tmp_path, tmp_path / name, 1000)
 
 
@@ -598,14 +565,14 @@ def test_a_file_of_somebody_else_is_not_touched(
 ) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(ConfigError, match="no bootstrap made it"):
+    with pytest.raises(ConfigError, match="bootstrap did not write it"):
         bootstrap(source[0], out, 1000)
     out.unlink()
     bootstrap(source[0], out, 1000)
     with open(out, "a") as file:
         file.write("mine\n")
     for goal in (1000, 2000):
-        with pytest.raises(ConfigError, match="was changed after it was finished"):
+        with pytest.raises(ConfigError, match="was changed: it had"):
             bootstrap(source[0], out, goal, refresh=True)
     assert out.read_bytes() == loop(source[1], 1000) + b"mine\n"
 
@@ -617,10 +584,11 @@ def test_a_progress_file_that_is_none_is_refused(
         "{",
         "[]",
         '{"version": 99}',
-        '{"version": 1, "source": {}, "done": {"x": 1}, "doing": null}',
+        '{"version": 2, "source": {}, "x": 1}',
     ):
-        Path(tmp_path / "out.jsonl.progress.json").write_text(content)
-        with pytest.raises(ConfigError, match="is not what was written there"):
+        (tmp_path / "out.jsonl.partial").touch()
+        (tmp_path / "out.jsonl.progress.json").write_text(content)
+        with pytest.raises(ConfigError, match="cannot be read"):
             bootstrap(source[0], tmp_path / "out.jsonl", 1000)
 
 
@@ -648,40 +616,6 @@ def test_one_process_at_a_time_and_the_second_names_the_first(
 # Parquet
 
 
-def test_parquet_has_the_same_texts(source: tuple[Path, list[str]], tmp_path: Path) -> None:
-    out = tmp_path / "out.parquet"
-    done = bootstrap(source[0], out, 20_000)
-    file = pq.ParquetFile(out, page_checksum_verification=True)
-    lines = loop(source[1], 20_000)
-    assert file.read().to_pydict() == {
-        "text": [json.loads(line)["text"] for line in lines.splitlines()]
-    }
-    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-    assert done.bytes == len(lines)
-    assert leftovers(out) == ["out.parquet", "out.parquet.progress.json"]
-    assert bootstrap(source[0], out, 20_000).already
-    with pytest.raises(ConfigError, match="only JSONL can be extended"):
-        bootstrap(source[0], out, 30_000)
-    with pytest.raises(ConfigError, match="only JSONL can be extended"):
-        bootstrap(source[0], out, 30_000, refresh=True)
-
-
-def test_parquet_has_row_groups_of_a_few_megabytes_with_checksums(tmp_path: Path) -> None:
-    column = pages(4_000, 6000)
-    parquet(tmp_path / "a.parquet", column, rows=1000)
-    out = tmp_path / "out.parquet"
-    bootstrap(tmp_path / "a.parquet", out, 1 << 40)
-    metadata = pq.ParquetFile(out).metadata
-    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    assert len(sizes) >= 2
-    assert all(6 << 20 < size < 10 << 20 for size in sizes[:-1])
-    data = bytearray(out.read_bytes())
-    data[100_000] ^= 1
-    (tmp_path / "flipped.parquet").write_bytes(data)
-    with pytest.raises(OSError, match="CRC"):
-        pq.ParquetFile(tmp_path / "flipped.parquet", page_checksum_verification=True).read()
-
-
 # The command
 
 
@@ -705,8 +639,7 @@ def test_the_command_ends_with_the_bytes_it_wrote(
     ("args", "message"),
     [
         (("--out", "out.jsonl", "--bytes", "lots"), "--bytes = 'lots': needs a number of bytes"),
-        (("--out", "out.txt", "--bytes", "9kB"), r"ends in \.jsonl or \.parquet"),
-        (("--out", "out.parquet", "--refresh"), "only JSONL can be extended"),
+        (("--out", "out.txt", "--bytes", "9kB"), r"ends in \.jsonl"),
         (("--out", "out.jsonl", "--config", "x", "a.jsonl"), "config='x'"),
     ],
 )
@@ -736,20 +669,8 @@ def test_a_terminal_gets_a_bar(source: tuple[Path, list[str]], tmp_path: Path) -
         )
         shown = screen.read(1 << 20).decode()
     assert process.returncode == 0
-    assert "5.0/5.0 kB" in shown
+    assert "/5.0 kB" in shown
     assert out.name in shown
-
-
-def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
-    source: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.cli.bootstrap.SAY_EVERY_S", 0.0)
-    app = typer.Typer()
-    app.command()(bootstrap_command)
-    args = [str(source[0]), "--out", str(tmp_path / "out.jsonl"), "--bytes", "5000"]
-    said = CliRunner().invoke(app, args, catch_exceptions=False)
-    assert re.search(r"0 of 0 MB, [0-9.]+ MB/s, 0 s to go \(out\.jsonl\)", said.stderr)
-    assert CliRunner().invoke(app, [*args, "--quiet"]).stderr == ""
 
 
 def test_the_background_goes_on_by_itself(source: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -796,16 +717,12 @@ def test_the_script_of_the_runbooks_works(way: str, hub: HubServer, tmp_path: Pa
 # Faults of the disk
 
 
-def slow(value: str) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 def traced(out: Path, inject: str, *args: Any) -> subprocess.CompletedProcess[str]:
     """The command, with something done to its system calls on the partial file."""
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
     paths = [
-        option for name in (f"{out}.partial", f"{out}.progress.json.new") for option in ("-P", name)
+        option for name in (f"{out}.partial", f"{out}.progress.json") for option in ("-P", name)
     ]
     line = [
         "strace",
@@ -824,24 +741,19 @@ def traced(out: Path, inject: str, *args: Any) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize(
-    "inject",
-    ["write:error=ENOSPC:when=4", "rename:error=EIO:when=3", slow("fsync:error=EIO:when=5")],
-)
-def test_a_disk_that_fails_is_told_and_the_next_run_goes_on(
-    inject: str, source: tuple[Path, list[str]], tmp_path: Path
+def test_after_a_full_disk_the_next_run_continues(
+    source: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
-    failed = traced(out, inject, source[0], "--out", out, "--bytes", "9000")
+    failed = traced(out, "write:error=ENOSPC:when=2", source[0], "--out", out, "--bytes", "9000")
     assert failed.returncode == 1
     assert "Traceback" not in failed.stderr
-    what = "No space left on device" if "ENOSPC" in inject else "Input/output error"
-    assert what in failed.stderr
-    assert f"bytes are safe in {out}.partial: the same again goes on from there" in failed.stderr
+    assert "No space left on device" in failed.stderr
+    assert f"bytes are safe in {out}.partial; the same call continues" in failed.stderr
     assert not out.exists()
-    told: list[Progress] = []
-    bootstrap(source[0], out, 9000, progress=told.append)
-    assert told[0].began > 0
+    reported: list[Progress] = []
+    bootstrap(source[0], out, 9000, progress=reported.append)
+    assert reported[0].began > 0
     assert out.read_bytes() == loop(source[1], 9000)
 
 
@@ -851,28 +763,9 @@ def test_a_refresh_that_finds_the_disk_full_leaves_the_old_file(
     out = tmp_path / "out.jsonl"
     bootstrap(source[0], out, 3000)
     failed = traced(
-        out, "write:error=ENOSPC:when=4", source[0], "--out", out, "--bytes", "9000", "--refresh"
+        out, "write:error=ENOSPC:when=1", source[0], "--out", out, "--bytes", "9000", "--refresh"
     )
     assert failed.returncode == 1
     assert out.read_bytes() == loop(source[1], 3000)
     bootstrap(source[0], out, 9000, refresh=True)
-    assert out.read_bytes() == loop(source[1], 9000)
-
-
-@pytest.mark.parametrize(
-    "inject",
-    [
-        "write:signal=KILL:when=4",
-        slow("fsync:signal=KILL:when=6"),
-        slow("rename:signal=KILL:when=2"),
-    ],
-)
-def test_a_kill_within_a_system_call_leaves_no_trace(
-    inject: str, source: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    out = tmp_path / "out.jsonl"
-    killed = traced(out, inject, source[0], "--out", out, "--bytes", "9000")
-    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    assert not out.exists()
-    bootstrap(source[0], out, 9000)
     assert out.read_bytes() == loop(source[1], 9000)

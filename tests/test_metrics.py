@@ -21,8 +21,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from penstock.errors import ConfigError, MissingExtra
-from penstock.feed.beat import Heartbeat
 from penstock.watch.exports.table import MAX_REASONS
+from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.metrics import (
     METRICS,
     MetricsServer,

@@ -25,7 +25,7 @@ from penstock import (
     TextDataset,
 )
 from penstock.errors import BadRecord, Offline, PeerFailed, SourceChanged, SourceError
-from penstock.stage import stage
+from penstock.tools.stage import stage
 from penstock.types import Address
 from tests.servers import FileServer
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.report import report as command
 from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
-from penstock.feed.beat import Heartbeat
+from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.page.page import embedded, text
 from penstock.watch.page.run import Event, read_run
 from penstock.watch.page.series import POINTS, drawn, stretches, thinned

@@ -30,7 +30,7 @@ from penstock.cli.main import app
 from penstock.errors import SourceError
 from penstock.read.cache_room import alone
 from penstock.sources import files
-from penstock.stage import Staged, stage
+from penstock.tools.stage import Staged, stage
 from tests.contracts import digest, ledger, take
 from tests.servers import Fault, HubServer
 

@@ -29,7 +29,7 @@ TIERS = {
     "errors": 0, "types": 0, "config": 1, "values": 1, "dialects": 1, "recipe": 1, "settings": 1, "watch": 1,
     "read": 2, "order": 2, "encode": 2,
     "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
-    "loader_stats": 6, "run_options": 5, "torch_dataset": 6, "loader": 6, "stage": 6, "tools": 6, "train": 7, "cli": 7,
+    "loader_stats": 6, "run_options": 5, "torch_dataset": 6, "loader": 6, "tools": 6, "train": 7, "cli": 7,
 }  # fmt: skip
 
 
@@ -208,8 +208,6 @@ WALL_CLOCK = {
     "cli/cache.py": "ages of files",
     "cli/health.py": "ages of lines",
     "cli/watch.py": "ages of lines",
-    "feed/beat.py": "a line says when it was written",
-    "feed/beat_thread.py": "a line says when it was written",
     "read/cache.py": "times of files",
     "read/cache_room.py": "ages of files",
     "read/kept.py": "what is kept says since when, and outlives the process",
@@ -231,16 +229,15 @@ WRITES = {
     "cli/bootstrap.py": "the log of a process in the background, which appends",
     "cli/main.py": "the null device",
     "config.py": "this is the atomic writer",
-    "feed/beat_file.py": "a heartbeat grows line by line, each in one write",
     "read/cache_room.py": "a lock, and a file under another name that is renamed when it is whole",
     "read/kept.py": "a log that is locked, and each of its entries checked",
     "read/records.py": "a list of bad records that grows, each in one write",
     "read/storage.py": "a copy in a folder of its own, for this process",
-    "sources/bootstrap.py": "grows under another name, and its progress says how much of it counts",
-    "sources/bootstrap_place.py": "under another name, flushed and renamed; and a lock",
+    "tools/bootstrap.py": "grows under another name, and its progress says how much of it counts; and a lock",
     "train/console.py": "the null device",
     "train/saved.py": "in a folder under another name, which is renamed when it is whole",
     "train/trainer.py": "a lock",
+    "watch/heartbeat.py": "a heartbeat grows line by line, each in one write",
 }
 
 

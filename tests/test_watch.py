@@ -30,7 +30,7 @@ from rich.console import Console
 
 from penstock.cli.watch import _count, _follow, _once
 from penstock.errors import ConfigError
-from penstock.watch.heartbeat import Tail
+from penstock.watch.heartbeat_reader import Tail
 from penstock.watch.live import RunView
 from penstock.watch.view.follow import Follower
 from penstock.watch.view.plain import plain, rate, span
@@ -529,27 +529,27 @@ def test_files_that_come_later_are_picked_up_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.watch.view.follow.LOOK_S", 0.0)
-    with Follower([tmp_path / "run"]) as follower:
-        assert follower.poll() == []
-        assert "waiting for" in follower.notes()[0]
-        first, second = write_run(tmp_path / "run", Recording(steps=3, ranks=2))
-        second.rename(tmp_path / "elsewhere")
-        assert {found["rank"] for found in follower.poll()} == {0}
-        assert follower.poll() == []
-        assert follower.notes() == []
-        (tmp_path / "elsewhere").rename(second)
-        assert {found["rank"] for found in follower.poll()} == {1}
-        with first.open("a") as file:
-            file.write(json.dumps(line("beat", step=4)) + "\n")
-        assert [found["step"] for found in follower.poll()] == [4]
+    follower = Follower([tmp_path / "run"])
+    assert follower.poll() == []
+    assert "waiting for" in follower.notes()[0]
+    first, second = write_run(tmp_path / "run", Recording(steps=3, ranks=2))
+    second.rename(tmp_path / "elsewhere")
+    assert {found["rank"] for found in follower.poll()} == {0}
+    assert follower.poll() == []
+    assert follower.notes() == []
+    (tmp_path / "elsewhere").rename(second)
+    assert {found["rank"] for found in follower.poll()} == {1}
+    with first.open("a") as file:
+        file.write(json.dumps(line("beat", step=4)) + "\n")
+    assert [found["step"] for found in follower.poll()] == [4]
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(steps=3, torn=2))
     os.mkfifo(tmp_path / "heartbeat_rank1.jsonl")
-    with Follower([tmp_path]) as follower:
-        assert {found["rank"] for found in follower.poll()} == {0}
-        notes = "\n".join(follower.notes())
+    follower = Follower([tmp_path])
+    assert {found["rank"] for found in follower.poll()} == {0}
+    notes = "\n".join(follower.notes())
     assert "cannot read" in notes
     assert "heartbeat_rank1.jsonl" in notes
     assert "2 lines skipped" in notes
@@ -557,15 +557,15 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: 
 
 def test_a_look_that_has_left_lines_for_the_next_one_says_so(tmp_path: Path) -> None:
     path = write_run(tmp_path, Recording(steps=30))[0]
-    with Tail(path) as tail:
-        some = tail.poll(max_bytes=1000)
-        assert tail.behind
-        rest = tail.poll()
-        assert not tail.behind
-        assert some
-        assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(
-            range(1, 31)
-        )
+    tail = Tail(path)
+    some = tail.poll(max_bytes=1000)
+    assert tail.behind
+    rest = tail.poll()
+    assert not tail.behind
+    assert some
+    assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(
+        range(1, 31)
+    )
 
 
 class Busy(Follower):
@@ -587,8 +587,7 @@ def test_lines_that_never_pause_keep_neither_once_nor_a_log_from_printing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = write_run(tmp_path, Recording(steps=3))
-    with Busy(path) as follower:
-        _once(follower, RunView(), None)
+    _once(Busy(path), RunView(), None)
     assert "rank 0  step" in capsys.readouterr().out
     shown: list[int] = []
 
@@ -596,8 +595,8 @@ def test_lines_that_never_pause_keep_neither_once_nor_a_log_from_printing(
         shown.append(1)
         raise KeyboardInterrupt
 
-    with Busy(path) as follower, pytest.raises(KeyboardInterrupt):
-        _follow(follower, RunView(), show, 10.0, None, False, False)
+    with pytest.raises(KeyboardInterrupt):
+        _follow(Busy(path), RunView(), show, 10.0, None, False, False)
     assert shown == [1]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.feed.beat import Heartbeat
-from penstock.watch.heartbeat import Tail
+from penstock.watch.heartbeat import Heartbeat
+from penstock.watch.heartbeat_reader import Tail
 from penstock.watch.line import encode
-from penstock.watch.view.follow import HELD, Follower
+from penstock.watch.view.follow import Follower
 from tests.recorded import Recording, write_run
 
 COMMAND = (sys.executable, "-m", "penstock.cli.main", "watch")
@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tail(path: Path) -> Tail:
-    return Tail(path, hold=False)
+    return Tail(path)
 
 
 @pytest.fixture
@@ -78,33 +78,29 @@ def test_more_ranks_than_files_may_be_open_are_all_shown(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
-def test_files_that_stay_open_between_two_looks_are_few_and_no_line_is_missed(
+def test_no_file_stays_open_between_two_polls(tmp_path: Path) -> None:
+    files = [tmp_path / f"heartbeat_rank{rank}.jsonl" for rank in range(20)]
+    before = open_files()
+    follower = Follower([tmp_path])
+    for step in range(1, 4):
+        for file in files:
+            append(file, line(step))
+        assert [found["step"] for found in follower.poll()] == [step] * len(files)
+        assert open_files() == before
+
+
+def test_a_tail_follows_through_rotations_without_losing_or_repeating_a_line(
     tmp_path: Path,
 ) -> None:
-    files = [tmp_path / f"heartbeat_rank{rank}.jsonl" for rank in range(HELD + 20)]
-    before = open_files()
-    with Follower([tmp_path]) as follower:
-        for step in range(1, 4):
-            for file in files:
-                append(file, line(step))
-            assert [found["step"] for found in follower.poll()] == [step] * len(files)
-        assert open_files() - before == HELD
-    assert open_files() == before
-
-
-def test_a_file_that_is_not_held_is_followed_through_rotations(tmp_path: Path) -> None:
     found: list[int] = []
-    with (
-        Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart,
-        Tail(heart.path, hold=False) as tail,
-    ):
+    with Heartbeat(tmp_path, max_bytes=4096, keep=1000) as heart:
+        tail = Tail(heart.path)
         for step in range(1, 601):
             heart.progress(step, loss=1.0)
             if step % 7 == 0:
                 found += [line["step"] for line in tail.poll() if line["msg"] == "progress"]
-        heart.close()
-        found += [line["step"] for line in tail.poll() if line["msg"] == "progress"]
-        assert tail.poll() == []
+    found += [line["step"] for line in tail.poll() if line["msg"] == "progress"]
+    assert tail.poll() == []
     assert found == list(range(1, 601))
     assert tail.skipped == 0
 
@@ -170,4 +166,4 @@ def test_a_line_that_was_cut_off_by_a_kill_is_counted(
     path.rename(f"{path}.1")
     append(path, line(2))
     assert steps() == [2]
-    assert tail.left_out.torn == 1
+    assert tail.skipped == 1

@@ -45,7 +45,7 @@ _MODULES = {
     "dataset": ("TextDataset",),
     "encode.batch": ("Batch",),
     "errors": ("ConfigError", "PenstockError", "StateError"),
-    "feed.beat": ("Heartbeat",),
+    "watch.heartbeat": ("Heartbeat",),
     "feed.warmup": ("warmup_loader", "warmup_loader_with_first_batch"),
     "loader": ("AsyncDataLoader",),
     "options": ("RemoteOptions",),

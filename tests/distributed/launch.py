@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.train import saved
-from penstock.watch.heartbeat import read_heartbeat
+from penstock.watch.heartbeat_reader import read_heartbeat
 
 ROOT = Path(__file__).parents[2]
 SHOWCASE = ROOT / "scripts" / "train_showcase.py"

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import cli
-from penstock.watch.heartbeat import read_heartbeat
+from penstock.watch.heartbeat_reader import read_heartbeat
 
 pytestmark = (
     pytest.mark.slow
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.tokenizer import Tokenizer
-from penstock.feed.beat import Heartbeat
+from penstock.watch.heartbeat import Heartbeat
 
 corpus, out, delay_s = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import pytest
 
 from penstock.cli.main import app
 from penstock.train.saved import Saved, newest
-from penstock.watch.heartbeat import read_heartbeat
+from penstock.watch.heartbeat_reader import read_heartbeat
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--seq-len", "32", "--batch", "2", "--log-every", "1")

@@ -15,7 +15,7 @@ from penstock.cli import complete
 from penstock.cli.given import CardConfig
 
 if TYPE_CHECKING:
-    from penstock.sources.bootstrap import Bootstrapped, Progress
+    from penstock.tools.bootstrap import Bootstrapped, Progress
 
 SAY_EVERY_S = 5.0
 """Without a terminal, a line so often."""
@@ -24,9 +24,7 @@ SAY_EVERY_S = 5.0
 def bootstrap(
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl or .parquet."
-        ),
+        typer.Option("--out", "-o", metavar="FILE", help="The file to write; it ends in .jsonl."),
     ],
     urls: Annotated[
         list[str] | None,
@@ -58,11 +56,11 @@ def bootstrap(
     Killed at any moment and run again, it goes on, and ends with the same bytes. Exit code 1: an error.
     """
     from penstock.cli.config import size_in_bytes
-    from penstock.sources.bootstrap import bootstrap as write
-    from penstock.sources.bootstrap import check_name
+    from penstock.tools.bootstrap import bootstrap as write
+    from penstock.tools.bootstrap import check_name
 
     goal = size_in_bytes(size, "--bytes")
-    check_name(out, refresh)
+    check_name(out)
     sources = urls or ["fineweb_edu"]
     if background:
         _detach(

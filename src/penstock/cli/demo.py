@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -102,10 +102,10 @@ def _command(steps: int, every: int, folder: Path) -> list[str]:
 
 def _kill(command: list[str], folder: Path, step: int) -> None:
     """Run until a step is done, then kill -9."""
-    from penstock.watch.heartbeat import Tail
+    from penstock.watch.heartbeat_reader import Tail
 
     tail, done, since = Tail(folder / "heartbeat_rank0.jsonl"), 0, time.monotonic()
-    with closing(tail), _running(command) as run:
+    with _running(command) as run:
         while True:
             made = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
             if made:  # a heart that beats without steps counts for nothing
@@ -128,7 +128,7 @@ def _kill(command: list[str], folder: Path, step: int) -> None:
 
 def _compare(folder: Path) -> int:
     """Steps that were run twice, before the kill and after the resume, have the same losses. Gives the exit code."""
-    from penstock.watch.heartbeat import read_heartbeat
+    from penstock.watch.heartbeat_reader import read_heartbeat
 
     runs: list[dict[int, Any]] = []
     for line in read_heartbeat(folder / "heartbeat_rank0.jsonl"):

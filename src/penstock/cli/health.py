@@ -93,7 +93,7 @@ def _look(
 ) -> tuple[list[tuple[Path, Verdict]], list[str]]:
     """A verdict for each file, and what could not be read."""
     from penstock.watch.health import judge
-    from penstock.watch.heartbeat import FOLDER, expand, read_heartbeat
+    from penstock.watch.heartbeat_reader import FOLDER, expand, read_heartbeat
 
     patterns = files or [str(FOLDER)]
     unknown = [f"{pattern}: no heartbeat there" for pattern in patterns if not expand([pattern])]

@@ -41,7 +41,7 @@ def report(
     By what, too, and since when it is steady. The page is one file that opens from disk and requests nothing. The run need not have ended. Exit code 1: an error.
     """
     from penstock.watch import report as reports
-    from penstock.watch.heartbeat import FOLDER
+    from penstock.watch.heartbeat_reader import FOLDER
 
     given = heartbeats or []
     if compare:

@@ -26,7 +26,7 @@ from penstock.watch.page.units import size as shown_size
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
-    from penstock.stage import Staged
+    from penstock.tools.stage import Staged
 
 SAY_EVERY_S = 5.0
 """Without a terminal, a line so often."""
@@ -63,7 +63,7 @@ def stage(
     A run with these settings then starts without network, and goes on with the rest: the same stream. Exit code 1: an error.
     """
     from penstock.cli.config import size_in_bytes
-    from penstock.stage import stage as fill
+    from penstock.tools.stage import stage as fill
 
     goal = size_in_bytes(size, "--bytes")
     loader = _loader(

@@ -90,7 +90,7 @@ def watch(
     # A module is a file, and so is a rank: all that may be needed is imported before the first of those is open.
     import penstock.watch.steady
     import penstock.watch.view.screen  # noqa: F401
-    from penstock.watch.heartbeat import FOLDER, PATTERN
+    from penstock.watch.heartbeat_reader import FOLDER, PATTERN
     from penstock.watch.live import RunView
     from penstock.watch.view.follow import Follower
 
@@ -100,7 +100,7 @@ def watch(
         )
     view = RunView(total_tokens=None if total_tokens is None else _count(total_tokens))
     with contextlib.ExitStack() as stack:
-        follower = stack.enter_context(Follower(files or [str(FOLDER / PATTERN)]))
+        follower = Follower(files or [str(FOLDER / PATTERN)])
         if once:
             _once(follower, view, rank)
             return

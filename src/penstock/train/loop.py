@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FeedStopped, LoaderTimeout, NoData, PenstockError, StateMismatch
-from penstock.feed.beat_values import compile_count
 from penstock.feed.fallback import Interrupted, SharedFeed
 from penstock.loader import AsyncDataLoader
 from penstock.run_options import PREFETCH_AT_FIRST
@@ -26,6 +25,7 @@ from penstock.train.prewarm import prewarm
 from penstock.train.saved import set_aside
 from penstock.train.steps import Done, Trainer
 from penstock.train.trainer import Begun, checkpoints_of
+from penstock.watch.heartbeat import compile_count
 from penstock.watch.steady import StepEvent
 
 SHAPE = ("size", "seq_len", "vocab_size")

@@ -27,7 +27,7 @@ from penstock.settings import (
     read_file,
     unknown,
 )
-from penstock.watch.heartbeat import FOLDER
+from penstock.watch.heartbeat_reader import FOLDER
 
 SIZES = ("toy", "mini", "small", "medium", "125m")
 Parallel = Literal["single", "ddp", "fsdp"]

@@ -24,7 +24,7 @@ from typing import Any
 
 from penstock.config import current_shard, local_rank
 from penstock.errors import ConfigError, MissingExtra, StateFormat
-from penstock.feed.beat import Heartbeat
+from penstock.watch.heartbeat import Heartbeat
 from penstock.feed.fallback import BackgroundOpen, Limits, SharedFeed, loader_states
 from penstock.settings import Settings
 from penstock.train import saved
@@ -33,6 +33,7 @@ from penstock.train.data import Recipe, make_loader, recipe
 from penstock.train.options import BATCH, STEPS, TrainOptions, device_name, on_stall, parallel
 from penstock.train.signals import Signals
 from penstock.types import shown_address
+from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.watch.heartbeat import parts
+from penstock.watch.heartbeat_reader import parts
 from penstock.watch.line import MAX_LINE_BYTES, Line, decode
 from penstock.watch.view.fields import whole
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, NoData
 from penstock.watch import spans
-from penstock.watch.heartbeat import expand, read_heartbeat
+from penstock.watch.heartbeat_reader import expand, read_heartbeat
 from penstock.watch.view.fields import LONGEST_STEP_S
 from penstock.watch.view.fields import number as loss_number
 from penstock.watch.world import world_size

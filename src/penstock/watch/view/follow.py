@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.watch.heartbeat import Tail, expand
+from penstock.watch.heartbeat_reader import Tail, expand
 from penstock.watch.line import Line
 from penstock.watch.view.fields import text
 
 LOOK_S = 2.0
 """How often new files are looked for; a listing may be slow on a shared disk."""
-HELD = 64
-"""Files that stay open between two looks. A process may often have 1,024 of them, and a run more ranks than that."""
 
 
 class Follower:
@@ -49,7 +47,7 @@ class Follower:
         if not self._tails or self._looked is None or now - self._looked >= LOOK_S:
             self._looked = now
             for path in expand(self._patterns):
-                self._tails.setdefault(path, Tail(path, hold=len(self._tails) < HELD))
+                self._tails.setdefault(path, Tail(path))
         lines: list[Line] = []
         for path, tail in self._tails.items():
             try:
@@ -74,14 +72,3 @@ class Follower:
                 f"{skipped} line{'s' * (skipped != 1)} skipped: cut off, or not a heartbeat's"
             )
         return notes
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for tail in self._tails.values():
-            tail.close()
-
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
