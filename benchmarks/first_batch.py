@@ -39,11 +39,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import BATCH_SIZE, HOSTED, MB, REPOSITORY, SEQ_LEN, parser
-from corpora import load_corpus
 from hosted import Hub
 from record import Goal, Report, show
 from rounds import interleave, ratios
+
+from common import BATCH_SIZE, HOSTED, MB, REPOSITORY, SEQ_LEN, parser
+from corpora import load_corpus
 
 DOCUMENTS = 250
 """In a row group: 1.5 MB of text."""

@@ -29,10 +29,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from common import BATCH_SIZE, SEQ_LEN, parser
 from record import Goal, Report
 from rounds import Contender, interleave, ratios, serve
 from samples import NULL_ROWS, Ids, Kind, Rows, WidenedIds, loops_per_s, slow
+
+from common import BATCH_SIZE, SEQ_LEN, parser
 
 FLAT_BATCH = 4
 FLAT_WORKERS: dict[Kind, int] = {"waits": 4, "works": 2}

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import BATCH_SIZE, COPIES, MB, SEQ_LEN, bench_folder, parser
-from corpora import load_corpus
 from record import Goal, Report
 from rounds import Contender, process_memory, serve
+
+from common import BATCH_SIZE, COPIES, MB, SEQ_LEN, bench_folder, parser
+from corpora import load_corpus
 
 KINDS = ("corpus", "new words")
 DOC_BYTES = 6000

@@ -35,11 +35,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from common import BATCH_SIZE, HOSTED, MB, REPOSITORY, SEQ_LEN, parser
-from corpora import link, load_corpus, text_ranges
 from hosted import Hub
 from record import Goal, Report
 from rounds import Contender, interleave, ratios, serve
+
+from common import BATCH_SIZE, HOSTED, MB, REPOSITORY, SEQ_LEN, parser
+from corpora import link, load_corpus, text_ranges
 
 DOCUMENTS = 500
 """In a row group: 3 MB of text."""

@@ -15,10 +15,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
-from corpora import load_corpus
 from record import Goal, Report
 from rounds import interleave, percentile, ratios, wait_until_quiet
+
+from common import BATCH_SIZE, COPIES, SEQ_LEN, parser
+from corpora import load_corpus
 
 FRACTIONS = (0.01, 0.5, 0.99)
 LANES = (1, 8)

@@ -28,8 +28,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import MB, REPOSITORY, bench_folder, parser
-from corpora import Corpus, load_corpus
 from hosted import Hub
 from record import Goal, Report, show
 from scale_ranks import (
@@ -44,6 +42,9 @@ from scale_ranks import (
     list_only,
     rank,
 )
+
+from common import MB, REPOSITORY, bench_folder, parser
+from corpora import Corpus, load_corpus
 
 HOST_FILES = 10_000
 HOST_DOCUMENTS = 500

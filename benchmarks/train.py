@@ -33,13 +33,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from common import BATCH_SIZE, REPOSITORY, SEQ_LEN, bench_folder, parser
-from corpora import Corpus, load_corpus
 from first_step import BATCH, Trained, measuring, same_work, trained
 from first_step import SEQ_LEN as RUN_SEQ_LEN
 from hosted import Hub
 from record import Goal, Report
 from rounds import Contender, interleave, percentile, ratios, serve, wait_until_quiet
+
+from common import BATCH_SIZE, REPOSITORY, SEQ_LEN, bench_folder, parser
+from corpora import Corpus, load_corpus
 
 PARTS = ("runs", "accelerator", "steady", "warmup")
 MODES = ("sync", "async")

@@ -25,12 +25,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from record import Report, machine
+
 import environments
 import page
 from bench import QUICK, Bench, Sizes
 from common import RESULTS, parser
 from corpora import load_corpus
-from record import Report, machine
 from roster import ENTRANTS, Entrant
 
 PARTS = ("drain", "far", "resume", "workers", "pace", "stall")

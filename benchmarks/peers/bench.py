@@ -19,14 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hosted import Hub
+from record import Report
+from rounds import percentile
+
 import environments
 from case import BATCH_SIZE, SEQ_LEN, Case
 from common import REPOSITORY, bench_folder
 from corpora import Corpus
-from hosted import Hub
-from record import Report
 from roster import DOCUMENTED, LIMIT, PREPARED, Entrant
-from rounds import percentile
 from watched import Outcome, run
 
 TOKENS = BATCH_SIZE * SEQ_LEN

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import PAUSES_S, Seen
 from record import Goal, show
+
+from bench import PAUSES_S, Seen
 from roster import (
     DOCUMENTED,
     HANDED,
