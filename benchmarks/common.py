@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
@@ -39,7 +39,6 @@ REPOSITORY = "bench/books"
 """The loopback Hub serves this file, under many names, in this dataset."""
 HUB_URL = f"hf://datasets/{REPOSITORY}"
 
-Kind = Literal["parquet", "jsonl"]
 Answer = dict[str, Any]
 
 

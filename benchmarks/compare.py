@@ -28,23 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    HUB_URL,
-    REPO,
-    SEQ_LEN,
-    TOKENS,
-    Answer,
-    Hub,
-    clean_environment,
-    hide_torch,
-    parser,
-    percentile,
-    process_memory,
-    silence_warnings,
-    take_steps,
-)
+import common
+from common import BATCH_SIZE, HUB_URL, SEQ_LEN, TOKENS, Answer
 from corpora import Corpus, load_corpus, token_file
 from report import Goal, git, machine, show, table
 
@@ -102,7 +87,7 @@ def run_text(case: Answer, sizes: Sizes) -> Answer:
     with loader_of(text_of(case), case["shuffle"]) as loader:
         rate = tokens_per_s(loader, sizes)
     order = case["order"]
-    return {f"text, {order}": rate, f"peak RSS, {order}": process_memory()["peak"] / 1e6}
+    return {f"text, {order}": rate, f"peak RSS, {order}": common.process_memory()["peak"] / 1e6}
 
 
 def run_limit(case: Answer, sizes: Sizes) -> Answer:
@@ -140,16 +125,16 @@ def run_steps(case: Answer, sizes: Sizes) -> Answer:
     import torch  # noqa: F401 (as in a training script: batches are tensors)
 
     with loader_of(text_of(case), shuffle=True) as loader:
-        take_steps(loader, 10, lambda: time.sleep(STEP_S))
-        told = take_steps(loader, sizes.steps, lambda: time.sleep(STEP_S))
+        common.take_steps(loader, 10, lambda: time.sleep(STEP_S))
+        told = common.take_steps(loader, sizes.steps, lambda: time.sleep(STEP_S))
     return {
-        "next() p50": 1e6 * percentile(told["fetches"], 0.5),
+        "next() p50": 1e6 * common.percentile(told["fetches"], 0.5),
         "data wait": 100 * sum(told["fetches"]) / told["wall"],
     }
 
 
 def run_first_batch(case: Answer, sizes: Sizes) -> Answer:
-    hide_torch()
+    common.hide_torch()
     begun = time.perf_counter()
     with loader_of(text_of(case), shuffle=True) as loader:
         next(loader)
@@ -194,7 +179,7 @@ RUNS: dict[str, Callable[[Answer, Sizes], Answer]] = {
 
 def work(case: Answer) -> None:
     """Be a worker: import Penstock from the revision that was asked for, and print the numbers."""
-    silence_warnings()
+    common.silence_warnings()
     numbers = RUNS[case["run"]](case, QUICK if case["quick"] else Sizes())
     used = getattr(sys.modules.get("penstock"), "__file__", None)
     if used and not Path(used).is_relative_to(case["src"]):
@@ -218,7 +203,7 @@ class Case:
 
 
 def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
-    source = str(corpus.copies(1 if quick else COPIES))
+    source = str(corpus.copies(1 if quick else common.COPIES))
     local = {"source": source, "tokenizer": str(corpus.tokenizer)}
     far = local | {"source": HUB_URL, "endpoint": endpoint}
     orders = {"in order": False, "shuffled": True}
@@ -248,7 +233,9 @@ def run_case(case: Case, src: Path, quick: bool) -> Answer:
     with tempfile.TemporaryDirectory(prefix="penstock-compare-") as cache:
         # What a local run caches (the check of a vocabulary) is kept, as on any machine.
         place = cache if case.cold else str(src.parent / ".compare-cache")
-        environment = clean_environment(PYTHONPATH=str(src), PENSTOCK_CACHE=place, HF_HOME=place)
+        environment = common.clean_environment(
+            PYTHONPATH=str(src), PENSTOCK_CACHE=place, HF_HOME=place
+        )
         if endpoint := case.given.get("endpoint"):
             environment["HF_ENDPOINT"] = endpoint
         given = json.dumps({**case.given, "src": str(src), "quick": quick})
@@ -267,7 +254,7 @@ def run_case(case: Case, src: Path, quick: bool) -> Answer:
 
 def checkout(revision: str, folder: Path) -> Path:
     """Extract the sources of a revision; return its src/."""
-    command = ["git", "-C", str(REPO), "archive", "--format=tar", revision, "src"]
+    command = ["git", "-C", str(common.REPO), "archive", "--format=tar", revision, "src"]
     packed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
@@ -371,7 +358,7 @@ def rows_of(results: Mapping[str, Mapping[str, Sequence[float]]], quick: bool) -
 
 
 def main() -> None:
-    options: argparse.ArgumentParser = parser(__doc__)
+    options: argparse.ArgumentParser = common.parser(__doc__)
     options.add_argument("--against", metavar="REV", help="the revision to compare with")
     options.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one")
     options.add_argument("--data", type=Path, help="a Parquet file with a column `text`")
@@ -390,10 +377,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-compare-")))
         new = folder / "new" / "src"
         new.parent.mkdir()
-        new.symlink_to(REPO / "src")
+        new.symlink_to(common.REPO / "src")
         sources = {"old": checkout(args.against, folder / "old"), "new": new}
         hosted = corpus.hosted("zstd", HUB_DOCUMENTS)
-        hub = stack.enter_context(Hub(hosted, HUB_FILES, *HUB_NETWORK))
+        hub = stack.enter_context(common.Hub(hosted, HUB_FILES, *HUB_NETWORK))
         cases = cases_of(corpus, args.quick, hub.endpoint)
         if args.only:
             cases = {n: case for n, case in cases.items() if any(part in n for part in args.only)}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HOSTED, SHARED, TOKENS, Kind, bench_folder
+from common import HOSTED, SHARED, TOKENS, bench_folder
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Corpus:
                     lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         return path
 
-    def copies(self, n: int, kind: Kind = "parquet") -> Path:
+    def copies(self, n: int, kind: str = "parquet") -> Path:
         """Return a folder that has the corpus N times, as links with different names."""
         folder = self.folder / f"{kind}-x{n}"
         if not folder.exists():

@@ -15,21 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    SEQ_LEN,
-    Answer,
-    count,
-    loops_per_s,
-    measure_all,
-    parser,
-    percentile,
-    ratios,
-    serve,
-    take_steps,
-    wait_until_quiet,
-)
+import common
+from common import BATCH_SIZE, SEQ_LEN, Answer
 from corpora import load_corpus
 from report import Goal, Report
 
@@ -45,7 +32,7 @@ def contend(case: Answer, quick: bool) -> None:
     from penstock import AsyncDataLoader, TextDataset
 
     corpus = load_corpus(quick)
-    data = TextDataset(corpus.copies(COPIES), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
+    data = TextDataset(corpus.copies(common.COPIES), tokenizer=corpus.tokenizer, seq_len=SEQ_LEN)
     with AsyncDataLoader(data, BATCH_SIZE, shuffle=bool(case["shuffle"])) as loader:
         source: Iterator[Any] = iter(loader)
         if case["shuffle"] is None:
@@ -54,20 +41,20 @@ def contend(case: Answer, quick: bool) -> None:
 
         def step() -> None:
             if case["loops"]:
-                count(case["loops"])
+                common.count(case["loops"])
             else:
                 time.sleep(STEPS_S["waits"])
 
         def measure() -> Answer:
-            wait_until_quiet()
-            return take_steps(source, case["steps"], step)
+            common.wait_until_quiet()
+            return common.take_steps(source, case["steps"], step)
 
-        take_steps(source, 5 if quick else 50, step)
-        serve(measure)
+        common.take_steps(source, 5 if quick else 50, step)
+        common.serve(measure)
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--steps", type=int, help="steps a round (250)")
     args = options.parse_args()
     if args.contender is not None:
@@ -76,16 +63,16 @@ def main() -> None:
     repeats = args.repeats or (1 if args.quick else 5)
     steps = args.steps or (10 if args.quick else 250)
     corpus = load_corpus(args.quick)
-    corpus.copies(COPIES)
+    corpus.copies(common.COPIES)
     settings = {"corpus": corpus.name, "steps": steps, "repeats": repeats, "steps_s": STEPS_S}
     report = Report("data_wait", args.quick, settings)
     for kind, step_s in STEPS_S.items():
-        loops = int(step_s * loops_per_s()) if kind == "python" else 0
+        loops = int(step_s * common.loops_per_s()) if kind == "python" else 0
         cases = {
             name: {"shuffle": shuffle, "loops": loops, "steps": steps}
             for name, shuffle in SOURCES.items()
         }
-        answers = measure_all(__file__, cases, repeats, quick=args.quick)
+        answers = common.measure_all(__file__, cases, repeats, quick=args.quick)
         worked = {
             name: [answer["wall"] - sum(answer["fetches"]) for answer in given]
             for name, given in answers.items()
@@ -93,12 +80,12 @@ def main() -> None:
         for name, given in answers.items():
             title = f"steps of {1e3 * step_s:.0f} ms, {kind}: {name}"
             for metric, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-                values = [1e6 * percentile(answer["fetches"], share) for answer in given]
+                values = [1e6 * common.percentile(answer["fetches"], share) for answer in given]
                 goal = P50_GOAL if kind == "waits" and metric == "p50" else None
                 report.add(title, f"next() {metric}", values, "µs", goal)
             waits = [100 * sum(answer["fetches"]) / answer["wall"] for answer in given]
             report.add(title, "data wait", waits, "%")
-            slower = ratios(worked[name], worked["a list of batches"])
+            slower = common.ratios(worked[name], worked["a list of batches"])
             report.add(title, "the step itself, longer by", [100 * (r - 1) for r in slower], "%")
     report.close()
 

@@ -28,20 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    HOSTED,
-    HUB_URL,
-    MB,
-    REPOSITORY,
-    SEQ_LEN,
-    Answer,
-    Hub,
-    clean_environment,
-    interleave,
-    parser,
-    ratios,
-)
+import common
+from common import BATCH_SIZE, HUB_URL, MB, SEQ_LEN, Answer
 from corpora import load_corpus
 from report import Report, show
 
@@ -127,7 +115,9 @@ def start(case: Case, endpoint: str) -> Start:
     """Run one child in an empty folder, where it finds nothing to import."""
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as fresh:
         kept = str(case.kept or fresh)
-        environment = clean_environment(HF_ENDPOINT=endpoint, PENSTOCK_CACHE=kept, HF_HOME=kept)
+        environment = common.clean_environment(
+            HF_ENDPOINT=endpoint, PENSTOCK_CACHE=kept, HF_HOME=kept
+        )
         command = [sys.executable, "-c", FRAME.format(body=case.code)]
         begun = time.monotonic()
         done = subprocess.run(
@@ -173,7 +163,7 @@ def hub_cases(folder: Path, tokenizer: str, commit: str) -> dict[str, Case]:
     def datasets(**options: Any) -> str:
         return "import json, os\n" + DATASETS.format(
             tokenizer=tokenizer,
-            repository=REPOSITORY,
+            repository=common.REPOSITORY,
             options=options,
             tokens=BATCH_SIZE * SEQ_LEN,
         )
@@ -200,7 +190,9 @@ def requests_in_a_row(requests: Sequence[Answer], run: Start, latency_s: float) 
     return length
 
 
-def report_requests(report: Report, cases: Mapping[str, Case], hub: Hub, latency_s: float) -> None:
+def report_requests(
+    report: Report, cases: Mapping[str, Case], hub: common.Hub, latency_s: float
+) -> None:
     for name, case in cases.items():
         if not name.startswith(("Hub", "datasets")):
             continue
@@ -219,7 +211,7 @@ def report_requests(report: Report, cases: Mapping[str, Case], hub: Hub, latency
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--files", type=int, help="in the dataset (2400)")
     options.add_argument("--latency-ms", type=float, default=50.0, help="before each answer")
     options.add_argument("--bandwidth-mb", type=float, default=100.0, help="MB/s in all")
@@ -233,14 +225,14 @@ def main() -> None:
     report = Report("first_batch", args.quick, settings)
     hosted = corpus.hosted("zstd", DOCUMENTS)
     flags = ["--latency-ms", str(args.latency_ms), "--bandwidth-mb", str(args.bandwidth_mb)]
-    with tempfile.TemporaryDirectory() as name, Hub(hosted, files, *flags) as hub:
-        cases = local_cases(str(hosted / HOSTED), tokenizer)
+    with tempfile.TemporaryDirectory() as name, common.Hub(hosted, files, *flags) as hub:
+        cases = local_cases(str(hosted / common.HOSTED), tokenizer)
         cases |= hub_cases(Path(name), tokenizer, hub.commit())
         for case in cases.values():  # compiles byte code, and fills the caches that are kept
             start(case, hub.endpoint)
         fill = penstock_code(f"{HUB_URL}@{hub.commit()}", tokenizer, after=FILL)
         start(Case(fill, cases["Hub, cached"].kept), hub.endpoint)
-        in_order = Case(penstock_code(str(hosted / HOSTED), tokenizer, shuffle=False))
+        in_order = Case(penstock_code(str(hosted / common.HOSTED), tokenizer, shuffle=False))
         crc = start(in_order, hub.endpoint).crc
 
         def starting(case: Case) -> Callable[[], float]:
@@ -250,7 +242,7 @@ def main() -> None:
 
             return measure
 
-        seconds = interleave(repeats, {name: starting(case) for name, case in cases.items()})
+        seconds = common.interleave(repeats, {name: starting(case) for name, case in cases.items()})
     for name, values in seconds.items():
         if name.startswith("datasets") and any(run.crc != crc for run in cases[name].runs):
             raise RuntimeError(f"{name}: its first batch has other ids than Penstock's in order")
@@ -258,7 +250,7 @@ def main() -> None:
         report.add(name, "done after" if alone else "first batch after", values, "s")
     for name, peer in (("Hub, cold", "cold"), ("Hub, warm", "warm"), ("Hub, cached", "warm")):
         for rival in (f"datasets, {peer}", f"datasets at its best, {peer}"):
-            report.add(name, f"/ {rival}", ratios(seconds[name], seconds[rival]), "x")
+            report.add(name, f"/ {rival}", common.ratios(seconds[name], seconds[rival]), "x")
     report_requests(report, cases, hub, args.latency_ms / 1e3)
     report.close()
     for name in ("disk", "Hub, cold", "Hub, cached"):

@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES = 4 << 20
-
 
 class DecodeAndTokenize:
-    """Row groups of Parquet, or blocks of JSONL, through gigatoken; the ids are only counted.
+    """Row groups of Parquet files through gigatoken; the ids are only counted.
 
     Each thread has its own tokenizer, so a second pass is warm.
     """
@@ -27,7 +24,7 @@ class DecodeAndTokenize:
         self._pool = ThreadPoolExecutor(workers)
         self._chunks: list[Callable[[], Any]] = []
         for file in files:
-            self._chunks += _row_groups(file) if file.suffix == ".parquet" else _blocks(file)
+            self._chunks += _row_groups(file)
 
     def counts(self) -> Iterator[int]:
         """Yield the number of ids of each chunk of one pass."""
@@ -57,27 +54,3 @@ def _row_groups(path: Path) -> list[Callable[[], Any]]:
         return table.column("text").cast(pa.large_string())
 
     return [partial(read, group) for group in range(pq.read_metadata(path).num_row_groups)]
-
-
-def _blocks(path: Path) -> list[Callable[[], Any]]:
-    import pyarrow as pa
-    import pyarrow.json as pj
-
-    schema = pa.schema([("text", pa.string())])
-    parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-
-    def read(lo: int, hi: int) -> Any:
-        with open(path, "rb") as file:
-            file.seek(lo)
-            block = file.read(hi - lo)
-        options = pj.ReadOptions(use_threads=False, block_size=len(block) + 1)
-        table = pj.read_json(pa.BufferReader(block), read_options=options, parse_options=parse)
-        return table.column("text").cast(pa.large_string())
-
-    cuts, size = [0], path.stat().st_size
-    with open(path, "rb") as file:
-        while cuts[-1] < size:
-            file.seek(min(cuts[-1] + BLOCK_BYTES, size))
-            file.readline()
-            cuts.append(file.tell())
-    return [partial(read, lo, hi) for lo, hi in pairwise(cuts)]

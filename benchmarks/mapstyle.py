@@ -19,21 +19,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from common import (
-    BATCH_SIZE,
-    SEQ_LEN,
-    Answer,
-    count,
-    interleave,
-    loops_per_s,
-    measure_all,
-    parser,
-    ratios,
-    serve,
-    silence_warnings,
-    take_steps,
-    timed,
-)
+import common
+from common import BATCH_SIZE, SEQ_LEN, Answer
 from report import Report
 from throughput import torch_batches
 
@@ -74,7 +61,7 @@ class Slow:
 
     def _load(self, samples: int) -> None:
         if self._loops:
-            count(self._loops * samples)
+            common.count(self._loops * samples)
         else:
             time.sleep(self._seconds * samples)
 
@@ -136,16 +123,20 @@ def flat_out(
 
     def measure(opened: Opened) -> float:
         with opened() as source:
-            take_steps(source, 2 * workers, lambda: None)
-            told = take_steps(source, batches, lambda: None)
+            common.take_steps(source, 2 * workers, lambda: None)
+            told = common.take_steps(source, batches, lambda: None)
             return float(batches * FLAT_BATCH / told["wall"])
 
-    rates = interleave(repeats, {name: partial(measure, opened) for name, opened in opens.items()})
+    rates = common.interleave(
+        repeats, {name: partial(measure, opened) for name, opened in opens.items()}
+    )
     case = f"flat out, a sample {kind} {ms:g} ms, {workers} workers"
     for name, values in rates.items():
         report.add(case, name, values, "samples/s")
     for name in ("threads", "processes"):
-        report.add(case, f"{name} / DataLoader", ratios(rates[name], rates["DataLoader"]), "x")
+        report.add(
+            case, f"{name} / DataLoader", common.ratios(rates[name], rates["DataLoader"]), "x"
+        )
 
 
 def in_step(
@@ -163,13 +154,13 @@ def in_step(
 
     def measure(way: str) -> float:
         with penstock(data, batch_size, *ways[way]) as batches:
-            take_steps(batches, 3, lambda: time.sleep(compute_s))
-            told = take_steps(batches, steps, lambda: time.sleep(compute_s))
+            common.take_steps(batches, 3, lambda: time.sleep(compute_s))
+            told = common.take_steps(batches, steps, lambda: time.sleep(compute_s))
         told["load"] = sum(told["fetches"])
         seen[way].append(told)
         return float(steps / told["wall"])
 
-    rates = interleave(repeats, {way: partial(measure, way) for way in ways})
+    rates = common.interleave(repeats, {way: partial(measure, way) for way in ways})
     case = f"{name}, load {share:g} of compute, {kind}"
     computed = [told["wall"] - told["load"] for told in seen["sync"]]
     ideals = [
@@ -184,9 +175,9 @@ def in_step(
         waits = [100 * told["load"] / told["wall"] for told in seen[way]]
         report.add(case, f"{way}, data wait", waits, "%")
         if way != "sync":
-            gain = [100 * (r - 1) for r in ratios(values, rates["sync"])]
+            gain = [100 * (r - 1) for r in common.ratios(values, rates["sync"])]
             report.add(case, f"{way}, improvement", gain, "%")
-            report.add(case, f"{way} / ideal", ratios(values, ideals), "x")
+            report.add(case, f"{way} / ideal", common.ratios(values, ideals), "x")
 
 
 def matmul(size: int) -> Callable[[], Any]:
@@ -202,19 +193,19 @@ def contend(case: Answer) -> None:
     """Be one contender of the case in memory."""
     import numpy as np
 
-    silence_warnings()
+    common.silence_warnings()
     rows: Any = list(np.random.default_rng(0).integers(0, 50257, (case["rows"], SEQ_LEN)))
     work = matmul(case["matmul"]) if case["matmul"] else lambda: None
     opened = dataloader if case["torch"] else penstock
     data = RowPairs(rows) if case["torch"] else rows
     with opened(data, BATCH_SIZE, case["workers"]) as batches:
-        take_steps(batches, case["steps"] // 4, work)
-        serve(lambda: take_steps(batches, case["steps"], work))
+        common.take_steps(batches, case["steps"] // 4, work)
+        common.serve(lambda: common.take_steps(batches, case["steps"], work))
 
 
 def in_memory(report: Report, quick: bool, repeats: int) -> None:
     """Nothing to gain: the data is there."""
-    took = min(timed(matmul(512)) for _ in range(9))
+    took = min(common.timed(matmul(512)) for _ in range(9))
     size = int(512 * (0.005 / took) ** (1 / 3))
     for title, side, steps in (("a matmul of 5 ms", size, 100), ("no compute", 0, 2000)):
         base = {"rows": 500 if quick else ROWS, "matmul": side, "steps": 20 if quick else steps}
@@ -226,17 +217,17 @@ def in_memory(report: Report, quick: bool, repeats: int) -> None:
         }
         rates = {
             name: [base["steps"] / answer["wall"] for answer in given]
-            for name, given in measure_all(__file__, cases, repeats).items()
+            for name, given in common.measure_all(__file__, cases, repeats).items()
         }
         for name, values in rates.items():
             report.add(f"in memory, {title}", name, values, "steps/s")
         for name, under in itertools.product(list(rates)[2:], list(rates)[:2]):
-            over = ratios(rates[name], rates[under])
+            over = common.ratios(rates[name], rates[under])
             report.add(f"in memory, {title}", f"{name} / {under}", over, "x")
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--seconds", type=float, help="how long each is measured a round, about")
     parts = ("flat", "step", "memory")
     options.add_argument("--only", nargs="+", choices=parts, default=parts)
@@ -246,10 +237,10 @@ def main() -> None:
         return
     import torch  # noqa: F401 (else the first loader imports it, within the clock)
 
-    silence_warnings()
+    common.silence_warnings()
     repeats = args.repeats or (1 if args.quick else 5)
     seconds = args.seconds or (0.05 if args.quick else 0.9)
-    rate = loops_per_s()
+    rate = common.loops_per_s()
     report = Report("mapstyle", args.quick, {"repeats": repeats, "seconds": seconds})
     if "flat" in args.only:
         kinds: tuple[Kind, ...] = ("waits", "works")

@@ -14,19 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    MB,
-    SEQ_LEN,
-    Answer,
-    bench_folder,
-    measure_all,
-    parser,
-    process_memory,
-    serve,
-    silence_warnings,
-)
+import common
+from common import BATCH_SIZE, MB, SEQ_LEN, Answer
 from corpora import load_corpus, write_parquet
 from report import Report
 
@@ -39,7 +28,7 @@ def new_words(files: int, groups: int) -> Path:
     import numpy as np
     import pyarrow as pa
 
-    folder = bench_folder(f"new-words-{files}x{groups}")
+    folder = common.bench_folder(f"new-words-{files}x{groups}")
     size = DOC_BYTES * GROUP_DOCS * groups
     for i in range(files):
         path = folder / f"part-{i:02}.parquet"
@@ -71,7 +60,7 @@ def stream(case: Answer, quick: bool) -> Answer:
 
     def sample() -> None:
         while not ended.wait(1.0):
-            samples.append((time.monotonic() - begun, process_memory()["anonymous"] / MB))
+            samples.append((time.monotonic() - begun, common.process_memory()["anonymous"] / MB))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -83,23 +72,23 @@ def stream(case: Answer, quick: bool) -> Answer:
     finally:
         ended.set()
         sampler.join()
-    seconds, peak = time.monotonic() - begun, process_memory()["peak"] / MB
+    seconds, peak = time.monotonic() - begun, common.process_memory()["peak"] / MB
     return {"samples": samples, "peak": peak, "rate": stats.tokens / seconds / 1e6}
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--seconds", type=float, help="how long to stream each kind (120)")
     options.add_argument("--workers", type=int, default=2)
     args = options.parse_args()
     if args.contender is not None:
-        silence_warnings()
-        serve(lambda: stream(args.contender, args.quick))
+        common.silence_warnings()
+        common.serve(lambda: stream(args.contender, args.quick))
         return
     seconds = args.seconds or (5.0 if args.quick else 120.0)
     corpus = load_corpus(args.quick)
     sources = {
-        "corpus": corpus.copies(COPIES),
+        "corpus": corpus.copies(common.COPIES),
         "new words": new_words(2, 2) if args.quick else new_words(8, 8),
     }
     settings = {"corpus": corpus.name, "seconds": seconds, "workers": args.workers}
@@ -108,7 +97,7 @@ def main() -> None:
         kind: {"source": str(source), "seconds": seconds, "workers": args.workers}
         for kind, source in sources.items()
     }
-    for kind, (run,) in measure_all(__file__, cases, 1, quick=args.quick).items():
+    for kind, (run,) in common.measure_all(__file__, cases, 1, quick=args.quick).items():
         samples = run["samples"]
         half = samples[len(samples) // 2 :]
         slopes = [(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(half, 2)]

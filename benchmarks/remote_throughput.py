@@ -20,23 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    HOSTED,
-    HUB_URL,
-    MB,
-    REPOSITORY,
-    SEQ_LEN,
-    Answer,
-    Contender,
-    Hub,
-    fresh_cache,
-    interleave,
-    parser,
-    ratios,
-    serve,
-    silence_warnings,
-)
+import common
+from common import BATCH_SIZE, HUB_URL, MB, SEQ_LEN, Answer
 from corpora import link, load_corpus, text_ranges
 from report import Report
 
@@ -103,14 +88,14 @@ def hosted_names(files: int) -> list[str]:
 
 def contend(case: Answer) -> None:
     """Be one contender."""
-    silence_warnings()
-    with fresh_cache(case["endpoint"]) as cache:
+    common.silence_warnings()
+    with common.fresh_cache(case["endpoint"]) as cache:
         if "file" in case:
-            serve(downloader_measure(case))
+            common.serve(downloader_measure(case))
         else:
             import torch  # noqa: F401 (as in a training script: batches are tensors)
 
-            serve(loader_measure(case, cache))
+            common.serve(loader_measure(case, cache))
 
 
 def measure_files(report: Report, args: Any, repeats: int, compression: str) -> None:
@@ -119,14 +104,14 @@ def measure_files(report: Report, args: Any, repeats: int, compression: str) -> 
 
     corpus = load_corpus(args.quick)
     folder = corpus.hosted(compression, args.documents)
-    file = folder / HOSTED
+    file = folder / common.HOSTED
     column = sum(length for _, length in text_ranges(file))
     files = max(2, round(args.mb * MB / column))
     network = ["--latency-ms", str(args.latency_ms), "--bandwidth-mb", str(args.bandwidth_mb)]
     answers: dict[str, list[Answer]] = {}
     with ExitStack() as stack:
-        hub = stack.enter_context(Hub(folder, files, *network))
-        faulty = stack.enter_context(Hub(folder, files, *network, *FAULTS, "--seed", "1"))
+        hub = stack.enter_context(common.Hub(folder, files, *network))
+        faulty = stack.enter_context(common.Hub(folder, files, *network, *FAULTS, "--seed", "1"))
         disk = stack.enter_context(tempfile.TemporaryDirectory())
         for name in hosted_names(files):
             (Path(disk) / name).parent.mkdir(exist_ok=True)
@@ -148,7 +133,7 @@ def measure_files(report: Report, args: Any, repeats: int, compression: str) -> 
         }
         with ExitStack() as running:
 
-            def measuring(name: str, process: Contender) -> Callable[[], float]:
+            def measuring(name: str, process: common.Contender) -> Callable[[], float]:
                 asked = faulty if name == FAULTY else hub
 
                 def measure() -> float:
@@ -162,11 +147,11 @@ def measure_files(report: Report, args: Any, repeats: int, compression: str) -> 
                 return measure
 
             processes = {
-                name: running.enter_context(Contender(__file__, case))
+                name: running.enter_context(common.Contender(__file__, case))
                 for name, case in cases.items()
             }
             measures = {name: measuring(name, each.ready()) for name, each in processes.items()}
-            rates = interleave(repeats, measures)
+            rates = common.interleave(repeats, measures)
     for name, values in rates.items():
         case = f"{compression}: {name}"
         told = answers[name]
@@ -177,8 +162,8 @@ def measure_files(report: Report, args: Any, repeats: int, compression: str) -> 
         report.add(case, "cores, the Hub's", [a["hub_cpu"] / a["seconds"] for a in told], "")
         report.add(case, "/ link", [value / args.bandwidth_mb for value in values], "x")
         if name in DISK:
-            report.add(case, "/ plain downloader", ratios(values, rates[DOWNLOADER]), "x")
-            report.add(case, "/ local disk", ratios(values, rates[DISK[name]]), "x")
+            report.add(case, "/ plain downloader", common.ratios(values, rates[DOWNLOADER]), "x")
+            report.add(case, "/ local disk", common.ratios(values, rates[DISK[name]]), "x")
         requests = [a["hub"].between(a["begun"], a["ended"]) for a in told]
         sent = [sum(r["sent"] for r in each if r["port"] == "cdn") for each in requests]
         of_column = [total / (column * files) for total in sent]
@@ -190,7 +175,7 @@ def measure_files(report: Report, args: Any, repeats: int, compression: str) -> 
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--mb", type=float, help="of the text column in each measurement (400)")
     options.add_argument("--compression", nargs="+", default=["none", "snappy"])
     options.add_argument("--tokenizer", default="byte", help="byte, or bpe for the corpus's own")

@@ -24,20 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import (
-    BATCH_SIZE,
-    HUB_URL,
-    SEQ_LEN,
-    Answer,
-    Hub,
-    bench_folder,
-    clean_environment,
-    hide_torch,
-    parser,
-    process_memory,
-    silence_warnings,
-    timed,
-)
+import common
+from common import BATCH_SIZE, HUB_URL, SEQ_LEN, Answer
 from corpora import Corpus, load_corpus, write_parquet
 from report import Report, show
 
@@ -82,7 +70,6 @@ COLUMNS = {
     "asked": ("requests until then", ""),
     "resume_s": ("resume", "s"),
     "state": ("state of a rank", "bytes"),
-    "load_s": ("load the states of all ranks", "s"),
     "peak": ("peak memory", "MB"),
 }
 
@@ -120,18 +107,14 @@ def rank(case: Mapping[str, Any]) -> Answer:
     told["resume_s"] = time.perf_counter() - begun
     resumed.shutdown()
     told["state"] = len(json.dumps(state))
-    (lane, place), *_ = state["at"].items()
-    all_states = [{**state, "at": {str(i): place}} for i in range(case["ranks"])]
-    last = loader()
-    told["load_s"] = timed(lambda: last.load_state_dict(all_states))
-    return told | {"peak": process_memory()["peak"] / 1e6}
+    return told | {"peak": common.process_memory()["peak"] / 1e6}
 
 
 def list_only(case: Mapping[str, Any]) -> Answer:
     """List with an empty cache."""
     from penstock import TextDataset
 
-    listing = timed(lambda: TextDataset(case["url"], tokenizer="byte", seq_len=ROW_BYTES))
+    listing = common.timed(lambda: TextDataset(case["url"], tokenizer="byte", seq_len=ROW_BYTES))
     return {"cold_s": listing}
 
 
@@ -152,7 +135,7 @@ def host_rank(case: Mapping[str, Any]) -> Answer:
             if (now := loader.stats().requests) != before:
                 before, since = now, time.monotonic()
             time.sleep(0.05)
-    return {"first_s": first_s, "peak": process_memory()["peak"] / 1e6}
+    return {"first_s": first_s, "peak": common.process_memory()["peak"] / 1e6}
 
 
 def run(kind: str, cases: Sequence[Mapping[str, Any]], endpoint: str) -> list[Answer]:
@@ -161,7 +144,7 @@ def run(kind: str, cases: Sequence[Mapping[str, Any]], endpoint: str) -> list[An
     processes = []
     for case in cases:
         command = [sys.executable, __file__, "--contender", json.dumps({"kind": kind, **case})]
-        environment = clean_environment(
+        environment = common.clean_environment(
             HF_ENDPOINT=endpoint, PENSTOCK_CACHE=case["cache"], HF_HOME=case["cache"]
         )
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -177,7 +160,7 @@ def run(kind: str, cases: Sequence[Mapping[str, Any]], endpoint: str) -> list[An
 
 def small_file(rows: int) -> Path:
     """Return a folder with a Parquet file of short documents."""
-    folder = bench_folder(f"scale/rows-{rows}")
+    folder = common.bench_folder(f"scale/rows-{rows}")
     path = folder / "text.parquet"
     if not path.exists():
         texts = [sha256(b"%d" % i).hexdigest()[:ROW_BYTES] for i in range(rows)]
@@ -195,7 +178,7 @@ def measure_sizes(
     for files, rows in dict.fromkeys(point[:2] for point in points):
         here = [point for point in points if point[:2] == (files, rows)]
         windows: list[tuple[Point, list[float]]] = []
-        with tempfile.TemporaryDirectory() as cache, Hub(small_file(rows), files) as hub:
+        with tempfile.TemporaryDirectory() as cache, common.Hub(small_file(rows), files) as hub:
             branch, pinned = f"{HUB_URL}/data", f"{HUB_URL}@{hub.commit()}/data"
             cold = run("list_only", [{"url": branch, "cache": cache}], hub.endpoint)[0]["cold_s"]
             for repeat in range(repeats):
@@ -241,7 +224,7 @@ def measure_hosts(report: Report, corpus: Corpus, per_host: int, quick: bool) ->
     tokenizer, still_s = ("byte", 0.5) if quick else (str(corpus.tokenizer), STILL_S)
     starts: dict[str, list[Answer]] = {}
     folder = corpus.hosted("zstd", HOST_DOCUMENTS)
-    with tempfile.TemporaryDirectory() as place, Hub(folder, HOST_FILES) as hub:
+    with tempfile.TemporaryDirectory() as place, common.Hub(folder, HOST_FILES) as hub:
         branch, pinned = f"{HUB_URL}/data", f"{HUB_URL}@{hub.commit()}/data"
 
         def host(number: int, url: str, cache: str) -> list[Answer]:
@@ -286,12 +269,12 @@ def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--only", choices=("sizes", "hosts"), help="one half of it")
     args = options.parse_args()
     if args.contender:
-        silence_warnings()
-        hide_torch()
+        common.silence_warnings()
+        common.hide_torch()
         kinds = {"rank": rank, "list_only": list_only, "host_rank": host_rank}
         print(json.dumps(kinds[args.contender["kind"]](args.contender)))
         return

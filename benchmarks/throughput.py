@@ -1,13 +1,11 @@
-"""How many tokens a second become batches: from text, from a file of ids, from the token cache?
+"""How many tokens a second become batches: from text, and from a file of ids?
 
-Text:   Parquet and JSONL, in order and shuffled, 1 and 2 workers, beside decode + tokenize alone on
-        as many threads, and beside the loop that people write first (`tokenizers`, one document at
+Text:   Parquet in order and shuffled, and JSONL, 1 and 2 workers, beside decode + tokenize alone on
+        as many threads (of the Parquet), and beside the loop that people write first (`tokenizers`, one document at
         a time). Tokens are the ids of documents, without separators. The loader has to give exactly
         as many as the limit. The clock includes filling and draining the pipeline.
 Ids:    a memory-mapped file of random uint16, all rows shuffled, as tensors, beside a bare loop of
         one gather and two widening copies, and beside PyTorch's DataLoader over an np.memmap.
-Cache:  the token cache, filled from a loopback Hub that is gone when it is read, beside tokenizing
-        the same files from disk. A single request, or a chunk that was not cached, is an error.
 
 Every contender has its own process and makes one pass before it is measured: everything is warm.
 """
@@ -15,40 +13,21 @@ Every contender has its own process and makes one pass before it is measured: ev
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    COPIES,
-    HOSTED,
-    HUB_URL,
-    SEQ_LEN,
-    TOKENS,
-    Answer,
-    Contender,
-    Hub,
-    measure_all,
-    parser,
-    ratios,
-    serve,
-    silence_warnings,
-)
-from corpora import Corpus, link, load_corpus, token_file
+import common
+from common import BATCH_SIZE, SEQ_LEN, TOKENS, Answer
+from corpora import Corpus, load_corpus, token_file
 from limit import DecodeAndTokenize
 from report import Goal, Report
 
-DOCUMENTS = 500
-"""Documents of a row group of the cached files: 3 MB of text."""
-FILLS = 10
-"""Passes after which the cache has to be full."""
 DATALOADER_GOAL = Goal(">=", 4)
-PARTS = ("text", "ids", "cache")
+PASSES = 2
+PARTS = ("text", "ids")
 
 Pair = tuple[Any, Any]
 
@@ -61,23 +40,19 @@ def rate(answer: Answer) -> float:
 # Text
 
 
-def text_pass(source: str, tokenizer: str, **options: Any) -> Callable[[int], Answer]:
-    """Return a function that reads the text N times with a new loader."""
+def text_pass(source: str, tokenizer: str, **options: Any) -> Callable[[], Answer]:
+    """Return a function that reads the text twice with a new loader."""
     from penstock import AsyncDataLoader, TextDataset
 
-    cache = options.pop("cache", False)
-    data = TextDataset(source, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=cache)
+    data = TextDataset(source, tokenizer=tokenizer, seq_len=SEQ_LEN)
 
-    def run(passes: int) -> Answer:
+    def run() -> Answer:
         begun = time.perf_counter()
-        with AsyncDataLoader(data, BATCH_SIZE, seed=7, epochs=passes, **options) as loader:
+        with AsyncDataLoader(data, BATCH_SIZE, seed=7, epochs=PASSES, **options) as loader:
             for _ in loader:
                 pass
             seconds = time.perf_counter() - begun
             stats = loader.stats()
-        if cache and (stats.cache_misses or stats.requests):
-            missed = f"{stats.cache_misses} chunks were not cached, {stats.requests} requests made"
-            raise RuntimeError(f"{missed}: this does not measure the cache alone")
         # The last id is not an input, and each document ends with a separator.
         ids = stats.tokens - stats.padded_tokens + 1 - (stats.documents - stats.empty)
         return {"seconds": seconds, "tokens": ids}
@@ -85,18 +60,18 @@ def text_pass(source: str, tokenizer: str, **options: Any) -> Callable[[int], An
     return run
 
 
-def limit_pass(source: str, tokenizer: str, n_workers: int) -> Callable[[int], Answer]:
+def limit_pass(source: str, tokenizer: str, n_workers: int) -> Callable[[], Answer]:
     limit = DecodeAndTokenize(sorted(Path(source).iterdir()), tokenizer, n_workers)
 
-    def run(passes: int) -> Answer:
+    def run() -> Answer:
         begun = time.perf_counter()
-        ids = sum(sum(limit.counts()) for _ in range(passes))
+        ids = sum(sum(limit.counts()) for _ in range(PASSES))
         return {"seconds": time.perf_counter() - begun, "tokens": ids}
 
     return run
 
 
-def plain_pass(path: str, tokenizer: str, documents: int) -> Callable[[int], Answer]:
+def plain_pass(path: str, tokenizer: str, documents: int) -> Callable[[], Answer]:
     """Read, encode each document, append to a list, cut rows."""
     import numpy as np
     import pyarrow.parquet as pq
@@ -105,7 +80,7 @@ def plain_pass(path: str, tokenizer: str, documents: int) -> Callable[[int], Ans
     encoder = Tokenizer.from_file(tokenizer)
     eos = encoder.token_to_id("<|endoftext|>")
 
-    def run(_: int) -> Answer:
+    def run() -> Answer:
         buffer: list[int] = []
         total = 0
         begun = time.perf_counter()
@@ -124,35 +99,31 @@ def plain_pass(path: str, tokenizer: str, documents: int) -> Callable[[int], Ans
 
 
 def measure_text(report: Report, corpus: Corpus, args: Any, repeats: int) -> None:
-    copies, kinds = (1 if args.quick else COPIES), ("parquet", "jsonl")
-    tokenizer = str(corpus.tokenizer)
-    for kind, workers in itertools.product(kinds, args.workers):
-        source = str(corpus.copies(copies, "jsonl" if kind == "jsonl" else "parquet"))
-        base = {"source": source, "tokenizer": tokenizer, "n_workers": workers, "passes": 2}
-        cases: dict[str, Answer] = {
+    copies, tokenizer = 1 if args.quick else common.COPIES, str(corpus.tokenizer)
+    few = {"path": str(corpus.parquet), "documents": 20 if args.quick else 300}
+    parquet, jsonl = (str(corpus.copies(copies, kind)) for kind in ("parquet", "jsonl"))
+    for workers in args.workers:
+        base: Answer = {"source": parquet, "tokenizer": tokenizer, "n_workers": workers}
+        cases = {
             "decode + tokenize alone": base | {"what": "limit"},
             "in order": base | {"what": "text", "shuffle": False},
             "shuffled": base | {"what": "text", "shuffle": True},
+            "JSONL, in order": base | {"what": "text", "shuffle": False, "source": jsonl},
+            "plain loop": few | {"what": "plain", "tokenizer": tokenizer},
         }
-        if kind == "parquet":
-            few = 20 if args.quick else 300
-            plain = {"path": str(corpus.parquet), "tokenizer": tokenizer, "documents": few}
-            cases["plain loop"] = plain | {"what": "plain", "passes": 1}
-        answers = measure_all(__file__, cases, repeats)
-        limit = answers["decode + tokenize alone"]
-        title = f"{kind}, {workers} worker(s)"
+        answers = common.measure_all(__file__, cases, repeats)
+        title = f"text, {workers} worker(s)"
         rates = {name: [rate(answer) for answer in given] for name, given in answers.items()}
         for name, values in rates.items():
             report.add(title, name, values, "M tokens/s")
-        for name in ("in order", "shuffled"):
-            given, wanted = answers[name][0]["tokens"], limit[0]["tokens"]
-            if given != wanted:
+        wanted = answers["decode + tokenize alone"][0]["tokens"]
+        for name in ("in order", "shuffled", "JSONL, in order"):
+            if (given := answers[name][0]["tokens"]) != wanted:
                 raise RuntimeError(f"{title}: the loader gave {given} ids, the limit {wanted}")
-            of_limit = ratios(rates[name], rates["decode + tokenize alone"])
-            report.add(title, f"{name} / limit", of_limit, "x")
-            if "plain loop" in rates:
-                times = ratios(rates[name], rates["plain loop"])
-                report.add(title, f"{name} / plain loop", times, "x")
+            for under in ("decode + tokenize alone", "plain loop"):
+                report.add(
+                    title, f"{name} / {under}", common.ratios(rates[name], rates[under]), "x"
+                )
 
 
 # Files of ids: each contender is an endless stream of batches
@@ -239,7 +210,7 @@ def measure_ids(report: Report, quick: bool, repeats: int) -> None:
     for loader, workers in itertools.product(("penstock", "torch"), (0, 2)):
         name = f"{'Penstock' if loader == 'penstock' else 'DataLoader'}, {workers} workers"
         cases[name] = base | {"loader": loader, "workers": workers}
-    answers = measure_all(__file__, cases, repeats)
+    answers = common.measure_all(__file__, cases, repeats)
     if len({given[0]["checksum"] for given in answers.values()}) > 1:
         raise RuntimeError("a pass has to give every row once, and the sums of the ids differ")
     rates = {name: [rate(answer) for answer in given] for name, given in answers.items()}
@@ -248,74 +219,29 @@ def measure_ids(report: Report, quick: bool, repeats: int) -> None:
     for name, values in rates.items():
         report.add("file of ids", name, values, "M tokens/s")
     for name in ("Penstock, 0 workers", "Penstock, 2 workers"):
-        of_best, bare = ratios(rates[name], best), ratios(rates[name], rates["bare loop"])
+        of_best, bare = (
+            common.ratios(rates[name], best),
+            common.ratios(rates[name], rates["bare loop"]),
+        )
         report.add("file of ids", f"{name} / DataLoader", of_best, "x", DATALOADER_GOAL)
         report.add("file of ids", f"{name} / bare loop", bare, "x")
 
 
-# The token cache
-
-
-def fill_cache(source: str, tokenizer: str) -> Answer:
-    """Read the text until all of it is in the cache: what the disk is too slow for is left out."""
-    from penstock import AsyncDataLoader, TextDataset
-
-    data = TextDataset(source, tokenizer=tokenizer, seq_len=SEQ_LEN, cache=True)
-    for _ in range(FILLS):
-        with AsyncDataLoader(data, BATCH_SIZE, shuffle=False, epochs=1) as loader:
-            for _ in loader:
-                pass
-            stats = loader.stats()
-        if stats.cache_misses == 0:
-            return {"chunks": stats.cache_hits}
-    raise RuntimeError(f"after {FILLS} passes {stats.cache_misses} chunks are not cached")
-
-
-def measure_cache(report: Report, corpus: Corpus, quick: bool, repeats: int) -> None:
-    hosted, copies = corpus.hosted("zstd", DOCUMENTS), 2 if quick else COPIES
-    with tempfile.TemporaryDirectory() as place:
-        for i in range(copies):
-            link(hosted / HOSTED, Path(place) / f"{i:02}.parquet")
-        with Hub(hosted, copies) as hub:
-            url = f"{HUB_URL}@{hub.commit()}"
-            env = {"PENSTOCK_CACHE": f"{place}/cache", "HF_ENDPOINT": hub.endpoint}
-            base: Answer = {"env": env, "tokenizer": str(corpus.tokenizer)}
-            with Contender(__file__, base | {"what": "fill", "source": url}) as process:
-                chunks = process.ready().measure()["chunks"]
-        base |= {"what": "text", "n_workers": 2, "passes": 2}
-        cases: dict[str, Answer] = {}
-        for order, shuffle in (("in order", False), ("shuffled", True)):
-            cases[order] = base | {"source": url, "shuffle": shuffle, "cache": True}
-            cases[f"tokenized again, {order}"] = base | {"source": place, "shuffle": shuffle}
-        answers = measure_all(__file__, cases, repeats)
-    rates = {name: [rate(answer) for answer in given] for name, given in answers.items()}
-    for name, values in rates.items():
-        report.add("token cache", name, values, "M tokens/s", chunks=chunks)
-    for order in ("in order", "shuffled"):
-        times = ratios(rates[order], rates[f"tokenized again, {order}"])
-        report.add("token cache", f"{order} / tokenized again", times, "x")
-
-
 def contend(case: Answer) -> None:
     """Be one contender."""
-    silence_warnings()
-    os.environ |= case.pop("env", {})
+    common.silence_warnings()
     what = case.pop("what")
     if what == "ids":
         with ExitStack() as stack:
-            serve(ids_measure(case, stack))
+            common.serve(ids_measure(case, stack))
         return
-    if what == "fill":
-        serve(lambda: fill_cache(**case))
-        return
-    passes = case.pop("passes")
     run = {"text": text_pass, "limit": limit_pass, "plain": plain_pass}[what](**case)
-    run(1)
-    serve(lambda: run(passes))
+    run()
+    common.serve(run)
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="for text")
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     args = options.parse_args()
@@ -330,8 +256,6 @@ def main() -> None:
         measure_text(report, corpus, args, repeats)
     if "ids" in args.only:
         measure_ids(report, args.quick, repeats)
-    if "cache" in args.only:
-        measure_cache(report, corpus, args.quick, repeats)
     report.close()
 
 

@@ -26,24 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH_SIZE,
-    HUB_URL,
-    SEQ_LEN,
-    Answer,
-    Hub,
-    bench_folder,
-    clean_environment,
-    fresh_cache,
-    interleave,
-    measure_all,
-    parser,
-    percentile,
-    ratios,
-    serve,
-    silence_warnings,
-    take_steps,
-)
+import common
+from common import BATCH_SIZE, HUB_URL, SEQ_LEN, Answer
 from corpora import Corpus, load_corpus
 from report import Report
 
@@ -89,7 +73,7 @@ def trained(*options: str, steps: int, kept: Path | None = None, endpoint: str =
     """Run the trainer in an empty folder. `kept`: a cache that earlier runs have filled."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         cache = str(kept or Path(folder) / "cache")
-        environment = clean_environment(PENSTOCK_CACHE=cache, HF_HOME=cache)
+        environment = common.clean_environment(PENSTOCK_CACHE=cache, HF_HOME=cache)
         if endpoint:
             environment["HF_ENDPOINT"] = endpoint
         batch, seq_len = map(str, RUN_SHAPE)
@@ -131,7 +115,7 @@ def run_all(
         return 0.0
 
     contenders = {f"{c}, {way}": partial(measure, c, way) for c in cases for way in ways}
-    interleave(repeats, contenders)
+    common.interleave(repeats, contenders)
     for case, runs in seen.items():
         losses = [[line["loss"] for line in run.steps] for each in runs.values() for run in each]
         if any(other != losses[0] for other in losses):
@@ -141,7 +125,7 @@ def run_all(
 
 def measure_runs(report: Report, corpus: Corpus, steps: int, repeats: int) -> None:
     after = min(10, steps // 2)
-    kept = bench_folder("train-cache")
+    kept = common.bench_folder("train-cache")
     disk = partial(trained, "--dataset", str(corpus.parquet), kept=kept)
     # One document is one request, and lasts for some steps; the fastest is the least disturbed.
     first = disk("--set", "prefetch=false", steps=steps)
@@ -149,7 +133,7 @@ def measure_runs(report: Report, corpus: Corpus, steps: int, repeats: int) -> No
     tokens = statistics.fmean(len(text.encode()) + 1 for text in corpus.texts().to_pylist())
     document_s = tokens / (RUN_SHAPE[0] * RUN_SHAPE[1]) * fastest
     latency_ms = 1e3 * document_s * SYNC_WAIT / (1 - SYNC_WAIT)
-    with Hub(corpus.hosted("zstd", 1), FILES, "--latency-ms", f"{latency_ms:.1f}") as hub:
+    with common.Hub(corpus.hosted("zstd", 1), FILES, "--latency-ms", f"{latency_ms:.1f}") as hub:
         cases: dict[str, Callable[..., Trained]] = {
             f"text on a Hub of {latency_ms:.0f} ms": partial(
                 trained, "--dataset", HUB_URL, endpoint=hub.endpoint
@@ -165,17 +149,19 @@ def measure_runs(report: Report, corpus: Corpus, steps: int, repeats: int) -> No
             report.add(f"runs, {case}", f"{way}, rate", rates[way], "tokens/s")
             waits = [100 * run.over("dt_fetch_s", after) for run in each]
             report.add(f"runs, {case}", f"{way}, data wait", waits, "%")
-        report.add(f"runs, {case}", "async / sync", ratios(rates["async"], rates["sync"]), "x")
+        report.add(
+            f"runs, {case}", "async / sync", common.ratios(rates["async"], rates["sync"]), "x"
+        )
 
 
 def measure_prewarm(
     report: Report, corpus: Corpus, steps: int, repeats: int, latency_ms: float, compiled: bool
 ) -> None:
     after = min(10, steps // 2)
-    disk = partial(trained, "--dataset", "stdlib", kept=bench_folder("train-cache"))
+    disk = partial(trained, "--dataset", "stdlib", kept=common.bench_folder("train-cache"))
     disk(steps=1)  # writes the text, compiles byte code
     network = ("--latency-ms", str(latency_ms), "--bandwidth-mb", "100")
-    with Hub(corpus.hosted("zstd", 250), FILES, *network) as hub:
+    with common.Hub(corpus.hosted("zstd", 250), FILES, *network) as hub:
         far = partial(trained, "--dataset", HUB_URL, endpoint=hub.endpoint)
         cases: dict[str, Callable[..., Trained]] = {"data on disk": disk, "data on a Hub": far}
         if compiled:
@@ -188,7 +174,7 @@ def measure_prewarm(
             steady = [statistics.median(map(run.computed, range(after, steps))) for run in each]
             report.add(title, "first step, without its wait for data", firsts, "s")
             report.add(title, f"steady step, median after step {after}", steady, "s")
-            report.add(title, "first / steady", ratios(firsts, steady), "x")
+            report.add(title, "first / steady", common.ratios(firsts, steady), "x")
             report.add(title, "the prewarm itself", [run.prewarm_s for run in each], "s")
             for step in (0, steps - 1):
                 done = [run.done_after(step) for run in each]
@@ -200,8 +186,8 @@ def measure_prewarm(
 
 def contend(case: Answer) -> None:
     """Be one contender: from a cold start to the end of the steps."""
-    silence_warnings()
-    with fresh_cache(case["endpoint"]):
+    common.silence_warnings()
+    with common.fresh_cache(case["endpoint"]):
         import torch  # noqa: F401 (as in a training script: batches are tensors)
 
         from penstock import AsyncDataLoader, TextDataset
@@ -214,18 +200,18 @@ def contend(case: Answer) -> None:
                 next(loader)
                 first = time.perf_counter() - begun
                 warmup_ms = loader.warmup(case["warmup"], 60).wait_ms if case["warmup"] else 0.0
-                told = take_steps(loader, case["steps"], lambda: time.sleep(STEP_S))
+                told = common.take_steps(loader, case["steps"], lambda: time.sleep(STEP_S))
             total = time.perf_counter() - begun
             return told | {"first": first, "warmup_ms": warmup_ms, "total": total}
 
-        serve(measure)
+        common.serve(measure)
 
 
 def measure_steady(report: Report, base: Answer, repeats: int, steps: int) -> None:
     cases = {mode: base | {"mode": mode, "warmup": 0, "steps": steps} for mode in ("sync", "async")}
-    for mode, given in measure_all(__file__, cases, repeats, fresh=True).items():
+    for mode, given in common.measure_all(__file__, cases, repeats, fresh=True).items():
         for metric, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("longest", 1.0)):
-            values = [1e3 * percentile(each["fetches"], share) for each in given]
+            values = [1e3 * common.percentile(each["fetches"], share) for each in given]
             report.add(f"steady, {mode}", f"next() over {steps} steps, {metric}", values, "ms")
         waits = [100 * sum(each["fetches"]) / each["wall"] for each in given]
         report.add(f"steady, {mode}", "data wait", waits, "%")
@@ -234,7 +220,7 @@ def measure_steady(report: Report, base: Answer, repeats: int, steps: int) -> No
 def measure_warmup(report: Report, base: Answer, repeats: int) -> None:
     base = base | {"mode": "async", "steps": FIRST_STEPS}
     cases = {f"warmup of {n}": base | {"warmup": n} for n in (0, 8, 16, 32)}
-    for case, given in measure_all(__file__, cases, repeats, fresh=True).items():
+    for case, given in common.measure_all(__file__, cases, repeats, fresh=True).items():
         waited = [1e3 * sum(each["fetches"]) for each in given]
         report.add(case, "first batch", [each["first"] for each in given], "s")
         report.add(case, "warmup takes", [each["warmup_ms"] for each in given], "ms")
@@ -243,7 +229,7 @@ def measure_warmup(report: Report, base: Answer, repeats: int) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--steps", type=int, help="of a real run (60)")
     options.add_argument("--latency-ms", type=float, default=50.0, help="in steady and warmup")
@@ -263,7 +249,7 @@ def main() -> None:
         latency_ms = 100.0 if args.quick else 1000.0
         measure_prewarm(report, few, steps, repeats, latency_ms, args.compiled)
     network = ("--latency-ms", str(args.latency_ms), "--bandwidth-mb", "100")
-    with Hub(corpus.hosted("zstd", 250), FILES, *network) as hub:
+    with common.Hub(corpus.hosted("zstd", 250), FILES, *network) as hub:
         base = {"endpoint": hub.endpoint, "tokenizer": str(corpus.tokenizer)}
         if "steady" in args.only:
             measure_steady(report, base, repeats, 50 if args.quick else 1000)
