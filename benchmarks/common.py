@@ -276,11 +276,6 @@ class Hub:
         with urllib.request.urlopen(address, timeout=30) as reply:
             return str(json.load(reply)["sha"])
 
-    def cpu_s(self) -> float:
-        """Return the CPU time that it has used."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def between(self, begun: float, ended: float) -> list[Answer]:
         """Return the requests of that time. Call it after the Hub has ended."""
         return [request for request in self.requests if begun <= request["time"] <= ended]

@@ -15,7 +15,6 @@ import argparse
 import io
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -398,5 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     main()

@@ -11,8 +11,7 @@ Hub:     a loopback Hub, 2,400 files, 50 ms before each answer, 100 MB/s. Cold: 
          Warm: listing and footers on disk. Cached: tokens on disk too, by a commit, where a single
          request is an error. Beside it `datasets`, streamed, with `tokenizers`, as people write it
          and at its best: without torch, with a commit, a pattern and a column given. Its first
-         batch in order has to have the ids of Penstock's. "In a row" is the longest chain of
-         requests of which each may have waited for the one before.
+         batch in order has to have the ids of Penstock's.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import common
-from common import BATCH_SIZE, HUB_URL, MB, SEQ_LEN, Answer
+from common import BATCH_SIZE, HUB_URL, MB, SEQ_LEN
 from corpora import load_corpus
 from report import Report, show
 
@@ -181,30 +180,13 @@ def hub_cases(folder: Path, tokenizer: str, commit: str) -> dict[str, Case]:
     }
 
 
-def requests_in_a_row(requests: Sequence[Answer], run: Start, latency_s: float) -> int:
-    """Count requests of which each came after the one before could have been answered."""
-    length, free = 0, run.begun
-    for request in requests:
-        if free <= request["time"] <= run.begun + run.last - latency_s:
-            length, free = length + 1, request["time"] + latency_s
-    return length
-
-
-def report_requests(
-    report: Report, cases: Mapping[str, Case], hub: common.Hub, latency_s: float
-) -> None:
+def report_requests(report: Report, cases: Mapping[str, Case], hub: common.Hub) -> None:
     for name, case in cases.items():
-        if not name.startswith(("Hub", "datasets")):
-            continue
-        asked = [hub.between(run.begun, run.begun + run.last) for run in case.runs]
-        rows = [
-            requests_in_a_row(requests, run, latency_s)
-            for requests, run in zip(asked, case.runs, strict=True)
-        ]
-        report.add(name, "requests before it", [len(requests) for requests in asked], "")
-        report.add(name, "requests in a row", rows, "")
-        sent = [sum(request["sent"] for request in requests) / MB for requests in asked]
-        report.add(name, "received before it", sent, "MB")
+        if name.startswith(("Hub", "datasets")):
+            asked = [hub.between(run.begun, run.begun + run.last) for run in case.runs]
+            report.add(name, "requests before it", [len(requests) for requests in asked], "")
+            sent = [sum(request["sent"] for request in requests) / MB for requests in asked]
+            report.add(name, "received before it", sent, "MB")
     for run in cases["Hub, cached"].runs:
         if found := hub.between(run.begun, run.ended):
             raise RuntimeError(f"{len(found)} requests with all tokens cached: {found[0]['path']}")
@@ -251,7 +233,7 @@ def main() -> None:
     for name, peer in (("Hub, cold", "cold"), ("Hub, warm", "warm"), ("Hub, cached", "warm")):
         for rival in (f"datasets, {peer}", f"datasets at its best, {peer}"):
             report.add(name, f"/ {rival}", common.ratios(seconds[name], seconds[rival]), "x")
-    report_requests(report, cases, hub, args.latency_ms / 1e3)
+    report_requests(report, cases, hub)
     report.close()
     for name in ("disk", "Hub, cold", "Hub, cached"):
         middle = [

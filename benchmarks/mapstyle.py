@@ -56,21 +56,13 @@ class Slow:
         return 1 << 20
 
     def __getitem__(self, index: int) -> Any:
-        self._load(1)
-        return self._row
-
-    def _load(self, samples: int) -> None:
-        if self._loops:
-            common.count(self._loops * samples)
-        else:
-            time.sleep(self._seconds * samples)
-
-
-class SlowBatches(Slow):
-    """The same, with one wait for all samples of a batch."""
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        self._load(len(indices))
+        if self._loops:
+            common.count(self._loops * len(indices))
+        else:
+            time.sleep(self._seconds * len(indices))
         return [self._row for _ in indices]
 
 
@@ -145,7 +137,7 @@ def in_step(
     """Measure a loop that computes for a while and takes a batch."""
     batch_size, compute_s, share = SHAPES[name]
     sample_s = compute_s * share / batch_size
-    data = SlowBatches(sample_s, round(sample_s * rate) if kind == "works" else 0)
+    data = Slow(sample_s, round(sample_s * rate) if kind == "works" else 0)
     steps = max(2, round(seconds / compute_s))
     ways: dict[str, tuple[int, str]] = {"sync": (0, "thread"), "threads": (ASYNC_WORKERS, "thread")}
     if kind == "works":

@@ -25,7 +25,7 @@ class Stream:
     """One stream over the corpus, from which loaders are made."""
 
     def __init__(self, data: Any, shuffle: bool, lanes: int) -> None:
-        self._data, self._options = data, {"shuffle": shuffle, "lanes": lanes}
+        self._data, self._shuffle, self._lanes = data, shuffle, lanes
         self.states: list[dict[str, Any]] = []
         self.sums: list[int] = []
         self.state_dict_us: list[float] = []
@@ -33,7 +33,8 @@ class Stream:
     def loader(self) -> Any:
         from penstock import AsyncDataLoader
 
-        return AsyncDataLoader(self._data, BATCH_SIZE, seed=7, epochs=1, **self._options)
+        order = {"shuffle": self._shuffle, "lanes": self._lanes, "seed": 7, "epochs": 1}
+        return AsyncDataLoader(self._data, BATCH_SIZE, **order)  # type: ignore[arg-type]
 
     def read(self, most: int | None = None) -> None:
         """Take a state after every batch."""
@@ -64,7 +65,7 @@ class Stream:
 def checksum(batch: Any) -> int:
     import numpy as np
 
-    return zlib.crc32(np.ascontiguousarray(batch.inputs))
+    return zlib.crc32(np.asarray(batch.inputs).tobytes())
 
 
 def time_resumes(report: Report, stream: Stream, case: str, repeats: int) -> None:

@@ -8,17 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-SCRIPTS = (
-    "first_batch",
-    "throughput",
-    "remote_throughput",
-    "data_wait",
-    "mapstyle",
-    "resume",
-    "memory",
-    "train",
-    "scale",
-)
+HERE = Path(__file__).resolve().parent
+SHARED = {"common", "compare", "corpora", "limit", "report", "run"}
+SCRIPTS = sorted({path.stem for path in HERE.glob("*.py")} - SHARED)
 
 
 def main() -> int:
@@ -26,11 +18,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke test")
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME")
     args = parser.parse_args()
-    here = Path(__file__).resolve().parent
     begun = time.monotonic()
     failed = []
     for name in args.only:
-        command = [sys.executable, str(here / f"{name}.py"), *(["--quick"] if args.quick else [])]
+        command = [sys.executable, str(HERE / f"{name}.py"), *(["--quick"] if args.quick else [])]
         if subprocess.run(command).returncode:
             failed.append(name)
     words = f"; failed: {', '.join(failed)}" if failed else ""

@@ -1,11 +1,10 @@
 """How many tokens a second become batches: from text, and from a file of ids?
 
 Text:   Parquet in order and shuffled, and JSONL, 1 and 2 workers, beside decode + tokenize alone on
-        as many threads (of the Parquet), and beside the loop that people write first (`tokenizers`, one document at
-        a time). Tokens are the ids of documents, without separators. The loader has to give exactly
+        as many threads (of the Parquet). Tokens are the ids of documents, without separators. The loader has to give exactly
         as many as the limit. The clock includes filling and draining the pipeline.
-Ids:    a memory-mapped file of random uint16, all rows shuffled, as tensors, beside a bare loop of
-        one gather and two widening copies, and beside PyTorch's DataLoader over an np.memmap.
+Ids:    a memory-mapped file of random uint16, all rows shuffled, as tensors, beside PyTorch's
+        DataLoader over an np.memmap.
 
 Every contender has its own process and makes one pass before it is measured: everything is warm.
 """
@@ -71,36 +70,8 @@ def limit_pass(source: str, tokenizer: str, n_workers: int) -> Callable[[], Answ
     return run
 
 
-def plain_pass(path: str, tokenizer: str, documents: int) -> Callable[[], Answer]:
-    """Read, encode each document, append to a list, cut rows."""
-    import numpy as np
-    import pyarrow.parquet as pq
-    from tokenizers import Tokenizer
-
-    encoder = Tokenizer.from_file(tokenizer)
-    eos = encoder.token_to_id("<|endoftext|>")
-
-    def run() -> Answer:
-        buffer: list[int] = []
-        total = 0
-        begun = time.perf_counter()
-        texts = next(pq.ParquetFile(path).iter_batches(documents, columns=["text"])).column(0)
-        for text in texts.to_pylist():
-            ids = encoder.encode(text).ids
-            total += len(ids)
-            buffer += [*ids, eos]
-            while len(buffer) > TOKENS:
-                flat = np.array(buffer[: TOKENS + 1])
-                _ = flat[:-1].reshape(BATCH_SIZE, SEQ_LEN), flat[1:].reshape(BATCH_SIZE, SEQ_LEN)
-                del buffer[:TOKENS]
-        return {"seconds": time.perf_counter() - begun, "tokens": total}
-
-    return run
-
-
 def measure_text(report: Report, corpus: Corpus, args: Any, repeats: int) -> None:
     copies, tokenizer = 1 if args.quick else common.COPIES, str(corpus.tokenizer)
-    few = {"path": str(corpus.parquet), "documents": 20 if args.quick else 300}
     parquet, jsonl = (str(corpus.copies(copies, kind)) for kind in ("parquet", "jsonl"))
     for workers in args.workers:
         base: Answer = {"source": parquet, "tokenizer": tokenizer, "n_workers": workers}
@@ -109,7 +80,6 @@ def measure_text(report: Report, corpus: Corpus, args: Any, repeats: int) -> Non
             "in order": base | {"what": "text", "shuffle": False},
             "shuffled": base | {"what": "text", "shuffle": True},
             "JSONL, in order": base | {"what": "text", "shuffle": False, "source": jsonl},
-            "plain loop": few | {"what": "plain", "tokenizer": tokenizer},
         }
         answers = common.measure_all(__file__, cases, repeats)
         title = f"text, {workers} worker(s)"
@@ -120,27 +90,11 @@ def measure_text(report: Report, corpus: Corpus, args: Any, repeats: int) -> Non
         for name in ("in order", "shuffled", "JSONL, in order"):
             if (given := answers[name][0]["tokens"]) != wanted:
                 raise RuntimeError(f"{title}: the loader gave {given} ids, the limit {wanted}")
-            for under in ("decode + tokenize alone", "plain loop"):
-                report.add(
-                    title, f"{name} / {under}", common.ratios(rates[name], rates[under]), "x"
-                )
+            limit = rates["decode + tokenize alone"]
+            report.add(title, f"{name} / limit", common.ratios(rates[name], limit), "x")
 
 
 # Files of ids: each contender is an endless stream of batches
-
-
-def bare_batches(path: Path) -> Iterator[Pair]:
-    """Only the copies: the order is known, the map is open."""
-    import numpy as np
-    import torch
-
-    ids = np.asarray(np.memmap(path, np.uint16, "r"))  # np.memmap runs Python when it is indexed
-    rows = np.lib.stride_tricks.sliding_window_view(ids, SEQ_LEN + 1)[::SEQ_LEN]
-    order = np.random.default_rng(0).permutation(len(rows)).reshape(-1, BATCH_SIZE)
-    for batch in itertools.cycle(order):
-        gathered = rows[batch]
-        inputs, targets = gathered[:, :-1].astype(np.int64), gathered[:, 1:].astype(np.int64)
-        yield torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 class MemoryMapRows:
@@ -183,10 +137,8 @@ def ids_measure(case: Answer, stack: ExitStack) -> Callable[[], Answer]:
         data = TokenFileDataset.from_binary_file(path, SEQ_LEN)
         loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=True, seed=7, n_workers=workers)
         source = iter(stack.enter_context(loader))
-    elif case["loader"] == "torch":
-        source = torch_batches(MemoryMapRows(path), workers)
     else:
-        source = bare_batches(path)
+        source = torch_batches(MemoryMapRows(path), workers)
     checksum = sum(int(inputs.sum()) for inputs, _ in itertools.islice(source, case["batches"]))
 
     def measure() -> Answer:
@@ -202,11 +154,10 @@ def ids_measure(case: Answer, stack: ExitStack) -> Callable[[], Answer]:
 
 
 def measure_ids(report: Report, quick: bool, repeats: int) -> None:
-    base = {"what": "ids", "batches": 60, "seconds": 0.05}
-    if not quick:
-        base |= {"batches": 6104, "seconds": 0.6}
-    token_file(int(base["batches"]))
-    cases: dict[str, Answer] = {"bare loop": base | {"loader": "bare", "workers": 0}}
+    batches = 60 if quick else 6104
+    token_file(batches)
+    base = {"what": "ids", "batches": batches, "seconds": 0.05 if quick else 0.6}
+    cases: dict[str, Answer] = {}
     for loader, workers in itertools.product(("penstock", "torch"), (0, 2)):
         name = f"{'Penstock' if loader == 'penstock' else 'DataLoader'}, {workers} workers"
         cases[name] = base | {"loader": loader, "workers": workers}
@@ -219,12 +170,8 @@ def measure_ids(report: Report, quick: bool, repeats: int) -> None:
     for name, values in rates.items():
         report.add("file of ids", name, values, "M tokens/s")
     for name in ("Penstock, 0 workers", "Penstock, 2 workers"):
-        of_best, bare = (
-            common.ratios(rates[name], best),
-            common.ratios(rates[name], rates["bare loop"]),
-        )
+        of_best = common.ratios(rates[name], best)
         report.add("file of ids", f"{name} / DataLoader", of_best, "x", DATALOADER_GOAL)
-        report.add("file of ids", f"{name} / bare loop", bare, "x")
 
 
 def contend(case: Answer) -> None:
@@ -235,7 +182,7 @@ def contend(case: Answer) -> None:
         with ExitStack() as stack:
             common.serve(ids_measure(case, stack))
         return
-    run = {"text": text_pass, "limit": limit_pass, "plain": plain_pass}[what](**case)
+    run = text_pass(**case) if what == "text" else limit_pass(**case)
     run()
     common.serve(run)
 

@@ -6,8 +6,7 @@ more with Penstock's tokenizer. Every measurement is a fresh process in the peer
 
 drain:   first batch from the start of the process, tokens/s, CPU, memory with children, exit
 hub:     the first batch from a Hub with latency
-resume:  the first batch of a resume at 80 %; is the stream identical, once and twice?
-workers: is the stream the same for one worker and two?
+resume:  the first batch of a resume at 80 %; is the stream identical, once, twice, with one worker?
 pace:    next() and data wait with a consumer that waits 20 ms after each batch
 
 Writes results/peers.jsonl and peers.md. The environments (some gigabytes) and prepared formats are
@@ -30,7 +29,7 @@ from corpora import load_corpus
 from report import Report, machine
 from roster import ENTRANTS
 
-PARTS = ("drain", "hub", "resume", "workers", "pace")
+PARTS = ("drain", "hub", "resume", "pace")
 PACKAGES = {
     *("penstock", "gigatoken", "tokenizers", "tiktoken", "datasets", "torch", "torchdata"),
     *("grain", "spdl", "spdl-core", "litdata", "mosaicml-streaming"),

@@ -46,7 +46,6 @@ class Sizes:
     more: int = 4
     """Further rounds of contenders that take seconds: a shared machine changes by the second."""
     paced: int = 80
-    followed: int = 120
     deadline_s: float = 180.0
     files: int = 100
     latency_ms: float = 50.0
@@ -62,7 +61,6 @@ QUICK = Sizes(
     slow_settled=2,
     more=0,
     paced=12,
-    followed=20,
     files=10,
     latency_ms=5.0,
 )
@@ -127,8 +125,9 @@ class Bench:
 
     def _run(self, entrant: Entrant, what: str, case: Case, *options: Any, **more: Any) -> Outcome:
         python = environments.python(entrant.environment)
-        more = {"deadline_s": self._sizes.deadline_s, "scratch": self._scratch[entrant.name]} | more
-        outcome = run(python, what, case, *map(str, options), **more)
+        given: dict[str, Any] = {"scratch": self._scratch[entrant.name], **more}
+        limit_s = self._sizes.deadline_s
+        outcome = run(python, what, case, *map(str, options), deadline_s=limit_s, **given)
         if outcome.what in ("error", "silence"):
             words = outcome.last_words[-800:]
             print(f"# {entrant.name}, {what}: {outcome.why}\n{words}", flush=True)
@@ -219,7 +218,11 @@ class Bench:
             with tempfile.TemporaryDirectory(prefix="penstock-peers-") as kept:
                 first, second = f"{kept}/first", f"{kept}/second"
                 save = ("--batches", at + 2 * AFTER, "--save-at", at, "--save-to", first)
-                through, shuffle = self._follow(entrant, *save)
+                for shuffle in (True, False):  # in order if the contender does not shuffle
+                    case = self._case(entrant, 1, shuffle=shuffle)
+                    through = self._run(entrant, "follow", case, *save)
+                    if through.what != "not offered" or "shuffle" not in through.why:
+                        break
                 if through.what != "done":
                     self._say(entrant, "resume", through.why)
                     return
@@ -241,28 +244,6 @@ class Bench:
 
         entrants = [each for each in self.entrants if each.group != "limit"]
         self._rounds("resume", 1, entrants, measure)
-
-    def _follow(self, entrant: Entrant, *options: Any, **more: Any) -> tuple[Outcome, bool]:
-        """Follow the shuffled stream, or the one in order if the contender does not shuffle."""
-        for shuffle in (True, False):
-            case = self._case(entrant, 1, shuffle=shuffle, **more)
-            outcome = self._run(entrant, "follow", case, *options)
-            if outcome.what != "not offered" or "shuffle" not in outcome.why:
-                break
-        return outcome, shuffle
-
-    def workers(self, repeats: int) -> None:
-        """Compare the stream of one worker with that of two."""
-
-        def measure(entrant: Entrant) -> None:
-            options = ("--batches", self._sizes.followed)
-            two, _ = self._follow(entrant, *options)
-            one, _ = self._follow(entrant, *options, workers=1)
-            words = same(two.told["digests"], one) if two.what == "done" else two.why
-            self._say(entrant, "one worker, two", words)
-
-        entrants = [each for each in self.entrants if each.workers and each.group != "limit"]
-        self._rounds("workers", 1, entrants, measure)
 
     def hub(self, repeats: int) -> None:
         """Measure the first batch from a Hub, nothing cached."""

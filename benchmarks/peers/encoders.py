@@ -57,7 +57,7 @@ class Tokenizers(Loaded):
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(self.vocabulary)
-        self._eos = self._tokenizer.token_to_id(EOS)
+        self._eos = int(self._tokenizer.get_vocab()[EOS])
 
     def __call__(self, texts: Any) -> npt.NDArray[np.uint16]:
         ids: list[int] = []

@@ -34,12 +34,11 @@ TABLES = {
         "next() p50|ms": "next() p50, ms",
         "next() p99|ms": "p99, ms",
     },
-    "Resume at 80 %, and the number of workers": {
+    "Resume at 80 %": {
         "first batch of a resume|s": "first batch, s",
         "resume, once": "identical, once",
         "resume, twice": "twice",
         "resume, one worker": "with one worker instead of two",
-        "one worker, two": "same stream for one worker and two",
         "resume": "failed",
     },
 }
