@@ -64,8 +64,8 @@ def bench_folder(name: str) -> Path:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Return the environment without settings of Penstock and the Hub, and with these."""
-    prefixes = ("HF_", "PENSTOCK_", "NSA_", "USE_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    prefixes, own = ("HF_", "PENSTOCK_", "NSA_", "USE_"), "PENSTOCK_BENCH_"
+    kept = {n: v for n, v in os.environ.items() if n.startswith(own) or not n.startswith(prefixes)}
     return kept | {"HF_HUB_DISABLE_XET": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"} | more
 
 

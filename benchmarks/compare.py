@@ -207,23 +207,20 @@ def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
     far = local | {"source": HUB_URL, "endpoint": endpoint}
     orders = {"in order": False, "shuffled": True}
 
-    def text(order: str) -> dict[str, Any]:
-        return {"run": "text", "order": order, "shuffle": orders[order]} | local
-
-    def resume(order: str) -> dict[str, Any]:
-        return {"run": "resume", "order": order, "shuffle": orders[order]} | local
+    def ordered(run: str, order: str) -> Case:
+        return Case({"run": run, "order": order, "shuffle": orders[order]} | local)
 
     return {
-        "text-in-order": Case(text("in order")),
-        "text-shuffled": Case(text("shuffled")),
+        "text-in-order": ordered("text", "in order"),
+        "text-shuffled": ordered("text", "shuffled"),
         "limit": Case({"run": "limit"} | local, new_only=True),
         "token-file": Case({"run": "tokens"}),
         "torch": Case({"run": "torch"}, new_only=True),
         "steps": Case({"run": "steps"} | local),
         "first-batch": Case({"run": "first", "metric": "first batch, local"} | local),
         "hub": Case({"run": "first", "metric": "first batch, Hub, cold"} | far, cold=True),
-        "resume-in-order": Case(resume("in order")),
-        "resume-shuffled": Case(resume("shuffled")),
+        "resume-in-order": ordered("resume", "in order"),
+        "resume-shuffled": ordered("resume", "shuffled"),
     }
 
 
@@ -319,10 +316,7 @@ def results_of(cases: Mapping[str, Case]) -> dict[str, dict[str, list[float]]]:
     """Collect the values of all cases, and add the shares."""
     found: dict[str, dict[str, list[float]]] = {}
     for case in cases.values():
-        for metric, values in case.values.items():
-            known = found.setdefault(metric, {"old": [], "new": []})
-            for revision, listed in values.items():
-                known[revision] += listed
+        found |= case.values
     for name, (over, under) in SHARES.items():
         if over in found and under in found:
             reference = statistics.median(found[under]["new"])
@@ -342,8 +336,8 @@ def rows_of(results: Mapping[str, Mapping[str, Sequence[float]]], quick: bool) -
     for metric, values in results.items():
         old, new = values["old"], values["new"]
         ratio, floor = None, VALUE_FLOORS.get(metric)
-        if old:
-            ratio = statistics.median([b / a for a, b in zip(old, new, strict=True) if a])
+        if old and all(old):
+            ratio = statistics.median(common.ratios(new, old))
         reached = statistics.median(new)
         if metric in RATIO_FLOORS and ratio is not None:
             floor, reached = RATIO_FLOORS[metric], ratio
