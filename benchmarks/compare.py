@@ -11,7 +11,6 @@ loader there. Rows without an old value are for reference, measured on the new r
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import json
@@ -35,8 +34,6 @@ from report import Goal, git, machine, show, table
 STEP_S = 0.02
 WORKERS = 2
 DEADLINE_S = 600.0
-HUB_FILES = 100
-HUB_DOCUMENTS = 250
 HUB_NETWORK = ("--latency-ms", "50", "--bandwidth-mb", "100")
 
 
@@ -351,7 +348,7 @@ def rows_of(results: Mapping[str, Mapping[str, Sequence[float]]], quick: bool) -
 
 
 def main() -> None:
-    options: argparse.ArgumentParser = common.parser(__doc__)
+    options = common.parser(__doc__)
     options.add_argument("--against", metavar="REV", help="the revision to compare with")
     options.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one")
     options.add_argument("--data", type=Path, help="a Parquet file with a column `text`")
@@ -372,8 +369,8 @@ def main() -> None:
         new.parent.mkdir()
         new.symlink_to(common.REPO / "src")
         sources = {"old": checkout(args.against, folder / "old"), "new": new}
-        hosted = corpus.hosted("zstd", HUB_DOCUMENTS)
-        hub = stack.enter_context(common.Hub(hosted, HUB_FILES, *HUB_NETWORK))
+        hosted = corpus.hosted("zstd", 250)
+        hub = stack.enter_context(common.Hub(hosted, 100, *HUB_NETWORK))
         cases = cases_of(corpus, args.quick, hub.endpoint)
         if args.only:
             cases = {n: case for n, case in cases.items() if any(part in n for part in args.only)}

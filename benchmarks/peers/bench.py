@@ -227,19 +227,22 @@ class Bench:
                     self._say(entrant, "resume", through.why)
                     return
                 expected = through.told["digests"][at:]
+                after = len(expected) // 2
 
                 def resumed(state: str, *options: Any, workers: int = 2) -> Outcome:
                     case = self._case(entrant, 1, shuffle=shuffle, state=state, workers=workers)
-                    return self._run(entrant, "follow", case, "--batches", AFTER, *options)
+                    return self._run(entrant, "follow", case, "--batches", after, *options)
 
-                once = resumed(first, "--save-at", AFTER, "--save-to", second)
-                self._say(entrant, "resume, once", same(expected[:AFTER], once))
+                once = resumed(first, "--save-at", after, "--save-to", second)
+                self._say(entrant, "resume, once", same(expected[:after], once))
                 if once.what != "done" or once.first_s is None:
                     return
                 self._add(entrant, "first batch of a resume", once.first_s, "s")
-                self._say(entrant, "resume, twice", same(expected[AFTER:], resumed(second)))
+                self._say(
+                    entrant, "resume, twice", same(expected[after : 2 * after], resumed(second))
+                )
                 if entrant.workers:
-                    fewer = same(expected[:AFTER], resumed(first, workers=1))
+                    fewer = same(expected[:after], resumed(first, workers=1))
                     self._say(entrant, "resume, one worker", fewer)
 
         entrants = [each for each in self.entrants if each.group != "limit"]
@@ -285,9 +288,11 @@ def _installed(entrant: Entrant) -> bool:
 
 
 def same(expected: Sequence[str], outcome: Outcome) -> str:
-    """Say whether a process gave the expected batches; fewer of them are not a difference."""
+    """Say whether a process gave the expected batches; one that is missing is a difference."""
     if outcome.what != "done":
         return outcome.why
-    pairs = zip(expected, outcome.told["digests"], strict=False)
-    differs = next((number for number, (a, b) in enumerate(pairs, 1) if a != b), None)
+    given = [*outcome.told["digests"], *[""] * len(expected)]
+    differs = next(
+        (n for n, (a, b) in enumerate(zip(expected, given, strict=False), 1) if a != b), None
+    )
     return "identical" if differs is None else f"differs from batch {differs} on"
