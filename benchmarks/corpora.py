@@ -1,9 +1,7 @@
-"""The text that is measured with, in every form that a script wants.
+"""The text that benchmarks read: Parquet, JSONL, copies, a folder for the Hub, a file of token ids.
 
-In:    books.parquet and a vocabulary, or where there are none the standard library's own text.
-Out:   a `Corpus`: Parquet, JSONL, many copies of it.
-Where: before any clock starts.
-State: files in the benchmarks' folder, each made once.
+The text is books.parquet with GPT-2's vocabulary if there is such a file, otherwise the standard
+library's own source code and documentation. Files are made once and kept in the benchmarks' folder.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HOSTED, SHARED, Kind, bench_folder
+from common import HOSTED, SHARED, TOKENS, bench_folder
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Some text as Parquet (columns source, path, text) and the vocabulary that encodes it."""
+    """Text as one Parquet file (column `text`) and the vocabulary that encodes it."""
 
     name: str
     folder: Path
@@ -34,56 +32,47 @@ class Corpus:
 
     @property
     def jsonl(self) -> Path:
-        """The same documents in the same order, as JSONL."""
+        """The same documents in the same order."""
         path = self.folder / "text.jsonl"
         if not path.exists():
-            import pyarrow.parquet as pq
-
-            file = pq.ParquetFile(self.parquet)
-            with _made(path) as temporary, open(temporary, "w", encoding="utf-8") as lines:
-                for i in range(file.num_row_groups):
-                    for row in file.read_row_group(i).to_pylist():
-                        lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            with _complete(path) as temporary, open(temporary, "w", encoding="utf-8") as lines:
+                for text in self.texts().to_pylist():
+                    lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         return path
 
-    def copies(self, n: int, kind: Kind = "parquet") -> Path:
-        """A folder with the corpus `n` times under different names. Links: no further space on disk or in its cache."""
+    def copies(self, n: int, kind: str = "parquet") -> Path:
+        """Return a folder that has the corpus N times, as links with different names."""
         folder = self.folder / f"{kind}-x{n}"
         if not folder.exists():
             original = self.parquet if kind == "parquet" else self.jsonl
-            with _made(folder) as temporary:
+            with _complete(folder) as temporary:
                 temporary.mkdir()
                 for i in range(n):
                     link(original, temporary / f"part-{i:02}.{kind}")
         return folder
 
     def hosted(self, compression: str, documents: int) -> Path:
-        """A folder with the corpus as one file of the kind that is on the Hub: row groups of so many documents, and
-        columns beside the text that nobody has asked for."""
+        """Return a folder with one file as datasets on the Hub have it.
+
+        Row groups of `documents`, and columns beside the text that no benchmark reads.
+        """
         folder = self.folder / f"hosted-{compression}-{documents}"
         if not folder.exists():
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            text = pq.read_table(self.parquet, columns=["text"]).column("text")
-            names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(len(text))]
+            texts = self.texts()
+            names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(len(texts))]
             columns = {
-                "text": text,
+                "text": texts,
                 "id": [f"<urn:uuid:{name[:32]}>" for name in names],
-                "dump": ["CC-MAIN-2026-05"] * len(text),
+                "dump": ["CC-MAIN-2026-05"] * len(texts),
                 "url": [f"https://{name[:12]}.example.org/{name[12:40]}" for name in names],
-                "score": [int(name[:4], 16) / 13107 for name in names],
             }
-            with _made(folder) as temporary:
+            with _complete(folder) as temporary:
                 temporary.mkdir()
-                path = temporary / HOSTED
-                pq.write_table(
-                    pa.table(columns), path, row_group_size=documents, compression=compression
-                )
+                write_parquet(temporary / HOSTED, columns, documents, compression)
         return folder
 
     def texts(self) -> Any:
-        """All documents as one large_string array."""
+        """Return all documents as one large_string array."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -91,9 +80,20 @@ class Corpus:
         return pa.concat_arrays(column.cast(pa.large_string()).chunks)
 
 
-def load_corpus(quick: bool = False) -> Corpus:
-    """The corpus, made and kept on disk at the first call. `quick` gives a few megabytes of it."""
-    full = _books() if (SHARED / "books.parquet").is_file() else _standard_library()
+def load_corpus(
+    quick: bool = False, data: Path | None = None, tokenizer: Path | None = None
+) -> Corpus:
+    """Return the corpus. `quick`: a few megabytes of it. `data`, `tokenizer`: other files."""
+    data = data or SHARED / "books.parquet"
+    if data.is_file():
+        folder = bench_folder(f"{data.stem}-{data.stat().st_size}")
+        path = folder / "text.parquet"
+        if not path.exists():
+            with _complete(path) as temporary:
+                shutil.copyfile(data, temporary)
+        full = Corpus(data.stem, folder, path, tokenizer or data.parent / "gpt2-tokenizer.json")
+    else:
+        full = _standard_library()
     if not quick:
         return full
     folder = full.folder / "quick"
@@ -102,22 +102,10 @@ def load_corpus(quick: bool = False) -> Corpus:
     if not path.exists():
         import pyarrow.parquet as pq
 
-        table = pq.ParquetFile(full.parquet).read_row_group(0)
-        with _made(path) as temporary:
-            pq.write_table(
-                table, temporary, row_group_size=max(1, len(table) // 4), compression="zstd"
-            )
+        texts = pq.ParquetFile(full.parquet).read_row_group(0, columns=["text"])["text"]
+        with _complete(path) as temporary:
+            write_parquet(temporary, {"text": texts}, max(1, len(texts) // 4))
     return Corpus(f"{full.name}, first row group", folder, path, full.tokenizer)
-
-
-def _books() -> Corpus:
-    source = SHARED / "books.parquet"
-    folder = bench_folder(f"books-{source.stat().st_size}")
-    path = folder / "text.parquet"
-    if not path.exists():
-        with _made(path) as temporary:
-            shutil.copyfile(source, temporary)  # what lies beside the corpus is not ours to link to
-    return Corpus("books", folder, path, SHARED / "gpt2-tokenizer.json")
 
 
 def _standard_library() -> Corpus:
@@ -125,41 +113,26 @@ def _standard_library() -> Corpus:
     path, vocabulary = folder / "text.parquet", folder / "tokenizer.json"
     if not (path.exists() and vocabulary.exists()):
         texts = list(_own_texts())
-        _write_texts(texts, path)
-        _train(texts, vocabulary)
+        with _complete(path) as temporary:
+            write_parquet(temporary, {"text": texts}, max(1, len(texts) // 8))
+        _train(texts[::4], vocabulary)
     return Corpus("stdlib", folder, path, vocabulary)
 
 
-def _own_texts() -> Iterator[tuple[str, str]]:
-    """The interpreter's documentation topics and its own source code."""
+def _own_texts() -> Iterator[str]:
     from pydoc_data import topics
 
-    for name, text in sorted(topics.topics.items()):
-        yield f"topics/{name}", text
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(root.rglob("*.py")):
+    yield from (text for _, text in sorted(topics.topics.items()) if text)
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" in file.parts:
             continue
-        try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue  # the test suite has files that are broken on purpose
-        if text:
-            yield str(file.relative_to(root)), text
+        # The standard library's tests have files that are not UTF-8 on purpose.
+        if text := file.read_text("utf-8", errors="replace"):
+            yield text
 
 
-def _write_texts(texts: Sequence[tuple[str, str]], path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names, bodies = zip(*texts, strict=True)
-    table = pa.table({"source": ["stdlib"] * len(names), "path": names, "text": bodies})
-    with _made(path) as temporary:
-        pq.write_table(table, temporary, row_group_size=max(1, len(texts) // 8), compression="zstd")
-
-
-def _train(texts: Sequence[tuple[str, str]], path: Path) -> None:
-    """A byte-level BPE of 16,384 tokens from every fourth document: GPT-2's kind, seconds to make."""
+def _train(texts: list[str], path: Path) -> None:
+    """Train a byte-level BPE of 16,384 tokens in a few seconds."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -171,22 +144,41 @@ def _train(texts: Sequence[tuple[str, str]], path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for _, text in texts[::4]), trainer)
-    with _made(path) as temporary:
+    tokenizer.train_from_iterator(texts, trainer)
+    with _complete(path) as temporary:
         tokenizer.save(str(temporary))
 
 
+def write_parquet(
+    path: Path, columns: dict[str, Any], rows: int, compression: str = "zstd"
+) -> None:
+    """Write a file with row groups of `rows` documents."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), path, row_group_size=rows, compression=compression)
+
+
+def token_file(batches: int) -> Path:
+    """Return a file of random uint16 ids whose rows fill this many batches."""
+    import numpy as np
+
+    ids = batches * TOKENS + 1
+    path = bench_folder("tokens") / f"random-{ids}.bin"
+    if not path.exists():
+        with _complete(path) as temporary:
+            np.random.default_rng(0).integers(0, 50257, ids, np.uint16).tofile(temporary)
+    return path
+
+
 @contextmanager
-def _made(path: Path) -> Iterator[Path]:
-    """A name to make a file or folder under; it gets its own once it is complete."""
+def _complete(path: Path) -> Iterator[Path]:
+    """Give a temporary name to a file or folder; rename it when it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
-        try:
+        if not path.is_dir():  # another process may have made the same folder meanwhile
             os.replace(temporary, path)
-        except OSError:
-            if not path.is_dir():  # a folder that somebody else has made meanwhile is as good
-                raise
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
@@ -195,7 +187,7 @@ def _made(path: Path) -> Iterator[Path]:
 
 
 def link(original: Path, copy: Path) -> None:
-    """Another name for a file, which counts as a file of its own; a copy where there are no such names."""
+    """Link a file under another name; copy it where links are not possible."""
     try:
         os.link(original, copy)
     except OSError:
@@ -203,16 +195,15 @@ def link(original: Path, copy: Path) -> None:
 
 
 def text_ranges(path: Path) -> list[tuple[int, int]]:
-    """Where the text of each row group of a Parquet file lies: start and length, by its footer."""
+    """Return start and length of the text column of each row group, from the footer."""
     import pyarrow.parquet as pq
 
     footer = pq.read_metadata(path)
     ranges = []
     for i in range(footer.num_row_groups):
         group = footer.row_group(i)
-        text = next(
-            c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "text"
-        )
+        columns = map(group.column, range(group.num_columns))
+        text = next(column for column in columns if column.path_in_schema == "text")
         start = text.data_page_offset
         if text.has_dictionary_page and text.dictionary_page_offset:
             start = min(start, text.dictionary_page_offset)

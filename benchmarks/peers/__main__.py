@@ -1,24 +1,20 @@
 """How does Penstock do beside its peers, on the same work?
 
-Parquet text → GPT-2's ids → packed batches of 16 × 1,024, all consumed: by Penstock, and by each peer as its own
-documentation recommends and tuned for the machine; each peer that tokenizes on the fly once more with Penstock's
-tokenizer handed to it. Every measurement is a fresh process in the peer's own environment; all take turns.
+Parquet text → GPT-2's ids → packed batches of 16 × 1,024, all consumed: by Penstock, and by each peer
+as its own documentation recommends, tuned for the machine; each peer that tokenizes on the fly once
+more with Penstock's tokenizer. Every measurement is a fresh process in the peer's own environment.
 
-drain:   time to the first batch from the start of the process, steady tokens/s, CPU, memory with children, exit
-pace:    next() and data wait with a consumer that waits 5, 20 and 100 ms after each batch
-resume:  from the start of the process to the first batch of a resume at 80 %; is the stream identical, once and twice?
-workers: is the stream the same for one worker and two?
-far:     the first batch from a Hub with latency
-stall:   what happens when answers of the Hub stop half-way
+drain:   first batch from the start of the process, tokens/s, CPU, memory with children, exit
+hub:     the first batch from a Hub with latency
+resume:  the first batch of a resume at 80 %; is the stream identical, once, twice, with one worker?
+pace:    next() and data wait with a consumer that waits 20 ms after each batch
 
-It writes results/peers.jsonl, peers.md, peers.json, peers.svg and peers.png. The environments (some gigabytes) and
-prepared formats are kept in PENSTOCK_BENCH_DIR.
+Writes results/peers.jsonl and peers.md. The environments (some gigabytes) and prepared formats are
+kept in PENSTOCK_BENCH_DIR.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,83 +26,45 @@ import page
 from bench import QUICK, Bench, Sizes
 from common import RESULTS, parser
 from corpora import load_corpus
-from record import Report, machine
-from roster import ENTRANTS, Entrant
+from report import Report, machine
+from roster import ENTRANTS
 
-PARTS = ("drain", "far", "resume", "workers", "pace", "stall")
-NAMED = (
-    "penstock",
-    "gigatoken",
-    "tokenizers",
-    "tiktoken",
-    "datasets",
-    "torch",
-    "torchdata",
-    "grain",
-    "spdl",
-    "spdl-core",
-    "litdata",
-    "mosaicml-streaming",
-)
-
-
-def chosen(names: list[str] | None) -> list[Entrant]:
-    """Those whose name contains one of these; the yardsticks and Penstock take part in any case."""
-    return [
-        entrant
-        for entrant in ENTRANTS
-        if names is None
-        or entrant.environment == "penstock"
-        or any(name in entrant.name for name in names)
-    ]
-
-
-def versions(entrants: list[Entrant]) -> dict[str, str]:
-    """Of what matters."""
-    found: dict[str, str] = {}
-    for name in sorted({entrant.environment for entrant in entrants}):
-        found |= {
-            package: version
-            for package, version in environments.versions(name).items()
-            if package in NAMED
-        }
-    return found
+PARTS = ("drain", "hub", "resume", "pace")
+PACKAGES = {
+    *("penstock", "gigatoken", "tokenizers", "tiktoken", "datasets", "torch", "torchdata"),
+    *("grain", "spdl", "spdl-core", "litdata", "mosaicml-streaming"),
+}
 
 
 def main() -> None:
-    options: argparse.ArgumentParser = parser(__doc__)
+    options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options.add_argument(
-        "--only", nargs="+", metavar="NAME", help="peers whose name contains one of these"
-    )
+    options.add_argument("--only", nargs="+", help="peers whose name contains one of these")
     args = options.parse_args()
     repeats = args.repeats or (1 if args.quick else 3)
     corpus = load_corpus(args.quick)
-    bench_sizes = QUICK if args.quick else Sizes()
-    settings = {
-        "corpus": corpus.name,
-        "repeats": repeats,
-        "parts": list(args.parts),
-        "batch": [16, 1024],
-    }
+    entrants = [
+        entrant
+        for entrant in ENTRANTS
+        if args.only is None
+        or entrant.environment == "penstock"
+        or any(name in entrant.name for name in args.only)
+    ]
+    settings = {"corpus": corpus.name, "repeats": repeats, "parts": list(args.parts)}
     report = Report("peers", args.quick, settings)
-    bench = Bench(report, corpus, chosen(args.only), bench_sizes)
-    report.settings["versions"] = versions(bench.entrants)
+    bench = Bench(report, corpus, entrants, QUICK if args.quick else Sizes())
+    installed: dict[str, str] = {}
+    for name in sorted({entrant.environment for entrant in bench.entrants}):
+        installed |= environments.versions(name)
+    versions = {name: installed[name] for name in sorted(PACKAGES & installed.keys())}
+    report.settings["versions"] = versions
     try:
         for part in args.parts:
-            if part in ("drain", "far", "pace"):
-                getattr(bench, part)(repeats)
-            elif part == "resume":
-                bench.resume(1)
-            else:
-                getattr(bench, part)()
+            getattr(bench, part)(repeats)
     finally:
         bench.close()
-        about = {"machine": machine(), "versions": report.settings["versions"], "repeats": repeats}
+        about = {"machine": machine(), "versions": versions}
         written = page.write(RESULTS, bench.entrants, bench.seen, about)
-        subprocess.run(
-            [str(environments.python("penstock")), str(HERE / "plots.py"), str(RESULTS)], check=True
-        )
         report.close()
         print(written.read_text(encoding="utf-8"))
 

@@ -1,198 +1,122 @@
-"""The table of all entrants as Markdown, and the goals beside what was reached.
-
-In:    what was seen of each entrant.
-Out:   benchmarks/results/peers.md, and numbers for the plots in peers.json.
-Where: the driver's process, at the end.
-"""
+"""Write the tables of all entrants, and the floors, as Markdown."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import PAUSES_S, Seen
-from record import Goal, show
-from roster import (
-    DOCUMENTED,
-    HANDED,
-    LIMIT,
-    LIMIT_COPY,
-    LIMIT_TEXT,
-    PENSTOCK,
-    PENSTOCK_TOKENS,
-    PREPARED,
-    Entrant,
-)
+from bench import Seen
+from report import Goal, show
+from roster import PENSTOCK, Entrant
 
 GROUPS = {
-    LIMIT: "Limits",
-    DOCUMENTED: "From text, each with the tokenizer that its documentation uses",
-    HANDED: "From text, with our tokenizer handed to it",
-    PREPARED: "From tokens that were prepared",
+    "limit": "Limit",
+    "documented": "From text, each with the tokenizer that its documentation uses",
+    "our tokenizer": "From text, with our tokenizer",
+    "tokens": "From tokens that were prepared",
 }
-SPEED = {
-    "rate|M tokens/s": "M tokens/s", "CPU|s/M tokens": "CPU s per M tokens", "peak RSS|MB": "peak RSS, MB",
-    "first batch, local|s": "first batch, s", "first batch, Hub|s": "from a Hub, s", "exit|s": "exit, s",
-    "preparation|s": "prepared in, s",
-}  # fmt: skip
-PACED = {f"{1e3 * pause:.0f} ms steps, {what}": f"{1e3 * pause:.0f} ms: {short}" for pause in PAUSES_S
-         for what, short in (("data wait|%", "wait %"), ("next() p50|ms", "p50 ms"), ("next() p99|ms", "p99 ms"))}  # fmt: skip
-RESUMED = {
-    "first batch of a resume at 80 %|s": "first batch of a resume at 80 %, s", "resume, once": "identical, once",
-    "resume, twice": "twice", "resume, one worker instead of two": "with one worker instead of two",
-    "one worker, two": "same stream for one worker and two",
-}  # fmt: skip
-STALLED = {"one answer stalls": "one answer stalls", "all answers stall": "all answers stall"}
-
+RATE, FIRST, CPU, RSS = "rate|M tokens/s", "first batch, local|s", "CPU|s/M tokens", "peak RSS|MB"
+HUB, WAIT = "first batch, Hub|s", "data wait|%"
+TABLES = {
+    "Speed": {
+        RATE: "M tokens/s",
+        CPU: "CPU s per M tokens",
+        RSS: "peak RSS, MB",
+        FIRST: "first batch, s",
+        HUB: "from a Hub, s",
+        "exit|s": "exit, s",
+        "preparation|s": "prepared in, s",
+        "drain": "failed",
+    },
+    "Beside a consumer that waits 20 ms after each batch": {
+        WAIT: "data wait, %",
+        "next() p50|ms": "next() p50, ms",
+        "next() p99|ms": "p99, ms",
+    },
+    "Resume at 80 %": {
+        "first batch of a resume|s": "first batch, s",
+        "resume, once": "identical, once",
+        "resume, twice": "twice",
+        "resume, one worker": "with one worker instead of two",
+        "resume": "failed",
+    },
+}
 Results = Mapping[str, Seen]
 
 
 def write(
     folder: Path, entrants: Sequence[Entrant], seen: Results, about: Mapping[str, Any]
 ) -> Path:
-    """The page; the plots' numbers beside it."""
-    lines = ["# Beside its peers", "", *_about(about), ""]
-    lines += ["## Goals", "", *_goals(entrants, seen), ""]
-    for title, columns in (
-        ("Speed", SPEED), ("Beside a consumer that waits after each batch", PACED),
-        ("Resume, and the number of workers", RESUMED), ("A source that stalls", STALLED),
-    ):  # fmt: skip
+    """Write peers.md; return its path."""
+    machine = about["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}"
+    lines = ["# Beside its peers", ""]
+    lines += [f"{machine['date'][:10]}, {where}, commit {machine['commit']}. {versions}.", ""]
+    lines += ["## Floors", "", *_floors(entrants, seen), ""]
+    for title, columns in TABLES.items():
         lines += [f"## {title}", "", *_table(entrants, seen, columns), ""]
     path = folder / "peers.md"
     path.write_text("\n".join(lines), encoding="utf-8")
-    numbers = {
-        entrant.name: {
-            "group": entrant.group,
-            **{key: seen[entrant.name].median(key) for key in (*SPEED, *PACED)},
-        }
-        for entrant in entrants
-    }
-    (folder / "peers.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     return path
 
 
-def _about(about: Mapping[str, Any]) -> list[str]:
-    machine = about["machine"]
-    told = ", ".join(f"{name} {version}" for name, version in sorted(about["versions"].items()))
-    where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, commit {machine['commit']}"
-    return [
-        f"{machine['date'][:10]}, {where}. Medians of {about['repeats']} rounds, and more of those that take seconds. {told}."
-    ]
-
-
 def _cell(seen: Seen, key: str) -> str:
-    if "|" not in key:
-        return seen.words.get(key, "")
     median = seen.median(key)
-    return "" if median is None else show(median)
+    return seen.words.get(key, "") if median is None else show(median)
 
 
 def _table(entrants: Sequence[Entrant], seen: Results, columns: Mapping[str, str]) -> list[str]:
-    used = {
-        key: title
-        for key, title in columns.items()
-        if any(_cell(seen[each.name], key) for each in entrants)
-    }
+    used = [key for key in columns if any(_cell(seen[each.name], key) for each in entrants)]
     if not used:
         return ["Not measured."]
-    lines = ["| | " + " | ".join(used.values()) + " |", "|---" * (len(used) + 1) + "|"]
+    lines = [_row("", *(columns[key] for key in used)), "|---" * (len(used) + 1) + "|"]
     for group, title in GROUPS.items():
         rows = [
             (entrant.name, [_cell(seen[entrant.name], key) for key in used])
             for entrant in entrants
             if entrant.group == group
         ]
-        rows = [(name, cells) for name, cells in rows if any(cells) or seen[name].words]
+        rows = [(name, cells) for name, cells in rows if any(cells)]
         if rows:
-            lines.append(f"| **{title}** |" + " |" * len(used))
-        for name, cells in rows:
-            failed = seen[name].words.get(
-                "drain" if columns is SPEED else "resume" if columns is RESUMED else "", ""
-            )
-            if failed and not any(cells):
-                cells = [failed, *cells[1:]]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            lines.append(_row(f"**{title}**", *[""] * len(used)))
+        lines += [_row(name, *cells) for name, cells in rows]
     return lines
 
 
-def _goals(entrants: Sequence[Entrant], seen: Results) -> list[str]:
-    """Each goal, what was reached, and beside whom."""
-    lines = ["| goal | reached | |", "|---|---|---|"]
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
 
-    def best(group: str, key: str, pick: Callable[..., Any]) -> tuple[str, float] | None:
-        found = [
-            (each.name, value)
-            for each in entrants
-            if each.group == group
-            and each.module != "ours"
-            and (value := seen[each.name].median(key)) is not None
-        ]
-        return pick(found, key=lambda pair: pair[1]) if found else None
 
-    def add(what: str, value: float | None, goal: Goal, beside: str = "") -> None:
-        if value is not None:
-            lines.append(
-                f"| {what}: {goal} | {show(value)}{beside} | {'met' if goal.met(value) else '**missed**'} |"
-            )
-
-    def over(a: float | None, b: float | None) -> float | None:
-        return None if a is None or not b else a / b
-
-    rate, cpu, first = "rate|M tokens/s", "CPU|s/M tokens", "first batch, local|s"
-    own = seen[PENSTOCK]
-    add(
-        "from text, of the limit",
-        over(own.median(rate), seen[LIMIT_TEXT].median(rate)),
-        Goal(">=", 0.85),
-    )
-    for group, bound, what in (
-        (HANDED, 2, "that has our tokenizer too"),
-        (DOCUMENTED, 15, "as documented"),
-        (PREPARED, 1, "that reads tokens prepared ahead"),
+def _floors(entrants: Sequence[Entrant], seen: Results) -> list[str]:
+    """Return Penstock beside the best peer of each floor."""
+    lines = [_row("floor", "Penstock", "best peer", "ratio", ""), "|---" * 5 + "|"]
+    text = ("documented", "our tokenizer")
+    for what, key, groups, best, goal in (
+        ("tokens/s, peers with our tokenizer", RATE, ("our tokenizer",), max, Goal(">=", 1.4)),
+        ("first batch, local", FIRST, text, min, Goal("<=", 1)),
+        ("first batch, Hub", HUB, text, min, Goal("<=", 1)),
+        ("data wait, 20 ms steps", WAIT, text, min, Goal("<=", 1)),
     ):
-        rival = best(group, rate, max)
-        if group == PREPARED and rival:
-            rivals = [
-                (n, seen[n].median(rate))
-                for n in ("litdata, TokensLoader", "MosaicML Streaming, MDS of tokens")
-            ]
-            known = [(n, value) for n, value in rivals if value is not None]
-            rival = max(known, key=lambda pair: pair[1]) if known else None
-        if rival:
-            ratio = over(own.median(rate), rival[1])
-            add(
-                f"times the best peer {what}",
-                ratio,
-                Goal(">=", bound),
-                f" ({rival[0]}, {show(rival[1])} M tokens/s)",
-            )
-    add(
-        "from tokens, of a bare gather and copy",
-        over(seen[PENSTOCK_TOKENS].median(rate), seen[LIMIT_COPY].median(rate)),
-        Goal(">=", 0.9),
-    )
-    soonest = [rival for group in (DOCUMENTED, HANDED) if (rival := best(group, first, min))]
-    if soonest:
-        name, value = min(soonest, key=lambda pair: pair[1])
-        add(
-            "first batch, of the soonest peer's from text",
-            over(own.median(first), value),
-            Goal("<=", 1),
-            f" ({show(own.median(first) or 0)} s; {name}, {show(value)} s)",
-        )
-    add(
-        "CPU time a token, of the limit's",
-        over(own.median(cpu), seen[LIMIT_TEXT].median(cpu)),
-        Goal("<=", 1.25),
-    )
-    add("peak RSS, MB", own.median("peak RSS|MB"), Goal("<=", 400))
-    for pause in PAUSES_S:
-        name = f"{1e3 * pause:.0f} ms steps, data wait"
-        add(f"{name}, %", own.median(f"{name}|%"), Goal("<", 0.1))
-    told = {title: own.words[key] for key, title in RESUMED.items() if key in own.words}
-    return lines + [
-        f"| {title}: identical | {words} | {'met' if words == 'identical' else '**missed**'} |"
-        for title, words in told.items()
-    ]
+        own = seen[PENSTOCK].median(key)
+        peers = {
+            each.name: value
+            for each in entrants
+            if each.group in groups and each.module != "ours"
+            if (value := seen[each.name].median(key)) is not None
+        }
+        if own is None or not peers:
+            continue
+        name = best(peers, key=lambda name: peers[name])
+        ratio = own / peers[name] if peers[name] else 1.0
+        verdict = "met" if goal.met(ratio) else "**missed**"
+        beside = f"{name}, {show(peers[name])}"
+        lines.append(_row(f"{what}: {goal} ×", show(own), beside, show(ratio), verdict))
+    return lines + list(_identical(seen[PENSTOCK]))
+
+
+def _identical(seen: Seen) -> Iterator[str]:
+    for key, words in seen.words.items():
+        if "worker" in key or "resume" in key:
+            yield _row(key, words, "", "", "met" if words == "identical" else "**missed**")

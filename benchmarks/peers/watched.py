@@ -1,9 +1,7 @@
-"""A contender's process, watched from outside: its words, its memory and its CPU time, children included.
+"""Run a contender's process and observe it from outside: what it reports, memory, CPU, children too.
 
-In:    an interpreter, what contend.py shall do, a case.
-Out:   an `Outcome`: when the first batch came, what was told at the end, memory, CPU time, how it ended.
-Where: the driver's only thread: it waits for the process's words, and looks at /proc in between.
-State: none beyond the process, which is ended with all its children in any case.
+Reads /proc between the lines that the process prints. The process is killed with all its children
+in any case.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,16 @@ from case import Case
 
 HERE = Path(__file__).resolve().parent
 LOOK_S = 0.1
-"""Between two looks at memory: about a millisecond of work each."""
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+"""Between two looks at memory, about a millisecond of work each."""
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 EXIT_S = 30.0
 QUIET = {
-    "HF_HUB_DISABLE_XET": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "PYTHONDONTWRITEBYTECODE": "",
-}  # fmt: skip
+    "HF_HUB_DISABLE_XET": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "DO_NOT_TRACK": "1",
+}
 
 
 @dataclass
@@ -42,17 +42,14 @@ class Outcome:
 
     what: str = "silence"
     """How it ended: done, error, `not offered`, or silence until the deadline."""
+    told: dict[str, Any] = field(default_factory=dict)
     first_s: float | None = None
     """From the start of the process to its first batch."""
-    told: dict[str, Any] = field(default_factory=dict)
     cpu_s: float = 0.0
-    """Of process and children, from the first batch, or the one from which on it is steady, to the end of the work."""
-    cpu_all_s: float = 0.0
-    """From the start."""
+    """Of process and children, from the steady batch to the end of the work."""
     peak_bytes: int = 0
-    """Resident memory of process and children; what they share counts once for each."""
+    """Resident memory of process and children; what they share counts for each."""
     after_s: float = 0.0
-    """From the start of the process to its last word."""
     exit_s: float | None = None
     """From the word to end until the process was gone; None if it had to be killed."""
     last_words: str = ""
@@ -62,9 +59,8 @@ class Outcome:
         """What went wrong, in a line."""
         if self.what == "silence":
             return f"nothing for {self.after_s:.0f} s"
-        return f"{self.told.get('kind', '')}: {self.told.get('why', '')}".strip(": ").partition(
-            "\n"
-        )[0][:200]
+        told = f"{self.told.get('kind', '')}: {self.told.get('why', '')}".strip(": ")
+        return told.partition("\n")[0][:200]
 
 
 def run(
@@ -76,33 +72,31 @@ def run(
     environment: Mapping[str, str] | None = None,
     scratch: Path | None = None,
 ) -> Outcome:
-    """Run one contender. Its caches are in `scratch`, or nowhere."""
-    made = Path(tempfile.mkdtemp(prefix="penstock-peers-")) if scratch is None else scratch
-    variables = (
-        dict(os.environ)
-        | QUIET
-        | {"PENSTOCK_CACHE": f"{made}/penstock", "HF_HOME": f"{made}/hf", "TMPDIR": str(made)}
-    )
-    variables |= environment or {"HF_HUB_OFFLINE": "1"}
+    """Run one contender. Its caches are in `scratch`, or in a folder that is deleted afterwards."""
+    made = scratch or Path(tempfile.mkdtemp(prefix="penstock-peers-"))
+    places = {"PENSTOCK_CACHE": f"{made}/penstock", "HF_HOME": f"{made}/hf", "TMPDIR": str(made)}
+    variables = {**os.environ, **QUIET, **places, **(environment or {"HF_HUB_OFFLINE": "1"})}
     variables.pop("PYTHONPATH", None)
-    command = [
-        str(interpreter),
-        str(HERE / "contend.py"),
-        what,
-        replace(case, scratch=str(made)).json(),
-        *options,
-    ]
+    command = [str(interpreter), str(HERE / "contend.py"), what, case.json(), *options]
     try:
         with tempfile.TemporaryFile("w+") as words:
-            begun = time.monotonic()
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=variables,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                env=variables,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             try:
-                outcome = _watch(process, begun, deadline_s)
+                outcome = _watch(process, time.monotonic(), deadline_s)
             finally:
-                _end(process)
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # it has ended by itself, as it should
+                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(BrokenPipeError):
+                    process.communicate(timeout=EXIT_S)
             words.seek(0)
             outcome.last_words = words.read()[-2000:]
             return outcome
@@ -111,37 +105,30 @@ def run(
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _watch(process: subprocess.Popen[str], begun: float, deadline_s: float) -> Outcome:
+def _watch(process: subprocess.Popen[bytes], begun: float, deadline_s: float) -> Outcome:
     outcome = Outcome()
-    cpu_first = 0.0
+    cpu_before = 0.0
     for line in _lines(process, begun + deadline_s, outcome):
         told = json.loads(line)
         if told["what"] == "first":
             outcome.first_s = told["at"] - begun
         if told["what"] in ("first", "steady"):
-            cpu_first = cpu_s(process.pid)
+            cpu_before = cpu_s(process.pid)
             continue
         outcome.what, outcome.told = told["what"], told
-        outcome.cpu_all_s = cpu_s(process.pid)
-        outcome.cpu_s = outcome.cpu_all_s - cpu_first
+        outcome.cpu_s = cpu_s(process.pid) - cpu_before
         outcome.peak_bytes = max(outcome.peak_bytes, memory(process.pid))
         break
     outcome.after_s = time.monotonic() - begun
     if outcome.what == "done":
-        asked = time.monotonic()
-        assert process.stdin is not None
-        try:
-            process.stdin.write("end\n")
-            process.stdin.close()
-            process.wait(EXIT_S)
-            outcome.exit_s = time.monotonic() - asked
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            outcome.exit_s = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # exit_s stays None
+            process.communicate(b"end\n", EXIT_S)
+            outcome.exit_s = time.monotonic() - begun - outcome.after_s
     return outcome
 
 
-def _lines(process: subprocess.Popen[str], deadline: float, outcome: Outcome) -> Iterator[str]:
-    """What it says, until it ends or the deadline passes; memory is looked at meanwhile."""
+def _lines(process: subprocess.Popen[bytes], deadline: float, outcome: Outcome) -> Iterator[bytes]:
+    """Yield what it prints until it ends or the deadline passes; look at memory meanwhile."""
     assert process.stdout is not None
     descriptor, held = process.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:
@@ -154,51 +141,33 @@ def _lines(process: subprocess.Popen[str], deadline: float, outcome: Outcome) ->
             if not piece:
                 return
             *lines, held = (held + piece).split(b"\n")
-            for line in lines:
-                yield line.decode()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Nothing of it is left behind: it has a session of its own."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, as it should
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(EXIT_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None and not pipe.closed:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+            yield from lines
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    found, open_ = [], [pid]
-    while open_:
-        found.append(open_.pop())
+    """Return a process and all its descendants."""
+    found, pending = [], [pid]
+    while pending:
+        found.append(pending.pop())
         for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
-            open_ += map(int, _read(children).split())
+            pending += map(int, _read(children).split())
     return found
 
 
 def cpu_s(pid: int) -> float:
-    """Used by a process, its children, and those of them that have ended and were waited for."""
-    total = 0
-    for member in family(pid):
-        fields = _read(Path(f"/proc/{member}/stat")).rpartition(")")[2].split()
-        if fields:
-            total += sum(map(int, fields[11:15]))
-    return total / TICKS
+    """Return the CPU time of a process and its descendants, those that were waited for too."""
+    stats = (_read(Path(f"/proc/{member}/stat")).rpartition(")")[2] for member in family(pid))
+    return sum(int(value) for stat in stats for value in stat.split()[11:15]) / TICKS
 
 
 def memory(pid: int) -> int:
-    """Resident bytes."""
-    sizes: Sequence[list[str]] = [
-        _read(Path(f"/proc/{member}/statm")).split() for member in family(pid)
-    ]
+    """Return the resident bytes of a process and its descendants."""
+    sizes = (_read(Path(f"/proc/{member}/statm")).split() for member in family(pid))
     return sum(int(fields[1]) * PAGE for fields in sizes if fields)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, UnicodeDecodeError):  # it has ended meanwhile
+    except (OSError, UnicodeDecodeError):  # the process has ended meanwhile
         return ""

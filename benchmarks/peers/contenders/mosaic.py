@@ -1,52 +1,41 @@
 """MosaicML Streaming: shards of its MDS format, its `StreamingDataset` and its `StreamingDataLoader`.
 
-In:    shards that `prepare` writes with `MDSWriter` from the Parquet files; it does not stream anything else.
-       tokens: rows of 1025 ids, concatenated and cut beforehand, as its guides to pretraining do.
-       text:   documents, tokenized on the fly by the collate function, packed by the caller.
-Out:   inputs and targets, int64.
-Where: worker processes read, and tokenize; the process that calls packs.
-State: `StreamingDataLoader.state_dict()`: the epoch, and the samples given in it. For text also the ids that have not
-       been given yet, which the training script has to keep itself.
+`prepare` writes the shards with `MDSWriter`; it streams nothing else. Variant "text": documents,
+tokenized by the collate function in worker processes, packed by the caller. Else rows of 1025 ids,
+concatenated and cut beforehand, as its guides to pretraining do.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # type: ignore[import-not-found, unused-ignore]
 from streaming.base.util import clean_stale_shared_memory  # type: ignore[import-not-found, unused-ignore]
 
-from case import BATCH_SIZE, SEQ_LEN, Case
-from contenders.workers import Documents, Rows
+from case import BATCH_SIZE, SEQ_LEN, Case, Ids, Stream, read_texts
+from contenders.rows import document_stream, row_stream
 from encoders import Encode, encoder
-from packing import Ids
 
 DOCUMENTS = 256
-"""Of a call to the tokenizer. The corpus took 13.8 s of CPU time with 64 and 12.5 with 256, seen once each."""
+"""Of a call to the tokenizer. The corpus took 13.8 s of CPU time with 64 and 12.5 with 256."""
 
 
 def prepare(case: Case) -> None:
     """Write the shards."""
-    import pyarrow.parquet as pq
-
-    groups = (
-        group.column("text")
-        for file in case.files()
-        for group in pq.ParquetFile(file).iter_batches(1024, columns=["text"])
-    )
+    row_groups = (read_texts(*place) for place in case.row_groups())
     if case.variant == "text":
         with MDSWriter(out=case.prepared, columns={"text": "str"}) as out:
-            for texts in groups:
+            for texts in row_groups:
                 for text in texts.to_pylist():
                     out.write({"text": text})
         return
     encode = encoder(case)
     rest: Ids = np.empty(0, np.uint16)
     with MDSWriter(out=case.prepared, columns={"tokens": f"ndarray:uint16:{SEQ_LEN + 1}"}) as out:
-        for texts in groups:
+        for texts in row_groups:
             flat = np.concatenate([rest, encode(texts)])
             last = (len(flat) - 1) // SEQ_LEN * SEQ_LEN
             for at in range(0, last, SEQ_LEN):
@@ -54,40 +43,24 @@ def prepare(case: Case) -> None:
             rest = flat[last:]
 
 
-class Tokenize:
-    """A collate function. The loader counts samples by the length of the first thing in a batch: the documents."""
-
-    def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-
-    def __call__(self, samples: list[dict[str, str]]) -> tuple[list[int], torch.Tensor]:
-        texts = [sample["text"] for sample in samples]
-        return [len(text) for text in texts], torch.from_numpy(self._encode(texts))
+def collate_texts(samples: list[dict[str, str]], encode: Encode) -> tuple[list[int], torch.Tensor]:
+    """The loader counts samples by the length of the first item of a batch: the documents."""
+    texts = [sample["text"] for sample in samples]
+    return [len(text) for text in texts], torch.from_numpy(encode(texts))
 
 
-def stack(samples: list[dict[str, Ids]]) -> torch.Tensor:
-    """A collate function for rows of ids."""
+def collate_ids(samples: list[dict[str, Ids]]) -> torch.Tensor:
     return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
 
-def loader_of(case: Case, batch_size: int, **settings: Any) -> Any:
-    """Over the shards, where the state says."""
-    # A process that was killed leaves its shared memory behind, which its documentation has the next one clear.
+def stream(case: Case) -> Stream:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker starts a thread for each core
+    # A process that was killed leaves its shared memory behind; its documentation clears it so.
     clean_stale_shared_memory()
-    dataset = StreamingDataset(local=case.prepared, batch_size=batch_size, shuffle=case.shuffle)
-    return StreamingDataLoader(dataset, batch_size=batch_size, num_workers=case.workers, **settings)
-
-
-def ids_of(batch: tuple[list[int], torch.Tensor]) -> Ids:
-    """The ids of a batch of documents."""
-    ids: Ids = batch[1].numpy()
-    return ids
-
-
-def stream(case: Case) -> Documents | Rows:
-    """Start it."""
+    size = DOCUMENTS if case.variant == "text" else BATCH_SIZE
+    dataset = StreamingDataset(local=case.prepared, batch_size=size, shuffle=case.shuffle)
+    load = partial(StreamingDataLoader, dataset, batch_size=size, num_workers=case.workers)
     if case.variant != "text":
-        return Rows(case, loader_of(case, BATCH_SIZE, collate_fn=stack, drop_last=True))
-    # Each worker would start as many tokenizing threads as there are cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return Documents(case, loader_of(case, DOCUMENTS, collate_fn=Tokenize(encoder(case))), ids_of)
+        return row_stream(case, load(collate_fn=collate_ids, drop_last=True))
+    loader = load(collate_fn=partial(collate_texts, encode=encoder(case)))
+    return document_stream(case, loader, lambda batch: batch[1].numpy())

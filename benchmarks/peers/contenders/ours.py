@@ -1,77 +1,55 @@
 """Penstock, as its README has it.
 
-Variants: "" gives numpy and never imports torch; "torch" gives tensors; "tokens" and "tokens torch" read a file of ids.
+Variant "" has no torch and gives numpy; "torch" gives tensors. Without a tokenizer it reads a file
+of ids, which `prepare` makes.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from case import BATCH_SIZE, SEQ_LEN, Case
+import numpy as np
 
-TOKENS = "tokens.bin"
+from case import BATCH_SIZE, SEQ_LEN, Case, Pair, Stream, read_texts
 
-
-class Penstock:
-    """A loader."""
-
-    def __init__(self, case: Case) -> None:
-        from penstock import AsyncDataLoader, TextDataset, TokenFileDataset
-
-        data: Any
-        if case.tokenizer == "none":
-            data = TokenFileDataset.from_binary_file(Path(case.prepared) / TOKENS, SEQ_LEN)
-        else:
-            data = TextDataset(case.source, tokenizer=case.vocabulary, seq_len=SEQ_LEN)
-        self._loader = AsyncDataLoader(
-            data,
-            BATCH_SIZE,
-            shuffle=case.shuffle,
-            seed=1,
-            n_workers=case.workers,
-            epochs=case.passes,
-            drop_last=True,
-        )
-        if case.state:
-            import pickle
-
-            with open(case.state, "rb") as file:
-                self._loader.load_state_dict(pickle.load(file))
-        self._loader.start()
-        if "torch" in case.variant:
-            import torch  # noqa: F401 (as the README says: while the first batches are made)
-
-    def __next__(self) -> tuple[Any, Any]:
-        batch = next(self._loader)
-        return batch.inputs, batch.targets
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def close(self) -> None:
-        self._loader.shutdown()
-
-
-def stream(case: Case) -> Penstock:
-    """Start it."""
-    return Penstock(case)
+TOKEN_FILE = "tokens.bin"
 
 
 def prepare(case: Case) -> None:
-    """A file of ids."""
-    import numpy as np
-    import pyarrow.parquet as pq
-
+    """Write all ids into one file."""
     from encoders import Gigatoken
 
     encode = Gigatoken(case.vocabulary)
-    temporary = Path(case.prepared) / f".{TOKENS}"
+    temporary = Path(case.prepared) / f".{TOKEN_FILE}"
     with open(temporary, "wb") as file:
-        for path in case.files():
-            opened = pq.ParquetFile(path)
-            for group in range(opened.num_row_groups):
-                np.asarray(encode(opened.read_row_group(group, columns=["text"]).column(0))).tofile(
-                    file
-                )
-    temporary.rename(Path(case.prepared) / TOKENS)
+        for place in case.row_groups():
+            np.asarray(encode(read_texts(*place))).tofile(file)
+    temporary.rename(Path(case.prepared) / TOKEN_FILE)
+
+
+def stream(case: Case) -> Stream:
+    if case.variant != "torch":
+        sys.modules["torch"] = None  # type: ignore[assignment] # as where it is not installed
+    from penstock import AsyncDataLoader, TextDataset, TokenFileDataset
+
+    data: Any
+    if case.tokenizer == "none":
+        data = TokenFileDataset.from_binary_file(Path(case.prepared) / TOKEN_FILE, SEQ_LEN)
+    else:
+        data = TextDataset(case.source, tokenizer=case.vocabulary, seq_len=SEQ_LEN)
+    order: dict[str, Any] = {"shuffle": case.shuffle, "seed": 1, "epochs": case.passes}
+    loader = AsyncDataLoader(data, BATCH_SIZE, n_workers=case.workers, drop_last=True, **order)
+    if case.state:
+        loader.load_state_dict(case.saved())
+    loader.start()
+    if case.variant == "torch":
+        import torch  # noqa: F401 (as the README says: while the first batches are made)
+
+    def batches() -> Iterator[Pair]:
+        for batch in loader:
+            yield batch.inputs, batch.targets
+
+    return Stream(batches(), loader.state_dict, loader.shutdown)

@@ -1,7 +1,6 @@
-"""The loop that everybody writes first: read a batch of rows, tokenize it, pack it. No threads of its own.
+"""The loop that people write first: read some rows, tokenize them, pack them. No threads of its own.
 
-`tokenizers` uses all cores by itself; `tiktoken` is given the rows one by one.
-State: none that could be saved: who resumes such a loop starts again.
+`tokenizers` uses all cores by itself; `tiktoken` is given the rows one by one. It has no state.
 """
 
 from __future__ import annotations
@@ -11,51 +10,34 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from case import Case, NotOffered
+from case import Case, NotOffered, Packer, Pair, Stream
 from encoders import Tiktoken, encoder
-from packing import Packer, Pair
 
 ROWS = 256
-"""Of a call to the tokenizer."""
+"""Documents of a call to the tokenizer."""
 
 
-class Plain:
-    """A generator, and nothing ahead of it."""
+def opened_files(case: Case) -> Iterator[Any]:
+    if not case.remote:
+        yield from case.files()
+        return
+    from huggingface_hub import HfFileSystem
 
-    def __init__(self, case: Case) -> None:
-        if case.shuffle:
-            raise NotOffered("a plain loop does not shuffle")
-        self._case = case
-        self._encode = Tiktoken(case.vocabulary) if case.variant == "tiktoken" else encoder(case)
-        self._batches = self._run()
+    hub = HfFileSystem()
+    for name in sorted(hub.glob(f"{case.source.removeprefix('hf://')}/**/*.parquet")):
+        with hub.open(name) as file:
+            yield file
 
-    def _tables(self) -> Iterator[Any]:
-        if "://" not in self._case.source:
-            for file in self._case.files():
-                yield from pq.ParquetFile(file).iter_batches(ROWS, columns=["text"])
-            return
-        from huggingface_hub import HfFileSystem
 
-        far = HfFileSystem()
-        for name in sorted(far.glob(f"{self._case.source.removeprefix('hf://')}/**/*.parquet")):
-            with far.open(name) as opened:
-                yield from pq.ParquetFile(opened).iter_batches(ROWS, columns=["text"])
+def stream(case: Case) -> Stream:
+    if case.shuffle:
+        raise NotOffered("a plain loop does not shuffle")
+    encode = Tiktoken(case.vocabulary) if case.variant == "tiktoken" else encoder(case)
 
-    def _run(self) -> Iterator[Pair]:
+    def batches() -> Iterator[Pair]:
         packer = Packer()
-        for table in self._tables():
-            yield from packer.add(self._encode(table.column(0)))
+        for file in opened_files(case):
+            for table in pq.ParquetFile(file).iter_batches(ROWS, columns=["text"]):
+                yield from packer.add(encode(table.column(0)))
 
-    def __next__(self) -> Pair:
-        return next(self._batches)
-
-    def state(self) -> Any:
-        return None
-
-    def close(self) -> None:
-        self._batches.close()  # type: ignore[attr-defined]
-
-
-def stream(case: Case) -> Plain:
-    """Start it."""
-    return Plain(case)
+    return Stream(batches())

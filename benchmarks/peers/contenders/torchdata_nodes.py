@@ -1,37 +1,27 @@
 """torchdata.nodes with threads: read row groups, tokenize in parallel, pack in order, prefetch.
 
-Out:   the stream in the order of the files, whatever the number of workers.
-Where: a thread reads, `workers` threads tokenize, a third kind puts results in order, the Prefetcher's thread packs.
-State: what Loader.state_dict gives. The packing node's part is its source's state before the rows that it is cutting,
-       the ids that were left then, and how many batches it has cut since, as the library's Unbatcher does it.
+The stream has the order of the files for any number of workers. The packing node's state is its
+source's state before the rows that it is cutting, the ids that were left then, and how many batches
+it has cut since, as the library's Unbatcher does it.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torchdata.nodes import BaseNode, IterableWrapper, Loader, ParallelMapper, Prefetcher
 
-from case import Case
-from contenders.torch_loader import Tensors, columns, names
+from case import Case, Packer, Pair, Stream, as_tensors
+from contenders.torch_loader import PREFETCH, ROWS, columns, file_names
 from encoders import encoder
-from packing import Packer, Pair
-
-ROWS = 256
-"""Documents of a call to the tokenizer. Not varied."""
-PREFETCH = 8
-"""Batches that are ready ahead. Not varied."""
 
 
 class Texts:
-    """Columns of texts, a few hundred documents each. IterableWrapper saves and restores its state."""
+    """Columns of some hundred texts. IterableWrapper saves and restores its state."""
 
     def __init__(self, case: Case) -> None:
-        self._files = names(case)
-        self._shuffle = case.shuffle
+        self._files, self._shuffle = file_names(case), case.shuffle
         self._next = {"group": 0, "row": 0}
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,49 +51,28 @@ class Packed(BaseNode):  # type: ignore[misc]
         self._source.reset(state["source"])
         self._packer = Packer(state["rest"])
         self._ready: Iterator[Pair] = iter(())
-        self._before, self._rest, self._given = self._source.state_dict(), self._packer.rest(), 0
+        self._begin()
         for _ in range(state["given"]):
             self.next()
 
-    def next(self) -> Tensors:
+    def _begin(self) -> None:
+        self._state = {"source": self._source.state_dict(), "rest": self._packer.rest, "given": 0}
+
+    def next(self) -> Pair:
         while (pair := next(self._ready, None)) is None:
-            self._before, self._rest, self._given = (
-                self._source.state_dict(),
-                self._packer.rest(),
-                0,
-            )
+            self._begin()
             self._ready = self._packer.add(next(self._source))
-        self._given += 1
-        return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
+        self._state["given"] += 1
+        return as_tensors(pair)
 
     def get_state(self) -> dict[str, Any]:
-        return {"source": self._before, "rest": self._rest, "given": self._given}
+        return dict(self._state)
 
 
-class Nodes:
-    """The nodes in their Loader."""
-
-    def __init__(self, case: Case) -> None:
-        ids = ParallelMapper(
-            IterableWrapper(Texts(case)), encoder(case), num_workers=case.workers, method="thread"
-        )
-        self._loader = Loader(Prefetcher(Packed(ids), PREFETCH), restart_on_stop_iteration=False)
-        if case.state:
-            with open(case.state, "rb") as file:
-                self._loader.load_state_dict(pickle.load(file))
-        self._batches = iter(self._loader)
-
-    def __next__(self) -> Tensors:
-        inputs, targets = next(self._batches)
-        return inputs, targets
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def close(self) -> None:
-        del self._batches, self._loader  # nodes stop and join their threads when they go
-
-
-def stream(case: Case) -> Nodes:
-    """Start it."""
-    return Nodes(case)
+def stream(case: Case) -> Stream:
+    texts = IterableWrapper(Texts(case))
+    ids = ParallelMapper(texts, encoder(case), num_workers=case.workers, method="thread")
+    loader = Loader(Prefetcher(Packed(ids), PREFETCH), restart_on_stop_iteration=False)
+    if case.state:
+        loader.load_state_dict(case.saved())
+    return Stream(iter(loader), loader.state_dict)

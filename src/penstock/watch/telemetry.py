@@ -4,7 +4,7 @@ In:    every call of `next`, pauses that the user names, the tracks of all threa
 Out:   time by stage, rolling percentiles and rates, a verdict in one line, events for a heartbeat.
 Where: written by the trainer's thread, but for the tracks; read by any.
 State: the last few hundred steps, sums since the beginning, events that nobody took yet.
-Cost:  a few microseconds a step, some tens more for a step that waited; `benchmarks/overhead.py` measures it.
+Cost:  a few microseconds a step, some tens more for a step that waited.
 """
 
 from __future__ import annotations

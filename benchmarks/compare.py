@@ -1,0 +1,391 @@
+"""Is this revision as fast as another one? Both run in turn, in fresh processes, on the same data.
+
+The other revision is taken from git into a temporary folder and runs with the same interpreter, its
+src/ first on PYTHONPATH. The workers use only what both revisions offer. Ratios are new over old,
+round by round. A wait that releases the GIL stands in for the accelerator's step.
+
+First batches are measured from just before `import penstock`, as if torch was not installed. The
+loopback Hub of this revision serves both. A resume is measured in a warm process, beside a fresh
+loader there. Rows without an old value are for reference, measured on the new revision only.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+from common import BATCH_SIZE, HUB_URL, SEQ_LEN, TOKENS, Answer
+from corpora import Corpus, load_corpus, token_file
+from report import Goal, git, machine, show, table
+
+STEP_S = 0.02
+WORKERS = 2
+DEADLINE_S = 600.0
+HUB_NETWORK = ("--latency-ms", "50", "--bandwidth-mb", "100")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a worker reads."""
+
+    warm_batches: int = 1500
+    batches: int = 8000
+    steps: int = 200
+    resumes: int = 5
+    file_batches: int = 6104
+
+
+QUICK = Sizes(warm_batches=10, batches=60, steps=10, resumes=1, file_batches=60)
+
+
+# Workers: each runs in a fresh process, and reports numbers by metric
+
+
+def loader_of(dataset: Any, shuffle: bool) -> Any:
+    """Return a loader with the arguments that both revisions have."""
+    from penstock import AsyncDataLoader
+
+    return AsyncDataLoader(dataset, BATCH_SIZE, shuffle=shuffle, seed=1, n_workers=WORKERS)
+
+
+def text_of(case: Answer) -> Any:
+    from penstock import TextDataset
+
+    return TextDataset(case["source"], tokenizer=case["tokenizer"], seq_len=SEQ_LEN)
+
+
+def tokens_per_s(batches: Iterator[Any], sizes: Sizes) -> float:
+    """Return millions of tokens a second after a warm-up."""
+    for _ in itertools.islice(batches, sizes.warm_batches):
+        pass
+    begun = time.perf_counter()
+    for _ in itertools.islice(batches, sizes.batches):
+        pass
+    return sizes.batches * TOKENS / (time.perf_counter() - begun) / 1e6
+
+
+def run_text(case: Answer, sizes: Sizes) -> Answer:
+    import torch  # noqa: F401 (as in a training script: batches are tensors)
+
+    with loader_of(text_of(case), case["shuffle"]) as loader:
+        rate = tokens_per_s(loader, sizes)
+    order = case["order"]
+    return {f"text, {order}": rate, f"peak RSS, {order}": common.process_memory()["peak"] / 1e6}
+
+
+def run_limit(case: Answer, sizes: Sizes) -> Answer:
+    from limit import DecodeAndTokenize
+
+    files = sorted(Path(case["source"]).iterdir())
+    limit = DecodeAndTokenize(files, case["tokenizer"], WORKERS)
+    sum(limit.counts())
+    begun = time.perf_counter()
+    ids = sum(limit.counts())
+    seconds = time.perf_counter() - begun
+    limit.close()
+    return {"decode + tokenize alone": ids / seconds / 1e6}
+
+
+def run_token_file(case: Answer, sizes: Sizes) -> Answer:
+    import torch  # noqa: F401 (as in a training script: batches are tensors)
+
+    from penstock import TokenFileDataset
+
+    dataset = TokenFileDataset.from_binary_file(token_file(sizes.file_batches), SEQ_LEN)
+    with loader_of(dataset, shuffle=True) as loader:
+        return {"token file": tokens_per_s(loader, sizes)}
+
+
+def run_torch(case: Answer, sizes: Sizes) -> Answer:
+    from throughput import MemoryMapRows, torch_batches
+
+    rows = MemoryMapRows(token_file(sizes.file_batches))
+    rates = (tokens_per_s(torch_batches(rows, workers), sizes) for workers in (0, WORKERS))
+    return {"token file, torch DataLoader": max(rates)}
+
+
+def run_steps(case: Answer, sizes: Sizes) -> Answer:
+    import torch  # noqa: F401 (as in a training script: batches are tensors)
+
+    with loader_of(text_of(case), shuffle=True) as loader:
+        common.take_steps(loader, 10, lambda: time.sleep(STEP_S))
+        told = common.take_steps(loader, sizes.steps, lambda: time.sleep(STEP_S))
+    return {
+        "next() p50": 1e6 * common.percentile(told["fetches"], 0.5),
+        "data wait": 100 * sum(told["fetches"]) / told["wall"],
+    }
+
+
+def run_first_batch(case: Answer, sizes: Sizes) -> Answer:
+    common.hide_torch()
+    begun = time.perf_counter()
+    with loader_of(text_of(case), shuffle=True) as loader:
+        next(loader)
+        return {case["metric"]: time.perf_counter() - begun}
+
+
+def run_resume(case: Answer, sizes: Sizes) -> Answer:
+    import torch  # noqa: F401 (as in a training script: batches are tensors)
+
+    dataset = text_of(case)
+    with loader_of(dataset, case["shuffle"]) as loader:
+        for _ in itertools.islice(loader, sizes.warm_batches):
+            pass
+        state = loader.state_dict()
+
+    def first_batch(saved: Any) -> float:
+        loader = loader_of(dataset, case["shuffle"])
+        begun = time.perf_counter()
+        if saved is not None:
+            loader.load_state_dict(saved)
+        next(loader)
+        took = time.perf_counter() - begun
+        loader.shutdown()
+        return 1e3 * took
+
+    pairs = [(first_batch(None), first_batch(state)) for _ in range(sizes.resumes)]
+    fresh, resumed = (statistics.median(values) for values in zip(*pairs, strict=True))
+    name = f"resume, {case['order']}"
+    return {f"{name}: fresh": fresh, name: resumed, f"{name} / fresh": resumed / fresh}
+
+
+RUNS: dict[str, Callable[[Answer, Sizes], Answer]] = {
+    "text": run_text,
+    "limit": run_limit,
+    "tokens": run_token_file,
+    "torch": run_torch,
+    "steps": run_steps,
+    "first": run_first_batch,
+    "resume": run_resume,
+}
+
+
+def work(case: Answer) -> None:
+    """Be a worker: import Penstock from the revision that was asked for, and print the numbers."""
+    common.silence_warnings()
+    numbers = RUNS[case["run"]](case, QUICK if case["quick"] else Sizes())
+    used = getattr(sys.modules.get("penstock"), "__file__", None)
+    if used and not Path(used).is_relative_to(case["src"]):
+        raise RuntimeError(f"penstock was imported from {used} instead of {case['src']}")
+    print(json.dumps(numbers))
+
+
+# The driver
+
+
+@dataclass
+class Case:
+    """What to run, and on which revisions."""
+
+    given: Mapping[str, Any]
+    new_only: bool = False
+    cold: bool = False
+    """Start with empty caches."""
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Numbers by metric and revision."""
+
+
+def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
+    source = str(corpus.copies(1 if quick else common.COPIES))
+    local = {"source": source, "tokenizer": str(corpus.tokenizer)}
+    far = local | {"source": HUB_URL, "endpoint": endpoint}
+    orders = {"in order": False, "shuffled": True}
+
+    def ordered(run: str, order: str) -> Case:
+        return Case({"run": run, "order": order, "shuffle": orders[order]} | local)
+
+    return {
+        "text-in-order": ordered("text", "in order"),
+        "text-shuffled": ordered("text", "shuffled"),
+        "limit": Case({"run": "limit"} | local, new_only=True),
+        "token-file": Case({"run": "tokens"}),
+        "torch": Case({"run": "torch"}, new_only=True),
+        "steps": Case({"run": "steps"} | local),
+        "first-batch": Case({"run": "first", "metric": "first batch, local"} | local),
+        "hub": Case({"run": "first", "metric": "first batch, Hub, cold"} | far, cold=True),
+        "resume-in-order": ordered("resume", "in order"),
+        "resume-shuffled": ordered("resume", "shuffled"),
+    }
+
+
+def run_case(case: Case, src: Path, quick: bool) -> Answer:
+    """Run one worker."""
+    with tempfile.TemporaryDirectory(prefix="penstock-compare-") as cache:
+        # What a local run caches (the check of a vocabulary) is kept, as on any machine.
+        place = cache if case.cold else str(src.parent / ".compare-cache")
+        environment = common.clean_environment(
+            PYTHONPATH=str(src), PENSTOCK_CACHE=place, HF_HOME=place
+        )
+        if endpoint := case.given.get("endpoint"):
+            environment["HF_ENDPOINT"] = endpoint
+        given = json.dumps({**case.given, "src": str(src), "quick": quick})
+        done = subprocess.run(
+            [sys.executable, __file__, "--contender", given],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+            env=environment,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{given} exited with code {done.returncode}; see above")
+    numbers: Answer = json.loads(done.stdout.splitlines()[-1])
+    return numbers
+
+
+def checkout(revision: str, folder: Path) -> Path:
+    """Extract the sources of a revision; return its src/."""
+    command = ["git", "-C", str(common.REPO), "archive", "--format=tar", revision, "src"]
+    packed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "src"
+
+
+def measure(cases: Mapping[str, Case], sources: Mapping[str, Path], args: Any) -> None:
+    """Run every case in each round; the revisions take turns at being first."""
+    for number in range(args.repeats):
+        order = list(sources) if number % 2 == 0 else list(sources)[::-1]
+        for name, case in cases.items():
+            begun = time.monotonic()
+            for revision in order:
+                if case.new_only and revision != "new":
+                    continue
+                for metric, value in run_case(case, sources[revision], args.quick).items():
+                    by_revision = case.values.setdefault(metric, {"old": [], "new": []})
+                    by_revision[revision].append(value)
+            took = time.monotonic() - begun
+            print(f"# round {number + 1} of {args.repeats}: {name}, {took:.0f} s", flush=True)
+
+
+# The table
+
+UNITS = {
+    "text, in order": "M tokens/s",
+    "text, shuffled": "M tokens/s",
+    "decode + tokenize alone": "M tokens/s",
+    "token file": "M tokens/s",
+    "token file, torch DataLoader": "M tokens/s",
+    "peak RSS, in order": "MB",
+    "peak RSS, shuffled": "MB",
+    "next() p50": "µs",
+    "data wait": "%",
+    "first batch, local": "s",
+    "first batch, Hub, cold": "s",
+}
+RATIO_FLOORS = {
+    "text, in order": Goal(">=", 0.9),
+    "text, shuffled": Goal(">=", 0.9),
+    "first batch, local": Goal("<=", 1.2),
+    "first batch, Hub, cold": Goal("<=", 1.4),
+    "peak RSS, in order": Goal("<=", 1.1),
+    "peak RSS, shuffled": Goal("<=", 1.1),
+}
+"""Bounds for new over old."""
+VALUE_FLOORS = {
+    "next() p50": Goal("<=", 300),
+    "resume, in order / fresh": Goal("<=", 1.3),
+    "resume, shuffled / fresh": Goal("<=", 1.3),
+    "token file / torch DataLoader": Goal(">=", 4),
+}
+"""Bounds for the new value itself."""
+SHARES = {
+    "text, in order / limit": ("text, in order", "decode + tokenize alone"),
+    "text, shuffled / limit": ("text, shuffled", "decode + tokenize alone"),
+    "token file / torch DataLoader": ("token file", "token file, torch DataLoader"),
+}
+"""Rows that relate a row to a reference, which was measured on the new revision."""
+
+
+def results_of(cases: Mapping[str, Case]) -> dict[str, dict[str, list[float]]]:
+    """Collect the values of all cases, and add the shares."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case in cases.values():
+        found |= case.values
+    for name, (over, under) in SHARES.items():
+        if over in found and under in found:
+            reference = statistics.median(found[under]["new"])
+            found[name] = {r: [v / reference for v in found[over][r]] for r in ("old", "new")}
+    return found
+
+
+def rows_of(results: Mapping[str, Mapping[str, Sequence[float]]], quick: bool) -> list[list[str]]:
+    """Return the table's rows. A quick run shows floors without a verdict."""
+
+    def cell(values: Sequence[float]) -> str:
+        if not values:
+            return ""
+        return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
+
+    rows = []
+    for metric, values in results.items():
+        old, new = values["old"], values["new"]
+        ratio, floor = None, VALUE_FLOORS.get(metric)
+        if old and all(old):
+            ratio = statistics.median(common.ratios(new, old))
+        reached = statistics.median(new)
+        if metric in RATIO_FLOORS and ratio is not None:
+            floor, reached = RATIO_FLOORS[metric], ratio
+        verdict = "" if floor is None else str(floor)
+        if floor is not None and not quick:
+            verdict += "  met" if floor.met(reached) else "  MISSED"
+        unit = UNITS.get(metric, "x" if "/" in metric else "ms")
+        shown = "" if ratio is None else show(ratio)
+        rows.append([metric, unit, cell(old), cell(new), shown, verdict])
+    return rows
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--against", metavar="REV", help="the revision to compare with")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one")
+    options.add_argument("--data", type=Path, help="a Parquet file with a column `text`")
+    options.add_argument("--tokenizer", type=Path, help="its tokenizer.json")
+    options.add_argument("--json", type=Path, help="write the results into this file")
+    args = options.parse_args()
+    if args.contender is not None:
+        work(args.contender)
+        return
+    if not args.against:
+        options.error("--against REV is needed")
+    args.repeats = args.repeats or (1 if args.quick else 5)
+    corpus = load_corpus(args.quick, args.data, args.tokenizer)
+    token_file((QUICK if args.quick else Sizes()).file_batches)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-compare-")))
+        new = folder / "new" / "src"
+        new.parent.mkdir()
+        new.symlink_to(common.REPO / "src")
+        sources = {"old": checkout(args.against, folder / "old"), "new": new}
+        hosted = corpus.hosted("zstd", 250)
+        hub = stack.enter_context(common.Hub(hosted, 100, *HUB_NETWORK))
+        cases = cases_of(corpus, args.quick, hub.endpoint)
+        if args.only:
+            cases = {n: case for n, case in cases.items() if any(part in n for part in args.only)}
+        first = {"source": str(corpus.parquet), "tokenizer": str(corpus.tokenizer)}
+        for src in sources.values():  # compiles byte code, fills the cache
+            run_case(Case({"run": "steps"} | first), src, quick=True)
+        measure(cases, sources, args)
+    results = results_of(cases)
+    commits = {"old": git("rev-parse", "--short=12", args.against), "new": machine()["commit"]}
+    head = ("measure", "unit", f"old {commits['old']}", f"new {commits['new']}", "new/old", "floor")
+    print(table(head, rows_of(results, args.quick)))
+    if args.json:
+        told = {"machine": machine(), "commits": commits, "corpus": corpus.name, "results": results}
+        args.json.write_text(json.dumps(told | {"quick": args.quick}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
