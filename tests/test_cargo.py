@@ -19,13 +19,14 @@ from penstock import (
     TextDataset,
     TokenFileDataset,
 )
+from penstock.encode.collate import pad_with
 from tests import contracts
 
 
 @pytest.fixture(autouse=True)
 def cpu_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`device="cpu"` means no device; here it means one whose memory happens to be the host's."""
-    monkeypatch.setattr("penstock.options._device", lambda device, output: device)
+    monkeypatch.setattr("penstock.run_options._device", lambda device: device)
 
 
 class Samples:

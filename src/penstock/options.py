@@ -206,7 +206,7 @@ class Option:
             unit = " of bytes (or a size such as 512MiB)" if self.size else ""
             return f"{'an integer' if kind is int and not unit else 'a number'}{unit}{limits}"
         if kind is str and self.pattern:
-            return f"text like {self.pattern}"
+            return f"text that matches {self.pattern}"
         named = {
             bool: "True or False",
             str: "text",
