@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, ConfigError, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
 from penstock.feed.autotune import AGAIN_S, PERIOD_S, WARM_CAP_S, Autotune, Knob
 from penstock.feed.pool import ThreadPool
 from penstock.feed.prefetch import Prefetcher

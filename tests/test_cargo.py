@@ -108,9 +108,7 @@ def test_a_stream_on_a_device_resumes_and_closes_like_any(corpus: Path, tmp_path
 
     contracts.resumes_everywhere(make, 12, every=3)
     contracts.closes_cleanly(make)
-    contracts.same_for_any(
-        make, 100, [{}, {"device": None}, {"device_prefetch": 3}, {"n_workers": 0}]
-    )
+    contracts.same_for_any(make, 100, [{}, {"device": None}, {"n_workers": 0}])
 
 
 def test_ids_are_narrow_until_they_are_there(

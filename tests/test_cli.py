@@ -172,9 +172,9 @@ MISTAKES = [
     ("trace no.json --merge no.json", 1, "no.json"),
     # A value that does not fit.
     ("demo --steps 3", 2, "--steps"),
-    ("train --dataset stdlib --size huge", 1, "--size = 'huge': needs one of"),
+    ("train --dataset stdlib --size huge", 1, "--size = 'huge': must be one of"),
     ("train --dataset stdlib --set n_workers=lots", 1, "n_workers"),
-    ("config --set n_workers=lots", 1, "needs a whole number"),
+    ("config --set n_workers=lots", 1, "must be an integer"),
     ("config --preset nobodys", 1, "nobodys"),
     ("doctor docs.txt --packing odd", 2, "packing='odd'"),
     ("smoke --timeout 0", 2, "--timeout 0"),

@@ -333,7 +333,7 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
     code = (
         "import sys; from penstock import *\n"
         f"data = TextDataset({str(corpus / 'parquet')!r}, tokenizer='byte', seq_len=8)\n"
-        "with AsyncDataLoader(data, 2) as loader: next(loader)\n"
+        "with AsyncDataLoader(data, 2) as loader: loader.warmup(2)\n"
         "print([m for m in ('h11', 'obstore', 'asyncio', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -294,7 +294,7 @@ def test_a_damaged_file_is_named_with_its_stage(
         ),
         (
             ("--dataset", "stdlib", "--set", "prefetch_sise=3"),
-            "the nearest known name is prefetch_size",
+            "did you mean prefetch_size?",
         ),
         (("--dataset", "stdlib", "--batch", "2", "--set", "batch_size=3"), "keep one of them"),
         (

@@ -183,7 +183,7 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(
     assert f"({FILES * GROUPS} were there)" in done.stdout
     for arguments, text in (
         ((), "what to stage"),
-        (("x", "--bytes", "much"), "--bytes = 'much': needs a number of bytes"),
+        (("x", "--bytes", "much"), "--bytes much: must be bytes"),
         (("x", "--settings", str(settings)), "not both"),
     ):
         failed = run(*arguments)

@@ -414,8 +414,8 @@ def test_a_stream_that_is_shorter_or_longer_than_it_was_differs(corpus: Path) ->
     [
         (("nowhere.jsonl",), "nowhere.jsonl does not exist"),
         (("nowhere.toml",), "cannot be read"),
-        (("CORPUS/parquet", "--set", "shufle=1"), "nearest known name is shuffle"),
-        (("CORPUS/parquet", "--set", "shuffle"), "needs KEY=VALUE"),
+        (("CORPUS/parquet", "--set", "shufle=1"), "did you mean shuffle?"),
+        (("CORPUS/parquet", "--set", "shuffle"), "must be KEY=VALUE"),
         (("CORPUS/parquet", "--seq-len", "20000", "--set", "epochs=1"), "the data gives 1 batch of 8 rows"),
         (("CORPUS/parquet", "--text-field", "body"), "body"),
         (("CORPUS/parquet", "--batch", "8", "--set", "batch_size=4"), "--batch 8 and --set batch_size=4: keep one of them"),
