@@ -70,7 +70,7 @@ class TextDataset:
         """Describe a dataset.
 
         urls: a file, a folder, a glob, or a list of these: on disk, on the Hub (hf://datasets/…), in a
-        bucket (s3://, gs://, az://) or on a web server (https://, files only).
+            bucket (s3://, gs://, az://) or on a web server (https://, files only).
         """
         self.options = options = TextOptions(**kwargs)
         self.remote = remote = RemoteOptions.of(options.remote)
@@ -127,13 +127,11 @@ class TextDataset:
         """Return a dataset of an iterable of strings, of mappings with a text field, or of ids.
 
         source: a function that returns a new iterable for each epoch, a collection, a `datasets`
-        stream, or an iterator (one epoch only). A resume uses its `state_dict` and `load_state_dict`;
-        without them it reads the iterable again up to the position, and warns.
-
+            stream, or an iterator (one epoch only). A resume uses its `state_dict` and
+            `load_state_dict`; without them it reads the iterable again up to the position, and warns.
         tokenizer: as for files; None if the documents are ids.
-
         more: text_field, packing, eos, bos, positions, shuffle_chunks and doc_batch as for files;
-        name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
+            name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
         """
         from penstock.sources.text_stream import TextStream
 

@@ -288,7 +288,7 @@ def accepts(
         own = list(inspect.signature(init).parameters.values())[:2]
         declared = list(inspect.signature(cls).parameters.values())
         init.__signature__ = inspect.Signature([*own, *declared])  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join([inspect.cleandoc(init.__doc__ or ""), *help_of(cls)])
+        init.__doc__ = "\n".join([inspect.cleandoc(init.__doc__ or ""), *help_of(cls)])
         return init
 
     return decorate

@@ -22,6 +22,7 @@ from penstock.train.options import (
     parallel,
     resolve,
     spell_out,
+    spelled,
 )
 from penstock.train.trainer import _accumulate
 
@@ -358,7 +359,7 @@ def test_help_lists_every_option_with_its_default() -> None:
     done = CliRunner().invoke(cli, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert done.exit_code == 0
     for each in OPTIONS.values():
-        assert re.search(rf"--{each.spelled}\b", done.output), each.spelled
+        assert re.search(rf"--{spelled(each.name)}\b", done.output), each.name
     assert "--config" in done.output
     assert "--set" in done.output
     assert re.search(r"--seq-len .*\[default: \(256\)\]", done.output)

@@ -399,9 +399,7 @@ def attach(
     if not isinstance(telemetry, Telemetry):
         raise ConfigError(f"telemetry={telemetry!r}: must be a Telemetry(…)")
     if telemetry.owner is not None and telemetry.owner() is not None:
-        raise ConfigError(
-            "this telemetry belongs to another loader. Give each loader its own."
-        )
+        raise ConfigError("this telemetry belongs to another loader. Give each loader its own.")
     telemetry.owner = weakref.ref(owner)
     began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
     if imported is not None and began is not None:
