@@ -76,7 +76,7 @@ class TextDataset:
         self.remote = remote = RemoteOptions.of(options.remote)
         self.seq_len = options.seq_len
         separator = options.separator
-        separator = separator.encode() if isinstance(separator, str) else separator
+        separator = separator.encode() if isinstance(separator, str) else separator or None
         load = partial(_load_tokenizer, options)
         began = time.perf_counter()
         self.outside: Outside | None = None

@@ -141,7 +141,7 @@ def _seen(
         first_batch_s=telemetry.ledger.marks["first_batch"] - begun,
         data=repr(dataset),
         shape=tuple(batch.inputs.shape),
-        dtype=str(batch.inputs.dtype),
+        dtype=str(batch.inputs.dtype).removeprefix("torch."),
         tokens=batch.tokens,
         queue=telemetry.queue(),
         warmup=warmup,
