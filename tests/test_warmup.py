@@ -739,12 +739,12 @@ def test_without_a_length_there_is_none_and_it_is_true_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": -1}, "batches = -1: must be an integer ≥ 0, or 'auto'"),
+        ({"batches": -1}, "batches=-1: must be an integer ≥ 0"),
         ({"batches": 1.5}, "batches=1.5: must be an integer"),
         ({"batches": "all"}, "batches='all': must be an integer"),
         ({"timeout": -1}, "timeout=-1: must be a number of seconds"),
         ({"timeout": float("nan")}, "timeout=nan: must be a number of seconds"),
-        ({"prefetch": -1}, "prefetch = -1: must be an integer ≥ 0"),
+        ({"prefetch": -1}, "prefetch=-1: must be an integer ≥ 0"),
         ({"iterable": 5}, "a int cannot be iterated over"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
