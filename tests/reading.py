@@ -21,10 +21,14 @@ EOS = 256
 
 def bytes_of(path: Path | str | list[Any], **settings: Any) -> TextDataset:
     """A dataset whose ids are the bytes of its texts."""
-    limits = {
-        name: settings.pop(name) for name in ("max_doc_bytes", "max_ratio") if name in settings
-    }
-    dataset = TextDataset(path, **{"tokenizer": "byte", "seq_len": 512, **settings})
+    return limited(path, **{"tokenizer": "byte", "seq_len": 512, **settings})
+
+
+def limited(path: Any, **settings: Any) -> TextDataset:
+    """A dataset that may have lower limits than the constants of a run."""
+    names = ("max_doc_bytes", "max_ratio")
+    limits = {name: settings.pop(name) for name in names if name in settings}
+    dataset = TextDataset(path, **settings)
     dataset.read = replace(dataset.read, **limits)
     return dataset
 

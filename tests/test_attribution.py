@@ -360,7 +360,7 @@ def test_a_run_that_does_not_wait_is_told_nothing_to_do() -> None:
         ("fetch", Known(n_workers=1, cores=4, text=False, python=True), "n_workers 1 → 2"),
         ("fetch", Known(n_workers=2, tight=True), "memory_limit"),
         ("pack", Known(n_workers=2), "larger batches"),
-        ("copy", Known(n_workers=2), "device_prefetch"),
+        ("copy", Known(n_workers=2), "device_preprocess"),
         (RANKS, Known(n_workers=2), "another rank"),
     ],
 )  # fmt: skip

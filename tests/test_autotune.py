@@ -153,12 +153,12 @@ def text(corpus: Path, **more: Any) -> AsyncDataLoader:
 @given(seed=st.integers(0, 2**32))
 def test_the_stream_is_the_same_whatever_is_turned(corpus: Path, seed: int) -> None:
     whole = stream(text(corpus), 120, None)
-    assert stream(text(corpus, autotune=True, n_workers=1, prefetch_size=1), 120, seed) == whole
+    assert stream(text(corpus, n_workers=1, prefetch_size="auto"), 120, seed) == whole
 
 
 def test_the_names_of_the_knobs_by_kind_of_data(corpus: Path, hub: HubServer) -> None:
     def names(data: Any, **more: Any) -> set[str]:
-        with AsyncDataLoader(data, 4, autotune=True, n_workers=1, **more) as loader:
+        with AsyncDataLoader(data, 4, prefetch_size="auto", n_workers=1, **more) as loader:
             assert loader._tuner is not None
             return {knob.name for knob in loader._tuner.knobs}
 
@@ -191,13 +191,15 @@ def test_requests_in_flight_may_change_at_any_time(hub: HubServer) -> None:
         return AsyncDataLoader(data, 4, **more)
 
     whole = stream(make(), 100, None)
-    assert stream(make(autotune=True), 100, 1) == whole
-    assert stream(make(autotune=True), 100, 2) == whole
+    assert stream(make(prefetch_size="auto"), 100, 1) == whole
+    assert stream(make(prefetch_size="auto"), 100, 2) == whole
 
 
 def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None:
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=1024)
-    with AsyncDataLoader(data, 8, n_workers=1, memory_limit=8 << 20, autotune=True) as loader:
+    with AsyncDataLoader(
+        data, 8, n_workers=1, memory_limit=8 << 20, prefetch_size="auto"
+    ) as loader:
         assert loader._tuner is not None
         knob = next(k for k in loader._tuner.knobs if k.name == "prefetch_size")
         batch = 8 * 1024 * 16
@@ -207,13 +209,6 @@ def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None
         knob.set(knob.max())
         assert before - lanes._budget == (knob.max() - 8) * batch
         contracts.take(loader, 5)
-
-
-def test_autotune_needs_telemetry() -> None:
-    with pytest.raises(ConfigError, match="telemetry=True"):
-        AsyncDataLoader([1, 2, 3], 1, autotune=True)
-    with pytest.raises(ConfigError, match="autotune='yes'"):
-        AsyncDataLoader([1, 2, 3], 1, autotune="yes")  # type: ignore[arg-type]
 
 
 # Pools and queues that change their size

@@ -638,7 +638,7 @@ def test_the_command_ends_with_the_bytes_it_wrote(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--out", "out.jsonl", "--bytes", "lots"), "--bytes = 'lots': needs a number of bytes"),
+        (("--out", "out.jsonl", "--bytes", "lots"), "--bytes lots: must be bytes"),
         (("--out", "out.txt", "--bytes", "9kB"), r"ends in \.jsonl"),
         (("--out", "out.jsonl", "--config", "x", "a.jsonl"), "config='x'"),
     ],

@@ -348,13 +348,15 @@ def text_at(offset: int | None) -> bytes:
 
 READ_ALL = """
 import sys
+from dataclasses import replace
 from penstock import AsyncDataLoader, TextDataset
 
 def high_water() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
-data = TextDataset(sys.argv[1], tokenizer="byte", seq_len=65536, chunk_bytes=1 << 20, max_ratio=1e6)
+data = TextDataset(sys.argv[1], tokenizer="byte", seq_len=65536, chunk_bytes=1 << 20)
+data.read = replace(data.read, max_ratio=1e6)
 with AsyncDataLoader(data, batch_size=8, n_workers=0, epochs=1) as loader:
     first = next(loader)
     before, tokens = high_water(), first.tokens

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from penstock.dialects import without_comments
 
 from penstock import AsyncDataLoader, TextDataset
-from penstock.settings import PRESETS, load
+from penstock.settings import PRESETS, load, without_comments
 from tests.corpus import texts
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
@@ -79,8 +78,8 @@ def test_a_whole_pass_over_the_files_data_ends(path: Path, tmp_path: Path) -> No
 def test_every_preset_runs_and_gives_the_same_batches(
     path: Path, preset: str, tmp_path: Path
 ) -> None:
-    settings = load(path, preset=preset).settings
-    assert (settings.n_workers, settings.prefetch_size) == PRESETS[preset]
+    settings = load(path, preset=preset)
+    assert (settings["n_workers"], settings["prefetch_size"]) == PRESETS[preset]
     data = data_for(path, tmp_path)
     plain = first(path, data, n=8, prefetch=False)
     for batch, expected in zip(first(path, data, n=8, preset=preset), plain, strict=True):

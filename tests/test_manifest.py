@@ -183,8 +183,8 @@ def test_an_unknown_scheme_is_an_error_that_names_the_known_ones(url: str) -> No
 
 def test_config_is_for_the_hub(tmp_path: Path) -> None:
     touch(tmp_path, "a.jsonl")
-    with pytest.raises(ConfigError, match=r"config='x'.*on disk"):
-        TextDataset(tmp_path, tokenizer="byte", seq_len=8, config="x")
+    with pytest.raises(ConfigError, match=r"config='x'.*local files"):
+        TextDataset(tmp_path, tokenizer="byte", seq_len=8, remote={"config": "x"})
 
 
 def test_file_urls_are_paths(tmp_path: Path) -> None:

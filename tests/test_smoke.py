@@ -241,7 +241,7 @@ def test_data_of_less_than_a_batch_is_an_error(prefetch: str, corpus: Path) -> N
         (("--dataset", "nowhere"), "nowhere does not exist"),
         (("--dataset", "fineweb_edu_local"), "needs --local-path FILE"),
         (("--dataset", "stdlib", "--local-path", "x"), "only for --dataset fineweb_edu_local"),
-        (("--set", "prefetch_sise=3"), "the nearest known name is prefetch_size"),
+        (("--set", "prefetch_sise=3"), "did you mean prefetch_size?"),
         (("--batch", "2", "--set", "batch_size=3"), "keep one of them"),
         (("--config", "configs/test_async_loader.toml", "--tokenizer", "byte"), "kind synthetic"),
     ],

@@ -54,7 +54,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def make(**how: Any) -> AsyncDataLoader:
-    data = {name: how.pop(name) for name in ("cache", "cache_bytes", "remote") if name in how}
+    data = {name: how.pop(name) for name in ("cache", "remote") if name in how}
     text = TextDataset(
         "hf://datasets/org/name/data", tokenizer="byte", seq_len=64, **({"remote": QUICK} | data)
     )
@@ -138,7 +138,7 @@ def test_an_interrupted_staging_goes_on_where_it_was(hub: HubServer) -> None:
 
 def test_staging_that_cannot_keep_anything_is_an_error(hub: HubServer) -> None:
     with pytest.raises(SourceError, match=r"full.*cache_bytes"):
-        stage(make(cache_bytes=5_000), 10**9)
+        stage(make(remote=replace(QUICK, cache_bytes=5_000)), 10**9)
     with pytest.raises(ConfigError, match="no cache"):
         stage(make(cache=False), 10**9)
     with pytest.raises(ConfigError, match="TextDataset"):
@@ -183,7 +183,7 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(
     assert f"({FILES * GROUPS} were there)" in done.stdout
     for arguments, text in (
         ((), "what to stage"),
-        (("x", "--bytes", "much"), "--bytes = 'much': needs a number of bytes"),
+        (("x", "--bytes", "much"), "--bytes much: must be bytes"),
         (("x", "--settings", str(settings)), "not both"),
     ):
         failed = run(*arguments)
@@ -284,8 +284,8 @@ def test_a_cache_too_small_for_an_epoch_keeps_what_the_next_one_needs_first(
     monkeypatch.setattr(CacheWriter, "offer", offer)
     limit = whole.bytes // 2
     # Read-ahead must be a small part of an epoch: the plan is asked from where it stands.
-    slowly = replace(QUICK, fetches=1)
-    with make(shuffle=False, cache_bytes=limit, epochs=3, n_workers=1, remote=slowly) as loader:
+    slowly = replace(QUICK, fetches=1, cache_bytes=limit)
+    with make(shuffle=False, epochs=3, n_workers=1, remote=slowly) as loader:
         batches = take(loader, 10**6)
         stats = loader.stats()
     assert stats.cache_hits > FILES * GROUPS * 0.6, "two epochs, each with half of it at hand"

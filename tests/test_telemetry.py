@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +29,12 @@ def text(corpus: Path, **more: Any) -> TextDataset:
 
 def loader_of(corpus: Path, **more: Any) -> AsyncDataLoader:
     return AsyncDataLoader(text(corpus), 4, **more)
+
+
+def observed(corpus: Path, telemetry: Telemetry, **more: Any) -> AsyncDataLoader:
+    loader = loader_of(corpus, **more)
+    loader.observe(telemetry)
+    return loader
 
 
 def wait(seconds: float) -> None:
@@ -264,7 +269,7 @@ def test_a_stall_is_told_with_its_stage_and_its_file(
     watcher = threading.Thread(target=watch)
     watcher.start()
     with (
-        loader_of(corpus, n_workers=1, telemetry=telemetry) as loader,
+        observed(corpus, telemetry, n_workers=1) as loader,
         caplog.at_level(logging.WARNING, "penstock"),
     ):
         next(loader)
@@ -345,40 +350,21 @@ def test_events_that_nobody_takes_are_bounded_and_counted() -> None:
     assert telemetry.take_events() == []
 
 
-def test_without_telemetry_the_stream_is_the_same_and_time_in_next_is_still_known(
-    corpus: Path,
-) -> None:
-    with (
-        loader_of(corpus, epochs=1) as quiet,
-        loader_of(corpus, epochs=1) as loader,
-    ):
-        assert all(
-            np.array_equal(one.inputs, other.inputs) for one, other in zip(quiet, loader, strict=True)
-        )  # fmt: skip
-        stats = quiet.stats()
-    assert stats.wait_s > 0
-    assert set(stats.wait_by_stage) == {"batch"}
-    assert all(stage.busy_s == 0 for stage in stats.stages.values())
-    assert quiet.telemetry.clock.timelines == []
-
-
 def test_one_telemetry_belongs_to_one_loader(corpus: Path) -> None:
     telemetry = Telemetry()
-    first = loader_of(corpus, telemetry=telemetry)
+    first = observed(corpus, telemetry)
     with pytest.raises(ConfigError, match="belongs to another loader"):
-        loader_of(corpus, telemetry=telemetry)
+        observed(corpus, telemetry)
     del first
     gc.collect()
-    loader_of(corpus, telemetry=telemetry)
-    with pytest.raises(ConfigError, match="needs True, False or a Telemetry"):
-        loader_of(corpus, telemetry="yes")
+    observed(corpus, telemetry)
     with pytest.raises(ConfigError, match="stall_s=0"):
         Telemetry(stall_s=0)
 
 
 def test_telemetry_keeps_no_loader_alive_and_forgets_its_threads(corpus: Path) -> None:
     telemetry = Telemetry()
-    loader = loader_of(corpus, telemetry=telemetry, epochs=1)
+    loader = observed(corpus, telemetry, epochs=1)
     for _ in range(8):
         assert sum(1 for _ in loader) > 0
     loader.shutdown()

@@ -182,7 +182,7 @@ def test_a_stream_is_the_reference_with_a_separator_after_each_document(
     tmp_path: Path, vocabulary: Path, engine: str, n_workers: int
 ) -> None:
     texts = [*HOSTILE.values()] * 5
-    got = stream(tmp_path, texts, n_workers, tokenizer=vocabulary, engine=engine)
+    got = stream(tmp_path, texts, n_workers, tokenizer=load_tokenizer(vocabulary, engine=engine))
     assert got == joined(reference(vocabulary, texts))
 
 
@@ -199,7 +199,7 @@ def test_a_state_saved_with_one_engine_continues_with_another(
     path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
 
     def dataset(engine: Any) -> TextDataset:
-        return TextDataset(path, tokenizer=vocabulary, seq_len=64, engine=engine)
+        return TextDataset(path, tokenizer=load_tokenizer(vocabulary, engine=engine), seq_len=64)
 
     with open_loader(dataset("gigatoken")) as loader:
         head = [next(loader) for _ in range(3)]
@@ -380,7 +380,9 @@ def test_the_order_of_the_keys_in_a_file_does_not_matter(
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({key: parsed[key] for key in keys}, indent=indent))
     texts = [HOSTILE["looks special"], HOSTILE["english"], 'a "model": {<extra>', "x"]
-    assert stream(tmp_path, texts, tokenizer=path, engine=engine) == joined(reference(path, texts))
+    assert stream(tmp_path, texts, tokenizer=load_tokenizer(path, engine=engine)) == joined(
+        reference(path, texts)
+    )
 
 
 @pytest.mark.parametrize("engine", ["auto", "tokenizers"])
@@ -393,9 +395,9 @@ def test_added_tokens_that_are_not_special_are_found_in_text(
     texts = ["a<extra>b", "        x", "<extra><extra>", "plain"]
     wanted = reference(tmp_path / "tokenizer.json", texts)
     assert max(i for ids in wanted for i in ids) >= 1200
-    assert stream(tmp_path, texts, tokenizer=tmp_path / "tokenizer.json", engine=engine) == joined(
-        wanted
-    )
+    assert stream(
+        tmp_path, texts, tokenizer=load_tokenizer(tmp_path / "tokenizer.json", engine=engine)
+    ) == joined(wanted)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +585,9 @@ def test_a_tiktoken_file_gives_the_ids_of_tiktoken(tmp_path: Path, engine: str) 
     path = write_ranks(tmp_path / "r50k_base.tiktoken")
     texts = [*HOSTILE.values(), "the other thing in there"]
     wanted = [encoding("r50k_base").encode_ordinary(text) for text in texts]
-    assert stream(tmp_path, texts, tokenizer=path, engine=engine) == joined(wanted, (50256,))
+    assert stream(tmp_path, texts, tokenizer=load_tokenizer(path, engine=engine)) == joined(
+        wanted, (50256,)
+    )
 
 
 @pytest.mark.parametrize("name", ["r50k_base", "my own encoding"])
@@ -959,7 +963,9 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words of text"}\n' * 5000)
     data = TextDataset(
-        tmp_path / "a.jsonl", tokenizer=corpus / "tokenizer.json", engine="tokenizers", seq_len=64
+        tmp_path / "a.jsonl",
+        tokenizer=load_tokenizer(corpus / "tokenizer.json", engine="tokenizers"),
+        seq_len=64,
     )
     begun, go_on, given = threading.Event(), threading.Event(), []
     usual = type(data.tokenizer.engine).encode

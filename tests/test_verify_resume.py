@@ -301,7 +301,7 @@ def test_data_that_changes_between_reads_is_found() -> None:
     [
         (("nowhere.jsonl",), "nowhere.jsonl does not exist"),
         (("nowhere.toml",), "cannot be read"),
-        (("CORPUS/parquet", "--set", "shufle=1"), "nearest known name is shuffle"),
+        (("CORPUS/parquet", "--set", "shufle=1"), "did you mean shuffle?"),
         (("CORPUS/parquet", "--seq-len", "20000", "--set", "epochs=1"), "resuming needs two"),
         (("CORPUS/parquet", "--text-field", "body"), "body"),
         (("CORPUS/parquet", "--lanes", "2", "--set", "lanes=4"), "keep one of them"),

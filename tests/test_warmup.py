@@ -470,10 +470,11 @@ def test_an_iterator_without_a_length_is_true_and_has_none() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batches": -1}, "batches=-1: needs a whole number, at least 0"),
-        ({"batches": "all"}, "batches='all': needs a whole number"),
-        ({"timeout": -1}, "timeout=-1: needs a number of seconds, at least 0"),
-        ({"timeout": float("nan")}, "timeout=nan: needs a number of seconds"),
+        ({"batches": -1}, "batches=-1: must be an integer ≥ 0"),
+        ({"batches": 1.5}, "batches=1.5: must be an integer"),
+        ({"batches": "all"}, "batches='all': must be an integer"),
+        ({"timeout": -1}, "timeout=-1: must be a number of seconds"),
+        ({"timeout": float("nan")}, "timeout=nan: must be a number of seconds"),
     ],
 )
 def test_invalid_arguments_are_refused_before_anything_is_fetched(

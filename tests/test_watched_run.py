@@ -124,9 +124,8 @@ def train(run: Run, corpus: Path, patch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(260, 16), torch.nn.Linear(16, 260))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = AsyncDataLoader(
-        text(corpus), 4, shuffle=True, seed=1, n_workers=1, prefetch_size=2, telemetry=telemetry
-    )
+    loader = AsyncDataLoader(text(corpus), 4, shuffle=True, seed=1, n_workers=1, prefetch_size=2)
+    loader.observe(telemetry)
     beating = Heartbeat(
         run.folder,
         observed=loader.telemetry,
@@ -415,8 +414,7 @@ MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
     "compressed": lambda corpus: AsyncDataLoader(
         TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=64), 4, n_workers=1
     ),
-    "no telemetry": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1),
-    "autotune": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, autotune=True),
+    "autotune": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, prefetch_size="auto"),
 }
 
 
@@ -605,10 +603,11 @@ def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
             "shuffle": True,
             "seed": 3,
             "n_workers": 1,
-            "prefetch_size": 1,
-            "autotune": tunes,
+            "prefetch_size": "auto" if tunes else 1,
         }
-        return AsyncDataLoader(text(corpus), 4, telemetry=Listened("tune"), **how)
+        loader = AsyncDataLoader(text(corpus), 4, **how)
+        loader.observe(Listened("tune"))
+        return loader
 
     tuned = make(True)
     assert isinstance(tuned.telemetry, Listened)

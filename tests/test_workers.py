@@ -98,18 +98,6 @@ def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> Non
         assert loader.stats().batches == 9  # everything before it
 
 
-def test_without_restart_the_first_death_is_an_error() -> None:
-    with AsyncDataLoader(
-        Slow(), 4, n_workers=1, workers="process", restart_workers=False
-    ) as loader:
-        next(loader)
-        os.kill(pids(loader)[0], signal.SIGKILL)
-        begun = time.monotonic()
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            contracts.take(loader, 100)
-        assert time.monotonic() - begun < 30
-
-
 def sources(folder: Path) -> dict[str, Any]:
     ids = folder / "ids.bin"
     (np.arange(4000) % 251).astype(np.uint16).tofile(ids)

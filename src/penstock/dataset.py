@@ -67,13 +67,13 @@ class TextDataset:
         """Describe a dataset.
 
         urls: a file, a folder, a glob, or a list of these: on disk, on the Hub (hf://datasets/…), in a
-        bucket (s3://, gs://, az://) or on a web server (https://, files only).
+            bucket (s3://, gs://, az://) or on a web server (https://, files only).
         """
         self.options = options = TextOptions(**kwargs)
         self.remote = remote = RemoteOptions.of(options.remote)
         self.seq_len = options.seq_len
         separator = options.separator
-        separator = separator.encode() if isinstance(separator, str) else separator
+        separator = separator.encode() if isinstance(separator, str) else separator or None
         load = partial(_load_tokenizer, options)
         began = time.perf_counter()
         self.remote_config: RemoteConfig | None = None
@@ -124,13 +124,11 @@ class TextDataset:
         """Return a dataset of an iterable of strings, of mappings with a text field, or of ids.
 
         source: a function that returns a new iterable for each epoch, a collection, a `datasets`
-        stream, or an iterator (one epoch only). A resume uses its `state_dict` and `load_state_dict`;
-        without them it reads the iterable again up to the position, and warns.
-
+            stream, or an iterator (one epoch only). A resume uses its `state_dict` and
+            `load_state_dict`; without them it reads the iterable again up to the position, and warns.
         tokenizer: as for files; None if the documents are ids.
-
         more: text_field, packing, eos, bos, positions, shuffle_chunks and doc_batch as for files;
-        name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
+            name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
         """
         from penstock.sources.text_iterable import TextIterable
 

@@ -1,39 +1,39 @@
-"""Every exception Penstock raises of its own accord.
+"""The exceptions that Penstock raises itself.
 
     PenstockError
-    ├── ConfigError            an argument or setting does not fit            (ValueError)
+    ├── ConfigError            an argument or setting is invalid              (ValueError)
     ├── MissingExtra           an optional library is not installed           (ImportError)
     ├── SourceError            the data
-    │   ├── NoData             nothing matches, or a reader would have nothing
-    │   ├── CorruptFile        a file or a chunk of it cannot be read
-    │   ├── RemoteError        it cannot be fetched, however often it was tried
-    │   ├── AccessDenied       it is not for us, or not without a token
-    │   ├── SourceChanged      it is not what it was
-    │   ├── Offline            it is not on this machine, and the network is not to be used
-    │   └── BadRecord          one document cannot be used
-    ├── TokenizerError         the vocabulary
+    │   ├── NoData             no file matches, or a reader would get no data
+    │   ├── CorruptFile        a file, or a chunk of it, cannot be read
+    │   ├── RemoteError        a fetch failed after all retries
+    │   ├── AccessDenied       a token, a permission or accepted terms are missing
+    │   ├── SourceChanged      a file changed during the run or since the checkpoint
+    │   ├── Offline            data is not on this machine and the network is disabled
+    │   └── BadRecord          a document cannot be used
+    ├── TokenizerError         the vocabulary cannot be found, loaded or used
     ├── StateError             a saved state
-    │   ├── StateFormat        it is not a state, or of a version we do not read
-    │   └── StateMismatch      it belongs to other data, settings or ranks
+    │   ├── StateFormat        not a state, or an unsupported version
+    │   └── StateMismatch      a state of other data, settings or ranks
     ├── UnevenRanks            ranks would get different numbers of batches
-    ├── PeerFailed             another rank could not get its batch
+    ├── PeerFailed             another rank failed to get its batch
     ├── FeedStopped            a rank has no data, and all ranks stop together
-    ├── WorkerDied             a worker process ended in the middle of its work
-    ├── LoaderTimeout          no batch within the time asked for             (TimeoutError)
-    └── LoaderClosed           the loader was shut down while somebody waited
+    ├── WorkerDied             a worker process exited during a task
+    ├── LoaderTimeout          no batch within the timeout                    (TimeoutError)
+    └── LoaderClosed           the loader was shut down during a call
 
-An exception raised by user code or by a library keeps its own type; a note says stage, file and row.
+An exception of user code or of a library keeps its type; a note names stage, file and row.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """The root of Penstock's own exceptions."""
+    """Base class of all exceptions here."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """An argument or a setting does not fit."""
+    """An argument or setting is invalid. The message names it, its value and what would fit."""
 
 
 class MissingExtra(PenstockError, ImportError):
@@ -46,11 +46,11 @@ class MissingExtra(PenstockError, ImportError):
 
 
 class SourceError(PenstockError):
-    """The data cannot be had as asked for."""
+    """The data cannot be read."""
 
 
 class NoData(SourceError):
-    """Nothing matches, or a reader would be left without anything to read."""
+    """No file matches, or a reader would get no data."""
 
 
 class CorruptFile(SourceError):
@@ -60,23 +60,23 @@ class CorruptFile(SourceError):
 
 
 class RemoteError(SourceError):
-    """Something remote cannot be fetched, however often it was tried."""
+    """A fetch failed after all retries."""
 
 
 class AccessDenied(SourceError):
-    """The server does not let us have it: a token, a permission or the acceptance of terms is missing."""
+    """The server refuses access: a token, a permission or accepted terms are missing."""
 
 
 class SourceChanged(SourceError):
-    """A file is not what it was when the run began or its state was saved."""
+    """A file changed since the run began or its state was saved."""
 
 
 class Offline(SourceError):
-    """It is not on this machine, and the network is not to be used."""
+    """The data is not on this machine, and the network is disabled."""
 
 
 class BadRecord(SourceError):
-    """One document cannot be used."""
+    """A document cannot be used."""
 
 
 class TokenizerError(PenstockError):
@@ -88,11 +88,11 @@ class StateError(PenstockError):
 
 
 class StateFormat(StateError):
-    """It is not a state, or of a version that this release does not read."""
+    """The value is not a state, or has an unsupported version."""
 
 
 class StateMismatch(StateError):
-    """It belongs to other data, other settings or another number of ranks."""
+    """The state belongs to other data, other settings or another number of ranks."""
 
 
 class UnevenRanks(PenstockError):
@@ -100,11 +100,11 @@ class UnevenRanks(PenstockError):
 
 
 class PeerFailed(PenstockError):
-    """Another rank could not get its batch; its own error says why."""
+    """Another rank failed to get its batch; its own error says why."""
 
 
 class FeedStopped(PenstockError):
-    """A rank has no data, so all ranks stop, with the same error."""
+    """A rank has no data, so all ranks stop with the same error."""
 
     def __init__(self, reason: str, step: int | None = None) -> None:
         before = f". All ranks stop together before step {step}." if step is not None else ""
@@ -113,12 +113,12 @@ class FeedStopped(PenstockError):
 
 
 class WorkerDied(PenstockError):
-    """A worker process ended, or was ended, in the middle of its work."""
+    """A worker process exited, or was killed, during a task."""
 
 
 class LoaderTimeout(PenstockError, TimeoutError):
-    """No batch within the time asked for. Nothing is lost: ask again."""
+    """No batch within the timeout. Nothing is lost: call again."""
 
 
 class LoaderClosed(PenstockError):
-    """The loader was shut down while somebody waited for it."""
+    """The loader was shut down during the call."""

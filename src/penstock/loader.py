@@ -48,7 +48,7 @@ class AsyncDataLoader:
         """Set up a loader. Nothing runs until it is entered, started, warmed or asked for a batch.
 
         dataset: a TextDataset, TokenFileDataset, SyntheticDataset or Mixture; a map-style dataset; or
-        an iterable of samples.
+            an iterable of samples.
         """
         given = LoaderOptions(*args, **kwargs)
         self._dataset = dataset

@@ -12,22 +12,12 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import (
-    Any,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from penstock.errors import ConfigError
 from penstock.types import AUTO, Format, GiB, KiB, MiB, Packing, Shard
@@ -43,50 +33,34 @@ REFUSED = (ValueError, TypeError, LookupError, ArithmeticError)
 # Declaring options
 
 
-def option(
-    *,
-    default: Any = MISSING,
-    help: str,
-    minimum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    size: bool = False,
-    none: str = "none",
-    pattern: str = "",
-    group: str = "",
-    implied: str | None = None,
-) -> Any:
-    """Declare an option as a dataclass field.
-
-    minimum, above, below: bounds of a number; the last two are exclusive. size: a number of bytes,
-    in text also "512MiB". none: the text that means None. pattern: what a text must match.
-    group, implied: the command line's heading, and the option's meaning without a value.
-    """
-    about = locals()
-    about.pop("default")
-    return field(default=default, metadata={"option": about})
+def option(*, help: str, default: Any = MISSING, **about: Any) -> Any:
+    """Declare an option as a dataclass field; `about` has further fields of `Option`."""
+    return field(default=default, metadata={"help": help, **about})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def options(cls: type[T]) -> type[T]:
     """Make a frozen dataclass that checks and normalises every field when it is created."""
 
     def check_all(self: Any) -> None:
-        for name, each in options_of(type(self)).items():
-            object.__setattr__(self, name, each.check(getattr(self, name)))
-        check_together = getattr(self, "check", None)
-        if check_together is not None:
-            check_together()
+        for each in made.__options__.values():
+            object.__setattr__(self, each.name, each.check(getattr(self, each.name)))
 
-    changed: Any = cls
-    changed.__post_init__ = check_all
-    made: Any = dataclass(frozen=True)(changed)
-    hints = get_type_hints(made)
+    made: Any = cls
+    made.__post_init__ = check_all
+    dataclass(frozen=True)(made)
+    hints = typing.get_type_hints(made)
     made.__options__ = {
-        each.name: Option(each.name, hints[each.name], each.default, **each.metadata["option"])
+        each.name: Option(each.name, hints[each.name], each.default, **each.metadata)
         for each in fields(made)
     }
     return cls
+
+
+def options_of(cls: Any) -> Mapping[str, Option]:
+    """Return the options that a class declares, by name."""
+    declared: Mapping[str, Option] = cls.__options__
+    return declared
 
 
 @dataclass(frozen=True)
@@ -97,19 +71,25 @@ class Option:
     hint: Any
     default: Any
     help: str
-    minimum: float | None
-    above: float | None
-    below: float | None
-    size: bool
-    none: str
-    pattern: str
-    group: str
-    implied: str | None
+    """What it does, and what a larger value costs."""
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    """Bounds of a number; `above` and `below` are exclusive."""
+    size: bool = False
+    """A number of bytes; as text also "512MiB"."""
+    none: str = "none"
+    """The text that means None."""
+    pattern: str = ".+"
+    """What a text must match."""
+    group: str = ""
+    implied: str | None = None
+    """The command line's heading, and the option's meaning without a value."""
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
         """The alternatives of the annotation; None comes first."""
-        union = get_origin(self.hint) in (Union, types.UnionType)
+        union = get_origin(self.hint) in (typing.Union, types.UnionType)
         kinds = get_args(self.hint) if union else (self.hint,)
         return tuple(sorted(kinds, key=lambda kind: kind is not type(None)))
 
@@ -165,10 +145,7 @@ class Option:
         if kind is Path:
             return Path(value).expanduser()
         if kind is str:
-            fits = (
-                isinstance(value, str) and value and re.fullmatch(self.pattern or ".*", value, re.S)
-            )
-            return _require(bool(fits), value)
+            return _require(re.fullmatch(self.pattern, value, re.DOTALL) is not None, value)
         if get_origin(kind) is Callable_:
             return _require(callable(value), value)
         return _require(kind is Any or isinstance(value, get_origin(kind) or kind), value)
@@ -205,23 +182,22 @@ class Option:
             limits = " and".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
             unit = " of bytes (or a size such as 512MiB)" if self.size else ""
             return f"{'an integer' if kind is int and not unit else 'a number'}{unit}{limits}"
-        if kind is str and self.pattern:
-            return f"text like {self.pattern}"
-        named = {
-            bool: "True or False",
-            str: "text",
-            Path: "a path",
-            Any: "anything",
-            bytes: "bytes",
-        }
-        if kind == Iterable[int]:
-            return "CPU numbers such as [0, 1] or '0-3,8'"
-        if get_origin(kind) is Callable_:
-            return "a function"
-        return named.get(kind) or f"a {(get_origin(kind) or kind).__name__}"
+        if kind is str and self.pattern != ".+":
+            return f"text that matches {self.pattern}"
+        origin = get_origin(kind) or kind
+        return NAMES.get(kind) or NAMES.get(origin) or f"a value of type {origin.__name__}"
 
 
 Callable_ = get_origin(Callable[..., Any])
+NAMES: dict[Any, str] = {
+    bool: "True or False",
+    str: "text",
+    bytes: "bytes",
+    Path: "a path",
+    Any: "anything",
+    Callable_: "a function",
+    Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
+}
 FLAGS = dict.fromkeys(("1", "true", "on", "yes"), True)
 FLAGS |= dict.fromkeys(("0", "false", "off", "no"), False)
 
@@ -234,12 +210,6 @@ def _require(fits: bool, value: T) -> T:
     if not fits:
         raise ValueError
     return value
-
-
-def options_of(cls: Any) -> Mapping[str, Option]:
-    """Return the options that a class declares, by name."""
-    declared: Mapping[str, Option] = cls.__options__
-    return declared
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", re.IGNORECASE | re.ASCII)
@@ -288,16 +258,11 @@ def accepts(
         own = list(inspect.signature(init).parameters.values())[:2]
         declared = list(inspect.signature(cls).parameters.values())
         init.__signature__ = inspect.Signature([*own, *declared])  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join([inspect.cleandoc(init.__doc__ or ""), *help_of(cls)])
+        helps = [f"{each.name}: {each.help}" for each in options_of(cls).values()]
+        init.__doc__ = "\n".join([inspect.cleandoc(init.__doc__ or ""), *helps])
         return init
 
     return decorate
-
-
-def help_of(cls: Any) -> Iterator[str]:
-    """Yield "name: help" for each option of a class."""
-    for each in options_of(cls).values():
-        yield f"{each.name}: {each.help}"
 
 
 # The options
@@ -305,26 +270,24 @@ def help_of(cls: Any) -> Iterator[str]:
 
 @options
 class LoaderOptions:
-    """How a loader runs. Only shuffle, seed, lanes, epochs, drop_last and shard change the stream."""
+    """How a loader runs."""
 
     batch_size: int = option(
-        minimum=1,
-        help="Rows of a batch on this rank. More take memory in proportion, in the queue too.",
+        minimum=1, help="Rows of a batch on this rank. More take memory, in the queue too."
     )
     shuffle: bool | None = option(
         default=None,
         none="auto",
-        help="A new order in each epoch. Defaults to True for map-style data and False for streams. "
-        "Text files: chunks, and documents within a window; costs the memory of a window.",
+        help="A new order in each epoch. Defaults to True for map-style data, False for streams. "
+        "Text is shuffled within windows, which take memory.",
     )
-    seed: int = option(default=0, minimum=0, help="The order to use. Every number costs the same.")
+    seed: int = option(default=0, minimum=0, help="The order to use. Costs nothing.")
     n_workers: int | None = option(
         default=None,
         minimum=0,
         none="auto",
-        help="Workers that read and tokenize. Defaults to this rank's share of the cores. 0: no "
-        "threads, `next()` makes each batch. More than the cores gain nothing on local files, and "
-        "each holds a chunk in memory.",
+        help="Workers that read and tokenize; 0: `next()` makes each batch. Defaults to this rank's "
+        "share of the cores. Each holds a chunk in memory.",
     )
     prefetch_size: int | Literal["auto"] = option(
         default=8,
@@ -334,22 +297,20 @@ class LoaderOptions:
     )
     device: Any | None = option(
         default=None,
-        help='Where batches go, such as "cuda"; they are copied while the step before runs. Each '
-        "copied batch takes device memory. Defaults to the host.",
+        help='Where batches are copied, such as "cuda", ahead of their step. Takes device memory.',
     )
     _: KW_ONLY
     shard: Shard | None = option(
         default=None,
-        help="This reader's part of the data. Defaults to this rank's. An explicit shard disables "
-        "coordination between ranks, which may then get different numbers of batches.",
+        help="This reader's part. Defaults to this rank's. An explicit shard disables coordination "
+        "between ranks, which may then get different numbers of batches.",
     )
     lanes: int | None = option(
         default=None,
         minimum=1,
         none="auto",
-        help="Independent sequences, dealt to ranks. A checkpoint loads on every world size that "
-        "divides them. Defaults to the world size of the first start. Each lane has a shuffle "
-        "window in memory.",
+        help="Independent sequences, dealt to ranks. A state loads on every world size that divides "
+        "them. Defaults to the first world size. Each has a shuffle window in memory.",
     )
     epochs: int | None = option(
         default=None, minimum=1, help="Passes over the data. Defaults to an endless stream."
@@ -358,52 +319,41 @@ class LoaderOptions:
         default=None,
         none="auto",
         help="End a finite stream with its last full batch. Defaults to True with several ranks; "
-        "for map-style data, False then repeats the first rows to fill the last batch.",
+        "False then fills the last batch of map-style data with its first rows.",
     )
     preprocess: Callable[..., Any] | None = option(
         default=None,
-        help="A function that workers call on each sample of map-style or iterable data. A "
-        "parameter named `rng` gets a generator seeded by the sample. Its time is the workers' time.",
+        help="Called by workers on each sample of map-style or iterable data. A parameter named "
+        "`rng` gets a generator seeded by the sample.",
     )
     collate: Callable[[list[Any]], Any] | None = option(
-        default=None,
-        help="A function that makes a batch of a list of samples, instead of the default rules.",
+        default=None, help="Makes a batch of a list of samples, instead of the default rules."
     )
     workers: Literal["thread", "process"] = option(
         default="thread",
         help='"process" is for Python code that holds the GIL or is not thread-safe. Processes '
-        "start later and copy each batch. A process that dies is replaced once. The number of "
-        "workers is n_workers.",
+        "start later and copy each batch; one that dies is replaced once.",
     )
     cpus: Iterable[int] | None = option(
-        default=None,
-        help="Cores that workers run on. Fewer leave more to the trainer and make batches slower.",
+        default=None, help="Cores that workers run on. Fewer leave more to the trainer."
     )
     numa_node: int | None = option(
-        default=None,
-        minimum=0,
-        help="NUMA node whose cores workers run on; best the accelerator's own.",
+        default=None, minimum=0, help="NUMA node whose cores workers run on."
     )
     memory_limit: int = option(
-        default=GiB,
-        minimum=1,
-        size=True,
-        help="Memory for read-ahead and queue. More reads further ahead. One chunk always fits.",
+        default=GiB, minimum=1, size=True, help="Bytes for read-ahead and queue. More reads ahead."
     )
     device_preprocess: Callable[[Any], Any] | None = option(
-        default=None,
-        help="A function called on each batch on the device, on the copy stream. Needs device.",
+        default=None, help="Called on each batch on the device, on the copy stream. Needs device."
     )
     warmup_batches: int | Literal["auto"] = option(
         default=0,
         minimum=0,
-        help='Batches to wait for before the first one is returned; 0: off. "auto" decides by the '
-        "first batch's latency. More start later, and take memory beyond prefetch_size.",
+        help='Batches to wait for before the first; 0: off. "auto" decides by the first batch\'s '
+        "latency. More start later, and take memory beyond prefetch_size.",
     )
     warmup_timeout: float = option(
-        default=30.0,
-        minimum=0,
-        help="Longest wait for warmup_batches, in seconds; 0: no warmup. More may start later.",
+        default=30.0, minimum=0, help="Longest wait for them, in seconds; 0: no warmup."
     )
 
 
@@ -413,67 +363,47 @@ class RemoteOptions:
 
     _: KW_ONLY
     connect_timeout: float = option(
-        default=10.0,
-        above=0,
-        help="Seconds to reach a server, DNS included. More wait longer for a dead server.",
+        default=10.0, above=0, help="Seconds to reach a server. More wait longer for a dead one."
     )
     request_timeout: float = option(
-        default=120.0,
-        above=0,
-        help="Seconds that a request may take in all. More let slow servers finish.",
+        default=120.0, above=0, help="Seconds of a request in all. More let slow servers finish."
     )
     stall_timeout: float = option(
         default=10.0,
         above=0,
-        help="Seconds over which bytes must arrive at min_bytes_per_s. More notice a dead server "
-        "later; fewer take a slow one for dead.",
+        help="Seconds to measure min_bytes_per_s over. More notice a stall later.",
     )
     min_bytes_per_s: int = option(
-        default=4 * KiB,
-        minimum=0,
-        help="Slowest accepted rate of a connection. More give up on slow connections sooner.",
+        default=4 * KiB, minimum=0, help="Slowest accepted rate. More give up on slow connections."
     )
     retry_budget: float = option(
         default=180.0,
         above=0,
-        help="Seconds to retry a read. Keep it below the timeout of collectives, 10 minutes.",
+        help="Seconds to retry a read. Keep it below the collectives' timeout.",
     )
     metadata_budget: float = option(
-        default=60.0, above=0, help="Seconds to retry listings, revisions and other metadata."
+        default=60.0, above=0, help="Seconds to retry listings and revisions. More start later."
     )
     retry_after_cap: float = option(
-        default=30.0,
-        minimum=0,
-        help="Longest `Retry-After` that is honoured, in seconds. More may wait longer.",
+        default=30.0, minimum=0, help="Longest `Retry-After` that is honoured, in seconds."
     )
     backoff: float = option(
-        default=0.2,
-        minimum=0,
-        help="Seconds before the first retry; doubled each time, up to 10. More spare the server.",
+        default=0.2, minimum=0, help="Seconds before the first retry; doubled each time, up to 10."
     )
     fetches: int = option(
-        default=16,
-        minimum=1,
-        help="Requests in flight. More hide a longer latency and take memory.",
+        default=16, minimum=1, help="Requests in flight. More hide latency and take memory."
     )
     hedge: bool = option(
-        default=True,
-        help="Send a read that is much slower than most a second time. Costs a few more requests.",
+        default=True, help="Send unusually slow reads a second time. Costs a few more requests."
     )
     cache_bytes: int = option(
-        default=50 * GiB,
-        minimum=0,
-        size=True,
-        help="Disk for the token cache. When it is full, entries needed last are dropped first.",
+        default=50 * GiB, minimum=0, size=True, help="Disk for the token cache."
     )
     share_listing: bool = option(
-        default=False,
-        help="Rank 0 lists the files for all ranks, through torch.distributed. All ranks must then "
-        "create their datasets in the same order.",
+        default=False, help="Rank 0 lists the files for all; all ranks must create the dataset."
     )
     config: str | None = option(
-        default=None,
-        help="Configuration of a Hub dataset's card, such as sample-10BT or name/split.",
+        default=None, help="Configuration of a Hub dataset's card, such as sample-10BT."
     )
 
     @classmethod
@@ -481,8 +411,7 @@ class RemoteOptions:
         """Return the options that a user gave: an object, a table, or None for the defaults."""
         if isinstance(value, cls):
             return value
-        given = {} if value is None else value
-        known = options_of(cls)
+        given, known = {} if value is None else value, options_of(cls)
         if not isinstance(given, Mapping) or not set(given) <= set(known):
             raise ConfigError(
                 f"remote={value!r}: must be RemoteOptions(…) or a table of {', '.join(known)}"
@@ -508,8 +437,8 @@ class TextOptions:
     )
     split: Literal["train", "val"] | None = option(
         default=None,
-        help="Part of the documents, by a hash of their addresses. Defaults to all. Reading "
-        '"val" reads all files and tokenizes its own documents.',
+        help="Documents chosen by a hash of their addresses. Defaults to all. Either part reads "
+        "all files and tokenizes its own documents.",
     )
     val_fraction: float = option(
         default=0.005, above=0, below=1, help='Share of the documents in "val".'
@@ -518,32 +447,23 @@ class TextOptions:
         default=None, help="Format of the files. Defaults to what their names say."
     )
     separator: str | bytes | None = option(
-        default=None,
-        help="Text between the documents of a plain-text file. Defaults to one document a file.",
+        default=None, help="Text between the documents of a plain-text file. Default: one a file."
     )
     eos: str | int | None = option(
-        default=AUTO,
-        help='Special token after each document, by name or id. "auto": the tokenizer\'s own.',
+        default=AUTO, help='Token after each document, by name or id. "auto": the tokenizer\'s own.'
     )
-    bos: str | int | None = option(
-        default=None, help="Special token before each document, by name or id."
-    )
+    bos: str | int | None = option(default=None, help="Token before each document.")
     positions: bool = option(
-        default=False,
-        help="Add `positions` and `cu_seqlens` to batches, for attention within documents.",
+        default=False, help="Add positions and cu_seqlens to batches: 8 bytes more a token."
     )
     chunk_bytes: int = option(
         default=4 * MiB,
         minimum=KiB,
         size=True,
-        help="Bytes of JSONL or plain text read at once. More take memory in each worker; fewer "
-        "have a higher share of overhead.",
+        help="Bytes of JSONL or plain text read at once. More take memory in each worker.",
     )
     shuffle_chunks: int = option(
-        default=16,
-        minimum=1,
-        help="Chunks of a shuffle window. More mix better; the tokens of two windows are in memory "
-        "for each lane.",
+        default=16, minimum=1, help="Chunks of a shuffle window. More mix better and take memory."
     )
     on_bad_record: str = option(
         default="raise",
@@ -555,27 +475,16 @@ class TextOptions:
         default=(), help="Documents to leave out: spans or addresses of `batch.provenance()`."
     )
     doc_batch: int | None = option(
-        default=None,
-        minimum=1,
-        help="Documents tokenized at once. Defaults to a whole chunk. Fewer cost overhead for each "
-        "call. Never changes the stream.",
+        default=None, minimum=1, help="Documents tokenized at once. Defaults to a whole chunk."
     )
     report_docs: int = option(
-        default=2000,
-        minimum=0,
-        help="Documents between two log lines; 0: no lines. Never changes the stream.",
+        default=2000, minimum=0, help="Documents between two log lines; 0: no lines."
     )
     remote: RemoteOptions | dict[str, Any] | None = option(
-        default=None, help="RemoteOptions or a table of them: deadlines, retries, cache size."
+        default=None, help="RemoteOptions, or a table of them."
     )
     cache: bool | Literal["auto"] = option(
         default="auto",
-        help="Keep token chunks on disk, so that the next epoch and run need neither network nor "
+        help="Keep tokens on disk, so that the next epoch and run need neither network nor "
         'tokenizer. "auto": for remote data.',
     )
-
-    def check(self) -> None:
-        """Check what a type cannot say."""
-        object.__setattr__(self, "remote", RemoteOptions.of(self.remote))
-        if self.separator == b"":
-            raise ConfigError("separator=b'': must not be empty")

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import config
 from penstock.errors import ConfigError
@@ -66,8 +66,8 @@ class RunSettings:
     learning_rate: float | None = option(
         default=None, minimum=0, help="For the trainer; the loader ignores it."
     )
-    preset: Literal["balanced", "high-performance", "memory-constrained", "A", "B", "C"] | None = (
-        option(default=None, help="n_workers and prefetch_size by name.")
+    preset: str | None = option(
+        default=None, pattern="|".join(PRESETS), help="n_workers and prefetch_size by name."
     )
 
 

@@ -31,12 +31,12 @@ if mode == "hosts":  # as on two hosts: nothing on disk is shared
     os.environ["PENSTOCK_CACHE"] += f"-{rank}"
 result = {}
 try:
-    quick = RemoteOptions(metadata_budget=3, retry_budget=5, backoff=0.05)
+    quick = RemoteOptions(metadata_budget=3, retry_budget=5, backoff=0.05,
+                          share_listing=mode in ("hosts", "fails", "disk"))
     where = "hf://datasets/org/name"
     if mode == "disk":  # as if a file had come while the ranks were listing
         where = [out / "a.jsonl", out / "b.jsonl"][:rank + 1]
-    data = TextDataset(where, tokenizer="byte", seq_len=64, remote=quick,
-                       share_listing=mode in ("hosts", "fails", "disk"))
+    data = TextDataset(where, tokenizer="byte", seq_len=64, remote=quick)
     result["files"] = [file.name for file in data.files]
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=2, epochs=1, n_workers=1) as loader:
         result["batches"] = [digest(batch) for batch in loader]

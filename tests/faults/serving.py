@@ -20,6 +20,7 @@ from penstock import AsyncDataLoader, PenstockError, RemoteOptions, Stats, TextD
 from penstock.types import KiB
 from tests.contracts import take
 from tests.servers import HubServer
+from tests.reading import limited
 
 QUICK = RemoteOptions(
     connect_timeout=1,
@@ -102,7 +103,7 @@ def dataset(url: Any, **data: Any) -> TextDataset:
     settings: dict[str, Any] = {
         "tokenizer": "byte", "seq_len": 256, "chunk_bytes": 64 * KiB, "remote": QUICK, "cache": False,
     }  # fmt: skip
-    return TextDataset(url, **settings | data)
+    return limited(url, **settings | data)
 
 
 def loader_of(data: TextDataset, **how: Any) -> AsyncDataLoader:

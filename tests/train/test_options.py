@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.main import cli
 from penstock.errors import ConfigError
-from penstock.settings import Resolved
+from penstock.settings import Settings
 from penstock.train.options import (
     OPTIONS,
     TrainOptions,
@@ -22,6 +22,7 @@ from penstock.train.options import (
     parallel,
     resolve,
     spell_out,
+    spelled,
 )
 from penstock.train.trainer import _accumulate
 
@@ -51,7 +52,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def stdlib(**given: Any) -> tuple[TrainOptions, Resolved]:
+def stdlib(**given: Any) -> tuple[TrainOptions, Settings]:
     overrides = given.pop("overrides", None)
     return resolve(None, {"dataset": "stdlib"} | given, overrides=overrides)
 
@@ -63,8 +64,8 @@ def test_without_anything_said_the_defaults_hold() -> None:
     options, resolved = stdlib()
     assert options == TrainOptions(dataset="stdlib")
     assert (options.seq_len, options.tokenizer, options.loader_timeout) == (256, "byte", 60.0)
-    assert resolved.settings.batch_size is None
-    assert (resolved.settings.prefetch_size, resolved.settings.warmup_batches) == (8, 0)
+    assert resolved["batch_size"] is None
+    assert (resolved["prefetch_size"], resolved["warmup_batches"]) == (8, 0)
 
 
 def test_the_command_line_wins_over_the_environment_over_the_file_over_defaults(
@@ -74,10 +75,10 @@ def test_the_command_line_wins_over_the_environment_over_the_file_over_defaults(
     monkeypatch.setenv("PENSTOCK_N_WORKERS", "2")
     given = {"steps": "40"}
     options, resolved = resolve(file, given, overrides={"n_workers": "1"})
-    settings = resolved.settings
+    settings = resolved
     assert (options.steps, options.seq_len, options.save_every) == (40, 48, 0)
-    assert (settings.n_workers, settings.prefetch_size, settings.batch_size) == (1, 5, 3)
-    assert settings.warmup_batches == 0
+    assert (settings["n_workers"], settings["prefetch_size"], settings["batch_size"]) == (1, 5, 3)
+    assert settings["warmup_batches"] == 0
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_an_option_that_is_the_loaders_too_wins_everywhere(
     monkeypatch: pytest.MonkeyPatch, option: str, value: str, setting: str
 ) -> None:
     monkeypatch.setenv(f"PENSTOCK_{setting.upper()}", "2")
-    assert getattr(stdlib()[1].settings, setting) == 2
-    assert getattr(stdlib(**{option: value})[1].settings, setting) == float(value)
+    assert stdlib()[1][setting] == 2
+    assert stdlib(**{option: value})[1][setting] == float(value)
 
 
 def test_an_option_and_the_same_setting_are_one_too_many() -> None:
@@ -102,13 +103,13 @@ def test_an_option_and_the_same_setting_are_one_too_many() -> None:
 def test_the_environment_of_runbooks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_FWE_WARMUP_BATCHES", "16")
     monkeypatch.setenv("NSA_FWE_WARMUP_TIMEOUT", "5")
-    settings = stdlib()[1].settings
-    assert (settings.warmup_batches, settings.warmup_timeout) == (16, 5.0)
+    settings = stdlib()[1]
+    assert (settings["warmup_batches"], settings["warmup_timeout"]) == (16, 5.0)
 
 
 def test_a_preset_is_named_beside_them() -> None:
-    settings = resolve(None, {"dataset": "stdlib"}, preset="balanced")[1].settings
-    assert (settings.n_workers, settings.prefetch_size) == (2, 3)
+    settings = resolve(None, {"dataset": "stdlib"}, preset="balanced")[1]
+    assert (settings["n_workers"], settings["prefetch_size"]) == (2, 3)
 
 
 def test_the_file_in_the_working_directory_is_read(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_json_says_the_same_as_toml(tmp_path: Path, file: Path) -> None:
     )
     ours, theirs = resolve(file, {}), resolve(other, {})
     assert ours[0] == theirs[0]
-    assert ours[1].settings == theirs[1].settings
+    assert ours[1].values == theirs[1].values
 
 
 def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
@@ -145,21 +146,21 @@ def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"steps": "0"}, "--steps = '0': must be an integer ≥ 1"),
-        ({"steps": "many"}, "--steps = 'many': needs a whole number"),
+        ({"steps": "many"}, "--steps = 'many': must be an integer"),
         ({"seq_len": "4"}, "--seq-len = '4': must be an integer ≥ 8"),
         ({"size": "huge"}, "--size = 'huge': must be one of 'toy', 'mini'"),
         ({"packing": "tight"}, "--packing = 'tight': must be one of 'concat', 'best_fit', 'bos'"),
-        ({"dtype": "float16"}, "--dtype = 'float16': needs one of"),
-        ({"ddp": "2"}, "--ddp = '2': needs on or off"),
-        ({"compile": "maybe"}, "--compile = 'maybe': needs on or off"),
+        ({"dtype": "float16"}, "--dtype = 'float16': must be one of"),
+        ({"ddp": "2"}, "--ddp = '2': must be True or False"),
+        ({"compile": "maybe"}, "--compile = 'maybe': must be True or False"),
         (
             {"loader_timeout": "-1"},
-            "--loader-timeout = '-1': needs a number of seconds, at least 0",
+            "--loader-timeout = '-1': must be a number ≥ 0",
         ),
         ({"on_stall": "wait"}, "--on-stall = 'wait': must be one of 'stop', 'synthetic'"),
-        ({"lr": "fast"}, "--lr = 'fast': needs a number"),
-        ({"tokenizer": ""}, "--tokenizer = '': needs a text"),
-        ({"device": "gpu"}, "--device = 'gpu': needs auto, cpu, cuda or cuda:N"),
+        ({"lr": "fast"}, "--lr = 'fast': must be a number"),
+        ({"tokenizer": ""}, "--tokenizer = '': must be text"),
+        ({"device": "gpu"}, "--device = 'gpu': must be text that matches auto|cpu|cuda"),
         ({"keep": "0"}, "--keep = '0': must be an integer ≥ 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -213,10 +214,6 @@ def test_a_value_that_does_not_fit_is_named_with_what_would(
             "--on-stall synthetic: needs prefetch on, and workers",
         ),
         ({"on_stall": "stop", "synthetic_on_fail": "1"}, "are one option, and differ"),
-        (
-            {"overrides": {"output": "numpy"}},
-            "command line --set output = 'numpy': a model is trained on tensors",
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -230,7 +227,7 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], word
     [
         (
             '[train]\ndataset = "stdlib"\nstep = 3',
-            "[train] step: unknown; the nearest known name is steps",
+            "[train] step: unknown; did you mean steps?",
         ),
         (
             '[train]\ndataset = "stdlib"\nbatch = 3',
@@ -241,9 +238,9 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], word
             "[train] lr: in a file it is learning_rate of training",
         ),
         ('[train]\ndataset = "stdlib"\nseed = 3', "[train] seed: in a file it is seed of training"),
-        ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': needs a whole number"),
+        ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': must be an integer"),
         ('[train]\ndataset = "stdlib"\n[loader]\nn_worker = 3', "[loader] n_worker"),
-        ("train = 3", "train = 3: needs a table"),
+        ("train = 3", "train = 3: must be a table"),
     ],
     ids=lambda value: value.splitlines()[-1] if "\n" in value else "",
 )
@@ -313,7 +310,7 @@ def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_a_setting_on_the_command_line_needs_its_name_and_value(pair: str) -> None:
     done = CliRunner().invoke(cli, ["train", "--dataset", "stdlib", "--set", pair])
     assert isinstance(done.exception, ConfigError)
-    assert f"--set {pair}: needs KEY=VALUE" in str(done.exception)
+    assert f"--set {pair}: must be KEY=VALUE" in str(done.exception)
 
 
 def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
@@ -330,7 +327,7 @@ def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("penstock: --size = 'huge': needs one of")
+    assert done.stderr.startswith("penstock: --size = 'huge': must be one of")
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -362,7 +359,7 @@ def test_help_lists_every_option_with_its_default() -> None:
     done = CliRunner().invoke(cli, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert done.exit_code == 0
     for each in OPTIONS.values():
-        assert re.search(rf"--{each.spelled}\b", done.output), each.spelled
+        assert re.search(rf"--{spelled(each.name)}\b", done.output), each.name
     assert "--config" in done.output
     assert "--set" in done.output
     assert re.search(r"--seq-len .*\[default: \(256\)\]", done.output)
@@ -413,7 +410,7 @@ def test_a_global_batch_that_cannot_be_shared_out_is_told_what_would_fit(
 ) -> None:
     options, resolved = stdlib(**given)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        _accumulate(options, resolved.settings.batch_size or 0, world)
+        _accumulate(options, resolved["batch_size"] or 0, world)
 
 
 def test_micro_steps_follow_from_the_global_batch() -> None:
@@ -473,7 +470,7 @@ def test_a_device_that_is_set_for_the_loader_is_the_models_unless_the_command_li
     assert resolve(file, {})[0].device == "cuda:1", "what the file says of training itself"
     monkeypatch.setenv("PENSTOCK_DEVICE", "mps")
     with pytest.raises(
-        ConfigError, match="environment PENSTOCK_DEVICE = 'mps': needs auto, cpu, cuda or cuda:N"
+        ConfigError, match="environment PENSTOCK_DEVICE = 'mps': must be text that matches auto"
     ):
         stdlib()
 

@@ -41,14 +41,6 @@ def test_data_wait_at_the_end_of_a_single_step_is_no_more_than_all_of_it(
     assert 0 < float(told) <= 100, run.said
 
 
-def test_a_run_without_telemetry_trains_all_the_same(docs: Path, tmp_path: Path) -> None:
-    run = train(
-        tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 3, "--set", "telemetry=off"
-    ).good()
-    assert list(run.losses()) == [1, 2, 3]
-    assert not run.of("loader_ready")
-
-
 def test_documents_that_were_read_are_reported_on_the_console(docs: Path, tmp_path: Path) -> None:
     child = Child(
         tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, NSA_FWE_REPORT_DOCS="1"

@@ -108,7 +108,7 @@ class ParquetReader:
                 if have > limit:
                     raise BombError(
                         f"{ref}: {file.size} bytes on disk decode to more than {limit}. "
-                        "If this is honest data, raise max_ratio."
+                        "If this is honest data, store it with less compression."
                     )
                 if at >= hi:
                     break

@@ -231,7 +231,7 @@ class CompressedFile:
         if where + have > self._max_bytes:
             self.broken = BombError(
                 f"{self._file.path}: {self._file.size} bytes decompress to more than {self._max_bytes}. "
-                "If this is honest data, raise max_ratio."
+                "If this is honest data, store it with less compression."
             )
             return b""
         return b"".join(parts)
@@ -355,7 +355,7 @@ def _copy(
         written += len(part)
         if written > limit:
             raise BombError(
-                f"{file.path}: {file.size} bytes decompress to more than {limit}. If this is honest data, raise max_ratio."
+                f"{file.path}: {file.size} bytes decompress to more than {limit}. If this is honest data, store it with less compression."
             )
         sink.write(part)
 

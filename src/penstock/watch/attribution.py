@@ -313,7 +313,7 @@ def advise(stage: str, known: Known) -> str:
             return f"{busy}: give this rank more"
         return f"{busy}: keep tokens (cache=True, `penstock stage`), or give this rank more"
     if stage == "copy":
-        return "raise device_prefetch"
+        return "use a faster device_preprocess"
     if stage == RANKS:
         return "another rank is late: see its own verdict"
     return "one thread packs and batches: larger batches make it cheaper"

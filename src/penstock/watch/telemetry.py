@@ -70,7 +70,7 @@ class Observed(Protocol):
 
 
 class Telemetry:
-    """Measures one loader. Give it as `telemetry=…`, or take the loader's own: `loader.telemetry`."""
+    """Measures one loader. Every loader has one: `loader.telemetry`."""
 
     def __init__(self, *, stall_s: float = STALL_S, on: bool = True) -> None:
         """`stall_s`: a wait of so long is an event of its own. `on=False` measures nothing but time in `next`."""
@@ -358,11 +358,9 @@ def attach(
     if telemetry is None or isinstance(telemetry, bool):
         telemetry = Telemetry(on=telemetry is not False)
     if not isinstance(telemetry, Telemetry):
-        raise ConfigError(f"telemetry={telemetry!r}: needs True, False or a Telemetry(…)")
+        raise ConfigError(f"telemetry={telemetry!r}: must be a Telemetry(…)")
     if telemetry.owner is not None and telemetry.owner() is not None:
-        raise ConfigError(
-            "telemetry=…: this one belongs to another loader. Give each loader its own."
-        )
+        raise ConfigError("this telemetry belongs to another loader. Give each loader its own.")
     telemetry.owner = weakref.ref(owner)
     began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
     if imported is not None and began is not None:

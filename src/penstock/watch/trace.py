@@ -54,7 +54,7 @@ class Recorder:
             raise ConfigError(f"Recorder({type(of).__name__}): needs a loader, or its telemetry")
         if not telemetry.on:
             raise ConfigError(
-                "this loader measures nothing, so there is nothing to record: leave telemetry=False out"
+                "this loader measures nothing, so there is nothing to record: its telemetry is off"
             )
         self._telemetry = telemetry
         self._most = whole_number("max_segments", max_segments, 1)

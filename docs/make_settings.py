@@ -1,0 +1,67 @@
+"""Write docs/settings.md: its tables of options derive from the options' own declarations.
+
+PYTHONPATH=src python docs/make_settings.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from penstock.options import LoaderOptions, RemoteOptions, TextOptions, options_of
+
+PAGE = Path(__file__).with_name("settings.md")
+SECTIONS = {
+    "AsyncDataLoader": (
+        LoaderOptions,
+        "`AsyncDataLoader(dataset, …)`; the first six may be positional.",
+    ),
+    "TextDataset": (TextOptions, "`TextDataset(urls, …)`, all by keyword."),
+    "RemoteOptions": (
+        RemoteOptions,
+        "`TextDataset(…, remote=RemoteOptions(…))`, or a table of these.",
+    ),
+}
+STREAM = {
+    *("shuffle", "seed", "lanes", "config", "tokenizer", "seq_len", "text_field", "packing"),
+    *(
+        "split",
+        "val_fraction",
+        "format",
+        "separator",
+        "eos",
+        "bos",
+        "chunk_bytes",
+        "shuffle_chunks",
+    ),
+}
+"""Options that decide the stream: a state refuses to load if they differ."""
+
+
+def table(cls: Any) -> str:
+    """Return the options of a class as a Markdown table."""
+    rows = ["| option | accepts | default | |", "|---|---|---|---|"]
+    for name, each in options_of(cls).items():
+        default = "" if each.default is inspect.Parameter.empty else f"`{each.show(each.default)}`"
+        accepts = each.needs().replace("|", "\\|")
+        mark = " ●" if name in STREAM else ""
+        required = type(each.default).__name__ == "_MISSING_TYPE"
+        rows.append(
+            f"| `{name}`{mark} | {accepts} | {'required' if required else default} | {each.help} |"
+        )
+    return "\n".join(rows)
+
+
+def page(text: str) -> str:
+    """Return the page with its generated sections replaced."""
+    for name, (cls, intro) in SECTIONS.items():
+        head, found, rest = text.partition(f"\n## {name}\n")
+        assert found, name
+        _, heading, tail = rest.partition("\n## ")
+        text = f"{head}{found}\n{intro}\n\n{table(cls)}\n{heading}{tail}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
