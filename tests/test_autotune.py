@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.feed.pool import ThreadPool
 from penstock.feed.prefetch import Prefetcher
 
-from penstock import AsyncDataLoader, ConfigError, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
 from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
 from penstock.watch.attribution import Known, Verdict, judge
 from tests import contracts

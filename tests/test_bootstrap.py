@@ -26,7 +26,6 @@ from penstock import ConfigError
 from penstock.cli.bootstrap import bootstrap as bootstrap_command
 from penstock.errors import NoData, SourceChanged
 from penstock.tools.bootstrap import Progress, bootstrap
-from tests.servers import Chaos, FileServer, HubServer
 from tests.corpus import texts
 from tests.servers import Chaos, FileServer, HubServer
 

@@ -216,7 +216,7 @@ def test_a_lane_without_a_chunk_is_no_fault_where_others_have_some(tmp_path: Pat
 
 
 def test_ids_beyond_65535_are_not_cut_even_where_the_vocabulary_is_small() -> None:
-    from penstock.encode.tokenize import load_tokenizer
+    from penstock.encode.tokenizer import load_tokenizer
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"a": 70_000, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
@@ -239,7 +239,7 @@ def test_an_interrupted_loader_without_threads_goes_on_where_it_was(
 ) -> None:
     data = text(write(tmp_path / "a.jsonl", 300), chunk_bytes=4096)
     whole = contracts.ledger(lambda **_: AsyncDataLoader(data, 2, n_workers=0), 150)
-    from penstock.encode.tokenize import Tokenizer
+    from penstock.encode.tokenizer import Tokenizer
 
     real, calls = Tokenizer.encode, iter(range(10**6))
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import penstock
-from penstock import AsyncDataLoader, TextDataset
+from penstock import AsyncDataLoader
 from penstock.settings import load
 from tests.faults.serving import documents, parquet
 from tests.recorded import Recording, write_run

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 
 from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
 from penstock.errors import BadRecord, LoaderClosed, LoaderTimeout, NoData
@@ -427,7 +427,7 @@ def test_ctrl_c_in_the_middle_ends_cleanly(corpus: Path) -> None:
 
 def test_ctrl_c_while_waiting_for_a_batch_ends_cleanly(corpus: Path) -> None:
     body = (
-        "from penstock.encode.tokenize import Tokenizer; gone = threading.Event(); "
+        "from penstock.encode.tokenizer import Tokenizer; gone = threading.Event(); "
         "Tokenizer.encode = lambda *a: gone.wait(2); "
         "threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start(); next(loader)"
     )

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.encode.deal import Batcher
+from penstock.encode.pack import make_packer
 
 from penstock.encode import stream
 from penstock.encode.best_fit import best_fit
-from penstock.encode.deal import Batcher
-from penstock.encode.pack import make_packer
 from penstock.encode.rows import Mark, Packer
 from penstock.encode.window import Place, Window
 from penstock.order.shuffle import permutation

@@ -96,7 +96,9 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (3, 4) for epoch in (1, 2)}) == 4
 
 
-def test_the_first_chunk_of_a_lane_is_divided_so_that_the_first_batch_waits_for_a_small_part() -> None:
+def test_the_first_chunk_of_a_lane_is_divided_so_that_the_first_batch_waits_for_a_small_part() -> (
+    None
+):
     file = FileRef("/d/a.parquet", "a.parquet", 10 * FIRST_BYTES, "parquet")
     plan = Plan(files=(file,), lanes=1, shuffle=False, seed=0)
     chunks = [[ChunkRef(file, i, FIRST_BYTES) for i in range(3)]]

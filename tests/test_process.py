@@ -24,11 +24,11 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from penstock.feed.pool import make_pool
+from penstock.feed.process import ProcessPool, describe
 
 from penstock.errors import ConfigError, LoaderClosed, MissingExtra, WorkerDied
 from penstock.feed import channel, worker
-from penstock.feed.pool import make_pool
-from penstock.feed.process import ProcessPool, describe
 from penstock.types import ChunkRef, FileRef
 from tests.working import Doubles, FailsToLoad, KeepsTime, Unloadable, Unportable, Work
 

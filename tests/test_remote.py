@@ -25,8 +25,8 @@ from tests.contracts import (
     same_for_any,
     take,
 )
-from tests.servers import Fault, FileServer, HubServer
 from tests.reading import limited
+from tests.servers import Fault, FileServer, HubServer
 
 QUICK = RemoteOptions(
     connect_timeout=2,

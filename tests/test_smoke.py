@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from penstock import ConfigError
 from penstock.cli.smoke import smoke
-from tests.servers import Fault, HubServer
 from penstock.tools.data_choice import choose_data
 from tests.corpus import texts
+from tests.servers import Fault, HubServer
 
 ROOT = Path(__file__).parent.parent
 RUNBOOK = ("--seq-len", "1024", "--batch", "1", "--timeout", "60", "--tokenizer", "byte")

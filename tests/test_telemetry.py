@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.encode.tokenize import Tokenizer
+from penstock.encode.tokenizer import Tokenizer
 
 from penstock import AsyncDataLoader, ConfigError, Mixture, SyntheticDataset, Telemetry, TextDataset
 from penstock.errors import CorruptFile, LoaderTimeout

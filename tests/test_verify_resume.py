@@ -22,9 +22,9 @@ from typer.testing import CliRunner, Result
 
 from penstock import AsyncDataLoader, Batch, Shard, SyntheticDataset, TextDataset
 from penstock.cli.verify_resume import verify_resume as command
-from tests.servers import HubServer
 from penstock.tools.verify_resume import verify_resume
 from tests.corpus import texts
+from tests.servers import HubServer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--seq-len", "32", "--batches", "12", "--points", "3")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import StateError as StateError
-    from penstock.feed.beat import Heartbeat as Heartbeat
+    from penstock.watch.heartbeat import Heartbeat as Heartbeat
     from penstock.feed.warmup import warmup_loader as warmup_loader
     from penstock.feed.warmup import (
         warmup_loader_with_first_batch as warmup_loader_with_first_batch,

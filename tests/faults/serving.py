@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from penstock import AsyncDataLoader, PenstockError, RemoteOptions, Stats, TextDataset
 from penstock.types import KiB
 from tests.contracts import take
-from tests.servers import HubServer
 from tests.reading import limited
+from tests.servers import HubServer
 
 QUICK = RemoteOptions(
     connect_timeout=1,

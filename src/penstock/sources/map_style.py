@@ -312,11 +312,11 @@ class MapStyleRows(RowSource):
     def work(self, run: RunContext) -> SampleWork:
         return self._source.work(run)
 
-    def narrowed(self, ids: Any) -> Ids:
+    def narrowed(self, read: Any) -> Ids:
         """Return rows in this source's type of id."""
-        ids = np.asarray(ids)
+        ids: Ids = np.asarray(read)
         if ids.dtype == self.dtype:
-            return ids  # type: ignore[no-any-return]
+            return ids
         limit = np.iinfo(self.dtype).max
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limit):
             raise ConfigError(f"ids from {ids.min()} to {ids.max()} do not fit in {self.dtype}")

@@ -138,7 +138,7 @@ def _without_cache(table: DataTable) -> DataTable:
 def _make(name: str, local_path: Path | None, given: dict[str, Any]) -> Any:
     """Make the dataset that a name stands for. A file of that name takes precedence."""
     if name == "synthetic" and not os.path.exists(name):
-        from penstock.encode.tokenize import load_tokenizer
+        from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.synthetic import SyntheticDataset
 
         return SyntheticDataset(load_tokenizer(given["tokenizer"]).size, given["seq_len"])

@@ -24,7 +24,6 @@ from typing import Any
 
 from penstock.config import current_shard, local_rank
 from penstock.errors import ConfigError, MissingExtra, StateFormat
-from penstock.watch.heartbeat import Heartbeat
 from penstock.feed.fallback import BackgroundOpen, Limits, SharedFeed, loader_states
 from penstock.settings import Settings
 from penstock.train import saved
