@@ -104,7 +104,7 @@ def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(
         RemoteError,
         "hf://datasets/org/name@",
         "status_503 ",
-        f"Remote({setting}",
+        f"RemoteOptions({setting}",
     )
     assert "attempts in" in text
 
