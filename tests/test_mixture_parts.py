@@ -169,10 +169,10 @@ def test_a_part_that_cannot_be_opened_leaves_nothing_of_those_before_it(
     hub: HubServer, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    bad = {"on_bad_record": "quarantine", "quarantine": tmp_path / "file" / "bad.jsonl"}
+    bad = {"on_bad_record": f"quarantine:{tmp_path / 'file' / 'bad.jsonl'}"}
     here = bytes_of(write(tmp_path, "near"), seq_len=SEQ, **bad)
     loader = loader_of(Mixture({"far": (far_away(), 1), "here": (here, 1)}))
-    with pytest.raises(ConfigError, match="cannot write quarantine"), opened(loader):
+    with pytest.raises(ConfigError, match="cannot write the quarantine"), opened(loader):
         pass
     assert not [
         thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-fetch-")

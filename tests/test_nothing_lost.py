@@ -419,10 +419,3 @@ def test_a_loader_is_true_also_where_it_has_no_length() -> None:
     with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2) as loader:
         assert loader
         assert loader.as_torch_dataset()
-
-
-def test_none_is_the_default_of_memory_and_telemetry() -> None:
-    data = SyntheticDataset(100, 8, 40)
-    with AsyncDataLoader(data, 2, memory_limit=None, telemetry=None) as loader:
-        assert next(loader).index == 0
-        assert loader.telemetry.on
