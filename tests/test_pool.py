@@ -91,7 +91,7 @@ def test_stopping_twice_is_stopping(pool: Pool) -> None:
     assert pool.join(60)
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread"])
 def test_first_goes_before_all_that_wait(kind: str) -> None:
     seen: list[int] = []
 

@@ -94,7 +94,7 @@ class Work:
     def unloadable(self) -> Any:
         return OnlyInChild(os.getpid())
 
-    def exit(self, code: int) -> None:
+    def exit_at(self, address: Any, code: int) -> None:
         os._exit(code)
 
     def segfault(self) -> None:
@@ -143,6 +143,28 @@ class Work:
 
     def close_all(self) -> None:
         os.closerange(3, 256)
+
+
+class Rows:
+    """A map-style dataset. Asking for `deadly` kills the process, with a `marker` only once."""
+
+    def __init__(
+        self, n: int, deadly: int | None = None, marker: str = "", error: str = ""
+    ) -> None:
+        self.n, self.deadly, self.marker, self.error = n, deadly, marker, error
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == self.deadly:
+            with contextlib.suppress(FileExistsError):
+                if self.marker:
+                    open(self.marker, "x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.error and index == 20:
+            Work().raise_(self.error)
+        return {"x": index, "pid": os.getpid()}
 
 
 class Doubles(Exception):

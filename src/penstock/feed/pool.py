@@ -219,7 +219,32 @@ def make_pool(
         return ThreadPool(n_workers, work, cpus=cpus, clock=clock)
     from penstock.feed.process_pool import ProcessPool
 
-    return ProcessPool(n_workers, work, cpus=cpus, clock=clock)
+    return _LocalReaders(ProcessPool(n_workers, work, cpus=cpus, clock=clock), work)
+
+
+class _LocalReaders:
+    """A pool of processes; calls with `to` run in this one, where their result is asked for."""
+
+    def __init__(self, pool: ThreadPool, work: Any) -> None:
+        self.n_workers = pool.n_workers
+        self._pool = pool
+        self._inline = InlinePool(work)
+        self.stop, self.join = pool.stop, pool.join
+
+    @property
+    def restarts(self) -> int:
+        return self._pool.restarts
+
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        before: Before | None = None,
+        first: bool = False,
+        to: int | None = None,
+    ) -> Task[Any]:
+        pool = self._pool if to is None else self._inline
+        return pool.submit(method, *args, before=before, first=first)
 
 
 class Works:

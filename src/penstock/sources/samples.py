@@ -74,7 +74,7 @@ def _packed(error: Exception | None) -> bytes | None:
         return None
     from penstock.feed.process_pool import portable
 
-    return portable(error)
+    return pickle.dumps(portable(error))
 
 
 def _unpacked(error: bytes | None) -> Any:
