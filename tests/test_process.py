@@ -93,9 +93,8 @@ def test_a_worker_that_dies_is_replaced_and_the_stream_is_unchanged(
 
 def test_a_call_that_kills_two_workers_fails() -> None:
     with loader(Rows(80, deadly=33)) as running:
-        got: list[Batch] = []
         with pytest.raises(WorkerDied, match="exit code -9"):
-            got.extend(iter(running))
+            list(running)
         assert running.stats().worker_restarts == 2
 
 
@@ -199,12 +198,9 @@ def start(tmp_path: Path, body: str, nap_s: float = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(script), str(nap_s)],
         cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -230,14 +226,12 @@ def test_a_program_leaves_no_process_however_it_ends(
         """,
         nap_s,
     )
-    assert process.stdin is not None
     assert process.stdout is not None
     try:
         assert process.stdout.readline().startswith("ready ")
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 2
-        process.stdin.write("\n")
-        process.stdin.flush()
+        print(file=process.stdin, flush=True)
         if number is not None:
             time.sleep(0.5)
             os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()

@@ -81,9 +81,7 @@ class _Worker(NamedTuple):
 class _Processes:
     """Stands in for the work object on the pool's threads: its methods run in a process."""
 
-    def __init__(
-        self, n_workers: int, work: Any, cpus: frozenset[int] | None, clock: Clock
-    ) -> None:
+    def __init__(self, n_workers: int, work: Any, cpus: Any, clock: Clock) -> None:
         try:
             self._pickled = pickle.dumps(work)
         except Exception as error:
@@ -110,8 +108,7 @@ class _Processes:
     def close(self) -> None:
         """End the idle processes, which are all of them once the pool's threads have ended."""
         while not self._idle.empty():
-            worker = self._idle.get()
-            if worker is not None:
+            if (worker := self._idle.get()) is not None:
                 worker.close()
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -144,12 +141,8 @@ class _Processes:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve,
-            args=(theirs, self._pickled, self._cpus),
-            name="penstock-worker",
-            daemon=True,
-        )
+        args = (theirs, self._pickled, self._cpus)
+        process = self._context.Process(target=_serve, args=args, daemon=True)
         process.start()
         theirs.close()  # the process has the only copy now, so its death ends our `recv_bytes`
         worker = _Worker(process, ours)
