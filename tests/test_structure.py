@@ -145,7 +145,8 @@ def test_threads_sleep_and_the_environment_stay_in_their_places() -> None:
             assert "time.sleep" not in used, where(path)
         if where(path) != "config.py":
             assert not used & {"os.environ", "os.getenv", "os.environb"}, where(path)
-        assert "pickle.loads" not in used, where(path)
+        if where(path) not in ("feed/process_pool.py", "sources/samples.py"):
+            assert "pickle.loads" not in used, where(path)
 
 
 def comments(path: Path) -> set[int]:
@@ -178,11 +179,7 @@ def swallowed(path: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-SWALLOWED = {
-    "feed/child.py": "an exception is pickled in one way after another, and told by its name where none works",
-    "feed/process.py": "a value that cannot be shown, or taken apart, is told by its type",
-    "feed/worker.py": "an exception that cannot be loaded is told by its traceback",
-}
+SWALLOWED: dict[str, str] = {}
 """Files where a caught exception says no more than that something else has to be done."""
 
 
@@ -269,8 +266,9 @@ UNBOUNDED = {
     "cli/demo.py: run.wait()": "a training run, which ends when it does; and one that was just killed",
     "feed/autotune.py: knob.get()": "reads a value",
     "feed/autotune.py: self.get()": "reads a value",
-    "feed/device.py: slot.ticket.wait()": "the device's own work, which nothing else can end",
     "feed/jobs.py: self._wanted[worker].wait()": "an idle worker; stop() wakes it",
+    "feed/process_pool.py: self._idle.get()": "there is a process for each thread that asks",
+    "feed/process_pool.py: self.process.join()": "a process that was just killed",
     "feed/warmup.py: self._thread.join()": "a thread that has handed over its last",
 }
 

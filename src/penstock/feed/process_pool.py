@@ -1,8 +1,11 @@
 """Call the methods of one object in worker processes.
 
-Each thread of a thread pool passes its calls on to a `ProcessPoolExecutor` and waits for the result,
-so order, dependencies and shutdown are those of the thread pool. The work is pure: calls that were
-running when a process died are repeated in a new executor. Results are pickled.
+Each thread of a thread pool owns a process, sends its calls there through a pipe and waits for the
+result, so order, dependencies and shutdown are those of the thread pool. The work is pure: a call
+whose process died is repeated in a new one, once. Results are pickled.
+
+`ProcessPoolExecutor` does not fit: its children share one pipe for results, and the parent hangs if
+one of them is killed while it writes a large result (CPython 3.11).
 """
 
 from __future__ import annotations
@@ -18,17 +21,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError, WorkerDied
+from penstock.errors import ConfigError, LoaderClosed, WorkerDied
 from penstock.feed.affinity import pin
 from penstock.feed.worker_pool import ThreadPool
-from penstock.watch.stage_timer import Clock, NullClock, Report
+from penstock.watch.spans import Clock, Quiet
 
 log = logging.getLogger("penstock")
+
+EXIT_S = 5.0
+"""How long an idle process may take to exit before it is killed."""
 
 
 class ProcessPool(ThreadPool):
@@ -42,13 +49,13 @@ class ProcessPool(ThreadPool):
         cpus: frozenset[int] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._processes = _Processes(n_workers, work, cpus, clock or NullClock())
+        self._processes = _Processes(n_workers, work, cpus, clock or Quiet())
         super().__init__(n_workers, self._processes, clock=clock)
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
         """How often processes died and were replaced."""
-        return self._processes.restarts
+        return len(self._processes.deaths)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the running calls, then for the processes. Return False after the timeout."""
@@ -58,118 +65,169 @@ class ProcessPool(ThreadPool):
         return ended
 
 
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+    def close(self) -> int | None:
+        """End the process, which exits by itself once its pipe is closed. Return its exit code."""
+        self.pipe.close()
+        self.process.join(EXIT_S)
+        self.process.kill()
+        self.process.join()
+        return self.process.exitcode
+
+
 class _Processes:
     """Stands in for the work object on the pool's threads: its methods run in a process."""
 
-    def __init__(
-        self, n_workers: int, work: Any, cpus: frozenset[int] | None, clock: Clock
-    ) -> None:
+    def __init__(self, n_workers: int, work: Any, cpus: Any, clock: Clock) -> None:
         try:
-            pickled = pickle.dumps(work)
+            self._pickled = pickle.dumps(work)
         except Exception as error:
             raise ConfigError(
                 f"the dataset or one of its functions cannot be sent to a worker process: {error}. "
                 "Lambdas, closures, local classes, locks and open files cannot be pickled: define "
                 'them at module level, leave them out in __getstate__, or use workers="thread".'
             ) from error
-        self.restarts = 0
+        self.deaths: list[str] = []
+        self._cpus = cpus
         self._clock = clock
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         # What the fork server imports, the processes need not import again, each for itself.
         context.set_forkserver_preload([*({"numpy", "pyarrow", "torch"} & sys.modules.keys())])
-        self._new_executor = partial(
-            ProcessPoolExecutor, n_workers, context, _start, (pickled, cpus)
-        )
-        self._executor = self._new_executor()
-        self._replacing = threading.Lock()
-        self._repeating = threading.Lock()
+        self._context: Any = context
+        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a process not yet started
+        for _ in range(n_workers):
+            self._idle.put(None)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return partial(self._call, method)
 
     def close(self) -> None:
-        self._executor.shutdown()
+        """End the idle processes, which are all of them once the pool's threads have ended."""
+        while not self._idle.empty():
+            if (worker := self._idle.get()) is not None:
+                worker.close()
 
     def _call(self, method: str, *args: Any) -> Any:
-        about = f"{method} {str(args[0])[:200] if args else ''}"
-        executor = self._executor
+        message = pickle.dumps((method, args))
+        worker, reply = self._idle.get(), None
         try:
-            return self._run(executor, method, args)
-        except BrokenProcessPool:
-            self._replace(executor, about)
-        # Repeated calls run one at a time, so that one which kills its process again does not take
-        # the others with it.
-        with self._repeating:
-            executor = self._executor
-            try:
-                return self._run(executor, method, args)
-            except BrokenProcessPool:
-                self._replace(executor, about)
-        raise WorkerDied(
-            f"two worker processes died, one after the other, during {about}. See stderr for a "
-            "reason. If your script starts again there, put what is not for the workers under "
-            'if __name__ == "__main__".'
-        )
-
-    def _run(self, executor: ProcessPoolExecutor, method: str, args: tuple[Any, ...]) -> Any:
-        good, pickled, report = executor.submit(_call, method, args).result()
+            for _ in range(2):
+                worker = worker or self._start()
+                try:
+                    worker.pipe.send_bytes(message)
+                    reply = worker.pipe.recv_bytes()
+                    break
+                except (EOFError, OSError):
+                    code, worker = worker.close(), None
+                    if not threading.main_thread().is_alive():
+                        raise LoaderClosed("the interpreter exits") from None
+                    died = " ".join([f"exit code {code} during", method, *map(str, args[:1])])[:300]
+                    self.deaths.append(died)
+                    log.warning("a worker process died: %s", died)
+        finally:
+            self._idle.put(worker)
+        if reply is None:
+            raise WorkerDied(f"two worker processes died, one after the other: {died}")
+        good, value, report = pickle.loads(reply)
         if report is not None:
-            self._clock.timeline().absorb(report, args[0] if args else None)
-        value = pickle.loads(pickled)
+            self._clock.track().absorb(report, args[0] if args else None)
         if good:
             return value
         raise value
 
-    def _replace(self, broken: ProcessPoolExecutor, about: str) -> None:
-        """Replace an executor that broke, unless another thread has done so."""
-        log.warning("a worker process died during %s", about)
-        with self._replacing:
-            if self._executor is broken:
-                broken.shutdown()  # waits until its other processes are gone too
-                self._executor = self._new_executor()
-                self.restarts += 1
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        args = (theirs, self._pickled, self._cpus)
+        process = self._context.Process(target=_serve, args=args, daemon=True)
+        process.start()
+        theirs.close()  # the process has the only copy now, so its death ends our `recv_bytes`
+        worker = _Worker(process, ours)
+        try:
+            error = pickle.loads(ours.recv_bytes())
+        except (EOFError, OSError):
+            raise ConfigError(
+                f"a worker process could not start (exit code {worker.close()}): see stderr. It "
+                "imports your main module first, so code that is not for the workers belongs under "
+                'if __name__ == "__main__". Or use workers="thread".'
+            ) from None
+        if error is not None:
+            worker.close()
+            raise error
+        return worker
 
 
 # In the worker process
 
-_WORK: list[Any] = []
-"""The work object, in a worker process only: an initializer has no other way to pass it on."""
 
-
-def _start(pickled: bytes, cpus: frozenset[int] | None) -> None:
+def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> None:
+    """Answer calls until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    if cpus is not None:
-        pin(cpus)
-    _WORK.append(pickle.loads(pickled))
+    try:
+        if cpus is not None:
+            pin(cpus)
+        work = pickle.loads(pickled)
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps(portable(error)))
+        return
+    pipe.send_bytes(pickle.dumps(None))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send_bytes(_answer(work, pipe.recv_bytes()))
 
 
 def _exit_with_parent() -> None:
-    """End this process when the parent is gone: otherwise it would wait for calls forever."""
+    """End this process when the parent is gone, also in the middle of a call."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _call(method: str, args: tuple[Any, ...]) -> tuple[bool, bytes, Report | None]:
-    """Return True and the pickled result, or False and the pickled exception; and stage times."""
+def _answer(work: Any, message: bytes) -> bytes:
+    """Make a call. Return, pickled, whether it succeeded, its result or exception, its stage times."""
     try:
-        good, pickled = True, pickle.dumps(getattr(_WORK[0], method)(*args))
+        method, args = pickle.loads(message)
+        good, value = True, getattr(work, method)(*args)
     except BaseException as error:
-        good, pickled = False, portable(error)
-    clock: Clock | None = getattr(_WORK[0], "clock", None)
-    report = clock.timeline().report() if clock is not None and clock.on else None
-    return good, pickled, report
+        good, value = False, portable(error)
+    clock: Clock | None = getattr(work, "clock", None)
+    report = clock.track().report() if clock is not None and clock.on else None
+    try:
+        return pickle.dumps((good, value, report))
+    except Exception as error:  # the result cannot be pickled
+        return pickle.dumps((False, portable(error), report))
 
 
-def portable(error: BaseException) -> bytes:
-    """Pickle an exception with its traceback as a note; as a RuntimeError if it cannot be loaded."""
+def portable(error: BaseException) -> Any:
+    """Return an object that pickles as this exception, or as a RuntimeError if it cannot be loaded.
+
+    The traceback becomes a note.
+    """
     text = "".join(traceback.format_exception(error))
     error.add_note(f"in worker process {os.getpid()}:\n{text}")
-    with contextlib.suppress(Exception):
-        pickled = pickle.dumps(error)
-        if str(pickle.loads(pickled)) == str(error):
-            return pickled
-    return pickle.dumps(RuntimeError(text))
+    for form in (error, _Portable(error)):
+        with contextlib.suppress(Exception):  # then the next form is tried
+            if str(pickle.loads(pickle.dumps(form))) == str(error):
+                return form
+    return RuntimeError(text)
+
+
+class _Portable:
+    """Pickles as an exception that is rebuilt without its `__init__`, which may take other arguments."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self._error), self._error.args, vars(self._error))
+
+
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
