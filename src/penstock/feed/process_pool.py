@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError, LoaderClosed, WorkerDied
 from penstock.feed.affinity import pin
 from penstock.feed.worker_pool import ThreadPool
-from penstock.watch.spans import Clock, Quiet
+from penstock.watch.stage_timer import Clock, NullClock
 
 log = logging.getLogger("penstock")
 
@@ -49,7 +49,7 @@ class ProcessPool(ThreadPool):
         cpus: frozenset[int] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._processes = _Processes(n_workers, work, cpus, clock or Quiet())
+        self._processes = _Processes(n_workers, work, cpus, clock or NullClock())
         super().__init__(n_workers, self._processes, clock=clock)
 
     @property
@@ -134,7 +134,7 @@ class _Processes:
             raise WorkerDied(f"two worker processes died, one after the other: {died}")
         good, value, report = pickle.loads(reply)
         if report is not None:
-            self._clock.track().absorb(report, args[0] if args else None)
+            self._clock.timeline().absorb(report, args[0] if args else None)
         if good:
             return value
         raise value
@@ -196,7 +196,7 @@ def _answer(work: Any, message: bytes) -> bytes:
     except BaseException as error:
         good, value = False, portable(error)
     clock: Clock | None = getattr(work, "clock", None)
-    report = clock.track().report() if clock is not None and clock.on else None
+    report = clock.timeline().report() if clock is not None and clock.on else None
     try:
         return pickle.dumps((good, value, report))
     except Exception as error:  # the result cannot be pickled
