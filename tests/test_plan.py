@@ -103,9 +103,9 @@ def test_the_first_chunk_of_a_lane_is_divided_so_that_the_first_batch_waits_for_
     plan = Plan(files=(file,), lanes=1, shuffle=False, seed=0)
     chunks = [[ChunkRef(file, i, FIRST_BYTES) for i in range(3)]]
     refs = plan.chunks(0, 0, 0, (0,), chunks)
-    assert [ref.index for ref in refs] == [0, 0, 1, 2]
+    assert [ref.index for ref in refs] == [0, 0, 0, 1, 2]
     assert refs[0].nbytes == FIRST_BYTES // 8
-    assert [ref.bounds(80) for ref in refs[:2]] == [(0, 10), (10, 80)]
+    assert [ref.bounds(80) for ref in refs[:3]] == [(0, 10), (10, 40), (40, 80)]
     assert len(plan.chunks(0, 1, 0, (0,), chunks)) == 3
 
 

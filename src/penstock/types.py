@@ -145,15 +145,14 @@ class ChunkRef:
         """Return which of the chunk's `n` rows (or bytes) belong to this part: [first, last)."""
         return n * self.part // self.parts, n * (self.part + self.span) // self.parts
 
-    def divided(self, parts: int) -> list[ChunkRef]:
-        """Return a small first part, one in `parts`, and the rest."""
-        first = replace(
-            self, part=self.part * parts, parts=self.parts * parts, nbytes=self.nbytes // parts
-        )
-        rest = replace(
-            first, part=first.part + 1, span=parts - 1, nbytes=self.nbytes - first.nbytes
-        )
-        return [first, rest]
+    def divided(self, spans: Sequence[int]) -> list[ChunkRef]:
+        """Return parts of this size relation, such as 1, 3, 4: a small first one, and the rest."""
+        total, out, part = sum(spans), [], 0
+        for span in spans:
+            at, nbytes = self.part * total + part, self.nbytes * span // total
+            out.append(replace(self, part=at, parts=self.parts * total, span=span, nbytes=nbytes))
+            part += span
+        return out
 
 
 class Address(NamedTuple):

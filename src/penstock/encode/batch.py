@@ -86,6 +86,13 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
+        if self.data is None and self.positions is None and isinstance(self.inputs, np.ndarray):
+            if self.targets is not None and self.inputs.dtype == np.int64:  # the usual case
+                import torch
+
+                self.inputs = torch.from_numpy(self.inputs)
+                self.targets = torch.from_numpy(self.targets)
+                return
         seen: dict[int, Any] = {}  # inputs may be one of the data's fields, and stay it
         for name in ("data", "inputs", "targets", "positions", "cu_seqlens"):
             if (value := getattr(self, name)) is not None:

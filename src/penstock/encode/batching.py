@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.encode.batch import Batch, can_wrap
 from penstock.encode.rows import Mark, Packer, Rows
-from penstock.encode.window import I64
+from penstock.encode.window import I64, NO_IDS
 from penstock.types import IGNORE, Shard, Span, StreamPosition
 from penstock.watch.stage_timer import Clock
 
@@ -24,7 +24,7 @@ Piece = tuple[I64, Rows]
 """Consecutive rows of a lane, and which rows of the batch they are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowsOrigin:
     """Where the rows of a batch came from, and where the stream continues after them."""
 
@@ -188,7 +188,7 @@ class Batcher:
             else:
                 batch.positions, batch.cu_seqlens = positions, cu_seqlens
         for _, rows in pieces:
-            rows.ids = rows.ids[:0].copy()  # the batch need not keep alive what was copied
+            rows.ids = NO_IDS  # the batch need not keep alive what was copied
         return batch
 
     def _documents(self, pieces: list[Piece], size: int) -> tuple[I64, I32]:

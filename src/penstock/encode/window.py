@@ -18,6 +18,7 @@ from penstock.types import ChunkRef, LanePosition, Span, TokenChunk
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
+NO_IDS: Ids = np.empty((0, 0), np.uint16)
 
 
 class WindowMap(NamedTuple):

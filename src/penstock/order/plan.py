@@ -28,9 +28,9 @@ CHUNKS_PER_LANE = 4
 """Chunks that lanes share are split until each lane has about this many."""
 FILES_PER_GROUP = 8
 """Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
-FIRST_PARTS = 8
-"""The first chunk of a lane is divided: one part in this many, then the rest. The first batch
-waits for the small part only."""
+FIRST_PARTS = (1, 3, 4)
+"""The first chunk of a lane is divided into parts of these sizes. The first batch waits for the small
+one only, and workers make the others at the same time."""
 FIRST_BYTES = 256 * KiB
 """A first chunk smaller than this is not divided."""
 ALL = -1

@@ -29,8 +29,10 @@ from penstock.types import LanePosition, MiB, Shard, Span, StreamPosition
 
 log = logging.getLogger("penstock")
 
-TASK_TOKENS = 1 << 17
-"""About how many ids are read by one task: many enough to make the task's own cost small."""
+TASK_TOKENS = 1 << 19
+"""Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
+The first tasks read fewer, so that the first batch does not wait."""
+FIRST_ROWS = 32
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
@@ -88,7 +90,7 @@ class IndexedRows:
 
     @property
     def epoch(self) -> int:
-        return int(self.epochs.min())
+        return min(int(self.epochs[0]), int(self.epochs[-1]))
 
     def boundaries(self) -> tuple[I64, I64]:
         if not is_rows(self.dataset):
@@ -101,11 +103,9 @@ class IndexedRows:
 
     def split(self, n: int) -> tuple[IndexedRows, IndexedRows]:
         """Return the first `n` rows and the others."""
-        parts = (slice(None, n), slice(n, None))
-        first, rest = (
-            IndexedRows(self.ids[p], self.samples[p], self.epochs[p], self.dataset) for p in parts
-        )
-        return first, rest
+        ids, samples, epochs = self.ids, self.samples, self.epochs
+        first = IndexedRows(ids[:n], samples[:n], epochs[:n], self.dataset)
+        return first, IndexedRows(ids[n:], samples[n:], epochs[n:], self.dataset)
 
 
 class IndexedPacker:
@@ -126,7 +126,7 @@ class IndexedPacker:
         self._source, self._order, self._pool, self._shard = source, order, pool, shard
         self._start, self._end, self._repeat = start, end, repeat
         self._next = self._submitted = start.row
-        self._size = max(1, TASK_TOKENS // (source.seq_len + 1))
+        self._size = FIRST_ROWS
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
@@ -175,6 +175,7 @@ class IndexedPacker:
             rows %= self._repeat
         self._ask(*self._order.samples(rows))
         self._submitted = last
+        self._size = max(1, min(2 * self._size, TASK_TOKENS // (self._source.seq_len + 1)))
         return True
 
     def _ask(self, samples: I64, epochs: I64, urgent: bool = False) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.config import one_of, whole_number
 from penstock.encode.rows import FixedMark, Mark, PackCounts, Rows, add_counts
-from penstock.encode.window import I64, Ids
+from penstock.encode.window import I64, NO_IDS, Ids
 from penstock.errors import ConfigError, NoData, StateFormat
 from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
@@ -164,7 +164,7 @@ class MixturePacker:
         got = 0
         for rows in self._parts[part].packers[self._index].rows(wanted):
             out.append(PartRows(rows, self._epoch, rows.ids))
-            rows.ids = rows.ids[:0].copy()
+            rows.ids = NO_IDS
             got += len(out[-1].ids)
         if got:
             self.row += got

@@ -1,10 +1,6 @@
-"""The last steps of a run, and what is added up over all of them.
+"""The last steps of a run, with sums and percentiles over them.
 
-In:    one step after the other.
-Out:   sums and percentiles over the last few hundred, kept up to date at each.
-Where: the trainer's thread; others may read, a moment old.
-State: the steps.
-Cost:  a microsecond or two a step; a few tenths where many came together, each with its batch ready.
+Written by the trainer's thread; other threads may read, a moment late.
 """
 
 from __future__ import annotations
@@ -12,13 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 WINDOW = 512
 """Steps over which rolling numbers are taken."""
 STALE = 16
-"""Percentiles are worked out anew after so many steps."""
+"""Percentiles are computed again after this many steps."""
 
 
 class Step(NamedTuple):
@@ -29,10 +24,6 @@ class Step(NamedTuple):
     wall: float
     tokens: int
     charges: Mapping[str, float]
-
-
-Kept = tuple[float, float, float, int, Mapping[str, float] | None]
-"""A step as it is kept: without charges where its batch stood ready, since all of its wait is then the handing over."""
 
 
 @dataclass(slots=True)
@@ -56,10 +47,10 @@ class StageTimes:
 
 
 class Window:
-    """The last steps, with sums that are kept and other numbers that are worked out when they are asked for."""
+    """The last steps, with running sums."""
 
     def __init__(self, size: int = WINDOW) -> None:
-        self._kept: deque[Kept] = deque(maxlen=size)
+        self._steps: deque[Step] = deque(maxlen=size)
         self.wait = self.wall = 0.0
         self.tokens = 0
         self._added = 0
@@ -67,34 +58,29 @@ class Window:
         self._by_stage: tuple[int, dict[str, float]] = (-1, {})
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._steps)
 
     @property
     def steps(self) -> list[Step]:
         """All of them, the latest last."""
-        return [
-            Step(begin, wait, wall, tokens, {"batch": wait} if charges is None else charges)
-            for begin, wait, wall, tokens, charges in list(self._kept)
-        ]
+        return list(self._steps)
 
-    def add(self, *steps: Kept) -> None:
-        """The steps that followed."""
-        kept, size = self._kept, self._kept.maxlen
-        assert size is not None
-        steps = steps[-size:]
-        old = list(islice(kept, max(0, len(kept) + len(steps) - size)))
-        kept.extend(steps)
-        for those, sign in ((steps, 1), (old, -1)):
-            if those:
-                _, waits, walls, tokens, _ = zip(*those, strict=True)
-                self.wait += sign * sum(waits)
-                self.wall += sign * sum(walls)
-                self.tokens += sign * sum(tokens)
-        self._added += len(steps)
+    def add(self, step: Step) -> None:
+        """Add a step that has ended."""
+        if len(self._steps) == self._steps.maxlen:
+            old = self._steps[0]
+            self.wait -= old.wait
+            self.wall -= old.wall
+            self.tokens -= old.tokens
+        self._steps.append(step)
+        self.wait += step.wait
+        self.wall += step.wall
+        self.tokens += step.tokens
+        self._added += 1
 
     @property
     def by_stage(self) -> dict[str, float]:
-        """Seconds in `next`, by the stage that they are charged to."""
+        """Seconds in `next` by the stage that they are charged to."""
         if self._by_stage[0] != self._added:
             sums: dict[str, float] = {}
             added = self._added
@@ -105,9 +91,9 @@ class Window:
         return self._by_stage[1]
 
     def percentile(self, share: float) -> float:
-        """Of the time in `next`, in seconds; of many steps it may be a few steps old."""
+        """Return a percentile of the time in `next`, in seconds. It may be a few steps old."""
         added, waits = self._sorted
         if self._added - added >= (STALE if len(self) > 4 * STALE else 1):
-            waits = sorted([step[1] for step in list(self._kept)])
+            waits = sorted([step.wait for step in list(self._steps)])
             self._sorted = (self._added, waits)
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
