@@ -23,7 +23,7 @@ from penstock.loader_stats import LoaderStats, Stats
 from penstock.options import LoaderOptions, accepts
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
-from penstock.run_options import resolve_options
+from penstock.run_options import batches_of_pass, check_warmup, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
 from penstock.state import State, StateMaker, check_lanes, parse
@@ -50,7 +50,7 @@ class AsyncDataLoader:
         dataset: a TextDataset, TokenFileDataset, SyntheticDataset or Mixture; a map-style dataset; or
             an iterable of samples.
         """
-        given = LoaderOptions(*args, **kwargs)
+        self._given = given = LoaderOptions(*args, **kwargs)
         self._dataset = dataset
         self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)
@@ -69,7 +69,7 @@ class AsyncDataLoader:
         self.observe(Telemetry())
         lanes = 1
         if self._source.by_lane:
-            lanes = self._options.lanes or self._options.shard.mod
+            lanes = given.lanes or self._options.shard.mod
             check_lanes(lanes, self._options.shard.mod, ConfigError)
         self._state = self._fresh_state(lanes)
         self._origin: BatchOrigin | None = None
@@ -124,7 +124,7 @@ class AsyncDataLoader:
 
     def __len__(self) -> int:
         """Return the batches of one pass, if that is known beforehand."""
-        return self._options.batches(self._source.length())
+        return batches_of_pass(self._options, self._source.length())
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream.
@@ -191,22 +191,23 @@ class AsyncDataLoader:
     def _begin(self) -> None:
         fresh = self._pipeline is None
         self.start()
-        if fresh and self._options.warmup_batches and self._options.warmup_timeout:
-            self.warmup(self._options.warmup_batches, self._options.warmup_timeout)
+        if fresh and self._given.warmup_batches and self._given.warmup_timeout:
+            self.warmup(self._given.warmup_batches, self._given.warmup_timeout)
 
     def start(self) -> Self:
         """Start the workers, if they do not run yet."""
         if self._pipeline is not None:
             return self
         options, begun = self._options, time.perf_counter()
-        if self._agreement is None and options.must_agree(self._source.even):
+        together = options.shard.mod > 1 and not options.alone and not self._source.even
+        if self._agreement is None and together and options.epochs is not None:
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
-        pipeline = self._pipeline = Pipeline(self._source, self._run_context(), options.cpus)
+        pipeline = self._pipeline = Pipeline(self._source, self._run_context())
         # The threads know the pipeline and not the loader: a loader that is no longer referenced
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
-        if options.tunes:
+        if self._given.prefetch_size == "auto":
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
@@ -216,7 +217,7 @@ class AsyncDataLoader:
                 options.device,
                 pipeline.next,
                 pipeline.poll,
-                options.device_preprocess,
+                self._given.device_preprocess,
                 self.telemetry.clock,
             )
             self.telemetry.device = self._feed.waited_s
@@ -225,25 +226,13 @@ class AsyncDataLoader:
     def _run_context(self) -> RunContext:
         """Return how a run from the current state goes."""
         options, state = self._options, self._current()
-        return RunContext(
-            shuffle=options.shuffle,
-            seed=options.seed,
+        return replace(
+            options,
             lanes=state.lanes,
             skip=state.skip,
             weights=state.weights,
-            shard=options.shard,
-            alone=options.alone,
-            batch_size=options.batch_size,
-            n_workers=options.n_workers,
-            workers=options.workers,
-            prefetch_size=options.prefetch_size,
-            queue_bytes=options.queue_bytes,
-            read_ahead_bytes=options.read_ahead_bytes,
-            drop_last=options.drop_last,
             first_epoch=state.first,
             end_epoch=None if options.epochs is None else state.first + options.epochs,
-            tensors=options.tensors,
-            narrow=options.device is not None,
             positions=state.lane_positions,
             start=state.position,
             state=StateMaker(state),
@@ -261,7 +250,7 @@ class AsyncDataLoader:
         Nothing is lost either way. A fault in the data is raised by the `next` that meets it. Without
         batches, time or workers it is off, and nothing is started.
         """
-        wanted, timeout = self._options.check_warmup(batches, timeout)
+        wanted, timeout = check_warmup(self._options, self._given.memory_limit, batches, timeout)
         if wanted == 0 or timeout == 0 or self._options.n_workers == 0 or self._exhausted:
             return Warmup(0, 0, 0.0)
         begun = time.perf_counter()
@@ -381,9 +370,9 @@ class AsyncDataLoader:
         )
         if source.by_lane:
             check_lanes(loaded.lanes, options.shard.mod, StateMismatch)
-            if options.lanes not in (None, loaded.lanes):
+            if self._given.lanes not in (None, loaded.lanes):
                 raise StateMismatch(
-                    f"lanes was {loaded.lanes} when the state was saved, and is {options.lanes}. "
+                    f"lanes was {loaded.lanes} when the state was saved, and is {self._given.lanes}. "
                     "Leave lanes out to take it from the state."
                 )
         if options.epochs is not None:

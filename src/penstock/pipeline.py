@@ -37,12 +37,12 @@ LOW_BATCHES = 100
 class Pipeline:
     """The threads and processes of one run."""
 
-    def __init__(self, source: Source, run: RunContext, cpus: frozenset[int] | None = None) -> None:
+    def __init__(self, source: Source, run: RunContext) -> None:
         self._run, self._clock = run, run.clock
-        self._cores = len(cpus) if cpus is not None else default_workers()
+        self._cores = default_workers() if run.cpus is None else len(run.cpus)
         self._work = source.work(run)
         self._pool: Pool = make_pool(
-            run.n_workers, self._work, workers=run.workers, cpus=cpus, clock=run.clock
+            run.n_workers, self._work, workers=run.workers, cpus=run.cpus, clock=run.clock
         )
         self._pid = os.getpid()
         self._closing = threading.Lock()
@@ -58,7 +58,7 @@ class Pipeline:
                     self._producer.next,
                     run.prefetch_size,
                     clock=run.clock,
-                    cpus=cpus,
+                    cpus=run.cpus,
                     # Batches whose size is not known beforehand take slots by their bytes.
                     slots=(lambda batch: 1)
                     if source.row_bytes()

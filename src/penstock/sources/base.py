@@ -27,39 +27,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """How a stream is run, and from where. Only the first five fields decide its content."""
+    """How a stream is run, and from where. `run_options` fills in the first part from the user's
+    options, the loader the second part from its state."""
 
     shuffle: bool
     seed: int
-    lanes: int
-    skip: frozenset[Address]
-    weights: tuple[tuple[int, tuple[int, ...]], ...]
-    """For mixtures: from which global row on which weights hold."""
+    batch_size: int
+    drop_last: bool
+    epochs: int | None
     shard: Shard
     alone: bool
     """True if the user gave the shard: it need not keep in step with others."""
-    batch_size: int
     n_workers: int
     workers: str
+    cpus: frozenset[int] | None
     prefetch_size: int
+    row_bytes: int
+    """Bytes of a row in the queue; 0 if that is not known beforehand."""
     queue_bytes: int
+    """Bytes that the queue, the batch in hand and the device copies are expected to take."""
     read_ahead_bytes: int
-    drop_last: bool
-    first_epoch: int
-    end_epoch: int | None
+    tensors: bool
+    device: str | None
+
+    lanes: int = 1
+    skip: frozenset[Address] = frozenset()
+    weights: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """For mixtures: from which global row on which weights hold."""
+    first_epoch: int = 0
+    end_epoch: int | None = None
     by_epoch: bool = False
     """True if each lane ends with its epoch, for a mixture that then reopens it."""
-    tensors: bool
-    narrow: bool
-    """True if batches are on their way to a device, where ids are widened."""
-    positions: Mapping[int, LanePosition]
-    start: StreamPosition
-    state: Callable[[StreamPosition], dict[str, Any]]
+    positions: Mapping[int, LanePosition] = field(default_factory=dict)
+    start: StreamPosition = StreamPosition(0, 0)
+    state: Callable[[StreamPosition], dict[str, Any]] = StreamPosition._asdict
     clock: Clock = field(default_factory=NullClock)
 
     @property
     def own_lanes(self) -> range:
         return range(self.shard.rem, self.lanes, self.shard.mod)
+
+    @property
+    def wraps(self) -> bool:
+        """True if batches are made of tensors here. On the way to a device, ids are widened there."""
+        return self.tensors and self.device is None
 
 
 class Counted(Protocol):
@@ -192,8 +203,8 @@ class RowProducer:
             seq_len=source.seq_len,
             drop_last=run.drop_last if drop_last is None else drop_last,
             positions=source.positions,
-            tensors=run.tensors and not run.narrow,
-            narrow=source.dtype if run.narrow else None,
+            tensors=run.wraps,
+            narrow=None if run.device is None else source.dtype,
             start=run.start,
             state=run.state,
             clock=run.clock,

@@ -150,7 +150,7 @@ class IterableProducer:
         self._samples += len(read.numbers)
         batch._origin = IterableOrigin(self._name, self._row, self._batch, read.numbers, read.after)
         batch._state = run.state
-        if run.tensors and not run.narrow and can_wrap():
+        if run.wraps and can_wrap():
             batch.to_torch()
         return batch
 

@@ -68,14 +68,15 @@ def spans_of(dataset: Any, index: int) -> list[Span]:
     return [Span(type(dataset).__name__, None, None, index, (0, 0), (0, 0))]
 
 
-def own_rows(total: int, batch_size: int, shard: Shard, *, alone: bool, drop_last: bool) -> int:
+def own_rows(total: int, run: RunContext) -> int:
     """Return how many of `total` rows a rank reads, with those that are repeated at the end."""
-    full, left = divmod(total, batch_size * shard.mod)
-    if drop_last or not left:
-        return full * batch_size
-    if alone or shard.mod == 1:
-        return len(range(shard.rem, total, shard.mod))
-    return (full + 1) * batch_size  # all ranks get a full last batch: the first rows are repeated
+    full, left = divmod(total, run.batch_size * run.shard.mod)
+    if run.drop_last or not left:
+        return full * run.batch_size
+    if run.alone or run.shard.mod == 1:
+        return len(range(run.shard.rem, total, run.shard.mod))
+    # All ranks get a full last batch: the first rows are repeated.
+    return (full + 1) * run.batch_size
 
 
 @dataclass(slots=True)
@@ -267,9 +268,7 @@ class MapStyleSource(Source):
         total = None if run.end_epoch is None else (run.end_epoch - run.first_epoch) * self._length
         n_rows: int | None = None
         if total is not None:
-            n_rows = own_rows(
-                total, run.batch_size, run.shard, alone=run.alone, drop_last=run.drop_last
-            )
+            n_rows = own_rows(total, run)
             if n_rows == 0 and run.drop_last:
                 raise NoData(
                     f"{total} samples do not fill one batch of {run.batch_size} on each of "
@@ -391,7 +390,7 @@ class SampleProducer:
         self._samples += len(samples)
         batch._origin = SamplesOrigin(self._row, self._batch, self._dataset, samples)
         batch._state = run.state
-        if run.tensors and not run.narrow and can_wrap():
+        if run.wraps and can_wrap():
             batch.to_torch()
         return batch
 

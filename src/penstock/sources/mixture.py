@@ -446,7 +446,6 @@ class MixtureSource(RowSource):
             run,
             seed=mix(run.seed, 5, i) >> 1,
             read_ahead_bytes=max(1, run.read_ahead_bytes // len(self.parts)),
-            narrow=False,
             end_epoch=None,
             by_epoch=self.mixture.on_end == "stop",
             drop_last=False,
