@@ -1,4 +1,4 @@
-"""The README and the docs are true: their code and commands run, their messages are ours, their pages can be built."""
+"""The README and the pages: their code and commands run, their messages exist, the site builds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of code, with what a comment right above it says."""
+    """A block of code, and the comment right above it."""
 
     language: str
     text: str
@@ -59,7 +59,7 @@ def pages_with(*languages: str) -> list[Any]:
 # Python
 
 NOT_RUN = {"not run: streaming": "streaming", "not run: litdata": "litdata"}
-"""How a block is marked that needs a library which the tests do not install: it is compiled, and not run."""
+"""Marks of blocks that need a library which the tests do not install: they are compiled, not run."""
 
 
 @pytest.mark.filterwarnings(
@@ -93,7 +93,7 @@ def test_the_code_of_a_page_runs(
                 value.shutdown()
 
 
-def test_only_blocks_that_need_a_library_we_lack_are_not_run() -> None:
+def test_only_blocks_that_need_a_missing_library_are_not_run() -> None:
     dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
         "dev"
     ]
@@ -120,7 +120,7 @@ ELSEWHERE = {
     "make demo": "tests/test_cli.py::test_the_demo_trains_is_killed_resumes_and_reports",
     "make test": "it is what runs this",
     "penstock --install-completion": "tests/test_cli.py::test_a_real_bash_completes_after_its_script_was_installed",
-    "penstock --show-completion": "it asks which shell it was typed into, and here that is none",
+    "penstock --show-completion": "it needs an interactive shell",
     "penstock report runs/7": "tests/test_cli.py::test_a_library_that_is_missing_is_named_with_the_command_that_installs_it",
     "penstock watch": "tests/test_watch.py::test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_order",
     "penstock watch /runs/7 --total-tokens 10B": "tests/test_watch.py::test_without_a_terminal_it_waits_for_the_run_and_ends_with_it",
@@ -133,10 +133,10 @@ ELSEWHERE = {
     "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte": "tests/train/test_commands.py::test_the_smoke_test_passes",
     "penstock bootstrap --out /data/fwe_bootstrap.jsonl --bytes 10GB --refresh --background": "tests/test_bootstrap.py::test_the_background_goes_on_by_itself",
 }  # fmt: skip
-"""Commands that are not run here: the test that runs them, or what stands in the way. A new one is run until somebody decides."""
+"""Commands that are not run here: the test that runs them, or the reason. All others are run."""
 
 QUICK = ("README", "cli", "quickstart", "troubleshooting")
-"""Pages whose commands are run in `make test`; those of the others by `make test-slow`."""
+"""Pages whose commands run in `make test`; those of other pages run in `make test-slow`."""
 SLOW = {
     "penstock trace run.toml",
     "penstock train --dataset stdlib --steps 100 --report",
@@ -149,7 +149,7 @@ SLOW = {
     "penstock trace run.toml -o run.json",
     "penstock verify-resume stdlib --points 3 --set shuffle=true",
 }
-"""Commands that take longer than some seconds."""
+"""Commands that take more than a few seconds."""
 
 CARD = """---
 configs:
@@ -174,19 +174,19 @@ cache = true
 
 
 class Command(NamedTuple):
-    """A line to type, and what the page shows of its answer."""
+    """A command line, and the output that the page shows."""
 
     line: str
     shown: list[str]
 
     @property
     def name(self) -> str:
-        """Without quotes and comment."""
+        """The line without quotes and comment."""
         return " ".join(shlex.split(self.line, comments=True))
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """What may come of it here. Whether this machine can feed a run is another question."""
+        """The exit codes that are accepted. For the doctor, that includes a machine that is too slow."""
         if "doctor" in self.name:
             return 0, 1
         if any("No such option" in line for line in self.shown):
@@ -208,7 +208,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def chosen(slow: bool) -> list[Any]:
-    """What is to be run: each command once, however often it stands somewhere."""
+    """Return the commands to run, each once."""
     each = {
         command.name: (page, command)
         for page in reversed(PAGES)
@@ -236,7 +236,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def prepare(folder: Path, corpus: Path) -> Path:
-    """A project as a reader may have one: text, a vocabulary, settings, and runs that were recorded."""
+    """Make a project as a reader may have one: text, a vocabulary, settings and recorded runs."""
     shutil.copytree(corpus / "parquet", folder / "corpus")
     shutil.copy(corpus / "tokenizer.json", folder)
     (folder / "run.toml").write_text(SETTINGS)
@@ -254,7 +254,7 @@ def prepare(folder: Path, corpus: Path) -> Path:
 
 
 def run(command: Command, folder: Path, hub: HubServer) -> None:
-    """A line as it is typed at a prompt."""
+    """Run a line as it is typed at a prompt."""
     variables = environment(
         folder / "cache", HF_ENDPOINT=hub.endpoint, HF_HOME=str(folder / "home")
     )
@@ -286,7 +286,7 @@ def test_a_long_command_of_a_page_runs(
     run(command, prepare(tmp_path, corpus), hub)
 
 
-def test_what_is_said_of_commands_is_of_commands_that_stand_somewhere() -> None:
+def test_every_listed_command_is_on_a_page_and_every_named_test_exists() -> None:
     written = {command.name for page in PAGES for command in commands(page)}
     assert ELSEWHERE.keys() | SLOW <= written
     for where in ELSEWHERE.values():
@@ -294,8 +294,7 @@ def test_what_is_said_of_commands_is_of_commands_that_stand_somewhere() -> None:
         assert not found or f"\ndef {name}(" in (ROOT / path).read_text(), where
 
 
-def test_a_command_stands_in_a_block_that_says_so() -> None:
-    """Or it would never be run."""
+def test_commands_are_in_blocks_that_are_run() -> None:
     known = {
         "",
         "python",
@@ -352,7 +351,7 @@ def test_settings_of_a_page_are_accepted(
         )
 
 
-def test_the_settings_page_is_what_the_options_say() -> None:
+def test_the_settings_page_derives_from_the_options() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["page"]
     written = (ROOT / "docs" / "settings.md").read_text()
     assert page(written) == written, "run docs/make_settings.py"
@@ -363,7 +362,7 @@ def test_the_settings_page_is_what_the_options_say() -> None:
 
 @cache
 def messages() -> list[tuple[re.Pattern[str], int]]:
-    """Every text in the source that may be a message, as a pattern, and how many characters of it are fixed."""
+    """Return every text in the source as a pattern, and how many of its characters are fixed."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -385,7 +384,7 @@ def messages() -> list[tuple[re.Pattern[str], int]]:
     return found
 
 
-def test_every_message_that_the_troubleshooting_page_quotes_is_one() -> None:
+def test_every_message_on_the_troubleshooting_page_exists_in_the_source() -> None:
     quoted = [
         line
         for block in blocks(ROOT / "docs" / "troubleshooting.md", "text")
@@ -398,7 +397,7 @@ def test_every_message_that_the_troubleshooting_page_quotes_is_one() -> None:
         ), line
 
 
-def test_every_advice_of_a_verdict_is_on_the_troubleshooting_page() -> None:
+def test_the_troubleshooting_page_has_every_advice() -> None:
     from penstock.watch.attribution import Known, advise
     from penstock.watch.stage_timer import STAGES
 
@@ -429,7 +428,7 @@ def test_the_readme_leads_to_every_page() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documentation, built as `make docs` builds it: a warning is an error."""
+    """Build the site as `make docs` does: a warning is an error."""
     out = tmp_path_factory.mktemp("site")
     flags = re.search(r"-m sphinx (.*) docs artifacts/docs", (ROOT / "Makefile").read_text())
     assert flags is not None
@@ -452,7 +451,7 @@ def test_the_api_has_every_public_name(site: Path) -> None:
         assert f'id="penstock.{name}"' in page, name
 
 
-def test_nothing_in_the_pages_is_asked_of_a_network(site: Path) -> None:
+def test_pages_load_nothing_from_a_network(site: Path) -> None:
     for page in site.glob("*.html"):
         loaded = re.findall(
             r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"|<link[^>]*\shref="([^"]+)"',
