@@ -19,8 +19,8 @@ from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Autotune, pipeline_knobs
-from penstock.feed.prefetch_queue import PrefetchQueue
-from penstock.feed.worker_pool import Pool, make_pool
+from penstock.feed.prefetch_queue import PrefetchQueue, one_slot
+from penstock.feed.worker_pool import make_pool
 from penstock.sources.base import Producer, RunContext, Source
 from penstock.watch.attribution import Known
 from penstock.watch.telemetry import Telemetry
@@ -41,7 +41,7 @@ class Pipeline:
         self._run, self._clock = run, run.clock
         self._cores = default_workers() if run.cpus is None else len(run.cpus)
         self._work = source.work(run)
-        self._pool: Pool = make_pool(
+        self._pool = make_pool(
             run.n_workers, self._work, workers=run.workers, cpus=run.cpus, clock=run.clock
         )
         self._pid = os.getpid()
@@ -52,29 +52,24 @@ class Pipeline:
         self._started = time.monotonic()
         try:
             self._producer: Producer = source.open(run, self._pool, self._work)
-            if run.n_workers > 0:
-                slot_bytes = max(1, run.queue_bytes // run.prefetch_size)
-                self._queue = PrefetchQueue(
-                    self._producer.next,
-                    run.prefetch_size,
-                    clock=run.clock,
-                    cpus=run.cpus,
-                    # Batches whose size is not known beforehand take slots by their bytes.
-                    slots=(lambda batch: 1)
-                    if source.row_bytes()
-                    else (lambda batch: -(-batch.nbytes // slot_bytes)),
-                )
-                self._queue.start()
         except BaseException:
             self._pool.stop()
-            if hasattr(self, "_producer"):
-                self._producer.stop()
             self._work.stop()
             self._pool.join(10.0)
-            if hasattr(self, "_producer"):
-                self._producer.close()
             self._work.close()
             raise
+        if run.n_workers > 0:
+            slot_bytes = max(1, run.queue_bytes // run.prefetch_size)
+            # Batches whose size is not known beforehand take slots by their bytes.
+            slots = one_slot if run.row_bytes else (lambda batch: -(-batch.nbytes // slot_bytes))
+            self._queue = PrefetchQueue(
+                self._producer.next,
+                run.prefetch_size,
+                clock=run.clock,
+                cpus=run.cpus,
+                slots=slots,
+            )
+            self._queue.start()
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream."""

@@ -60,6 +60,8 @@ class Batch:
     """On the way to a device: the arrays to send, in their narrowest types."""
     _origin: BatchOrigin | None = field(default=None, repr=False)
     _tokens: int = field(default=0, repr=False)
+    _ids: bool = field(default=False, repr=False)
+    """True for packed rows of ids."""
     _state: Callable[[StreamPosition], dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
@@ -86,13 +88,15 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
-        if self.data is None and self.positions is None and isinstance(self.inputs, np.ndarray):
-            if self.targets is not None and self.inputs.dtype == np.int64:  # the usual case
-                import torch
+        if self.narrow is None and self._ids and isinstance(self.inputs, np.ndarray):
+            import torch  # the usual case, which needs no search for arrays
 
-                self.inputs = torch.from_numpy(self.inputs)
-                self.targets = torch.from_numpy(self.targets)
-                return
+            self.inputs = torch.from_numpy(self.inputs)
+            self.targets = torch.from_numpy(self.targets)
+            if self.positions is not None:
+                self.positions = torch.from_numpy(self.positions)
+                self.cu_seqlens = torch.from_numpy(self.cu_seqlens)
+            return
         seen: dict[int, Any] = {}  # inputs may be one of the data's fields, and stay it
         for name in ("data", "inputs", "targets", "positions", "cu_seqlens"):
             if (value := getattr(self, name)) is not None:

@@ -162,7 +162,7 @@ class Batcher:
         batch = Batch(
             None, None, min(rows.epoch for _, rows in pieces), self._batch - 1, _state=self._state
         )
-        batch._tokens = size * seq_len
+        batch._tokens, batch._ids = size * seq_len, True
         if self._narrow is not None:
             ids = np.empty((size, seq_len + 1), self._narrow)
             valid = np.full(size, seq_len + 1, np.int32)

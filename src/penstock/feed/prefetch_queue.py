@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import LoaderTimeout
 from penstock.feed.affinity import pin
@@ -19,6 +19,11 @@ from penstock.feed.worker_pool import closed, join_all
 from penstock.watch.stage_timer import OUT, WAIT, Clock
 
 T = TypeVar("T")
+
+
+def one_slot(item: Any) -> int:
+    """Items of equal size take one slot each."""
+    return 1
 
 
 class PrefetchQueue(Generic[T]):
@@ -31,7 +36,7 @@ class PrefetchQueue(Generic[T]):
         *,
         clock: Clock,
         cpus: frozenset[int] | None = None,
-        slots: Callable[[T], int] = lambda item: 1,
+        slots: Callable[[T], int] = one_slot,
     ) -> None:
         """`produce` returns the next item, or None at the end. `slots` returns how much of the
         capacity an item takes, where items differ in size."""

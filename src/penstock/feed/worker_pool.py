@@ -55,21 +55,12 @@ class Pool(Protocol):
 
     @property
     def n_workers(self) -> int: ...
-    @property
-    def restarts(self) -> int:
-        """Worker processes that died and were replaced."""
 
     def submit(
         self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
     ) -> Task[Any]:
         """Queue a call. With `after`, the result of that task becomes the last argument; its
         failure becomes this task's failure. An urgent task goes before all that wait."""
-
-    def stop(self) -> None:
-        """Take no more tasks and fail those that wait. Running ones finish."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the workers to exit. Return False if one is still busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,57 +75,9 @@ class Job:
     def __lt__(self, other: Job) -> bool:
         return self.order < other.order
 
-
-class JobQueue:
-    """Queued jobs, oldest first, behind a lock that every pool shares with its workers."""
-
-    def __init__(self) -> None:
-        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
-        self.changed = threading.Condition(threading.RLock())
-        self.jobs: list[Job] = []
-        self.stopped = False
-        self._last = 0
-
-    def add(
-        self, call: Call, args: tuple[Any, ...], clock: Clock, after: Task[Any] | None, urgent: bool
-    ) -> Task[Any]:
-        with self.changed:
-            if self.stopped:
-                raise closed()
-            self._last += 1
-            job = Job(-self._last if urgent else self._last, call, args, Task(clock, after))
-        if after is None:
-            self.push(job)
-        else:
-            after.add_done_callback(lambda done: self._follow(job, done))
-        return job.task
-
-    def _follow(self, job: Job, done: Future[Any]) -> None:
-        error = closed() if done.cancelled() else done.exception()
-        if error is not None:
-            if job.task.set_running_or_notify_cancel():
-                job.task.set_exception(error)
-            return
-        job.args = (*job.args, done.result())
-        self.push(job)
-
-    def push(self, job: Job) -> None:
-        with self.changed:
-            if not self.stopped:
-                heapq.heappush(self.jobs, job)
-                self.changed.notify()
-                return
-        if job.task.set_running_or_notify_cancel():
-            job.task.set_exception(closed())
-
-    def stop(self) -> None:
-        with self.changed:
-            self.stopped = True
-            waiting, self.jobs = self.jobs, []
-            self.changed.notify_all()
-        for job in waiting:
-            if job.task.set_running_or_notify_cancel():
-                job.task.set_exception(closed())
+    def fail(self, error: BaseException) -> None:
+        if self.task.set_running_or_notify_cancel():
+            self.task.set_exception(error)
 
 
 class ThreadPool:
@@ -154,72 +97,106 @@ class ThreadPool:
         self.n_workers = 0
         self._work, self._name, self._cpus = work, name, cpus
         self._clock = clock or NullClock()
-        self._queue = JobQueue()
+        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._jobs: list[Job] = []
+        self._last = 0
+        self._stopped = False
         self._threads: dict[int, threading.Thread] = {}
         self.resize(n_workers)
 
     def resize(self, n_workers: int) -> None:
         """Run this many threads. A surplus one exits after its current task."""
-        with self._queue.changed:
+        with self._changed:
             self.n_workers = n_workers
-            self._queue.changed.notify_all()
-            for number in range(n_workers):
-                if number not in self._threads:
-                    name = f"penstock-{self._name}-{number}"
-                    thread = threading.Thread(
-                        target=self._serve, args=(number,), name=name, daemon=True
-                    )
-                    self._threads[number] = thread
-                    thread.start()
+            self._changed.notify_all()
+            for number in set(range(n_workers)) - set(self._threads):
+                name = f"penstock-{self._name}-{number}"
+                thread = threading.Thread(
+                    target=self._serve, args=(number,), name=name, daemon=True
+                )
+                self._threads[number] = thread
+                thread.start()
 
     def submit(
         self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
     ) -> Task[Any]:
-        return self._queue.add(call, args, self._clock, after, urgent)
+        with self._changed:
+            if self._stopped:
+                raise closed()
+            self._last += 1
+            order = -self._last if urgent else self._last
+        job = Job(order, call, args, Task(self._clock, after))
+        if after is None:
+            self._push(job)
+        else:
+            after.add_done_callback(lambda done: self._follow(job, done))
+        return job.task
+
+    def _follow(self, job: Job, done: Future[Any]) -> None:
+        error = closed() if done.cancelled() else done.exception()
+        if error is not None:
+            job.fail(error)
+        else:
+            job.args = (*job.args, done.result())
+            self._push(job)
+
+    def _push(self, job: Job) -> None:
+        with self._changed:
+            if not self._stopped:
+                heapq.heappush(self._jobs, job)
+                self._changed.notify()
+                return
+        job.fail(closed())
 
     def stop(self) -> None:
-        self._queue.stop()
+        """Take no more tasks and fail those that wait. Running ones finish."""
+        with self._changed:
+            self._stopped = True
+            waiting, self._jobs = self._jobs, []
+            self._changed.notify_all()
+        for job in waiting:
+            job.fail(closed())
 
     def join(self, timeout_s: float) -> bool:
+        """Wait for the workers to exit. Return False if one is still busy."""
         return join_all(list(self._threads.values()), timeout_s)
 
     def _take(self, number: int) -> Job | None:
-        queue = self._queue
-        with queue.changed:
-            while not queue.jobs and not queue.stopped and number < self.n_workers:
-                queue.changed.wait()
-            if queue.stopped:
+        with self._changed:
+            while not self._jobs and not self._stopped and number < self.n_workers:
+                self._changed.wait()
+            if self._stopped:
                 return None
             if number >= self.n_workers:
                 del self._threads[number]
-                queue.changed.notify()  # it may have been woken for a job that it does not take
+                self._changed.notify()  # it may have been woken for a job that it does not take
                 return None
-            return heapq.heappop(queue.jobs)
+            return heapq.heappop(self._jobs)
 
     def _serve(self, number: int) -> None:
         if self._cpus is not None:
             pin(self._cpus)
         timeline = self._clock.timeline()
         while (job := self._take(number)) is not None:
-            self._run(job, timeline)
+            if job.task.set_running_or_notify_cancel():
+                self._run(job, timeline)
             del job  # an idle thread must not keep the last result alive
 
     def _run(self, job: Job, timeline: ThreadTimeline) -> None:
-        task = job.task
-        if not task.set_running_or_notify_cancel():
-            return
+        task, error, result = job.task, None, None
         if task.timeline is not None:
             timeline.begin(task.timeline)
         try:
             call = getattr(self._work, job.call) if isinstance(job.call, str) else job.call
             result = call(*job.args)
-        except BaseException as error:  # every failure belongs to the one who waits for the task
-            if task.timeline is not None:
-                timeline.end(task.timeline)
+        except BaseException as raised:  # every failure belongs to the one who waits for the task
+            error = raised
+        if task.timeline is not None:
+            timeline.end(task.timeline)
+        if error is not None:
             task.set_exception(error)
         else:
-            if task.timeline is not None:
-                timeline.end(task.timeline)
             task.set_result(result)
 
 
@@ -265,7 +242,7 @@ class InlinePool:
 
 def make_pool(
     n_workers: int, work: Any, *, workers: str, cpus: frozenset[int] | None, clock: Clock
-) -> Pool:
+) -> ThreadPool | InlinePool:
     """Return threads or processes, or for 0 workers a pool that runs tasks in the caller."""
     if n_workers == 0:
         return InlinePool(work)
@@ -305,22 +282,12 @@ class PartPool:
     def n_workers(self) -> int:
         return self.pool.n_workers
 
-    @property
-    def restarts(self) -> int:
-        return self.pool.restarts
-
     def submit(
         self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
     ) -> Task[Any]:
         if not isinstance(call, str):
             return self.pool.submit(call, *args, after=after, urgent=urgent)
         return self.pool.submit("call", self._part, call, *args, after=after, urgent=urgent)
-
-    def stop(self) -> None:
-        self.pool.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        return self.pool.join(timeout_s)
 
 
 def join_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:

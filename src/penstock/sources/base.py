@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from penstock.state import State
 
 
+BEGINNING = StreamPosition(0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
     """How a stream is run, and from where. `run_options` fills in the first part from the user's
@@ -59,7 +62,7 @@ class RunContext:
     by_epoch: bool = False
     """True if each lane ends with its epoch, for a mixture that then reopens it."""
     positions: Mapping[int, LanePosition] = field(default_factory=dict)
-    start: StreamPosition = StreamPosition(0, 0)
+    start: StreamPosition = BEGINNING
     state: Callable[[StreamPosition], dict[str, Any]] = StreamPosition._asdict
     clock: Clock = field(default_factory=NullClock)
 
@@ -74,22 +77,39 @@ class RunContext:
 
 
 class Counted(Protocol):
-    """Something that runs and counts what it does."""
+    """Something that runs and counts what it does. By default there is nothing to count or close."""
 
     def totals(self) -> dict[str, int]:
         """Return what was read into the stream, by its name in `Stats`."""
+        return {}
 
     def bad(self) -> dict[str, int]:
         """Return the number of rejected records by reason."""
+        return {}
 
     def gauges(self) -> dict[str, Any]:
         """Return the state of read-ahead and fetches, for telemetry."""
+        return {}
+
+    def stop(self) -> None:
+        """Cancel what is under way, without waiting."""
+        return
+
+    def close(self) -> None:
+        """Release everything. Called once no worker runs any more."""
+        return
+
+
+class Work:
+    """What workers do: methods that are pure functions of their arguments. It can be pickled."""
+
+    clock: Clock
 
     def stop(self) -> None:
         """Cancel what is under way, without waiting."""
 
     def close(self) -> None:
-        """Release everything. Called once no worker runs any more."""
+        """Close files and connections. Called once no worker runs any more."""
 
 
 class Producer(Counted, Protocol):
@@ -102,11 +122,11 @@ class Producer(Counted, Protocol):
 class Lanes(Counted, Protocol):
     """A rank's lanes of a source of rows."""
 
-    @property
-    def packers(self) -> Sequence[Packer]: ...
+    packers: Sequence[Packer]
 
     def reopen(self, index: int, epoch: int) -> None:
         """Begin an epoch with one lane: it gets a new packer."""
+        return
 
 
 class Source(Protocol):
@@ -156,7 +176,7 @@ class Source(Protocol):
         return None
 
     def work(self, run: RunContext) -> Any:
-        """Return the work object, which can be pickled."""
+        """Return the `Work` of a run."""
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
         """Begin a run. `work` is this process's copy of what the pool's workers call."""
@@ -180,7 +200,7 @@ class RowSource(Source, Protocol):
         return RowProducer(self, run, self.open_lanes(run, pool, work))
 
 
-class RowProducer:
+class RowProducer(Producer):
     """Deals batches from the lanes of a run."""
 
     def __init__(
@@ -211,9 +231,21 @@ class RowProducer:
             by_lane=n_lanes is None,
             total_rows=total_rows,
         )
-        self.next = self._batcher.next
-        self.bad, self.gauges = lanes.bad, lanes.gauges
-        self.stop, self.close = lanes.stop, lanes.close
+
+    def next(self) -> Batch | None:
+        return self._batcher.next()
+
+    def bad(self) -> dict[str, int]:
+        return self.lanes.bad()
+
+    def gauges(self) -> dict[str, Any]:
+        return self.lanes.gauges()
+
+    def stop(self) -> None:
+        self.lanes.stop()
+
+    def close(self) -> None:
+        self.lanes.close()
 
     def totals(self) -> dict[str, int]:
         names = ("cropped_tokens", "padded_tokens", "dropped_tokens")

@@ -24,7 +24,7 @@ from penstock.feed.worker_pool import Pool, Task
 from penstock.order.plan import Plan
 from penstock.order.shuffle import permutation, window_chunks
 from penstock.read.records import where
-from penstock.sources.base import RunContext
+from penstock.sources.base import Counted, Lanes, RunContext
 from penstock.types import Bad, ChunkRef, LanePosition, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -36,41 +36,44 @@ LOOK_AHEAD = 8
 _DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
 
 
-class ChunkReader(Protocol):
+class ChunkReader(Counted, Protocol):
     """What differs between kinds of chunks. Called on the producer thread."""
-
-    on_bad: Callable[[Sequence[Bad]], None]
-    """Called with the records of files that cannot be read at all."""
 
     @property
     def read_ahead(self) -> int:
         """Chunks to have under way beyond the next window, besides those for the workers."""
+        return 0
 
     def look_up(self, files: tuple[int, ...]) -> None:
         """Start to find the chunks of some files."""
+        return
 
     def known(self, files: tuple[int, ...]) -> bool:
         """Return True if the chunks of some files are known already."""
+        return True
 
     def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
-        """Return the chunks of each file. May wait."""
+        """Return the chunks of each file. May wait. Not called for sequential files."""
+        return []
+
+    def take_bad(self) -> list[Bad]:
+        """Return, once, the files that `chunks_of` found to be unreadable."""
+        return []
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         """Start to make a chunk."""
 
     def used(self, chunk: TokenChunk) -> None:
         """A chunk has entered the stream."""
+        return
 
     def reopen(self, lane: int, epoch: int) -> None:
         """A lane leaves its position and begins an epoch."""
+        return
 
-    def totals(self) -> dict[str, int]: ...
-    def gauges(self) -> dict[str, Any]: ...
     def rejected(self, bad: Sequence[Bad]) -> None:
         """Records were rejected."""
-
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
+        return
 
 
 class Ahead(NamedTuple):
@@ -297,7 +300,7 @@ class Counts:
     bad: dict[str, int] = field(default_factory=dict)
 
 
-class ChunkLanes:
+class ChunkLanes(Lanes):
     """The lanes of one rank, which share workers and memory."""
 
     def __init__(
@@ -320,7 +323,6 @@ class ChunkLanes:
         self.counts = Counts()
         self._report_docs, self._reported_docs = report_docs, 0
         self._options = options
-        reader.on_bad = self.count_bad
         opened = [self._open(n, run.positions[n]) for n in run.own_lanes]
         self.lanes = [lane for lane, _ in opened]
         self.packers = [packer for _, packer in opened]
@@ -430,8 +432,8 @@ class ChunkLanes:
         counts.text_bytes += chunk.text_bytes
         counts.chunks += 1
         counts.cache_hits += chunk.cached
-        if chunk.bad:
-            self.count_bad(chunk.bad)
+        if bad := [*self.reader.take_bad(), *chunk.bad]:
+            self.count_bad(bad)
         if self._report_docs and counts.documents - self._reported_docs >= self._report_docs:
             self._reported_docs = counts.documents
             log.info(

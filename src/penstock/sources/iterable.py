@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RunContext, Source
+from penstock.sources.base import Producer, RunContext, Source
 from penstock.sources.samples import SampleWork, refuse_stop_iteration
 from penstock.state import State
 from penstock.types import Span, StreamPosition, is_count
@@ -124,7 +124,7 @@ class IterableSampleWork(SampleWork):
         return batch, read
 
 
-class IterableProducer:
+class IterableProducer(Producer):
     """Has batches made ahead, and gives them out in order."""
 
     def __init__(
@@ -166,15 +166,8 @@ class IterableProducer:
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}
 
-    def bad(self) -> dict[str, int]:
-        return {}
-
     def gauges(self) -> dict[str, Any]:
         return {"python": True}
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class IterableSource(Source):

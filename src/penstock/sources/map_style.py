@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, NoData
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Producer, RowProducer, RowSource, RunContext, Source
+from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, Source
 from penstock.sources.samples import SampleWork, is_rows
 from penstock.types import LanePosition, MiB, Shard, Span, StreamPosition
 
@@ -58,6 +58,12 @@ class RowOrder:
                 key = mix(self.seed, _ROWS, epoch)
                 samples[there] = permute(self.length, key, samples[there])
         return samples, epochs
+
+    def own(self, first: int, last: int, shard: Shard, repeat: int | None) -> tuple[I64, I64]:
+        """Return the samples and epochs of a shard's own rows [first, last). From the global row
+        `repeat` on, the first rows are repeated."""
+        rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
+        return self.samples(rows if repeat is None else rows % repeat)
 
 
 def spans_of(dataset: Any, index: int) -> list[Span]:
@@ -170,11 +176,7 @@ class IndexedPacker:
         last = last if self._end is None else min(last, self._end)
         if last <= self._submitted:
             return False
-        numbers = np.arange(self._submitted, last, dtype=np.int64)
-        rows = numbers * self._shard.mod + self._shard.rem
-        if self._repeat is not None:
-            rows %= self._repeat
-        self._ask(*self._order.samples(rows))
+        self._ask(*self._order.own(self._submitted, last, self._shard, self._repeat))
         self._submitted = last
         self._size = max(1, min(2 * self._size, TASK_TOKENS // (self._source.seq_len + 1)))
         return True
@@ -185,7 +187,7 @@ class IndexedPacker:
         self._tasks.append((samples, epochs, task))
 
 
-class RowLanes:
+class RowLanes(Lanes):
     """A rank's lanes of map-style rows. Outside of a mixture there is one, the rank itself."""
 
     def __init__(
@@ -199,19 +201,6 @@ class RowLanes:
         self.packers[index] = self._source.lane_packer(
             self._run, self._pool, lane, LanePosition(epoch=epoch)
         )
-
-    def totals(self) -> dict[str, int]:
-        return {}
-
-    def bad(self) -> dict[str, int]:
-        return {}
-
-    def gauges(self) -> dict[str, Any]:
-        return {}
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MapStyleSource(Source):
@@ -354,7 +343,7 @@ class SamplesOrigin:
         return [spans_of(self.dataset, index) for index in self.samples.tolist()]
 
 
-class SampleProducer:
+class SampleProducer(Producer):
     """Has batches of samples made ahead, a task each, and gives them out in order."""
 
     def __init__(
@@ -403,11 +392,7 @@ class SampleProducer:
             last = last if self._n_rows is None else min(last, self._n_rows)
             if last <= self._next:
                 return
-            shard = self._run.shard
-            rows = np.arange(self._next, last, dtype=np.int64) * shard.mod + shard.rem
-            if self._total is not None:
-                rows %= self._total
-            samples, epochs = self._order.samples(rows)
+            samples, epochs = self._order.own(self._next, last, self._run.shard, self._total)
             self._tasks.append((samples, self._pool.submit("batch", samples, epochs)))
             self._next = last
 
@@ -420,12 +405,5 @@ class SampleProducer:
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}
 
-    def bad(self) -> dict[str, int]:
-        return {}
-
     def gauges(self) -> dict[str, Any]:
         return {"python": True}
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -206,7 +206,7 @@ class MixtureMark:
         return LanePosition(epoch=self.epoch, row=self.row, counts=self.counts, parts=parts)
 
 
-class MixtureLanes:
+class MixtureLanes(Lanes):
     """A rank's lanes of a mixture, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
@@ -227,9 +227,6 @@ class MixtureLanes:
         for i, lane in enumerate(run.own_lanes):
             packer = MixturePacker(i, lane, run, self._parts, chooser, by_epoch, self.packers)
             self.packers.append(packer)
-
-    def reopen(self, index: int, epoch: int) -> None:
-        raise NotImplementedError("a mixture is not a part of a mixture")
 
     def totals(self) -> dict[str, int]:
         totals: dict[str, int] = {}
@@ -388,8 +385,6 @@ class MixtureSource(RowSource):
         for lane, at in positions.items():
             if len(at.parts) != n or len(at.counts) != n:
                 raise StateFormat(f"invalid state: lane {lane} needs a position in {n} parts")
-            if at.row > max(0, -(-(state.row - lane) // lanes)):
-                raise StateFormat(f"invalid state: lane {lane} is ahead of row {state.row}")
             since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
             if since and sum(at.counts) != since:
                 raise StateFormat(

@@ -17,6 +17,7 @@ from penstock.encode.batch import Batch
 from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_together
 from penstock.errors import BadRecord, ConfigError
 from penstock.order.shuffle import I64, mix
+from penstock.sources.base import Work
 from penstock.watch.stage_timer import Clock, NullClock
 
 
@@ -26,7 +27,7 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class SampleWork:
+class SampleWork(Work):
     """Fetches samples and makes batches or rows of them."""
 
     def __init__(
@@ -42,10 +43,6 @@ class SampleWork:
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
         self._seed = seed
         self._takes_rng = preprocess is not None and "rng" in _parameters(preprocess)
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def __str__(self) -> str:
         return type(self._dataset).__name__

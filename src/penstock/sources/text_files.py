@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
-from penstock.sources.base import RowSource, RunContext, refuse_beyond
-from penstock.sources.chunk_lanes import ChunkLanes, LaneOptions
+from penstock.sources.base import RowSource, RunContext, Work, refuse_beyond
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
 
@@ -63,7 +63,7 @@ CLOSE_S = 5.0
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
-class TextWork:
+class TextWork(Work):
     """The work of one run."""
 
     def __init__(
@@ -274,13 +274,14 @@ def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork
     return TextWork(*made_of)
 
 
-class FileChunks:
+class FileChunks(ChunkReader):
     """The chunks of files, for the lanes of one rank."""
 
     def __init__(self, dataset: TextDataset, run: RunContext, pool: Pool, work: TextWork) -> None:
         self._files, self._pool, self._work = dataset.files, pool, work
         self._looked_up: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._unreadable: set[int] = set()
+        self._bad_files: list[Bad] = []
         self._before: dict[int, tuple[FileRef, Task[Any]]] = {}
         """By lane: the chunk before the next one of the sequential file that the lane reads."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
@@ -302,7 +303,6 @@ class FileChunks:
         if threads:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
         self._prepared = pool.n_workers == 0
-        self.on_bad: Callable[[Sequence[Bad]], None] = self.rejected
 
     @property
     def read_ahead(self) -> int:
@@ -326,11 +326,15 @@ class FileChunks:
             refs, bad = self._looked_up[index].result()
             if bad and index not in self._unreadable:
                 self._unreadable.add(index)
-                self.on_bad(bad)
+                self._bad_files += bad
             chunks.append(refs)
         while len(self._looked_up) > max(LOOKED_UP, len(files)):
             self._looked_up.popitem(last=False)
         return chunks
+
+    def take_bad(self) -> list[Bad]:
+        bad, self._bad_files = self._bad_files, []
+        return bad
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         remote = self.io is not None and ref.file.remote and not ref.file.codec

@@ -6,7 +6,7 @@ Every rank reads the whole iterable and keeps its own lanes' chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,11 @@ from penstock.errors import BadRecord, ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.plan import Plan
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext
-from penstock.sources.chunk_lanes import ChunkLanes, LaneOptions
+from penstock.sources.base import RowSource, RunContext, Work
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
 from penstock.state import State
 from penstock.types import (
     AUTO,
-    Bad,
     ChunkRef,
     Documents,
     FileRef,
@@ -203,7 +202,7 @@ class DocumentReader:
         return Documents(texts, rows, last=self._ended, empty=sum(not item for item in items))
 
 
-class IterableWork:
+class IterableWork(Work):
     """What workers do with documents that were read."""
 
     def __init__(self, tokenizer: Tokenizer | None, doc_batch: int | None, clock: Clock) -> None:
@@ -227,15 +226,9 @@ class IterableWork:
         chunk.source = documents.source
         return chunk
 
-    def stop(self) -> None: ...
 
-    def close(self) -> None: ...
-
-
-class IterableChunks:
+class IterableChunks(ChunkReader):
     """The chunks of an iterable, for the lanes of one rank."""
-
-    read_ahead = 0
 
     def __init__(self, data: TextIterable, run: RunContext, pool: Pool) -> None:
         self._data, self._run, self._pool = data, run, pool
@@ -243,15 +236,6 @@ class IterableChunks:
         reader = DocumentReader(data, run.lanes, own, partial=not run.shuffle)
         self._readers = dict.fromkeys(own, reader)
         self._last: dict[DocumentReader, Task[Documents]] = {}
-        self.on_bad: Callable[[Sequence[Bad]], None] = self.rejected
-
-    def look_up(self, files: tuple[int, ...]) -> None: ...
-
-    def known(self, files: tuple[int, ...]) -> bool:
-        return True
-
-    def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
-        return [[] for _ in files]
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
@@ -276,20 +260,6 @@ class IterableChunks:
         self._readers[lane] = DocumentReader(
             self._data, self._run.lanes, start, partial=not self._run.shuffle
         )
-
-    def used(self, chunk: TokenChunk) -> None: ...
-
-    def rejected(self, bad: Sequence[Bad]) -> None: ...
-
-    def totals(self) -> dict[str, int]:
-        return {}
-
-    def gauges(self) -> dict[str, Any]:
-        return {}
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TextIterableSource(RowSource):
