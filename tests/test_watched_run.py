@@ -27,7 +27,7 @@ from penstock.cli.main import cli
 from penstock.encode.tokenizer import Tokenizer
 from penstock.feed import autotune
 from penstock.feed.warmup import Warmup
-from penstock.loader_stats import Stats
+from penstock.watch.loader_stats import Stats
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.heartbeat_reader import read_heartbeat
 from penstock.watch.stage_timer import STAGES

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         warmup_loader_with_first_batch as warmup_loader_with_first_batch,
     )
     from penstock.loader import AsyncDataLoader as AsyncDataLoader
-    from penstock.loader_stats import Stats as Stats
     from penstock.options import RemoteOptions as RemoteOptions
     from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
     from penstock.read.tokens import TokenFileDataset as TokenFileDataset
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.types import Shard as Shard
     from penstock.types import Span as Span
     from penstock.watch.heartbeat import Heartbeat as Heartbeat
+    from penstock.watch.loader_stats import Stats as Stats
     from penstock.watch.steady import analyze_steps as analyze_steps
     from penstock.watch.telemetry import Telemetry as Telemetry
 
@@ -52,7 +52,7 @@ _MODULES = {
     "read.synthetic": ("SyntheticDataset",),
     "read.tokens": ("TokenFileDataset",),
     "sources.mixture": ("Mixture",),
-    "loader_stats": ("Stats",),
+    "watch.loader_stats": ("Stats",),
     "train.prewarm": ("prewarm",),
     "types": ("Shard", "Span"),
     "watch.steady": ("analyze_steps",),

@@ -19,7 +19,6 @@ from penstock.encode.batch import Batch, BatchOrigin
 from penstock.errors import ConfigError, StateMismatch
 from penstock.feed.collectives import RankAgreement
 from penstock.feed.warmup import Warmup
-from penstock.loader_stats import LoaderStats, Stats
 from penstock.options import LoaderOptions, accepts
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
@@ -27,6 +26,7 @@ from penstock.run_options import batches_of_pass, check_warmup, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
 from penstock.state import State, StateMaker, check_lanes, parse
+from penstock.watch.loader_stats import LoaderStats, Stats
 from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:

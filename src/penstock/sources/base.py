@@ -15,7 +15,6 @@ import numpy as np
 
 from penstock.encode.batch import Batch
 from penstock.encode.batching import Batcher
-from penstock.errors import StateMismatch
 from penstock.feed.worker_pool import Pool
 from penstock.types import Address, LanePosition, Shard, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
@@ -252,12 +251,3 @@ class RowProducer(Producer):
         packers = self.lanes.packers
         packed = {name: sum(getattr(p.counts, name) for p in packers) for name in names}
         return self.lanes.totals() | packed
-
-
-def refuse_beyond(lane: int, what: str, at: int, count: int) -> None:
-    """Raise if a lane's position is beyond what there is."""
-    if at > count:
-        raise StateMismatch(
-            f"the state continues lane {lane} at {what} {at}, and there are {count}: it belongs to "
-            "other data"
-        )

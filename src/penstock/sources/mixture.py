@@ -7,6 +7,7 @@ since the weights changed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,7 +17,6 @@ import numpy as np
 
 from penstock.config import one_of, whole_number
 from penstock.encode.rows import FixedMark, Mark, PackCounts, Rows, add_counts
-from penstock.encode.window import I64, NO_IDS, Ids
 from penstock.errors import ConfigError, NoData, StateFormat
 from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
@@ -25,7 +25,7 @@ from penstock.read.resumable_iterator import only_one
 from penstock.sources.base import Lanes, RowSource, RunContext, Source
 from penstock.sources.map_style import MapStyleRows, MapStyleSource
 from penstock.state import State
-from penstock.types import Address, LanePosition, Span
+from penstock.types import Address, LanePosition
 
 OnEnd = Literal["restart", "stop"]
 OF_PART = "::"
@@ -80,25 +80,6 @@ class Mixture:
             share = self.weights[i] / UNIT
             lines.append(f"{branch} {name:<{width}}  {share:6.2%}  {part!r}{known}")
         return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class PartRows:
-    """Rows of one part, in the mixture's epoch."""
-
-    rows: Rows
-    epoch: int
-    ids: Ids
-
-    @property
-    def valid(self) -> I64 | None:
-        return self.rows.valid
-
-    def boundaries(self) -> tuple[I64, I64]:
-        return self.rows.boundaries()
-
-    def spans(self, row: int) -> list[Span]:
-        return self.rows.spans(row)
 
 
 class MixturePacker:
@@ -161,11 +142,9 @@ class MixturePacker:
         return MixtureMark(self._epoch, self.row, counts, parts)
 
     def _take(self, part: int, wanted: int, out: list[Rows]) -> int:
-        got = 0
-        for rows in self._parts[part].packers[self._index].rows(wanted):
-            out.append(PartRows(rows, self._epoch, rows.ids))
-            rows.ids = NO_IDS
-            got += len(out[-1].ids)
+        rows = self._parts[part].packers[self._index].rows(wanted)
+        out += rows
+        got = sum(len(each.ids) for each in rows)
         if got:
             self.row += got
             self._given += got
@@ -229,18 +208,13 @@ class MixtureLanes(Lanes):
             self.packers.append(packer)
 
     def totals(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for part in self._parts:
-            _add(totals, part.totals())
+        totals = sum((Counter(part.totals()) for part in self._parts), Counter())
         for i, name in enumerate(self._names):
             totals[f"rows of {name}"] = sum(packer.part_rows[i] for packer in self.packers)
         return totals
 
     def bad(self) -> dict[str, int]:
-        bad: dict[str, int] = {}
-        for part in self._parts:
-            _add(bad, part.bad())
-        return bad
+        return sum((Counter(part.bad()) for part in self._parts), Counter())
 
     def gauges(self) -> dict[str, Any]:
         """Return the sums over the parts, and the fetch times of the one that fetches most."""
@@ -263,11 +237,6 @@ class MixtureLanes(Lanes):
     def close(self) -> None:
         for part in self._parts:
             part.close()
-
-
-def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, n in more.items():
-        into[name] = into.get(name, 0) + n
 
 
 class MixtureSource(RowSource):

@@ -25,7 +25,13 @@ import pyarrow as pa
 from penstock.config import access_variables, adopt
 from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import CorruptFile, LoaderClosed, SourceChanged, SourceError
+from penstock.errors import (
+    CorruptFile,
+    LoaderClosed,
+    SourceChanged,
+    SourceError,
+    StateMismatch,
+)
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.read.columns import nothing
@@ -33,7 +39,7 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
-from penstock.sources.base import RowSource, RunContext, Work, refuse_beyond
+from penstock.sources.base import RowSource, RunContext, Work
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
@@ -478,7 +484,11 @@ class TextSource(RowSource):
         if state.data.get("files") == files:
             plan = self._plan(state.lanes, bool(state.stream.get("shuffle")), 0)
             for lane, at in state.lane_positions.items():
-                refuse_beyond(lane, "group", at.group, len(plan.groups(lane, at.epoch)))
+                if at.group > (groups := len(plan.groups(lane, at.epoch))):
+                    raise StateMismatch(
+                        f"the state continues lane {lane} at group {at.group} of {groups} groups of "
+                        "files: it belongs to other data"
+                    )
 
     def _plan(self, lanes: int, shuffle: bool, seed: int) -> Plan:
         return Plan(files=self.dataset.files, lanes=lanes, shuffle=shuffle, seed=seed)

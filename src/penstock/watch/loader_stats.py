@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from penstock.pipeline import Pipeline
 from penstock.watch.telemetry import Telemetry
 from penstock.watch.window import StageTimes
 
@@ -91,6 +91,16 @@ class Stats:
         return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
 
 
+class Counting(Protocol):
+    """The parts of a pipeline that are used here."""
+
+    @property
+    def depth(self) -> int: ...
+    def totals(self) -> dict[str, int]: ...
+    def bad(self) -> dict[str, int]: ...
+    def gauges(self) -> dict[str, Any]: ...
+
+
 @dataclass(slots=True)
 class LoaderStats:
     """Adds up what a loader and its pipelines, one after the other, have done."""
@@ -100,8 +110,8 @@ class LoaderStats:
     wait_s: float = 0.0
     first: float | None = None
     last: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict)
-    bad: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
 
     def took(self, begun: float, now: float, tokens: int | None) -> None:
         """Record a call of `next`, and the tokens of its batch or None."""
@@ -112,24 +122,24 @@ class LoaderStats:
             self.batches += 1
             self.tokens += tokens
 
-    def keep(self, pipeline: Pipeline) -> None:
+    def keep(self, pipeline: Counting) -> None:
         """Add what a pipeline that ends has counted."""
-        _add(self.counts, pipeline.totals())
-        _add(self.bad, pipeline.bad())
+        self.counts.update(pipeline.totals())
+        self.bad.update(pipeline.bad())
 
     def stats(
         self,
-        pipeline: Pipeline | None,
+        pipeline: Counting | None,
         telemetry: Telemetry,
         memory_estimate: int,
         device_wait_s: float | None,
     ) -> Stats:
         """Return everything so far, with the counts of the running pipeline."""
-        counts, bad = dict(self.counts), dict(self.bad)
+        counts, bad = Counter(self.counts), Counter(self.bad)
         gauges: dict[str, Any] = {}
         if pipeline is not None:
-            _add(counts, pipeline.totals())
-            _add(bad, pipeline.bad())
+            counts.update(pipeline.totals())
+            bad.update(pipeline.bad())
             gauges = pipeline.gauges()
         parts, faults = _taken(counts, PART), _taken(counts, FAULT)
         consumer, window = telemetry.consumer, telemetry.window
@@ -140,7 +150,7 @@ class LoaderStats:
             queue_depth=0 if pipeline is None else pipeline.depth,
             wait_s=self.wait_s,
             wall_s=wall_s,
-            bad=bad,
+            bad=dict(bad),
             parts=parts,
             faults=faults,
             memory_estimate=memory_estimate,
@@ -158,12 +168,7 @@ class LoaderStats:
         )
 
 
-def _taken(counts: dict[str, int], prefix: str) -> dict[str, int]:
+def _taken(counts: Counter[str], prefix: str) -> dict[str, int]:
     """Remove and return the counts whose names have a prefix."""
     names = [name for name in counts if name.startswith(prefix)]
     return {name.removeprefix(prefix): counts.pop(name) for name in names}
-
-
-def _add(into: dict[str, int], more: dict[str, int]) -> None:
-    for name, n in more.items():
-        into[name] = into.get(name, 0) + n
