@@ -84,7 +84,7 @@ def doctor(
     log.setLevel(logging.ERROR)  # a drained loader warns all the time that it does not keep up
     try:
         choice = choose_data(
-            **split_target(target), overrides=overrides, batch_size=16, token_cache=False,
+            **split_target(target), overrides=overrides, token_cache=False,
             tokenizer=tokenizer, seq_len=seq_len, packing=packing, text_field=text_field, config=config, split=split,
         )  # fmt: skip
         diagnosis = diagnose(

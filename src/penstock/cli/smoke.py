@@ -68,7 +68,7 @@ def smoke(
             from penstock.tools.smoke import smoke as check
 
             choice = choose_data(
-                dataset, default="fineweb_edu", local_path=local_path, settings_file=config,
+                dataset, default="fineweb_edu", batch_size=1, local_path=local_path, settings_file=config,
                 overrides=overrides(set_, batch_size=batch), preset=preset, tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             name = choice.name

@@ -1,4 +1,4 @@
-"""Run the real loader for some seconds as fast as it goes, and say if that is fast enough.
+"""Run the real loader for some seconds as fast as it goes, and report if that is fast enough.
 
 Everything is read from the loader's statistics: the rate, what each stage did meanwhile, and which
 stage the batches waited for. The run ends about `seconds` after the first batch.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from time import perf_counter, process_time
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
-from penstock.config import available_cores
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, LoaderTimeout, NoData
-from penstock.feed.opening import Opening
+from penstock.feed.fallback import BackgroundOpen
 from penstock.loader import AsyncDataLoader
-from penstock.stats import Stats
+from penstock.loader_stats import Stats
 from penstock.types import Shard
 from penstock.watch.attribution import Known, advise, band
-from penstock.watch.memory import resident_bytes
 
 GOOD_DATA_WAIT = 0.05
 """The target rate is met if a trainer would wait for less than this share of its time."""
@@ -29,8 +28,6 @@ OPEN_S = 30.0
 """Limit for opening the data, and again for the first batch."""
 BUSY = 1 / 3
 """Threads that are busy for less than this share of the time do not limit the rate."""
-CORES_SHORT = 0.85
-"""From this share of the cores on, threads wait for a core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +60,8 @@ class Diagnosis:
     queue_bytes: int
     """Estimated memory of the queue of batches."""
     memory_limit: int | None
-    grown_bytes: int
-    """Growth of the resident memory of this process after the first batch."""
     bad: Mapping[str, int]
     """Skipped records, by reason."""
-    cores: int
-    cores_used: float
 
     @property
     def data_wait(self) -> float | None:
@@ -100,8 +93,8 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        computed = {name: getattr(self, name) for name in ("answer", "data_wait", "enough")}
-        return asdict(self) | computed | {"exit_code": self.exit_code}
+        computed = ("answer", "data_wait", "enough", "exit_code")
+        return asdict(self) | {name: getattr(self, name) for name in computed}
 
     def as_text(self) -> str:
         """Return the answer, a table of stages, and what to change."""
@@ -116,14 +109,11 @@ class Diagnosis:
             *(_stage_line(stage, rate) for stage, rate in self.stages.items()),
             f"slowest      {self.slowest}",
             f"to go faster {self.advice}",
-            f"memory       {memory}; the process grew {_megabytes(self.grown_bytes)}",
+            f"memory       {memory}",
         ]
         if self.bad:
             skipped = ", ".join(f"{n} {reason}" for reason, n in self.bad.items())
             lines.append(f"skipped      {skipped}")
-        if self.cores_used > CORES_SHORT * self.cores:
-            used = f"{self.cores_used:.1f} of {self.cores} cores were busy"
-            lines.append(f"note         {used}: stages wait for a core as much as for data")
         return "\n".join(lines)
 
 
@@ -142,25 +132,24 @@ def diagnose(
     of the run to. arguments: of `AsyncDataLoader`. Text is repeated if it is shorter than the run.
     Raises `LoaderTimeout` if the first batch takes longer than 30 s.
     """
-    _check_positive("seconds", seconds)
-    if tokens_per_second is not None:
-        _check_positive("tokens_per_second", tokens_per_second)
+    for name, value in (("seconds", seconds), ("tokens_per_second", tokens_per_second)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value!r}: must be a number above 0")
     arguments = {"shard": Shard(1, 0)} | arguments
     if isinstance(dataset, TextDataset):
         arguments["epochs"] = None
     loader = AsyncDataLoader(dataset, batch_size, **arguments)
-    if trace is None:
-        run = _run(loader, seconds)
-    else:
+    recorder = None
+    if trace is not None:
         from penstock.watch.trace import Recorder
 
-        with Recorder(loader) as recorder:
-            run = _run(loader, seconds)
+        recorder = Recorder(loader)
+    with recorder or nullcontext():
+        run = _run(loader, seconds)
+    if recorder is not None and trace is not None:
         recorder.save(trace)
-    waited = {
-        stage: total - run.before.wait_by_stage.get(stage, 0.0)
-        for stage, total in run.after.wait_by_stage.items()
-    }
+    before = run.before.wait_by_stage
+    waited = {stage: s - before.get(stage, 0.0) for stage, s in run.after.wait_by_stage.items()}
     total = sum(waited.values()) or 1.0
     waits = {stage: s / total for stage, s in sorted(waited.items(), key=lambda item: -item[1])}
     stages, known = _stages(run), loader.telemetry.known()
@@ -176,24 +165,20 @@ def diagnose(
         advice=advise(slowest, known),
         queue_bytes=run.after.memory_estimate,
         memory_limit=arguments.get("memory_limit"),
-        grown_bytes=run.grown_bytes,
         bad=run.after.bad,
-        cores=available_cores(),
-        cores_used=run.cores_used,
     )
 
 
 def open_dataset(make: Callable[[], Any]) -> Any:
     """Make a dataset within 30 s: listing files takes as long as a server takes."""
-    opening = Opening(make)
+    opening = BackgroundOpen(make)
     try:
         return opening.result(OPEN_S)
     finally:
-        opening.close(1.0 if opening.done else 0.0)
+        opening.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """Measurements of one run. `before` is after the first batch, `after` at the end."""
 
     tokens_per_s: float
@@ -201,8 +186,6 @@ class _Run:
     elapsed_s: float
     before: Stats
     after: Stats
-    grown_bytes: int
-    cores_used: float
 
 
 def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
@@ -212,8 +195,7 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
         first = loader.next_batch(OPEN_S)
         if first is None:
             raise NoData("the data gives no batch: use a smaller batch_size or seq_len")
-        before, cpu, resident = loader.stats(), process_time(), resident_bytes()
-        start = perf_counter()
+        before, start = loader.stats(), perf_counter()
         now, tokens, longest, arrival = start, 0, 0.0, (start, 0)
         while (left := start + seconds - now) > 0:
             asked = perf_counter()
@@ -229,23 +211,15 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
             # another: otherwise a short run of slow data counts a chunk too many.
             if now - asked >= longest / 2:
                 longest, arrival = max(longest, now - asked), (now, tokens)
-        elapsed = now - start
-        after, cpu, resident = loader.stats(), process_time() - cpu, resident_bytes() - resident
+        elapsed, after = now - start, loader.stats()
     if tokens == 0:
         rate = first.tokens / (now - begun)
     elif arrival[0] - start >= elapsed / 2:
         rate = arrival[1] / (arrival[0] - start)
     else:
         rate = tokens / elapsed
-    return _Run(
-        tokens_per_s=rate,
-        first_batch_s=loader.telemetry.first.get("dt", start - begun),
-        elapsed_s=elapsed,
-        before=before,
-        after=after,
-        grown_bytes=max(0, resident),
-        cores_used=cpu / elapsed,
-    )
+    first_s = loader.telemetry.first.get("dt", start - begun)
+    return _Run(rate, first_s, elapsed, before, after)
 
 
 def _stages(run: _Run) -> dict[str, StageRate]:
@@ -277,11 +251,6 @@ def _slowest(stages: Mapping[str, StageRate], waits: Mapping[str, float], known:
     if shares.get(busiest, 0.0) >= BUSY:
         return busiest
     return next(iter(waits), "batch")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r}: needs a number above 0")
 
 
 def _stage_line(stage: str, rate: StageRate) -> str:
