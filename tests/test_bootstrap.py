@@ -191,7 +191,7 @@ def test_another_field_may_have_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n{"body": null}\n')
     bootstrap(tmp_path / "a.jsonl", tmp_path / "out.jsonl", 1000, text_field="body")
     assert (tmp_path / "out.jsonl").read_bytes() == b'{"text": "yes"}\n'
-    with pytest.raises(ConfigError, match="text_field 'body', not 'text'"):
+    with pytest.raises(SourceChanged, match="text_field was body, is text"):
         bootstrap(tmp_path / "a.jsonl", tmp_path / "out.jsonl", 1000)
 
 
@@ -244,7 +244,9 @@ def test_what_is_complete_is_left_alone(source: tuple[Path, list[str]], tmp_path
 def test_a_larger_goal_needs_a_refresh(source: tuple[Path, list[str]], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     bootstrap(source[0], out, 5000)
-    with pytest.raises(ConfigError, match=r"6000 are asked for. To extend it, use refresh=True"):
+    with pytest.raises(
+        ConfigError, match=r"6000 bytes are asked for.* To extend it, use refresh=True"
+    ):
         bootstrap(source[0], out, 6000)
     assert out.read_bytes() == loop(source[1], 5000)
 
@@ -521,7 +523,9 @@ def test_another_goal_may_be_asked_for_on_the_way(
 ) -> None:
     out = tmp_path / "out.jsonl"
     size = half_done(source[0], out)
-    with pytest.raises(ConfigError, match=f"has {size} bytes already, more than the 2000"):
+    with pytest.raises(
+        ConfigError, match=f"2000 bytes are asked for, but .* has {size} bytes already"
+    ):
         bootstrap(source[0], out, 2000)
     bootstrap(source[0], out, 12_000)
     assert out.read_bytes() == loop(source[1], 12_000)
@@ -590,9 +594,7 @@ def test_a_progress_file_that_is_none_is_refused(
             bootstrap(source[0], tmp_path / "out.jsonl", 1000)
 
 
-def test_one_process_at_a_time_and_the_second_names_the_first(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_a_second_process_on_one_file_is_refused(hub: HubServer, tmp_path: Path) -> None:
     column = many(hub, tmp_path / "files")
     out = tmp_path / "out.jsonl"
     hub.latency_s = 0.15
@@ -601,7 +603,7 @@ def test_one_process_at_a_time_and_the_second_names_the_first(
     )
     try:
         wait_for(lambda: saved(out)["bytes"] > 0, process)
-        with pytest.raises(ConfigError, match=f"is being written by process {process.pid}\\."):
+        with pytest.raises(ConfigError, match="is being written by another process"):
             bootstrap("hf://datasets/org/name", out, 60_000)
     finally:
         process.kill()

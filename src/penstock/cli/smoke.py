@@ -50,7 +50,7 @@ def smoke(
     set_: Overrides = None,
     preset: Preset = None,
 ) -> None:
-    """Get one batch the way a run does: with listing, workers and prefetch.
+    """Get one batch the way a run does, with workers and prefetch.
 
     Exit code 0: the batch is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the environment and the file, in
     this order.

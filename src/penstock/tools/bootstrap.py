@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -41,13 +41,11 @@ AHEAD_BYTES = 256 * MiB
 """Memory for what is read ahead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a bootstrap is."""
 
     bytes: int
     goal: int
-    documents: int
     began: int
     """Bytes that existed when this run began."""
     file: str
@@ -84,9 +82,6 @@ class Point:
     exhausted: bool = False
     """There is no next document."""
 
-    def asked(self) -> tuple[list[str], str | None]:
-        return self.source["urls"], self.source["config"]
-
     def is_enough(self, goal: int) -> bool:
         return goal <= self.goal or self.exhausted
 
@@ -112,21 +107,21 @@ def bootstrap(
     given = [urls] if isinstance(urls, str | os.PathLike) else urls
     addresses = [_absolute(os.fspath(url)) for url in given]
     config = RemoteOptions.of(remote).config
+    asked = {"urls": addresses, "config": config, "text_field": text_field}
     path.parent.mkdir(parents=True, exist_ok=True)
     bad: Mapping[str, int] = {}
     with _locked(path):
         point, finished = _load(path)
         if point is not None:
-            _check_request(path, point, finished, goal, text_field, refresh)
+            _check_goal(path, point, goal, finished, refresh)
         already = point is not None and finished and point.is_enough(goal)
         # Saved addresses have no secrets. One with a secret is looked up: it may expire, or change.
-        same = point is not None and (addresses, config) == point.asked()
-        if point is None or not (already and same):
+        if point is None or not already or not asked.items() <= point.source.items():
             data = TextDataset(
                 urls, tokenizer="byte", seq_len=1, eos=None, text_field=text_field, remote=remote,
                 on_bad_record="skip", cache=False, report_docs=0,
             )  # fmt: skip
-            source = _identify(data, addresses, config)
+            source = asked | _identify(data, addresses)
             point = point or Point(source=source, goal=goal)
             _check_source(path, point, source, data)
             if not already:
@@ -155,18 +150,13 @@ def _beside(path: Path, ending: str) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Refuse two writers of one file. The lock ends with its process, however that ends."""
-    with open(_beside(path, "lock"), "a+", encoding="ascii") as file:
+    with open(_beside(path, "lock"), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             raise ConfigError(
-                f"{path} is being written by process {file.read().strip() or '(just starting)'}. "
-                "Wait for it, end it, or name another file."
+                f"{path} is being written by another process. Wait for it, or name another file."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         yield
 
 
@@ -233,14 +223,12 @@ def _absolute(url: str) -> str:
     return url if is_name else os.path.abspath(url)
 
 
-def _identify(data: TextDataset, addresses: list[str], config: str | None) -> dict[str, Any]:
+def _identify(data: TextDataset, addresses: list[str]) -> dict[str, Any]:
     """Return what identifies the source, without secrets. Other data must not continue the file."""
     times = [os.stat(file.path).st_mtime_ns for file in each(data.files) if not file.remote]
     read = data.read
     return {
         "urls": [shown_address(url) for url in addresses],
-        "config": config,
-        "text_field": read.text_field,
         "first": data.files[0].path,
         **data.data_id(),
         "times": hashlib.sha256(repr(times).encode()).hexdigest()[:16],
@@ -248,40 +236,30 @@ def _identify(data: TextDataset, addresses: list[str], config: str | None) -> di
     }
 
 
-def _check_request(
-    path: Path, point: Point, finished: bool, goal: int, text_field: str, refresh: bool
-) -> None:
-    """Refuse what the existing file cannot become."""
-    if point.source["text_field"] != text_field:
-        why = f"was begun with text_field {point.source['text_field']!r}, not {text_field!r}."
-    elif finished and not refresh and not point.is_enough(goal):
-        why = (
-            f"was finished for {point.goal} bytes, and {goal} are asked for. To extend it, use "
-            "refresh=True (--refresh)."
-        )
+def _check_goal(path: Path, point: Point, goal: int, finished: bool, refresh: bool) -> None:
+    """Refuse a size that the existing file cannot get."""
+    if finished and not refresh and not point.is_enough(goal):
+        why = f"was finished for {point.goal} bytes. To extend it, use refresh=True (--refresh)."
     elif not finished and goal < point.bytes:
-        why = f"has {point.bytes} bytes already, more than the {goal} that are asked for."
+        why = f"has {point.bytes} bytes already."
     else:
         return
-    raise ConfigError(f"{path} {why} {_start_again(path)}")
+    raise ConfigError(f"{goal} bytes are asked for, but {path} {why} {_start_again(path)}")
 
 
 def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDataset) -> None:
-    then = point.source
-    if all(then[name] == now[name] for name in ("files", "times", "chunks")):
-        return
-    why = None
-    if data.remote_config is not None:
-        why = data.remote_config.explain_change(then["files"], data.files)
-    if why is None:
-        why = (
-            f"it was {then['count']} files of {then['bytes']} bytes, now it is {now['count']} of "
-            f"{now['bytes']}, or they were written at another time"
+    then, why = point.source, None
+    names = ("text_field", "count", "bytes", "files", "times", "chunks")
+    changes = [
+        f"{name} was {then[name]}, is {now[name]}" for name in names if then[name] != now[name]
+    ]
+    if changes:
+        if data.remote_config is not None:
+            why = data.remote_config.explain_change(then["files"], data.files)
+        raise SourceChanged(
+            f"the data is not what {path} was begun with: {why or ', '.join(changes)}. Use the same "
+            f"data, {then['first']} and the files after it. {_start_again(path)}"
         )
-    raise SourceChanged(
-        f"the data is not what {path} was begun with: {why}. Use the same data, {then['first']} and "
-        f"the files after it. {_start_again(path)}"
-    )
 
 
 # Writing
@@ -318,12 +296,7 @@ def _write(
                     _save(path, point)
                     saved, saved_at = point, time.monotonic()
                 if progress is not None:
-                    progress(
-                        Progress(
-                            bytes=point.bytes, goal=point.goal, documents=point.documents,
-                            began=began, file=name,
-                        )
-                    )  # fmt: skip
+                    progress(Progress(point.bytes, point.goal, began, name))
             bad = lanes.bad()
     except BaseException as error:
         if saved.bytes:

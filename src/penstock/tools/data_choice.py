@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.config import hub_endpoint
 from penstock.dataset_config import DatasetConfig
 from penstock.errors import ConfigError
 from penstock.options import RemoteOptions
@@ -25,8 +24,7 @@ LOCAL = "fineweb_edu_local"
 SETTINGS_FILES = (".toml", ".json", ".jsonc")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataChoice:
+class DataChoice(NamedTuple):
     """A dataset that can be made, and how to load it."""
 
     name: str
@@ -35,8 +33,6 @@ class DataChoice:
     """Makes the dataset: lists files and loads the vocabulary."""
     arguments: Mapping[str, Any]
     """Keyword arguments of `AsyncDataLoader`, for a single rank."""
-    server: str
-    """The server that the data comes from; empty for local data."""
 
 
 def choose_data(
@@ -71,30 +67,16 @@ def choose_data(
         raise ConfigError(
             f"--dataset {LOCAL} needs --local-path FILE; `penstock bootstrap --out FILE` writes one"
         )
+    for_text = settings.text_arguments() | ({} if token_cache else {"cache": False})
     if dataset is None and settings.data is not None:
         data = _override(settings.data, given)
-        if not token_cache:
-            data = _without_cache(data)
-        return DataChoice(
-            name=data.where,
-            make=partial(data.build, settings.text_arguments()),
-            arguments=arguments,
-            server=_server(data.parameters.get("urls")),
-        )
+        return DataChoice(data.where, partial(data.build, for_text), arguments)
     name = default if dataset is None else dataset
     if not name:
-        where = (
-            f"file {settings.file} has no table data" if name is None else "the address is empty"
-        )
-        raise ConfigError(f"no data: {where}. Name an address, a path or a settings file.")
-    parameters = {"tokenizer": "byte", "seq_len": 1024, **settings.text_arguments()}
-    parameters |= {} if token_cache else {"cache": False}
-    return DataChoice(
-        name=shown_address(name) if local_path is None else f"{name} {local_path}",
-        make=partial(_make, name, local_path, _merge(parameters, given)),
-        arguments=arguments,
-        server=_server(name),
-    )
+        raise ConfigError("no data: name an address, a path or a settings file with [data]")
+    parameters = _merge({"tokenizer": "byte", "seq_len": 1024, **for_text}, given)
+    shown = shown_address(name) if local_path is None else f"{name} {local_path}"
+    return DataChoice(shown, partial(_make, name, local_path, parameters), arguments)
 
 
 def split_target(target: str) -> dict[str, Any]:
@@ -134,12 +116,6 @@ def _merge(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _without_cache(data: DatasetConfig) -> DatasetConfig:
-    parts = {name: (_without_cache(part), weight) for name, (part, weight) in data.parts.items()}
-    cache = {"cache": False} if data.kind == "text" else {}
-    return replace(data, parameters={**data.parameters, **cache}, parts=parts)
-
-
 def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any:
     """Make the dataset that a name stands for. A file of that name takes precedence."""
     if name == "synthetic" and not os.path.exists(name):
@@ -150,16 +126,3 @@ def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any
     from penstock.dataset import TextDataset
 
     return TextDataset(text_path(name, local_path), **parameters)
-
-
-def _server(urls: Any) -> str:
-    """Return the first server that the addresses name, without a login."""
-    from penstock.read.hub import SHORT_NAMES
-
-    for url in [urls] if isinstance(urls, str) else urls or ():
-        if url.startswith("hf://") or (url in SHORT_NAMES and not os.path.exists(url)):
-            return hub_endpoint()
-        scheme, separator, rest = shown_address(url).partition("://")
-        if separator:
-            return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
-    return ""

@@ -26,9 +26,9 @@ def smoke(choice: DataChoice, timeout_s: float) -> str:
         if started:
             waiting = started[0].telemetry.waiting() or {"stage": "batch", "where": ""}
             why = f"the data was opened, then waiting for {waiting['stage']}, {waiting['where']}"
-        allow = f"Check that {choice.server} can be reached, or allow" if choice.server else "Allow"
         raise LoaderTimeout(
-            f"no first batch within {timeout_s:g} s: {why}. {allow} more time with --timeout."
+            f"no first batch within {timeout_s:g} s: {why}. Check that the server can be reached "
+            "(HF_ENDPOINT, proxies), or allow more time with --timeout."
         ) from None
     finally:
         task.close()
@@ -61,8 +61,8 @@ def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLo
         filled = f"{warmup.filled} of {warmup.requested} batches"
         lines.append(f"warmup       {filled} in {warmup.wait_ms / 1e3:.2f} s")
     lines.append("startup      seconds since the process began")
-    startup = first.get("ledger", {})
-    lines += [f"  {name.replace('_', ' '):<12} {s:8.3f}" for name, s in startup.items()]
+    for name, s in first.get("ledger", {}).items():
+        lines.append(f"  {name.replace('_', ' '):<12} {s:8.3f}")
     spent = sorted(first.get("parts", {}).items(), key=lambda item: -item[1])
     lines.append("spent        " + ", ".join(f"{part} {s:.3f}" for part, s in spent))
     return "\n".join(lines)

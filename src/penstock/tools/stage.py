@@ -59,13 +59,10 @@ def stage(
                     done = replace(done, complete=False, next_bytes=chunk.nbytes)
                     break
                 _check_cache(cache)
-                done = Staged(
-                    bytes=done.bytes + chunk.nbytes,
-                    chunks=done.chunks + 1,
-                    already=done.already + chunk.cached,
-                    fetched_bytes=lanes.totals().get("fetched_bytes", 0),
-                    seconds=time.monotonic() - began,
-                )
+                done = replace(
+                    done, bytes=done.bytes + chunk.nbytes, chunks=done.chunks + 1,
+                    already=done.already + chunk.cached, seconds=time.monotonic() - began,
+                )  # fmt: skip
                 if progress is not None:
                     progress(done)
             reader.flush(WRITE_S)
@@ -76,7 +73,7 @@ def stage(
             ) from error
         _check_cache(cache)
         fetched = lanes.totals().get("fetched_bytes", 0)
-    return replace(done, fetched_bytes=fetched, seconds=time.monotonic() - began)
+        return replace(done, fetched_bytes=fetched, seconds=time.monotonic() - began)
 
 
 def _check_cache(cache: TokenCache) -> None:
