@@ -11,8 +11,6 @@ from penstock.sources.chunk_lanes import ChunkLanes
 from penstock.sources.text_files import TextSource, TextWork
 from penstock.types import TokenChunk
 
-JOIN_S = 10.0
-
 
 @contextmanager
 def open_lanes(source: TextSource, run: RunContext) -> Iterator[tuple[ChunkLanes, TextWork]]:
@@ -28,7 +26,7 @@ def open_lanes(source: TextSource, run: RunContext) -> Iterator[tuple[ChunkLanes
         pool.stop()
         for each in opened:
             each.stop()
-        pool.join(JOIN_S)
+        pool.join(10.0)
         for each in opened:
             each.close()
 

@@ -72,8 +72,8 @@ def stage(
                 f"{WRITE_S:.0f} s. Check the disk, or name another folder with PENSTOCK_CACHE."
             ) from error
         _check_cache(cache)
-        fetched = lanes.totals().get("fetched_bytes", 0)
-        return replace(done, fetched_bytes=fetched, seconds=time.monotonic() - began)
+        fetched, seconds = lanes.totals().get("fetched_bytes", 0), time.monotonic() - began
+    return replace(done, fetched_bytes=fetched, seconds=seconds)
 
 
 def _check_cache(cache: TokenCache) -> None:

@@ -82,9 +82,9 @@ def verify_resume(
         arguments["n_workers"] = default_workers()
     reference = _read_reference(make, arguments, batches)
     random, count, even = Random(seed), len(reference.batches), reference.even()
-    end, ranks = ", then the end" * reference.ended, ", ".join(map(str, reference.world_sizes()))
-    size = reference.arguments["batch_size"]
-    say(f"reference    {count} batches of {size} rows{end}; for ranks {ranks}")
+    size, ranks = reference.arguments["batch_size"], map(str, reference.world_sizes())
+    stream = f"{count} batches of {size} rows{', then the end' * reference.ended}"
+    say(f"reference    {stream}; for ranks {', '.join(ranks)}")
     chosen = sorted(random.sample(range(1, count), min(points, count - 1)))
     if even < count:
         compared = f"over the first {even} batches only" if even > 1 else "not at all"
