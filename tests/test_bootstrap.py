@@ -426,7 +426,8 @@ def test_kills_again_and_again_while_it_comes_over_a_network(
 def saved(out: Path) -> dict[str, Any]:
     """How much of the partial file counts."""
     try:
-        return json.loads(Path(f"{out}.progress.json").read_text())
+        found: dict[str, Any] = json.loads(Path(f"{out}.progress.json").read_text())
+        return found
     except FileNotFoundError:
         return {"bytes": 0}
 

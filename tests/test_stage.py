@@ -52,11 +52,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def make(**how: Any) -> AsyncDataLoader:
-    data = {name: how.pop(name) for name in ("cache", "remote") if name in how}
+    data: dict[str, Any] = {n: how.pop(n) for n in ("cache", "remote") if n in how}
     text = TextDataset(
         "hf://datasets/org/name/data", tokenizer="byte", seq_len=64, **({"remote": QUICK} | data)
     )
-    options = {
+    options: dict[str, Any] = {
         "batch_size": 2,
         "shuffle": True,
         "seed": 5,
