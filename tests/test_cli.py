@@ -182,7 +182,6 @@ MISTAKES = [
     ("bootstrap docs.txt --out out.jsonl --bytes lots", 1, "--bytes lots"),
     ("stage docs.txt --bytes lots", 1, "--bytes lots"),
     ("stage docs.txt --config run.toml", 1, "use --settings FILE"),
-    ("stage --settings run.toml --tokenizer byte", 1, "--tokenizer: the data is described in run.toml"),
     ("cache clear --yes --older-than soon", 1, "--older-than soon"),
     ("watch --once --total-tokens many", 1, "--total-tokens many"),
     ("health --for-s=-1", 2, "for_s"),

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from penstock.encode.tokenizer import Tokenizer
 from typer.testing import CliRunner, Result
 
-from penstock import ConfigError, NoData, Remote, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock import ConfigError, RemoteOptions, SyntheticDataset, TextDataset, TokenFileDataset
 from penstock.cli.doctor import doctor
-from penstock.errors import PenstockError
+from penstock.encode.tokenizer import Tokenizer
+from penstock.errors import NoData, PenstockError
 from penstock.tools.doctor import diagnose
 from tests.corpus import texts
 from tests.servers import Fault, FileServer, HubServer
@@ -75,7 +75,7 @@ def test_first_line_answers_with_a_target(corpus: Path) -> None:
     done = run(corpus / "parquet", "--seq-len", 64, "--tokens-per-second", 1e15)
     assert done.exit_code == 1
     assert done.stdout.startswith("no: ")
-    assert ", 1e+06 G needed: data wait 100 %, poor\n" in done.stdout
+    assert ", 1,000,000,000,000,000 needed: data wait 100 %, poor\n" in done.stdout
 
 
 def test_first_line_is_the_rate_without_a_target(corpus: Path) -> None:
@@ -163,7 +163,6 @@ def test_settings_file_describes_the_run_and_options_override_it(
     )
     code, found = run_json(config)
     assert code == 0
-    assert found["memory_limit"] == 64 << 20
     assert found["queue_bytes"] == 9 * 4 * 32 * 16
     _, found = run_json(config, "--seq-len", 64, "--batch", 2)
     assert "seq_len=64" in found["data"]
@@ -200,7 +199,7 @@ def test_empty_documents_are_no_data(tmp_path: Path) -> None:
 
 
 def test_dead_server_is_an_error(corpus: Path) -> None:
-    remote = Remote(
+    remote = RemoteOptions(
         retry_budget=1, metadata_budget=1, backoff=0.05, connect_timeout=1, stall_timeout=1
     )
     with FileServer({"docs.jsonl": (corpus / "docs.jsonl").read_bytes()}) as server:

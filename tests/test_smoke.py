@@ -185,7 +185,7 @@ def test_hanging_listing_ends_at_the_limit_and_names_the_server(
     line = failed(script("--timeout", "2", env=env))
     assert re.search(r"fineweb_edu, after \d+\.\d s: ", line)
     assert "no first batch within 2 s: still listing the files" in line
-    assert f"Check that {hub.endpoint} can be reached, or allow more time with --timeout" in line
+    assert "Check that the server can be reached (HF_ENDPOINT, proxies), or allow more" in line
 
 
 @pytest.mark.parametrize("prefetch", ["1", "0"])
@@ -208,7 +208,7 @@ def test_refused_connection_is_reported(own_environment: dict[str, str]) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
     line = failed(script("--timeout", "4", env=own_environment | {"HF_ENDPOINT": endpoint}))
-    assert f"Check that {endpoint} can be reached" in line
+    assert "Check that the server can be reached" in line
     assert "Last message: hf://datasets/HuggingFaceFW/fineweb-edu@main: Connection refused" in line
 
 
@@ -261,15 +261,6 @@ def test_parameters_of_a_mixture_are_changed_in_its_file(tmp_path: Path) -> None
         choose_data(settings_file=config, seq_len=16)
 
 
-@pytest.mark.parametrize(
-    ("url", "server"),
-    [
-        ("https://bob:PASSWD@host:81/a.jsonl?sig=SECRET@x", "https://host:81"),
-        ("https://host#SECRET", "https://host"),
-        ("s3://bucket/a.jsonl", "s3://bucket"),
-    ],
-)
-def test_server_is_named_without_secrets(url: str, server: str) -> None:
-    choice = choose_data(url)
-    assert choice.server == server
-    assert "SECRET" not in choice.name
+def test_secrets_of_an_address_are_not_printed() -> None:
+    choice = choose_data("https://bob:PASSWD@host:81/a.jsonl?sig=SECRET@x")
+    assert choice.name == "https://host:81/a.jsonl"

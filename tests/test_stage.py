@@ -1,8 +1,9 @@
-"""Staging fills the cache in the order of the run, and the run goes on with the rest as if nothing had happened."""
+"""Staging fills the cache in the order of the run; the run's stream does not change."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,9 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from penstock.feed.keep import CacheWriter
-from penstock.sources.files import FileLanes, TextSource
-from penstock.sources.foresight import Foresight
 
 from penstock import (
     AsyncDataLoader,
@@ -27,9 +25,9 @@ from penstock import (
     TextDataset,
 )
 from penstock.cli.main import app
+from penstock.config import cache_dir
 from penstock.errors import SourceError
-from penstock.read.cache_room import alone
-from penstock.sources import files
+from penstock.sources.text_files import TextSource
 from penstock.tools.stage import Staged, stage
 from tests.contracts import digest, ledger, take
 from tests.servers import Fault, HubServer
@@ -54,11 +52,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def make(**how: Any) -> AsyncDataLoader:
-    data = {name: how.pop(name) for name in ("cache", "remote") if name in how}
+    data: dict[str, Any] = {n: how.pop(n) for n in ("cache", "remote") if n in how}
     text = TextDataset(
         "hf://datasets/org/name/data", tokenizer="byte", seq_len=64, **({"remote": QUICK} | data)
     )
-    options = {
+    options: dict[str, Any] = {
         "batch_size": 2,
         "shuffle": True,
         "seed": 5,
@@ -92,10 +90,6 @@ def test_a_run_on_a_staged_part_is_the_run_without_it(hub: HubServer, how: dict[
 
 
 def clear_cache() -> None:
-    import shutil
-
-    from penstock.config import cache_dir
-
     shutil.rmtree(cache_dir() / "tokens")
 
 
@@ -104,8 +98,7 @@ def test_what_is_staged_is_what_the_run_needs_first(hub: HubServer) -> None:
     from penstock.errors import RemoteError
 
     whole = ledger(make, 10**6, cache=False)
-    clear_cache_of_footers = stage(make(), 6_000)
-    assert 3 <= clear_cache_of_footers.chunks < FILES * GROUPS
+    assert 3 <= stage(make(), 6_000).chunks < FILES * GROUPS
     got: list[str] = []
     with make(epochs=None) as loader:
         hub.fault(Fault("status", path="*", times=None, code=503))
@@ -184,7 +177,7 @@ def test_the_command_stages_shows_how_far_it_is_and_names_the_commit(
     for arguments, text in (
         ((), "what to stage"),
         (("x", "--bytes", "much"), "--bytes much: must be bytes"),
-        (("x", "--settings", str(settings)), "not both"),
+        (("x", "--settings", str(settings)), "what to stage"),
     ):
         failed = run(*arguments)
         assert failed.returncode == 1
@@ -226,93 +219,23 @@ def test_a_first_chunk_larger_than_asked_for_is_an_error_that_says_how_large(
     assert "in 1 chunk (1 was there)" in out  # what came is kept, and not made again
 
 
-# What the plan knows
-
-
-def opened(loader: AsyncDataLoader) -> tuple[FileLanes, Foresight]:
-    from penstock.feed.pool import InlinePool
-
-    source, run = loader.lay_open()
-    assert isinstance(source, TextSource)
-    work = source.work(run)
-    lanes = source.open_lanes(run, InlinePool(work), work)
-    return lanes, Foresight(lanes._plan, lanes._lanes, work.file_hash)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_the_plan_knows_what_is_needed_when(hub: HubServer, shuffle: bool) -> None:
-    """Compared with the order in which chunks really come, in this epoch and the next."""
-    lanes, when = opened(make(shuffle=shuffle, n_workers=0))
-    work = lanes._work
-    probe, _ = opened(make(shuffle=shuffle, n_workers=0))
-    order = [(work.file_hash(chunk.ref.file), chunk.ref.index) for chunk in probe.stage()]
-    probe.close()
-    probe._work.close()
-    per_epoch = FILES * GROUPS
-    assert len(order) == 2 * per_epoch
-    taken = 0
-    for _ in lanes.stage():
-        taken += 1
-        if taken % 7 or taken > per_epoch:
-            continue
-        expected = {}
-        for place, key in enumerate(order[taken:], taken):
-            expected.setdefault(key, place)
-        foreseen = {key: when(*key) for key in set(order)}
-        assert None not in foreseen.values()
-        soon = sorted(expected, key=lambda key: expected[key])[:10]
-        late = sorted(expected, key=lambda key: expected[key])[-10:]
-        assert max(foreseen[key] or 0 for key in soon[:3]) < min(foreseen[key] or 0 for key in late)
-    lanes.close()
-    work.close()
-    assert when("0" * 16, 0) is None
-
-
-def test_a_cache_too_small_for_an_epoch_keeps_what_the_next_one_needs_first(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_cannot_be_written_ends_a_staging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = stage(make(), 10**9)
-    clear_cache()
-    usual = CacheWriter.offer
-
-    def offer(self: CacheWriter, *chunk: Any) -> bool:
-        """A run that is no faster than its disk: what is dropped depends on where it stands."""
-        taken = usual(self, *chunk)
-        assert self.flush(30)
-        return taken
-
-    monkeypatch.setattr(CacheWriter, "offer", offer)
-    limit = whole.bytes // 2
-    # Read-ahead must be a small part of an epoch: the plan is asked from where it stands.
-    slowly = replace(QUICK, fetches=1, cache_bytes=limit)
-    with make(shuffle=False, epochs=3, n_workers=1, remote=slowly) as loader:
-        batches = take(loader, 10**6)
-        stats = loader.stats()
-    assert stats.cache_hits > FILES * GROUPS * 0.6, "two epochs, each with half of it at hand"
-    assert batches == ledger(make, 10**6, shuffle=False, cache=False, epochs=3)
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 20)
+    code, out, err = staged(capfd, str(tmp_path / "a.jsonl"))
+    assert (code, out) == (1, "")
+    assert "staging ended: the cache cannot be written" in err
 
 
-def test_a_disk_that_hangs_ends_a_staging(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "WRITE_S", 0.05)
-    lanes, _ = opened(make(n_workers=0))
-    with alone(tmp_path / "cache" / "tokens"):
-        next(lanes.stage())
-        with pytest.raises(
-            SourceError, match=r"cache in .*cache did not take what was read within"
-        ):
-            lanes.flush()
-    lanes.flush()
-    lanes.close()
-    lanes._work.close()
+def test_staging_without_prefetch_fills_the_cache(hub: HubServer) -> None:
+    assert stage(make(n_workers=0), 10**9).complete
+    again = stage(make(n_workers=2), 10**9)
+    assert again.already == again.chunks == FILES * GROUPS
 
 
-def test_a_run_that_is_stopped_and_never_closed_leaves_no_writer(hub: HubServer) -> None:
-    lanes, _ = opened(make(n_workers=0))
-    next(lanes.stage())
-    (writer,) = (thread for thread in threading.enumerate() if thread.name == "penstock-cache")
-    lanes.stop()
-    writer.join(30)
-    assert not writer.is_alive()
-    lanes._work.close()
+def test_worker_processes_stage_the_same_chunks(hub: HubServer) -> None:
+    assert stage(make(n_workers=1, workers="process"), 10**9).complete
+    assert stage(make(), 10**9).already == FILES * GROUPS

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.described import addressed
 from penstock.config import cgroup_cores
 from penstock.errors import ConfigError
+from penstock.tools.data_choice import choose_data
 
 
 def written(folder: Path, **files: str) -> None:
@@ -59,20 +59,19 @@ def test_what_cannot_be_read_bounds_nothing(tmp_path: Path) -> None:
     assert cgroup_cores(told(tmp_path, "not a line of its"), tmp_path / "mounted") is None
 
 
-def test_a_command_that_is_given_an_address_heeds_the_environment(
+def test_settings_of_the_environment_apply_to_data_given_by_address(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSA_FWE_Q", "5")
     monkeypatch.setenv("NSA_FWE_DOC_BATCH", "7")
     monkeypatch.setenv("PENSTOCK_N_WORKERS", "1")
-    dataset, arguments = addressed(str(corpus / "docs.jsonl"), {"seq_len": 64}, {"n_workers": 2})
-    assert (arguments["prefetch_size"], arguments["n_workers"], arguments["batch_size"]) == (
-        5,
-        2,
-        16,
-    )
+    url = str(corpus / "docs.jsonl")
+    choice = choose_data(url, overrides={"n_workers": 2}, seq_len=64)
+    names = ("prefetch_size", "n_workers", "batch_size")
+    assert [choice.arguments[name] for name in names] == [5, 2, 16]
+    dataset = choice.make()
     assert (dataset.seq_len, dataset.options.doc_batch) == (64, 7)
     monkeypatch.setenv("PENSTOCK_PREFETCH_SIZ", "5")
     with pytest.raises(ConfigError, match="PENSTOCK_PREFETCH_SIZ"):
-        addressed(str(corpus / "docs.jsonl"), {}, {})
+        choose_data(url)

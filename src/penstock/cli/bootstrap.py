@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.tools.bootstrap import Bootstrapped, Progress
 
 SAY_EVERY_S = 5.0
-"""Without a terminal, a line so often."""
+"""Time between two lines of progress without a terminal."""
 
 
 def bootstrap(
@@ -53,7 +53,7 @@ def bootstrap(
 ) -> None:
     """Write the first bytes of a source's text to a local file.
 
-    Killed at any moment and run again, it goes on, and ends with the same bytes. Exit code 1: an error.
+    Killed at any moment and run again, it continues, and ends with the same bytes. Exit code 1: an error.
     """
     from penstock.cli.config import size_in_bytes
     from penstock.tools.bootstrap import bootstrap as write
@@ -72,10 +72,10 @@ def bootstrap(
     try:
         with show:
             done = write(
-                sources, out, goal, config=config, text_field=text_field, refresh=refresh, progress=show.show
+                sources, out, goal, remote={"config": config}, text_field=text_field, refresh=refresh, progress=show.show
             )  # fmt: skip
     except KeyboardInterrupt as error:
-        for note in getattr(error, "__notes__", ()):  # what is safe, and how to go on
+        for note in getattr(error, "__notes__", ()):  # what is safe, and how to continue
             typer.echo(note, err=True)
         raise
     if not quiet:
@@ -84,7 +84,7 @@ def bootstrap(
 
 
 def main() -> None:
-    """This command by itself, for the script of its name and for the background."""
+    """Run this command alone, for scripts/automation/fwe_bootstrap.py and for the background."""
     from penstock.cli.main import app
 
     app(["bootstrap", *sys.argv[1:]])
@@ -93,7 +93,7 @@ def main() -> None:
 def _detach(
     urls: list[str], out: Path, goal: int, config: str | None, text_field: str, flags: list[str]
 ) -> None:
-    """The same in a process of its own, which outlives this one and its terminal."""
+    """Run the command in a process that outlives this one and its terminal."""
     import penstock
     from penstock.config import environment
 
@@ -111,7 +111,7 @@ def _detach(
         )  # fmt: skip
     typer.echo(f"process {child.pid} writes {out}; what it says is in {log}", err=True)
     typer.echo(child.pid)
-    child.returncode = 0  # nobody waits for it here: that is meant
+    child.returncode = 0  # it outlives this process, so a missing wait is not a mistake
 
 
 def _summary(done: Bootstrapped, goal: int, seconds: float) -> str:
@@ -190,7 +190,7 @@ class _Bar(_Silence):
 
     def show(self, now: Progress) -> None:
         if self._task is None:
-            # What was there before is no speed of this run.
+            # Bytes of earlier runs must not count in the speed of this one.
             self._task = self._bar.add_task("", total=now.goal, completed=now.began)
         self._bar.update(self._task, completed=min(now.bytes, now.goal), description=now.file)
 

@@ -74,7 +74,7 @@ def doctor(
     2: the data cannot be read, or an argument is invalid. The token cache is neither read nor written.
     """
     from penstock.tools.data_choice import choose_data, split_target
-    from penstock.tools.doctor import diagnose, open_dataset
+    from penstock.tools.doctor import diagnose
 
     overrides = {
         "batch_size": batch_size, "shuffle": shuffle, "n_workers": workers, "prefetch_size": prefetch_size,
@@ -84,11 +84,11 @@ def doctor(
     log.setLevel(logging.ERROR)  # a drained loader warns all the time that it does not keep up
     try:
         choice = choose_data(
-            **split_target(target), overrides=overrides, batch_size=16, token_cache=False,
+            **split_target(target), overrides=overrides, token_cache=False,
             tokenizer=tokenizer, seq_len=seq_len, packing=packing, text_field=text_field, config=config, split=split,
         )  # fmt: skip
         diagnosis = diagnose(
-            open_dataset(choice.make),
+            choice.make(),
             seconds=seconds,
             tokens_per_second=tokens_per_second,
             trace=trace,

@@ -50,7 +50,7 @@ def smoke(
     set_: Overrides = None,
     preset: Preset = None,
 ) -> None:
-    """Get one batch the way a run does: with listing, workers and prefetch.
+    """Get one batch the way a run does, with workers and prefetch.
 
     Exit code 0: the batch is there. 2: it is not, and one line on stderr says why. Settings come from the command line, the environment and the file, in
     this order.
@@ -68,7 +68,7 @@ def smoke(
             from penstock.tools.smoke import smoke as check
 
             choice = choose_data(
-                dataset, default="fineweb_edu", local_path=local_path, settings_file=config,
+                dataset, default="fineweb_edu", batch_size=1, local_path=local_path, settings_file=config,
                 overrides=overrides(set_, batch_size=batch), preset=preset, tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
             )  # fmt: skip
             name = choice.name

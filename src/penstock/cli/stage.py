@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import complete
-from penstock.cli.described import FILES, addressed, described
 from penstock.cli.given import (
     AS,
     CardConfig,
@@ -25,11 +23,10 @@ from penstock.errors import ConfigError
 from penstock.watch.page.units import size as shown_size
 
 if TYPE_CHECKING:
-    from penstock.loader import AsyncDataLoader
     from penstock.tools.stage import Staged
 
 SAY_EVERY_S = 5.0
-"""Without a terminal, a line so often."""
+"""Time between two lines of progress without a terminal."""
 
 
 def stage(
@@ -60,65 +57,41 @@ def stage(
 ) -> None:
     """Fill the token cache in the order a run will need it.
 
-    A run with these settings then starts without network, and goes on with the rest: the same stream. Exit code 1: an error.
+    A run with these settings then starts without network, and continues with the rest: the same stream. Exit code 1: an error.
     """
     from penstock.cli.config import size_in_bytes
+    from penstock.loader import AsyncDataLoader
+    from penstock.tools.data_choice import SETTINGS_FILES, choose_data
     from penstock.tools.stage import stage as fill
 
     goal = size_in_bytes(size, "--bytes")
-    loader = _loader(
-        url,
-        settings,
-        _said(tokenizer=tokenizer, config=config, text_field=text_field, split=split),
-        _said(shuffle=shuffle, seed=seed, lanes=lanes, n_workers=workers),
-    )
+    if config is not None and config.lower().endswith(SETTINGS_FILES):
+        raise ConfigError(
+            f"--config {config}: names a configuration of the dataset's card; use --settings FILE"
+        )
+    if (url is None) == (settings is None):
+        raise ConfigError("what to stage? Give an address, or --settings FILE which names the data")
+    choice = choose_data(
+        url, settings_file=settings,
+        overrides={"shuffle": shuffle, "seed": seed, "lanes": lanes, "n_workers": workers},
+        tokenizer=tokenizer, config=config, text_field=text_field, split=split, cache=True if url else None,
+    )  # fmt: skip
+    dataset = choice.make()
     show = _Bar(goal) if sys.stderr.isatty() else _Lines(goal)
     with show:
-        done = fill(loader, goal, show.show)
+        done = fill(AsyncDataLoader(dataset, **choice.arguments), goal, show.show)
     if not done.chunks and not done.complete:
         raise ConfigError(
             f"--bytes {size}: the first chunk takes {shown_size(done.next_bytes)} of tokens, so none counts as staged. "
             f"Use --bytes {done.next_bytes} or more."
         )
-    _tell(loader, done)
-
-
-def _said(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _loader(
-    url: str | None, settings: Path | None, data: dict[str, Any], running: dict[str, Any]
-) -> AsyncDataLoader:
-    """What is staged: an address with its options, or what a file says."""
-    from penstock.loader import AsyncDataLoader
-
-    if str(data.get("config", "")).lower().endswith(FILES):
-        raise ConfigError(
-            f"--config {data['config']}: names a configuration of the dataset's card; use --settings FILE"
-        )
-    if settings is not None:
-        if url is not None:
-            raise ConfigError("give an address or --settings, not both: the file names the data")
-        dataset, arguments = described(settings, data, running)
-        return AsyncDataLoader(dataset, **arguments)
-    if url is None:
-        raise ConfigError("what to stage? Give an address, or --settings FILE")
-    dataset, arguments = addressed(url, data, running, cache=True)
-    return AsyncDataLoader(dataset, **arguments)
-
-
-def _tell(loader: AsyncDataLoader, done: Staged) -> None:
-    from penstock.sources.files import TextSource
-
     typer.echo(
         f"staged {done.bytes / 1e6:.1f} MB of tokens in {done.chunks} chunk{'s' * (done.chunks != 1)} "
         f"({done.already} {'was' if done.already == 1 else 'were'} there) in "
         f"{done.seconds:.1f} s, {done.fetched_bytes / 1e6:.1f} MB fetched"
         + ("; that is a whole epoch" if done.complete else "")
     )
-    source = loader.lay_open()[0]
-    path = source.files[0].path if isinstance(source, TextSource) else ""
+    path = dataset.files[0].path
     if path.startswith("hf://"):
         revision = path.partition("@")[2].partition("/")[0]
         typer.echo(f"a run that names the commit (…@{revision}) needs no request to begin")

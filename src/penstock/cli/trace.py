@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import complete
-from penstock.cli.described import addressed, described, is_file
 from penstock.cli.given import Batch, SeqLen, Shuffle, TextField, Tokenizer, Workers
 from penstock.errors import ConfigError, NoData
 
@@ -78,6 +77,8 @@ def trace(
     A pause stands in for training. To see a real run, put `with Recorder(loader) as recorder:` around it, and merge that with torch.profiler's trace
     of the same steps: `penstock trace trace.json --merge profile.json -o both.json`. Exit code 1: an error.
     """
+    from penstock.loader import AsyncDataLoader
+    from penstock.tools.data_choice import choose_data, split_target
     from penstock.watch.trace import Recorder
     from penstock.watch.trace import merge as put_together
 
@@ -88,41 +89,22 @@ def trace(
             )
         _tell(put_together(url, merge, out))
         return
-    if url is not None and settings is None and is_file(url):
-        settings, url = Path(url), None
     if (url is None) == (settings is None):
         raise ConfigError(
             "what to trace? Give an address, or a settings file, which names the data"
         )
-    given: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": seq_len, "text_field": text_field}
-    running: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "n_workers": workers}
-    told = {name: value for name, value in given.items() if value is not None}
-    chosen = {name: value for name, value in running.items() if value is not None}
-    loader = (
-        _configured(settings, told, chosen)
-        if settings is not None
-        else _plain(str(url), told, chosen)
-    )
+    target = {"settings_file": settings} if url is None else split_target(url)
+    choice = choose_data(
+        **target, overrides={"batch_size": batch_size, "shuffle": shuffle, "n_workers": workers},
+        tokenizer=tokenizer, seq_len=seq_len, text_field=text_field,
+    )  # fmt: skip
+    loader = AsyncDataLoader(choice.make(), **choice.arguments)
     with Recorder(loader, max_segments) as recorder, loader:
         done = _run(loader, recorder.sample, steps, step_ms / 1e3)
         verdict = loader.telemetry.verdict().line if done > 1 else "one step says nothing"
     path = recorder.save(out)
     typer.echo(f"{done} step{'s' * (done != 1)}: {verdict}")
     _tell(path)
-
-
-def _configured(settings: Path, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
-    from penstock.loader import AsyncDataLoader
-
-    dataset, arguments = described(settings, told, chosen)
-    return AsyncDataLoader(dataset, **arguments)
-
-
-def _plain(url: str, told: dict[str, Any], chosen: dict[str, Any]) -> AsyncDataLoader:
-    from penstock.loader import AsyncDataLoader
-
-    data, arguments = addressed(url, told, chosen)
-    return AsyncDataLoader(data, **arguments)
 
 
 def _run(loader: AsyncDataLoader, sample: Callable[[], None], steps: int, step_s: float) -> int:

@@ -13,42 +13,39 @@ import json
 import os
 import shutil
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from penstock.config import default_workers, whole_number, write_atomically
+import numpy as np
+
+from penstock.config import whole_number, write_atomically
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, NoData, SourceChanged
-from penstock.read.attempt import Remote
+from penstock.loader import AsyncDataLoader
+from penstock.options import RemoteOptions
 from penstock.read.manifest import each
 from penstock.read.reader import MAX_CHUNK_BYTES
-from penstock.sources.text_work import TextWork
-from penstock.types import Bad, ChunkRef, MiB, shown_address
+from penstock.sources.text_files import TextSource
+from penstock.tools.chunks import open_lanes, read_chunks
+from penstock.types import LanePosition, MiB, Shard, TokenChunk, shown_address
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Position = tuple[int, int, int]
-"""File, chunk and document, each by its number."""
 
-VERSION = 2
+VERSION = 3
 COMMIT_BYTES, COMMIT_S = 4 * MiB, 1.0
 """Progress is saved after this many bytes or seconds: what a kill costs at most."""
-AHEAD_BYTES = 128 * MiB
-"""Text that may be read ahead."""
+AHEAD_BYTES = 256 * MiB
+"""Memory for what is read ahead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a bootstrap is."""
 
     bytes: int
     goal: int
-    documents: int
     began: int
     """Bytes that existed when this run began."""
     file: str
@@ -63,7 +60,7 @@ class Bootstrapped:
     bytes: int
     documents: int
     bad: Mapping[str, int]
-    """Records that were skipped, by reason."""
+    """Records that this call skipped, by reason."""
     already: bool
     """The file was complete before."""
     exhausted: bool
@@ -76,14 +73,17 @@ class Point:
 
     source: dict[str, Any]
     goal: int
-    next: Position = (0, 0, 0)
+    file: int = 0
+    chunk: int = 0
+    document: int = 0
+    """The next document, in a chunk of a file, each by its number."""
     bytes: int = 0
     documents: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-    full: bool = False
-    """The next document does not fit."""
     exhausted: bool = False
     """There is no next document."""
+
+    def is_enough(self, goal: int) -> bool:
+        return goal <= self.goal or self.exhausted
 
 
 def bootstrap(
@@ -91,9 +91,8 @@ def bootstrap(
     out: str | os.PathLike[str],
     max_bytes: int,
     *,
-    config: str | None = None,
     text_field: str = "text",
-    remote: Remote | dict[str, Any] | None = None,
+    remote: RemoteOptions | dict[str, Any] | None = None,
     refresh: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Bootstrapped:
@@ -107,29 +106,30 @@ def bootstrap(
     path = Path(os.path.realpath(out))
     given = [urls] if isinstance(urls, str | os.PathLike) else urls
     addresses = [_absolute(os.fspath(url)) for url in given]
+    config = RemoteOptions.of(remote).config
+    asked = {"urls": addresses, "config": config, "text_field": text_field}
     path.parent.mkdir(parents=True, exist_ok=True)
+    bad: Mapping[str, int] = {}
     with _locked(path):
         point, finished = _load(path)
         if point is not None:
-            _check_request(path, point, finished, goal, text_field, refresh)
-            same = (point.source["urls"], point.source["config"]) == (addresses, config)
-            if finished and same and _is_enough(point, goal):
-                return _result(path, point, already=True)
-        data = TextDataset(
-            urls, tokenizer="byte", seq_len=1, text_field=text_field, config=config, remote=remote,
-            on_bad_record="skip", cache=False,
-        )  # fmt: skip
-        source = _source(data, addresses, config, text_field)
-        if point is None:
-            point = Point(source=source, goal=goal)
-        else:
+            _check_goal(path, point, goal, finished, refresh)
+        already = point is not None and finished and point.is_enough(goal)
+        # Saved addresses have no secrets. One with a secret is looked up: it may expire, or change.
+        if point is None or not already or not asked.items() <= point.source.items():
+            data = TextDataset(
+                urls, tokenizer="byte", seq_len=1, eos=None, text_field=text_field, remote=remote,
+                on_bad_record="skip", cache=False, report_docs=0,
+            )  # fmt: skip
+            source = asked | _identify(data, addresses)
+            point = point or Point(source=source, goal=goal)
             _check_source(path, point, source, data)
-            if finished and _is_enough(point, goal):
-                return _result(path, point, already=True)
-        point = _write(
-            path, replace(point, goal=goal, full=False), data, progress or (lambda _: None)
-        )
-    return _result(path, point, already=False)
+            if not already:
+                point, bad = _write(path, replace(point, goal=goal), data, progress)
+    return Bootstrapped(
+        path=path, bytes=point.bytes, documents=point.documents, bad=bad, already=already,
+        exhausted=point.exhausted,
+    )  # fmt: skip
 
 
 def check_name(out: str | os.PathLike[str]) -> None:
@@ -138,13 +138,6 @@ def check_name(out: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{os.fspath(out)}: needs a name that ends in .jsonl")
     if os.path.isdir(out):
         raise ConfigError(f"{os.fspath(out)} is a folder; needs the name of a file")
-
-
-def _result(path: Path, point: Point, already: bool) -> Bootstrapped:
-    return Bootstrapped(
-        path=path, bytes=point.bytes, documents=point.documents, bad=point.bad, already=already,
-        exhausted=point.exhausted,
-    )  # fmt: skip
 
 
 # The files on disk
@@ -157,19 +150,13 @@ def _beside(path: Path, ending: str) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Refuse two writers of one file. The lock ends with its process, however that ends."""
-    lock = _beside(path, "lock")
-    with open(lock, "a+", encoding="ascii") as file:
+    with open(_beside(path, "lock"), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             raise ConfigError(
-                f"{path} is being written by process {file.read().strip() or '(just starting)'}. "
-                "Wait for it, end it, or name another file."
+                f"{path} is being written by another process. Wait for it, or name another file."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         yield
 
 
@@ -182,7 +169,7 @@ def _load(path: Path) -> tuple[Point | None, bool]:
         fields = json.loads(saved.read_bytes())
         if fields.pop("version") != VERSION:
             raise ValueError("written by another version")
-        point = Point(**{**fields, "next": tuple(fields["next"])})
+        point = Point(**fields)
     except FileNotFoundError:
         if not path.exists():
             return None, False  # killed before the first progress was saved
@@ -192,11 +179,11 @@ def _load(path: Path) -> tuple[Point | None, bool]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{saved} cannot be read ({error}). {_start_again(path)}") from error
     finished = not partial.exists()
-    size = (path if finished else partial).stat().st_size
+    file = path if finished else partial
+    size = file.stat().st_size
     if size < point.bytes or (finished and size > point.bytes):
         raise ConfigError(
-            f"{path if finished else partial} was changed: it had {point.bytes} bytes, it has "
-            f"{size}. {_start_again(path)}"
+            f"{file} was changed: it had {point.bytes} bytes, it has {size}. {_start_again(path)}"
         )
     return point, finished
 
@@ -212,7 +199,7 @@ def _start_again(path: Path) -> str:
 
 
 @contextmanager
-def _partial(path: Path, point: Point) -> Iterator[BinaryIO]:
+def _open_partial(path: Path, point: Point) -> Iterator[BinaryIO]:
     """Open the partial file at the end of what is safe: of an earlier run, or of the finished file."""
     partial = _beside(path, "partial")
     if path.exists() and not partial.exists():
@@ -227,7 +214,7 @@ def _partial(path: Path, point: Point) -> Iterator[BinaryIO]:
         yield file
 
 
-# What is asked for
+# Checks
 
 
 def _absolute(url: str) -> str:
@@ -236,16 +223,12 @@ def _absolute(url: str) -> str:
     return url if is_name else os.path.abspath(url)
 
 
-def _source(
-    data: TextDataset, addresses: list[str], config: str | None, text_field: str
-) -> dict[str, Any]:
+def _identify(data: TextDataset, addresses: list[str]) -> dict[str, Any]:
     """Return what identifies the source, without secrets. Other data must not continue the file."""
     times = [os.stat(file.path).st_mtime_ns for file in each(data.files) if not file.remote]
     read = data.read
     return {
         "urls": [shown_address(url) for url in addresses],
-        "config": config,
-        "text_field": text_field,
         "first": data.files[0].path,
         **data.data_id(),
         "times": hashlib.sha256(repr(times).encode()).hexdigest()[:16],
@@ -253,220 +236,101 @@ def _source(
     }
 
 
-def _is_enough(point: Point, goal: int) -> bool:
-    return goal <= point.goal or point.exhausted
-
-
-def _check_request(
-    path: Path, point: Point, finished: bool, goal: int, text_field: str, refresh: bool
-) -> None:
-    """Refuse what the existing file cannot become."""
-    if point.source["text_field"] != text_field:
-        raise ConfigError(
-            f"{path} was begun with text_field {point.source['text_field']!r}, not {text_field!r}. "
-            f"{_start_again(path)}"
-        )
-    if finished and not refresh and not _is_enough(point, goal):
-        raise ConfigError(
-            f"{path} was finished for {point.goal} bytes, and {goal} are asked for. To extend it, "
-            f"use refresh=True (--refresh). {_start_again(path)}"
-        )
-    if not finished and goal < point.bytes:
-        raise ConfigError(
-            f"{_beside(path, 'partial')} has {point.bytes} bytes already, more than the {goal} that "
-            f"are asked for. {_start_again(path)}"
-        )
+def _check_goal(path: Path, point: Point, goal: int, finished: bool, refresh: bool) -> None:
+    """Refuse a size that the existing file cannot get."""
+    if finished and not refresh and not point.is_enough(goal):
+        why = f"was finished for {point.goal} bytes. To extend it, use refresh=True (--refresh)."
+    elif not finished and goal < point.bytes:
+        why = f"has {point.bytes} bytes already."
+    else:
+        return
+    raise ConfigError(f"{goal} bytes are asked for, but {path} {why} {_start_again(path)}")
 
 
 def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDataset) -> None:
-    then = point.source
-    if all(then[name] == now[name] for name in ("files", "times", "chunks")):
-        return
-    why = None
-    if data.outside is not None:
-        why = data.outside.explain_change(then["files"], data.files)
-    if why is None:
-        why = (
-            f"it was {then['count']} files of {then['bytes']} bytes, now it is {now['count']} of "
-            f"{now['bytes']}, or they were written at another time"
+    then, why = point.source, None
+    names = ("text_field", "count", "bytes", "files", "times", "chunks")
+    changes = [
+        f"{name} was {then[name]}, is {now[name]}" for name in names if then[name] != now[name]
+    ]
+    if changes:
+        if data.remote_config is not None:
+            why = data.remote_config.explain_change(then["files"], data.files)
+        raise SourceChanged(
+            f"the data is not what {path} was begun with: {why or ', '.join(changes)}. Use the same "
+            f"data, {then['first']} and the files after it. {_start_again(path)}"
         )
-    raise SourceChanged(
-        f"the data is not what {path} was begun with: {why}. Use the same data, {then['first']} and "
-        f"the files after it. {_start_again(path)}"
-    )
 
 
 # Writing
 
 
 def _write(
-    path: Path, point: Point, data: TextDataset, progress: Callable[[Progress], None]
-) -> Point:
-    """Write what is missing, and put the file into its place."""
-    began, saved_at = point.bytes, time.monotonic()
-    saved = point
+    path: Path, point: Point, data: TextDataset, progress: Callable[[Progress], None] | None
+) -> tuple[Point, Mapping[str, int]]:
+    """Write what is missing, and put the file into its place. Return the bad records, too."""
+    loader = AsyncDataLoader(data, 1, shuffle=False, epochs=1, lanes=1, shard=Shard(1, 0))
+    source, run = loader.inspect()
+    assert isinstance(source, TextSource)
+    run = replace(run, positions={0: LanePosition(0, point.file, point.chunk)})
+    saved, saved_at, began = point, time.monotonic(), point.bytes
+    full = False
     try:
-        with _partial(path, point) as file, _Chunks(data) as chunks:
+        with _open_partial(path, point) as file, open_lanes(source, run) as (lanes, _):
             _save(path, point)
-            while not (point.full or point.exhausted):
-                piece = chunks.next(point)
-                if piece is None:
-                    point = replace(point, exhausted=True)
+            chunks = read_chunks(lanes)
+            while not (full or point.exhausted):
+                # No more is read ahead than is still wanted.
+                lanes.read_ahead_bytes = min(AHEAD_BYTES, point.goal - point.bytes)
+                chunk = next(chunks, None)
+                if chunk is None:
+                    point, name = replace(point, exhausted=True), path.name
                 else:
-                    lines, point = _fit(point, piece)
+                    lines, full, point = _fit(point, chunk, data)
                     file.write(lines)
-                done = point.full or point.exhausted
+                    name = path.name if full else chunk.ref.file.name
                 due = time.monotonic() - saved_at >= COMMIT_S
-                if done or due or point.bytes - saved.bytes >= COMMIT_BYTES:
+                if full or chunk is None or due or point.bytes - saved.bytes >= COMMIT_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
                     _save(path, point)
                     saved, saved_at = point, time.monotonic()
-                at_end = done or point.next[0] >= len(data.files)
-                name = path.name if at_end else data.files[point.next[0]].name
-                progress(_progress(point, began, name))
+                if progress is not None:
+                    progress(Progress(point.bytes, point.goal, began, name))
+            bad = lanes.bad()
     except BaseException as error:
         if saved.bytes:
             partial = _beside(path, "partial")
             error.add_note(f"{saved.bytes} bytes are safe in {partial}; the same call continues")
         raise
     if not point.documents:
-        if point.full:
+        if full:
             raise ConfigError(f"the first document does not fit into {point.goal} bytes")
         raise NoData(f"{len(data.files)} file(s), {data.files[0].path} and on, hold no text")
     os.replace(_beside(path, "partial"), path)
-    return point
+    return point, bad
 
 
-def _progress(point: Point, began: int, file: str) -> Progress:
-    size, documents = point.bytes, point.documents
-    return Progress(bytes=size, goal=point.goal, documents=documents, began=began, file=file)
-
-
-class Lines(NamedTuple):
-    """A chunk as it is written, without empty documents."""
-
-    lines: list[bytes]
-    rows: list[int]
-    """The number in the chunk of each line's document."""
-    bad: list[Bad]
-    last: bool
-
-
-Request = tuple[Position, ChunkRef | None, Future[Lines]]
-
-
-class Piece(NamedTuple):
-    """Lines, where they come from, and which position follows."""
-
-    at: Position
-    chunk: Lines
-    following: Position
-
-
-def _fit(point: Point, piece: Piece) -> tuple[bytes, Point]:
-    """Return the lines of a chunk that fit, and the point after them."""
-    lines, rows, bad, _ = piece.chunk
-    size = 0
-    for n, line in enumerate(lines):
-        if point.bytes + size + len(line) > point.goal:
-            point = replace(point, full=True)
-            if n == 0:
-                return b"", point  # as if the chunk had not been read
-            lines = lines[:n]
-            piece = piece._replace(following=(*piece.at[:2], rows[n]))
+def _fit(point: Point, chunk: TokenChunk, data: TextDataset) -> tuple[bytes, bool, Point]:
+    """Return the lines of a chunk that fit, True if one did not, and the point after them."""
+    while data.files[point.file] != chunk.ref.file:
+        point = replace(point, file=point.file + 1, chunk=0, document=0)
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    lines: list[bytes] = []
+    size, full = point.bytes, False
+    documents = chunk.docs.to_pylist()
+    after = replace(point, chunk=point.chunk + 1, document=0)
+    for number in range(point.document, len(documents)):
+        if not documents[number]:
+            continue
+        # The id of a byte is the byte.
+        ids = np.frombuffer(documents[number], data.tokenizer.dtype)
+        text = ids.astype(np.uint8).tobytes().decode()
+        line = (encode({"text": text}) + "\n").encode()
+        if size + len(line) > point.goal:
+            full, after = True, replace(point, document=number)
             break
+        lines.append(line)
         size += len(line)
-    counts = Counter(point.bad)
-    if piece.at[2] == 0:  # else they were counted when the chunk was begun
-        counts.update(record.reason for record in bad)
-    size, documents = point.bytes + size, point.documents + len(lines)
-    after = replace(point, next=piece.following, bytes=size, documents=documents, bad=dict(counts))
-    return b"".join(lines), after
-
-
-# Reading
-
-
-class _LineWork(TextWork):
-    """Reads chunks as lines."""
-
-    def lines(self, ref: ChunkRef, first: int) -> Lines:
-        """Return the documents of a chunk from the `first` on."""
-        try:
-            documents = self._documents(ref, None)
-        except BaseException as error:
-            error.add_note(f"in stage fetch, decode, reading {ref}")
-            raise
-        texts = documents.texts.to_pylist()
-        rows = [row for row in range(first, len(texts)) if texts[row]]
-        dumps = json.JSONEncoder(ensure_ascii=False).encode
-        lines = [(dumps({"text": texts[row]}) + "\n").encode() for row in rows]
-        return Lines(lines, rows, documents.bad, documents.last)
-
-
-class _Chunks:
-    """Yields the chunks of a dataset in order, and reads ahead no more than is wanted."""
-
-    def __init__(self, data: TextDataset) -> None:
-        self._data = data
-        workers = min(4, default_workers())
-        self._threads = data.fetches() + workers
-        self._work = _LineWork(
-            data.read, data.tokenizer, None, workers, 1, data.outside, threads=True
-        )
-        self._pool = ThreadPoolExecutor(self._threads, "penstock-bootstrap")
-        self._requests: Iterator[Request] | None = None
-        self._ahead: deque[Request] = deque()
-
-    def next(self, point: Point) -> Piece | None:
-        """Return the chunk at the point, or None at the end of the data."""
-        if self._requests is None:
-            self._requests = self._request(*point.next)
-        wanted = min(point.goal - point.bytes, AHEAD_BYTES)
-        while not self._ahead or (
-            len(self._ahead) < self._threads
-            and sum(ref.nbytes for _, ref, _ in self._ahead if ref is not None) < wanted
-        ):
-            request = next(self._requests, None)
-            if request is None:
-                break
-            self._ahead.append(request)
-        if not self._ahead:
-            return None
-        at, ref, task = self._ahead.popleft()
-        lines = task.result()
-        is_end = ref is None or (ref.file.open_ended and lines.last)
-        return Piece(at, lines, (at[0] + 1, 0, 0) if is_end else (at[0], at[1] + 1, 0))
-
-    def _request(self, file: int, chunk: int, first: int) -> Iterator[Request]:
-        """Submit one chunk after another. One without an address reports a file's bad records."""
-        for number in range(file, len(self._data.files)):
-            ref = self._data.files[number]
-            if ref.open_ended:  # the number of chunks is known only at the end of the file
-                for index in count(chunk):
-                    address = ChunkRef(ref, index, self._data.read.chunk_bytes)
-                    task = self._pool.submit(self._work.lines, address, first)
-                    yield (number, index, first), address, task
-                    first = 0
-                    if task.result().last:
-                        break
-            else:
-                refs, bad = self._work.inspect(ref)
-                for index in range(chunk, len(refs)):
-                    task = self._pool.submit(self._work.lines, refs[index], first)
-                    yield (number, index, first), refs[index], task
-                    first = 0
-                if bad:
-                    nothing: Future[Lines] = Future()
-                    nothing.set_result(Lines([], [], bad, True))
-                    yield (number, len(refs), 0), None, nothing
-            chunk = first = 0
-
-    def __enter__(self) -> _Chunks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._work.stop()
-        self._pool.shutdown(cancel_futures=True)
-        self._work.close()
+    after = replace(after, bytes=size, documents=point.documents + len(lines))
+    return b"".join(lines), full, after

@@ -1,4 +1,4 @@
-"""Run the real loader for some seconds as fast as it goes, and say if that is fast enough.
+"""Run the real loader for some seconds as fast as it goes, and report if that is fast enough.
 
 Everything is read from the loader's statistics: the rate, what each stage did meanwhile, and which
 stage the batches waited for. The run ends about `seconds` after the first batch.
@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from time import perf_counter, process_time
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
-from penstock.config import available_cores
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, LoaderTimeout, NoData
-from penstock.feed.opening import Opening
 from penstock.loader import AsyncDataLoader
-from penstock.stats import Stats
+from penstock.loader_stats import Stats
 from penstock.types import Shard
-from penstock.watch.attribution import Known, advise, band
-from penstock.watch.memory import resident_bytes
+from penstock.watch.attribution import advise, band
+from penstock.watch.page.units import size
 
 GOOD_DATA_WAIT = 0.05
 """The target rate is met if a trainer would wait for less than this share of its time."""
 OPEN_S = 30.0
-"""Limit for opening the data, and again for the first batch."""
-BUSY = 1 / 3
-"""Threads that are busy for less than this share of the time do not limit the rate."""
-CORES_SHORT = 0.85
-"""From this share of the cores on, threads wait for a core."""
+"""Limit for the first batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +49,14 @@ class Diagnosis:
     target_tokens_per_s: float | None
     first_batch_s: float
     stages: Mapping[str, StageRate]
-    waits: Mapping[str, float]
-    """Each stage's share of the wait for batches, largest first."""
     slowest: str
-    """The stage that limits the rate."""
+    """The stage that batches waited for most."""
     advice: str
     """What to change to go faster."""
     queue_bytes: int
     """Estimated memory of the queue of batches."""
-    memory_limit: int | None
-    grown_bytes: int
-    """Growth of the resident memory of this process after the first batch."""
     bad: Mapping[str, int]
     """Skipped records, by reason."""
-    cores: int
-    cores_used: float
 
     @property
     def data_wait(self) -> float | None:
@@ -90,40 +78,34 @@ class Diagnosis:
     @property
     def answer(self) -> str:
         """The result in one line."""
-        available = f"{_count(self.tokens_per_s)} tokens/s available"
+        available = f"{self.tokens_per_s:,.0f} tokens/s available"
         if self.target_tokens_per_s is None or self.data_wait is None:
             return available
-        needed = f"{available}, {_count(self.target_tokens_per_s)} needed"
+        needed = f"{available}, {self.target_tokens_per_s:,.0f} needed"
         if self.enough:
             return f"yes: {needed}"
         return f"no: {needed}: data wait {100 * self.data_wait:.0f} %, {band(self.data_wait)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        computed = {name: getattr(self, name) for name in ("answer", "data_wait", "enough")}
-        return asdict(self) | computed | {"exit_code": self.exit_code}
+        computed = ("answer", "data_wait", "enough", "exit_code")
+        return asdict(self) | {name: getattr(self, name) for name in computed}
 
     def as_text(self) -> str:
         """Return the answer, a table of stages, and what to change."""
-        memory = f"queue {_megabytes(self.queue_bytes)}"
-        if self.memory_limit is not None:
-            memory += f", memory_limit {_megabytes(self.memory_limit)}"
         lines = [
             self.answer,
             f"data         {self.data}",
             f"first batch  {self.first_batch_s:.2f} s",
-            f"stage        {'busy threads':>12} {'rate':>12} {'one thread could do':>22}",
+            f"stage        {'busy threads':>12} {'rate':>12} {'one thread could do':>26}",
             *(_stage_line(stage, rate) for stage, rate in self.stages.items()),
             f"slowest      {self.slowest}",
             f"to go faster {self.advice}",
-            f"memory       {memory}; the process grew {_megabytes(self.grown_bytes)}",
+            f"memory       queue {size(self.queue_bytes)}",
         ]
         if self.bad:
             skipped = ", ".join(f"{n} {reason}" for reason, n in self.bad.items())
             lines.append(f"skipped      {skipped}")
-        if self.cores_used > CORES_SHORT * self.cores:
-            used = f"{self.cores_used:.1f} of {self.cores} cores were busy"
-            lines.append(f"note         {used}: stages wait for a core as much as for data")
         return "\n".join(lines)
 
 
@@ -142,58 +124,38 @@ def diagnose(
     of the run to. arguments: of `AsyncDataLoader`. Text is repeated if it is shorter than the run.
     Raises `LoaderTimeout` if the first batch takes longer than 30 s.
     """
-    _check_positive("seconds", seconds)
-    if tokens_per_second is not None:
-        _check_positive("tokens_per_second", tokens_per_second)
+    for name, value in (("seconds", seconds), ("tokens_per_second", tokens_per_second)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value!r}: must be a number above 0")
     arguments = {"shard": Shard(1, 0)} | arguments
     if isinstance(dataset, TextDataset):
         arguments["epochs"] = None
     loader = AsyncDataLoader(dataset, batch_size, **arguments)
-    if trace is None:
-        run = _run(loader, seconds)
-    else:
-        from penstock.watch.trace import Recorder
+    with ExitStack() as stack:
+        if trace is not None:
+            from penstock.watch.trace import Recorder
 
-        with Recorder(loader) as recorder:
-            run = _run(loader, seconds)
-        recorder.save(trace)
-    waited = {
-        stage: total - run.before.wait_by_stage.get(stage, 0.0)
-        for stage, total in run.after.wait_by_stage.items()
-    }
-    total = sum(waited.values()) or 1.0
-    waits = {stage: s / total for stage, s in sorted(waited.items(), key=lambda item: -item[1])}
-    stages, known = _stages(run), loader.telemetry.known()
-    slowest = _slowest(stages, waits, known)
+            recorder = Recorder(loader)
+            stack.callback(recorder.save, trace)
+            stack.enter_context(recorder)
+        run = _run(loader, seconds)
+    before = run.before.wait_by_stage
+    waits = {stage: s - before.get(stage, 0.0) for stage, s in run.after.wait_by_stage.items()}
+    slowest = max(waits, key=lambda stage: waits[stage], default="batch")
     return Diagnosis(
         data=repr(dataset),
         tokens_per_s=run.tokens_per_s,
         target_tokens_per_s=tokens_per_second,
         first_batch_s=run.first_batch_s,
-        stages=stages,
-        waits=waits,
+        stages=_stages(run),
         slowest=slowest,
-        advice=advise(slowest, known),
+        advice=advise(slowest, loader.telemetry.known()),
         queue_bytes=run.after.memory_estimate,
-        memory_limit=arguments.get("memory_limit"),
-        grown_bytes=run.grown_bytes,
         bad=run.after.bad,
-        cores=available_cores(),
-        cores_used=run.cores_used,
     )
 
 
-def open_dataset(make: Callable[[], Any]) -> Any:
-    """Make a dataset within 30 s: listing files takes as long as a server takes."""
-    opening = Opening(make)
-    try:
-        return opening.result(OPEN_S)
-    finally:
-        opening.close(1.0 if opening.done else 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """Measurements of one run. `before` is after the first batch, `after` at the end."""
 
     tokens_per_s: float
@@ -201,8 +163,6 @@ class _Run:
     elapsed_s: float
     before: Stats
     after: Stats
-    grown_bytes: int
-    cores_used: float
 
 
 def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
@@ -212,8 +172,7 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
         first = loader.next_batch(OPEN_S)
         if first is None:
             raise NoData("the data gives no batch: use a smaller batch_size or seq_len")
-        before, cpu, resident = loader.stats(), process_time(), resident_bytes()
-        start = perf_counter()
+        before, start = loader.stats(), perf_counter()
         now, tokens, longest, arrival = start, 0, 0.0, (start, 0)
         while (left := start + seconds - now) > 0:
             asked = perf_counter()
@@ -229,74 +188,32 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
             # another: otherwise a short run of slow data counts a chunk too many.
             if now - asked >= longest / 2:
                 longest, arrival = max(longest, now - asked), (now, tokens)
-        elapsed = now - start
-        after, cpu, resident = loader.stats(), process_time() - cpu, resident_bytes() - resident
+        elapsed, after = now - start, loader.stats()
     if tokens == 0:
         rate = first.tokens / (now - begun)
     elif arrival[0] - start >= elapsed / 2:
         rate = arrival[1] / (arrival[0] - start)
     else:
         rate = tokens / elapsed
-    return _Run(
-        tokens_per_s=rate,
-        first_batch_s=loader.telemetry.first.get("dt", start - begun),
-        elapsed_s=elapsed,
-        before=before,
-        after=after,
-        grown_bytes=max(0, resident),
-        cores_used=cpu / elapsed,
-    )
+    return _Run(rate, loader.telemetry.first.get("dt", start - begun), elapsed, before, after)
 
 
 def _stages(run: _Run) -> dict[str, StageRate]:
     """Return the stages that did anything."""
-    tokens = run.after.tokens - run.before.tokens
-    rates = {}
+    tokens, rates = run.after.tokens - run.before.tokens, {}
     for stage, after in run.after.stages.items():
         before = run.before.stages[stage]
-        busy_s = after.busy_s - before.busy_s
+        busy_s, passed = after.busy_s - before.busy_s, after.bytes - before.bytes
         if busy_s > 0:
             rates[stage] = StageRate(
                 busy_threads=busy_s / run.elapsed_s,
-                bytes_per_s=(after.bytes - before.bytes) / run.elapsed_s,
+                bytes_per_s=passed / run.elapsed_s,
                 one_thread_tokens_per_s=tokens / busy_s,
             )
     return rates
 
 
-def _slowest(stages: Mapping[str, StageRate], waits: Mapping[str, float], known: Known) -> str:
-    """Return the largest stage of the busiest threads, or the one waited for if none is busy."""
-    workers = ("decode", "tokenize") if known.remote else ("fetch", "decode", "tokenize")
-    threads = {workers: known.n_workers, ("fetch",): known.fetches, ("pack", "batch"): 1}
-    shares = {}
-    for group, count in threads.items():
-        busy = {stage: stages[stage].busy_threads for stage in group if stage in stages}
-        if busy and count:
-            shares[max(busy, key=lambda stage: busy[stage])] = sum(busy.values()) / count
-    busiest = max(shares, key=lambda stage: shares[stage], default="")
-    if shares.get(busiest, 0.0) >= BUSY:
-        return busiest
-    return next(iter(waits), "batch")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r}: needs a number above 0")
-
-
 def _stage_line(stage: str, rate: StageRate) -> str:
-    passed = f"{_megabytes(rate.bytes_per_s)}/s" if rate.bytes_per_s else ""
-    could = f"{_count(rate.one_thread_tokens_per_s)} tokens/s"
-    return f"  {stage:<10} {rate.busy_threads:>12.2f} {passed:>12} {could:>22}"
-
-
-def _count(value: float) -> str:
-    """Return a number with three digits and a unit: 38.2 M."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
-
-
-def _megabytes(n: float) -> str:
-    return f"{n / 1e6:,.1f} MB"
+    passed = f"{size(rate.bytes_per_s)}/s" if rate.bytes_per_s else ""
+    could = f"{rate.one_thread_tokens_per_s:,.0f} tokens/s"
+    return f"  {stage:<10} {rate.busy_threads:>12.2f} {passed:>12} {could:>26}"

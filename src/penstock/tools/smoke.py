@@ -10,51 +10,41 @@ from __future__ import annotations
 from time import perf_counter
 
 from penstock.errors import LoaderTimeout, NoData
-from penstock.feed.opening import Opening
+from penstock.feed.fallback import BackgroundOpen
 from penstock.loader import AsyncDataLoader
 from penstock.tools.data_choice import DataChoice
-
-SHUTDOWN_S = 1.0
-"""Time for the loader to stop after the limit, before it is abandoned."""
 
 
 def smoke(choice: DataChoice, timeout_s: float) -> str:
     """Return a report on the first batch, or raise within about `timeout_s` why there is none."""
     started: list[AsyncDataLoader] = []
-    deadline = perf_counter() + timeout_s
-    task = Opening(lambda: _first_batch(choice, deadline, started))
+    task = BackgroundOpen(lambda: _first_batch(choice, timeout_s, started))
     try:
-        return task.result(timeout_s + SHUTDOWN_S)
-    except LoaderTimeout as error:
+        return task.result(timeout_s)
+    except LoaderTimeout:
         why = "still listing the files or loading the vocabulary"
-        if task.done:
-            why = str(error)
-        elif started:
+        if started:
             waiting = started[0].telemetry.waiting() or {"stage": "batch", "where": ""}
             why = f"the data was opened, then waiting for {waiting['stage']}, {waiting['where']}"
-        allow = f"Check that {choice.server} can be reached, or allow" if choice.server else "Allow"
         raise LoaderTimeout(
-            f"no first batch within {timeout_s:g} s: {why}. {allow} more time with --timeout."
+            f"no first batch within {timeout_s:g} s: {why}. Check that the server can be reached "
+            "(HF_ENDPOINT, proxies), or allow more time with --timeout."
         ) from None
     finally:
-        task.close(SHUTDOWN_S if task.done else 0.0)
+        task.close()
 
 
-def _first_batch(choice: DataChoice, deadline: float, started: list[AsyncDataLoader]) -> str:
+def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLoader]) -> str:
     arguments = dict(choice.arguments)
     wanted, warmup_s = arguments.pop("warmup_batches"), arguments.pop("warmup_timeout")
-    dataset = choice.make()
     opened = perf_counter()
+    dataset = choice.make()
     with AsyncDataLoader(dataset, **arguments) as loader:
         started.append(loader)
-        # Half of the time at most: `next_batch` needs some, to report what it waited for.
-        warmup = loader.warmup(wanted, min(warmup_s, max(0.0, deadline - opened) / 2))
-        asked = perf_counter()
-        try:
-            batch = loader.next_batch(max(0.0, deadline - asked))
-        except LoaderTimeout:
-            waited = loader.telemetry.blame(perf_counter() - asked)
-            raise LoaderTimeout(f"the data was opened, then {waited}") from None
+        # Half of the time at most: only `next_batch` can report what it waits for.
+        left_s = max(0.0, opened + timeout_s - perf_counter())
+        warmup = loader.warmup(wanted, min(warmup_s, left_s / 2))
+        batch = loader.next_batch()
         if batch is None:
             raise NoData("the stream ended before its first batch. Use a smaller --batch.")
         ready, capacity = loader.telemetry.queue()
@@ -71,8 +61,8 @@ def _first_batch(choice: DataChoice, deadline: float, started: list[AsyncDataLoa
         filled = f"{warmup.filled} of {warmup.requested} batches"
         lines.append(f"warmup       {filled} in {warmup.wait_ms / 1e3:.2f} s")
     lines.append("startup      seconds since the process began")
-    startup = first.get("ledger", {})
-    lines += [f"  {name.replace('_', ' '):<12} {s:8.3f}" for name, s in startup.items()]
+    for name, s in first.get("ledger", {}).items():
+        lines.append(f"  {name.replace('_', ' '):<12} {s:8.3f}")
     spent = sorted(first.get("parts", {}).items(), key=lambda item: -item[1])
     lines.append("spent        " + ", ".join(f"{part} {s:.3f}" for part, s in spent))
     return "\n".join(lines)
