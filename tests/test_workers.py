@@ -7,14 +7,13 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock import AsyncDataLoader, SyntheticDataset
 from penstock.errors import WorkerDied
 from tests import contracts
 
@@ -96,56 +95,6 @@ def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> Non
         with pytest.raises(WorkerDied, match=r"exit code 3.*36"):
             contracts.take(loader, 50)
         assert loader.stats().batches == 9  # everything before it
-
-
-def sources(folder: Path) -> dict[str, Any]:
-    ids = folder / "ids.bin"
-    (np.arange(4000) % 251).astype(np.uint16).tofile(ids)
-    lines = folder / "docs.jsonl"
-    lines.write_text(
-        "".join(f'{{"text": "document {i} {"words " * (i % 9)}"}}\n' for i in range(400))
-    )
-    text = TextDataset(lines, tokenizer="byte", seq_len=32, chunk_bytes=1024)
-    tokens = TokenFileDataset.from_binary_file(ids, seq_len=32)
-    return {
-        "text": text,
-        "tokens": tokens,
-        "synthetic": SyntheticDataset(vocab_size=300, seq_len=32, num_samples=90),
-        "map": Slow(seconds=0.0),
-        "iterable": texts_of(lines),
-        "mixture": Mixture({"a": (text, 2), "b": (tokens, 1)}),
-    }
-
-
-def texts_of(path: Path) -> Any:
-    return TextDataset.from_iterable(
-        path.read_text().splitlines, tokenizer="byte", seq_len=32, chunk_docs=32, name="x"
-    )
-
-
-@pytest.mark.parametrize("kind", ["text", "tokens", "synthetic", "map", "iterable", "mixture"])
-def test_processes_give_the_stream_that_threads_give(kind: str, tmp_path: Path) -> None:
-    data = sources(tmp_path)[kind]
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, **{"batch_size": 4, "shuffle": True, "seed": 2, **how})
-
-    ways: list[dict[str, Any]] = [
-        {"n_workers": 0},
-        {"n_workers": 2},
-        {"n_workers": 2, "workers": "process"},
-    ]
-    contracts.same_for_any(make, 30, ways)
-
-
-def test_a_stream_of_processes_resumes_and_closes_like_any(tmp_path: Path) -> None:
-    data = sources(tmp_path)["mixture"]
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, 4, seed=2, n_workers=1, workers="process", **how)
-
-    contracts.resumes_everywhere(make, 8, every=3)
-    contracts.closes_cleanly(make)
 
 
 def test_an_error_in_a_process_arrives_with_its_type_and_notes() -> None:

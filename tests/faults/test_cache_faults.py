@@ -158,14 +158,6 @@ def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
     assert second.exists()  # it may be well once the disk is
 
 
-def test_where_locks_are_not_supported_it_works_without(strace: list[str], tmp_path: Path) -> None:
-    assert run(strace, tmp_path, "put", "flock", "error=ENOLCK") == 0
-    report = report_of(tmp_path)
-    assert report["found"] == report["kept"] == [True] * PUTS
-    assert report["told"] == []
-    assert report["off"] is None
-
-
 def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(
     strace: list[str], tmp_path: Path
 ) -> None:
@@ -257,17 +249,3 @@ def test_a_read_only_disk_is_read_and_turns_writing_off_with_one_warning(
     assert "Read-only" in cache.off
     assert len(caplog.records) == 1
     assert len(list(entries(small_disk))) == 1
-
-
-def test_a_damaged_entry_on_a_read_only_disk_is_refused_each_time(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = TokenCache(small_disk, GiB)
-    key = cache.key("a", 0, "r")
-    cache.put(key, sized(STEP))
-    path = small_disk / "tokens" / key.name
-    path.write_bytes(path.read_bytes()[:-1])
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert [cache.get(key, REF) for _ in range(3)] == [None] * 3
-    assert cache.counts()["cache_damaged"] == 3
-    assert len(caplog.records) == 1
