@@ -12,22 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import strategies as st
-from penstock.encode.deal import Batcher
-from penstock.lane import Lane
 
 from penstock import AsyncDataLoader, TextDataset
+from penstock.encode.batching import Batcher
 from penstock.encode.tokenizer import Tokenizer
 from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
+from penstock.sources.chunk_lanes import ChunkLane
 from penstock.watch.attribution import Known, band, charge, judge
 from penstock.watch.stage_timer import (
-    IDLE,
-    OUT,
     RANKS,
-    STAGES,
     WAIT,
     Segment,
+    TaskTimeline,
     ThreadTimeline,
 )
 from tests.servers import HubServer
@@ -54,7 +51,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "fetch": (PlainFile, "_read"),
     "decode": (Reader, "_select"),
     "tokenize": (Tokenizer, "encode"),
-    "pack": (Lane, "_build"),
+    "pack": (ChunkLane, "next_window"),
     "batch": (Batcher, "_make"),
 }
 
@@ -200,47 +197,35 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(
 # The rules, on segments made by hand
 
 
-def track_of(segments: list[Segment]) -> ThreadTimeline:
-    track = ThreadTimeline()
-    track.recent.extend(segments)
-    return track
+def task_timeline(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> TaskTimeline:
+    made = TaskTimeline()
+    made.begun, made.ended, made.done, made.before = begun, done[-1].end, list(done), before
+    return made
+
+
+def timeline_of(segments: list[Segment]) -> ThreadTimeline:
+    timeline = ThreadTimeline()
+    timeline.recent.extend(segments)
+    return timeline
 
 
 def test_while_work_waits_for_a_worker_what_that_worker_does_is_to_blame() -> None:
-    chunk = trail(
+    chunk = task_timeline(
         4.0, Segment(4, 5, "decode"), Segment(5, 6, "tokenize"), before=(Segment(0, 4, "tokenize"),)
     )
-    found = charge(track_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
+    found = charge(timeline_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
     assert found.seconds == {"tokenize": 4.0, "decode": 1.0}
 
 
 def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
-    packing = track_of([Segment(0, 10, "pack", cpu=2.0)])
+    packing = timeline_of([Segment(0, 10, "pack", cpu=2.0)])
     busy = [
-        track_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
-        track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
+        timeline_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
+        timeline_of([Segment(0, 10, "tokenize", cpu=9.0)]),
     ]
     found = charge(packing, 0, 10, timelines=[packing, *busy], cores=2)
     # The others had 18.5 of 20 seconds of a core, and it had 2: the 8 that it lacked were theirs.
     assert found.seconds == pytest.approx({"pack": 2.0, "tokenize": 8.0})
-
-
-stages = st.sampled_from([*STAGES, OUT, IDLE, RANKS])
-
-
-@st.composite
-def timelines(draw: Any, depth: int = 3) -> list[Segment]:
-    at, made = draw(st.floats(-2, 2)), []
-    for _ in range(draw(st.integers(0, 5))):
-        begin = at + draw(st.floats(0, 1))
-        at = begin + draw(st.floats(0, 3))
-        if depth and draw(st.booleans()):
-            done = draw(timelines(depth - 1))
-            what = trail(draw(st.floats(-1, 4)), *done, before=tuple(draw(timelines(0))))
-            made.append(Segment(begin, at, WAIT, what))
-        else:
-            made.append(Segment(begin, at, draw(stages), cpu=draw(st.floats(0, 1)) * (at - begin)))
-    return made
 
 
 # The verdict

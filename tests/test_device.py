@@ -22,6 +22,7 @@ from penstock import (
 )
 from penstock.errors import LoaderTimeout
 from penstock.feed import cuda
+from penstock.encode.collate import pad_with
 from penstock.feed.device import DeviceFeed, PlainCopier
 from penstock.watch.stage_timer import Clock
 from tests import contracts
@@ -30,7 +31,7 @@ from tests import contracts
 @pytest.fixture(autouse=True)
 def cpu_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`device="cpu"` means no device; here it is one whose memory happens to be the host's."""
-    monkeypatch.setattr("penstock.options._device", lambda device, output: device)
+    monkeypatch.setattr("penstock.run_options._device", lambda device: device)
 
 
 class Samples:
@@ -90,7 +91,7 @@ def test_batches_on_the_device_equal_batches_on_the_host(
         "batch_size": 4,
         "seed": 1,
         "n_workers": n_workers,
-        "pad": 0 if kind == "samples" else None,
+        "collate": pad_with(0) if kind == "samples" else None,
     }
     with AsyncDataLoader(made, **how) as here, AsyncDataLoader(made, device="cpu", **how) as there:
         for _ in range(20):
@@ -181,11 +182,11 @@ def test_what_cannot_be_used_is_refused() -> None:
         ({"device": "cpu", "device_preprocess": str}, "device_preprocess returned str"),
     ]
     for how, message in cases:
-        with (
-            AsyncDataLoader(synthetic(), 4, **how) as loader,
-            pytest.raises(ConfigError, match=message),
-        ):
-            next(loader)
+        loader = AsyncDataLoader(synthetic(), 4, **how)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=message):
+                next(loader)
+        loader.shutdown()
     with pytest.raises(ConfigError, match="device_preprocess"):
         AsyncDataLoader(synthetic(), 4, device_preprocess=lambda batch: None)
 

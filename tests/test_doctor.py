@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from penstock.encode.tokenizer import Tokenizer
 from typer.testing import CliRunner, Result
 
 from penstock import ConfigError, NoData, Remote, SyntheticDataset, TextDataset, TokenFileDataset
 from penstock.cli.doctor import doctor
+from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import PenstockError
 from penstock.tools.doctor import diagnose
 from tests.corpus import texts

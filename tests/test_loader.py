@@ -244,7 +244,7 @@ def test_a_stuck_worker_does_not_make_shutdown_hang(
     assert gate.entered.acquire(timeout=30)
     assert loader._pipeline is not None
     pipeline = loader._pipeline
-    assert not pipeline.close(timeout=0.05)
+    assert not pipeline.close(0.05)
     assert "still busy" in caplog.text
     gate.opened.set()
     assert pipeline._pool.join(30)

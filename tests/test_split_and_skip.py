@@ -143,7 +143,7 @@ def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
 
 def test_a_split_without_documents_is_no_data(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
-    with pytest.raises(NoData, match="filtered"):
+    with pytest.raises(NoData, match="empty or left out"):
         documents(bytes_of(path, split="val", val_fraction=1e-9))
 
 
@@ -214,7 +214,7 @@ def test_skip_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> No
 )
 def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(ConfigError, match="not an address of a document"):
+    with pytest.raises(ConfigError, match="not the address of a document"):
         bytes_of(path, skip=[entry])
 
 

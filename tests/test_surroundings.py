@@ -72,7 +72,7 @@ def test_a_command_that_is_given_an_address_heeds_the_environment(
         2,
         16,
     )
-    assert (dataset.seq_len, dataset.doc_batch) == (64, 7)
+    assert (dataset.options.seq_len, dataset.options.doc_batch) == (64, 7)
     monkeypatch.setenv("PENSTOCK_PREFETCH_SIZ", "5")
     with pytest.raises(ConfigError, match="PENSTOCK_PREFETCH_SIZ"):
         addressed(str(corpus / "docs.jsonl"), {}, {})

@@ -726,10 +726,10 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
     monkeypatch.setattr(type(data.tokenizer.engine), "encode", encode)
     loader = AsyncDataLoader(data, 4, n_workers=1).start()
     assert begun.wait(60)
-    stopping = threading.Thread(target=loader.shutdown)
-    stopping.start()
     assert loader._pipeline is not None
     work: Any = loader._pipeline._work
+    stopping = threading.Thread(target=loader.shutdown)
+    stopping.start()
     deadline = time.monotonic() + 30
     while not work._stopped and time.monotonic() < deadline:
         time.sleep(0.01)
