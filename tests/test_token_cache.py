@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.feed.keep import CacheWriter
 from typer.testing import CliRunner
 
 from penstock.cli.cache import cache as command
@@ -331,13 +330,6 @@ def test_a_chunk_of_an_iterable_is_not_kept(tmp_path: Path) -> None:
 
 
 # The thread that writes.
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[CacheWriter]:
-    writer = CacheWriter(TokenCache(tmp_path, GiB), max_queued_bytes=3 * STEP)
-    yield writer
-    writer.close()
 
 
 # The command.

@@ -30,7 +30,6 @@ import json, logging, os, sys
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
-from penstock.feed.keep import CacheWriter
 from penstock.read.cache import TokenCache
 from penstock.types import ChunkRef, FileRef, TokenChunk
 
@@ -68,10 +67,6 @@ elif task == "crash":
             cache = TokenCache(folder / str(nth), 1 << 30)
             os._exit(0 if all([cache.put(*pair) for pair in zip(keys, chunks)]) else 1)
         report["codes"].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-elif task == "close":
-    writer = CacheWriter(cache)
-    report["taken"] = [writer.offer(*pair) for pair in zip(keys, chunks)]
-    report["closed"] = writer.close(0.3)
 found = [cache.get(key, ref) for key in keys]
 assert all(one is None or one.docs.equals(doc) for one, doc in zip(found, docs))
 report |= {"found": [one is not None for one in found], "told": told, "off": cache.off, "counts": cache.counts()}
@@ -156,17 +151,6 @@ def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
     assert len(report["told"]) == 1
     assert "Input/output error" in report["told"][0]
     assert second.exists()  # it may be well once the disk is
-
-
-def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(
-    strace: list[str], tmp_path: Path
-) -> None:
-    assert run(strace, tmp_path, "close", "fsync", "delay_enter=3s") == 0
-    report = report_of(tmp_path)
-    assert report["taken"] == [True] * PUTS
-    assert not report["closed"]
-    assert report["counts"]["cache_written"] == 0  # the report was made while the disk hung
-    assert verify(tmp_path).damaged == []
 
 
 @pytest.mark.parametrize(
