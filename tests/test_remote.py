@@ -174,7 +174,9 @@ def test_offline_works_from_what_is_there_and_says_what_is_missing(
     hub.clear_log()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert ledger(maker("hf://datasets/org/name/docs.jsonl"), 10**6) == whole
-    with pytest.raises(Offline, match=r"parquet/[ab]\.parquet is not in this machine's cache.*penstock stage"):
+    with pytest.raises(
+        Offline, match=r"parquet/[ab]\.parquet is not in this machine's cache.*penstock stage"
+    ):
         ledger(take_footer, 10)
     with pytest.raises(Offline, match="org/other"):
         maker("hf://datasets/org/other/parquet")()
