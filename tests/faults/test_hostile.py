@@ -178,7 +178,7 @@ def odd(**headers: str) -> Fault:
 
 def test_a_bit_flipped_on_the_way_is_fetched_again(hub: HubServer, expected: Expected) -> None:
     for n in range(3):
-        hub.fault(Fault("flip", port="cdn", skip=2 + n, bits=3, seed=n))
+        hub.fault(Fault("flip", port="cdn", skip=2 + 5 * n, bits=3, seed=n))
     hub.fault(
         Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4)
     )  # its footer comes with it

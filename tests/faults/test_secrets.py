@@ -102,7 +102,11 @@ def watch(
     try:
         described = dataset(url, cache=True, **data)
         found.add(
-            described, described.files, described.outside, described.data_id(), vars(described)
+            described,
+            described.files,
+            described.remote_config,
+            described.data_id(),
+            vars(described),
         )
         with loader_of(described, **how or {}) as loader:
             try:
