@@ -12,21 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from penstock.encode.deal import Batcher
-from penstock.lane import Lane
 
 from penstock import AsyncDataLoader, TextDataset
+from penstock.encode.batching import Batcher
 from penstock.encode.tokenizer import Tokenizer
 from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
+from penstock.sources.chunk_lanes import ChunkLane
 from penstock.watch.attribution import Known, band, charge, judge
 from penstock.watch.stage_timer import (
-    IDLE,
-    OUT,
     RANKS,
-    STAGES,
     WAIT,
     Segment,
     TaskTimeline,
@@ -56,7 +51,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "fetch": (PlainFile, "_read"),
     "decode": (Reader, "_select"),
     "tokenize": (Tokenizer, "encode"),
-    "pack": (Lane, "_build"),
+    "pack": (ChunkLane, "next_window"),
     "batch": (Batcher, "_make"),
 }
 
@@ -110,34 +105,6 @@ def test_a_delay_in_one_stage_is_charged_to_that_stage(
     )  # what the delay added; a busy machine waits without it too
     assert exposed > 0.5
     assert found[stage] >= 0.95 * exposed, (found, usual)
-
-
-def test_delays_in_two_stages_of_one_thread_are_shared_between_them(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = TextDataset(small, tokenizer="byte", seq_len=64)
-    usual = sum(run(data, 50, n_workers=1, prefetch_size=2).values())
-    delay(monkeypatch, *PLACES["decode"])
-    delay(monkeypatch, *PLACES["tokenize"])
-    found = run(data, 50, n_workers=1, prefetch_size=2)
-    exposed = sum(found.values()) - usual
-    assert found["decode"] + found["tokenize"] >= 0.95 * exposed, (found, usual)
-    assert abs(found["decode"] - found["tokenize"]) < 0.25 * exposed, found
-
-
-def test_a_delay_that_is_hidden_behind_a_longer_one_is_not_charged(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Packing goes on while the next chunks are tokenized, which takes much longer.
-    delay(monkeypatch, *PLACES["tokenize"], seconds=0.12)
-    delay(monkeypatch, *PLACES["pack"], seconds=0.03)
-    data = TextDataset(small, tokenizer="byte", seq_len=64)
-    with AsyncDataLoader(data, 4, n_workers=1, prefetch_size=1) as loader:
-        for _ in range(50):
-            next(loader)
-        found = shares(loader)
-    assert found["tokenize"] > 0.6, found
-    assert found["tokenize"] > 2 * found["pack"], found
 
 
 @pytest.fixture
@@ -232,91 +199,33 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(
 
 def task_timeline(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> TaskTimeline:
     made = TaskTimeline()
-    made.begun, made.ended, made.done, made.before = (
-        begun,
-        done[-1].end if done else begun,
-        list(done),
-        before,
-    )
+    made.begun, made.ended, made.done, made.before = begun, done[-1].end, list(done), before
     return made
 
 
-def track_of(segments: list[Segment]) -> ThreadTimeline:
-    track = ThreadTimeline()
-    track.recent.extend(segments)
-    return track
+def timeline_of(segments: list[Segment]) -> ThreadTimeline:
+    timeline = ThreadTimeline()
+    timeline.recent.extend(segments)
+    return timeline
 
 
 def test_while_work_waits_for_a_worker_what_that_worker_does_is_to_blame() -> None:
-    chunk = trail(
+    chunk = task_timeline(
         4.0, Segment(4, 5, "decode"), Segment(5, 6, "tokenize"), before=(Segment(0, 4, "tokenize"),)
     )
-    found = charge(track_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
+    found = charge(timeline_of([Segment(1, 6, WAIT, chunk)]), 1, 6)
     assert found.seconds == {"tokenize": 4.0, "decode": 1.0}
 
 
-def test_a_wait_for_a_wait_is_followed_to_its_end() -> None:
-    fetched = trail(0, Segment(0, 7, "fetch", "a.parquet"))
-    chunk = trail(0, Segment(0, 7, WAIT, fetched), Segment(7, 8, "decode"))
-    producer = ThreadTimeline("penstock-producer")
-    producer.recent.extend(
-        [Segment(0, 8, WAIT, chunk), Segment(8, 9, "pack"), Segment(9, 10, "batch")]
-    )
-    found = charge(track_of([Segment(0, 10, WAIT, producer)]), 0, 10)
-    assert found.seconds == {"fetch": 7.0, "decode": 1.0, "pack": 1.0, "batch": 1.0}
-    assert found.worst() == ("fetch", "a.parquet")
-
-
 def test_a_thread_without_a_core_is_charged_to_those_who_have_them() -> None:
-    packing = track_of([Segment(0, 10, "pack", cpu=2.0)])
+    packing = timeline_of([Segment(0, 10, "pack", cpu=2.0)])
     busy = [
-        track_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
-        track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
+        timeline_of([Segment(-5, 15, "tokenize", cpu=19.0)]),
+        timeline_of([Segment(0, 10, "tokenize", cpu=9.0)]),
     ]
     found = charge(packing, 0, 10, timelines=[packing, *busy], cores=2)
     # The others had 18.5 of 20 seconds of a core, and it had 2: the 8 that it lacked were theirs.
     assert found.seconds == pytest.approx({"pack": 2.0, "tokenize": 8.0})
-
-
-def test_a_thread_that_sleeps_while_a_core_is_free_is_to_blame_itself() -> None:
-    packing = track_of([Segment(0, 10, "pack", cpu=0.1)])
-    busy = [
-        track_of([Segment(0, 10, "tokenize", cpu=9.0)]),
-        track_of([Segment(0, 10, "decode", cpu=0.5)]),
-    ]
-    assert charge(packing, 0, 10, timelines=[packing, *busy], cores=2).seconds == {"pack": 10.0}
-
-
-stages = st.sampled_from([*STAGES, OUT, IDLE, RANKS])
-
-
-@st.composite
-def timelines(draw: Any, depth: int = 3) -> list[Segment]:
-    at, made = draw(st.floats(-2, 2)), []
-    for _ in range(draw(st.integers(0, 5))):
-        begin = at + draw(st.floats(0, 1))
-        at = begin + draw(st.floats(0, 3))
-        if depth and draw(st.booleans()):
-            done = draw(timelines(depth - 1))
-            what = trail(draw(st.floats(-1, 4)), *done, before=tuple(draw(timelines(0))))
-            made.append(Segment(begin, at, WAIT, what))
-        else:
-            made.append(Segment(begin, at, draw(stages), cpu=draw(st.floats(0, 1)) * (at - begin)))
-    return made
-
-
-@given(
-    segments=timelines(), begin=st.floats(-1, 3), length=st.floats(0, 8), busy=st.lists(timelines(0), max_size=4),
-    cores=st.integers(1, 3),
-)  # fmt: skip
-def test_all_of_a_wait_is_charged_and_no_more(
-    segments: list[Segment], begin: float, length: float, busy: list[list[Segment]], cores: int
-) -> None:
-    others = [track_of(other) for other in busy]
-    found = charge(track_of(segments), begin, begin + length, timelines=others, cores=cores)
-    assert sum(found.seconds.values()) == pytest.approx(length, abs=1e-6)
-    assert set(found.seconds) <= {*STAGES, RANKS}
-    assert all(seconds >= -1e-9 for seconds in found.seconds.values())
 
 
 # The verdict
@@ -366,11 +275,3 @@ def test_a_run_that_does_not_wait_is_told_nothing_to_do() -> None:
 )  # fmt: skip
 def test_advice_fits_the_stage_and_what_is_known(stage: str, known: Known, advice: str) -> None:
     assert advice in judge(3.0, 10.0, {stage: 3.0}, known).line
-
-
-def test_on_a_device_that_cannot_tell_the_hosts_number_is_called_an_upper_bound() -> None:
-    assert "upper bound" in judge(3.0, 10.0, {"fetch": 3.0}, Known(device=True)).line
-    assert (
-        "the device itself waited 2.0 %"
-        in judge(3.0, 10.0, {"fetch": 3.0}, Known(device=True, device_wait=0.02)).line
-    )

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.feed.pool import ThreadPool
-from penstock.feed.prefetch import Prefetcher
 
 from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
 from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
@@ -100,10 +98,6 @@ def test_a_knob_never_goes_beyond_what_it_may() -> None:
     assert max(values["a"] for values in machine.history) == 6
 
 
-def test_a_knob_for_other_stages_is_left_alone() -> None:
-    assert Machine(lambda v: 10_000 * v.a, stage="copy", a=(1, 8)).run(30).events == []
-
-
 def test_nothing_is_tried_in_the_first_steps() -> None:
     machine = Machine(lambda v: 10_000 * v.a, a=(1, 8))
     for _ in range(WARM_STEPS):
@@ -111,15 +105,6 @@ def test_nothing_is_tried_in_the_first_steps() -> None:
         machine.tune.step(machine.now, 1000)
     assert machine.events == []
     assert machine.run(60).values == {"a": 8}
-
-
-def test_pauses_are_not_counted_against_a_change() -> None:
-    machine = Machine(lambda v: 10_000 * min(v.a, 2), a=(1, 2)).run(5)
-    assert [e["kept"] for e in machine.events] == [None]
-    for _ in range(40):  # evaluation, for a minute
-        machine.now += 1.6
-        machine.tune.step(machine.now, 1000, paused_s=1.55)
-    assert machine.events[1]["kept"] is True
 
 
 # The knobs of a real run
@@ -185,72 +170,4 @@ def hub(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def test_requests_in_flight_may_change_at_any_time(hub: HubServer) -> None:
-    def make(**more: Any) -> AsyncDataLoader:
-        data = TextDataset("hf://datasets/org/data", tokenizer="byte", seq_len=32, cache=False)
-        return AsyncDataLoader(data, 4, **more)
-
-    whole = stream(make(), 100, None)
-    assert stream(make(prefetch_size="auto"), 100, 1) == whole
-    assert stream(make(prefetch_size="auto"), 100, 2) == whole
-
-
-def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None:
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=1024)
-    with AsyncDataLoader(
-        data, 8, n_workers=1, memory_limit=8 << 20, prefetch_size="auto"
-    ) as loader:
-        assert loader._tuner is not None
-        knob = next(k for k in loader._tuner.knobs if k.name == "prefetch_size")
-        batch = 8 * 1024 * 16
-        assert knob.max() * batch <= (8 << 20) // 2
-        lanes: Any = loader._pipeline._producer.lanes  # type: ignore[union-attr]
-        before = lanes._budget
-        knob.set(knob.max())
-        assert before - lanes._budget == (knob.max() - 8) * batch
-        contracts.take(loader, 5)
-
-
 # Pools and queues that change their size
-
-
-class Work:
-    def square(self, n: int) -> int:
-        return n * n
-
-
-@settings(deadline=None, max_examples=30)
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), seed=st.integers(0, 1000))
-def test_a_pool_of_changing_size_loses_no_work(sizes: list[int], seed: int) -> None:
-    rng = random.Random(seed)
-    pool = ThreadPool(sizes[0], Work())
-    tasks = []
-    for size in sizes:
-        tasks += [pool.submit("square", n) for n in range(rng.randint(0, 20))]
-        pool.resize(size)
-        assert pool.n_workers == size
-    last = [pool.submit("square", n) for n in range(10)]
-    assert [task.result() for task in last] == [n * n for n in range(10)]
-    assert all(isinstance(task.result(), int) for task in tasks)
-    pool.stop()
-    assert pool.join(10)
-
-
-@settings(deadline=None, max_examples=30)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), warm=st.integers(0, 12))
-def test_a_queue_of_changing_size_keeps_order_and_bound(sizes: list[int], warm: int) -> None:
-    numbers = iter(range(10_000))
-    queue: Prefetcher[int] = Prefetcher(lambda: [next(numbers)], sizes[0])
-    queue.start()
-    got: list[Any] = []
-    if warm:
-        queue.fill(warm, 10)
-    for size in sizes:
-        queue.resize(size)
-        got += [queue.get(10) for _ in range(8)]
-    got += [queue.get(10) for _ in range(24)]  # what was made under a larger size is used up
-    assert got == list(range(len(got)))
-    assert queue.fill(sizes[-1], 10) == sizes[-1]
-    assert queue.depth <= sizes[-1]
-    queue.stop()
-    assert queue.join(10)

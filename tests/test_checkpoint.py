@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -211,49 +209,6 @@ def test_saving_changes_nothing_in_the_run_that_is_saved(
     assert losses[0] == losses[1]
 
 
-def test_a_run_saved_before_its_first_step_resumes_at_its_first_step(
-    checkpoints: Checkpoints,
-) -> None:
-    seed(1)
-    run = Run()
-    run.save(checkpoints, 0)
-    losses = run.train(3)
-    again = Run()
-    again.train(2)  # also into an optimizer that has a state already
-    again.load(checkpoints, one := found(checkpoints))
-    set_rng_state(one.ranks[0]["rng"])
-    assert not again.optimizer.state
-    assert again.train(3) == losses
-
-
-def test_a_parameter_without_gradient_so_far_has_no_state_after_loading(
-    checkpoints: Checkpoints,
-) -> None:
-    def make() -> tuple[nn.ModuleList, torch.optim.AdamW]:
-        net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        return net, torch.optim.AdamW(net.parameters())
-
-    net, optimizer = make()
-    net[0](torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    checkpoints.save(1, net, optimizer, {}, {}, {})
-    other, empty = make()
-    checkpoints.load(found(checkpoints), other, empty, {})
-    assert [p in empty.state for p in other.parameters()] == [True, True, False, False]
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
-
-
-def test_loading_drops_gradients_and_brings_all_moments(checkpoints: Checkpoints) -> None:
-    run = Run()
-    run.train(2)
-    run.save(checkpoints, 2)
-    other = Run()
-    other.model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
-    other.load(checkpoints, found(checkpoints))
-    assert all(p.grad is None for p in other.net.parameters())
-    assert other.facts() == run.facts()
-
-
 def test_newest_tells_what_was_saved(two: Checkpoints) -> None:
     one = two.newest()
     assert one is not None
@@ -343,30 +298,6 @@ def test_only_the_newest_are_kept(checkpoints: Checkpoints) -> None:
             Checkpoints(checkpoints.folder, Ranks(), keep=bad)
 
 
-def test_a_damaged_one_does_not_count_among_those_to_keep(two: Checkpoints) -> None:
-    flip(two.folder / "step-00000002" / "__0_0.distcp")
-    saved.prune(two.folder, 1)
-    assert found(two).step == 1
-    run = Run()
-    run.save(two, 3)
-    saved.prune(two.folder, 1)
-    assert visible(two.folder) == ["step-00000003"]
-
-
-def test_after_going_back_the_newest_is_what_was_saved_last(two: Checkpoints) -> None:
-    run = Run()
-    for step in (5, 3):
-        run.save(Checkpoints(two.folder, Ranks(), keep=2), step)
-    assert found(two).step == 3
-    assert visible(two.folder) == ["step-00000003", "step-00000005"]
-
-
-def test_a_step_that_is_saved_again_replaces_the_first(two: Checkpoints) -> None:
-    Run().save(two, 2, of="again")
-    assert visible(two.folder) == ["step-00000001", "step-00000002"]
-    assert found(two).settings == {"of": "again"}
-
-
 def test_leftovers_of_killed_saves_are_never_read_and_go_at_the_next_save(two: Checkpoints) -> None:
     whole = two.folder / "step-00000002"
     for name in (
@@ -378,25 +309,6 @@ def test_leftovers_of_killed_saves_are_never_read_and_go_at_the_next_save(two: C
     assert found(two).folder == whole
     Run().save(two, 3)
     assert visible(two.folder) == [f"step-{step:08d}" for step in (1, 2, 3)]
-
-
-def test_one_that_was_to_be_replaced_and_was_not_is_still_found(two: Checkpoints) -> None:
-    shutil.rmtree(two.folder / "step-00000001")
-    os.rename(two.folder / "step-00000002", two.folder / ".step-00000002.replaced-0a1b2c3d")
-    assert found(two).step == 2
-    Run().save(two, 3)
-    assert visible(two.folder) == ["step-00000002", "step-00000003"]
-
-
-def test_checkpoints_that_cannot_be_moved_aside_are_an_error_that_says_what_to_do(
-    two: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rename(*_: object) -> None:  # what the kernel says of a folder that a disk is mounted on
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr("penstock.train.saved.os.rename", rename)
-    with pytest.raises(ConfigError, match=r"cannot be moved aside \(Device or resource busy\)"):
-        saved.set_aside(two.folder)
 
 
 def test_checkpoints_of_an_earlier_run_can_be_set_aside(two: Checkpoints) -> None:
@@ -530,35 +442,6 @@ def test_a_full_disk_ends_in_an_error_that_says_so(small_disk: Path) -> None:
     refuses(checkpoints, Run(width=500), "No space left on device.*has room")
 
 
-def test_a_file_that_may_not_grow_ends_in_an_error_that_says_so(two: Checkpoints) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = Run(width=500)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-    try:
-        refuses(two, big, "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    big.save(two, 3)
-    assert found(two).step == 3
-
-
-def test_a_folder_that_cannot_be_made_ends_in_an_error_that_says_where(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        SaveFailed, match=r"step 7 could not be saved in .*/file/checkpoints: NotADirectoryError"
-    ):
-        Run().save(Checkpoints(tmp_path / "file" / "checkpoints", Ranks()), 7)
-
-
-def test_values_that_are_no_json_are_refused(two: Checkpoints) -> None:
-    run = Run()
-    before = visible(two.folder)
-    for own, settings in (({"a": torch.ones(1)}, {}), ({}, {"a": {1, 2}})):
-        with pytest.raises(SaveFailed, match="is not JSON serializable"):
-            two.save(7, run.model, run.optimizer, {}, own, settings)
-    assert visible(two.folder) == before
-
-
 def test_a_checkpoint_of_another_model_is_refused(two: Checkpoints) -> None:
     deeper, bare = Run(), Run()
     deeper.net.more = nn.Linear(2, 2)
@@ -612,37 +495,3 @@ def test_random_numbers_continue_where_they_were() -> None:
     for broken in ({}, state | {"torch": "?"}, state | {"numpy": ["MT19937", "", 0, 0, 0.0]}):
         with pytest.raises(StateFormat, match="no state of random numbers"):
             set_rng_state(broken)
-
-
-class Interrupted:
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-    def __reduce__(self) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_the_middle_of_a_save_stays_one(two: Checkpoints) -> None:
-    run = Run()
-    before = visible(two.folder)
-    with pytest.raises(KeyboardInterrupt):
-        two.save(7, run.model, run.optimizer, {"extra": Interrupted()}, {}, {})
-    assert visible(two.folder) == before
-
-
-def test_settings_come_back_as_json_gives_them(two: Checkpoints) -> None:
-    run = Run()
-    settings = {"by size": {10: 1, 9: (1, None)}, "lr": 0.1, "name": "é\ud800"}
-    two.save(3, run.model, run.optimizer, {}, {}, settings)
-    assert found(two).settings == {
-        "by size": {"10": 1, "9": [1, None]},
-        "lr": 0.1,
-        "name": "é\ud800",
-    }
-
-
-def test_what_is_on_disk_is_looked_at_without_torch(two: Checkpoints) -> None:
-    code = "from penstock.train.saved import newest; print(newest(sys.argv[1]).step, 'torch' in sys.modules)"
-    assert python(code, str(two.folder)).split() == ["2", "False"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -375,3 +376,27 @@ def test_closes_cleanly(kind: Kind, corpus: Path) -> None:
 @pytest.mark.parametrize("name", ["parquet concat shuffled", "samples shuffled"])
 def test_processes_close_cleanly(name: str, corpus: Path) -> None:
     contracts.closes_cleanly(KINDS[name].maker(corpus, workers="process", n_workers=1), rounds=2)
+
+
+# The order, which releases must not change by accident
+
+GOLDEN: dict[bool, str] = {
+    False: "ebc65ac3 561648ea 4c2b364f a7036fa9 bbe35478 c862328f db909608 23815d85",
+    True: "120147aa e6230b4c 0cdfcd05 f3613239 e8ec46c4 260c1454 cfe274d8 173d1a51",
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_order_of_a_fixed_corpus_is_the_same_in_every_release(
+    tmp_path: Path, shuffle: bool
+) -> None:
+    for number in range(6):
+        texts = [f"file {number} document {row} " * (1 + row % 3) for row in range(20)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{number}.parquet", row_group_size=5)
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=64, shuffle_chunks=4)
+    with AsyncDataLoader(data, 8, shuffle=shuffle, seed=3, lanes=2) as loader:
+        batch = next(loader)
+    rows = np.concatenate([batch.inputs, batch.targets], axis=1).astype("<i8")
+    assert [hashlib.sha256(row.tobytes()).hexdigest()[:8] for row in rows] == GOLDEN[
+        shuffle
+    ].split()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import resource
 import shutil
 import socket
 import ssl
@@ -19,11 +18,9 @@ from typing import Any
 import pytest
 
 from penstock import RemoteOptions
-from penstock.errors import AccessDenied, RemoteError
+from penstock.errors import RemoteError
 from penstock.feed.spare import resolve_in_time
-from penstock.read import http as http_module
 from penstock.read.attempt import Fault, Patience
-from penstock.read.connect import dial_directly, is_private
 from penstock.read.http import Http, Response, Target
 from tests.servers import Fault as Wrong
 from tests.servers import FileServer
@@ -170,33 +167,6 @@ def test_a_connection_closed_by_the_server_while_idle_is_replaced_without_a_faul
         assert len(set(server.connections)) == 4
 
 
-def test_a_server_that_never_answers_on_a_used_connection_is_asked_on_a_new_one(http: Http) -> None:
-    # The end comes only when the request is there: it cannot be seen beforehand.
-    with Scripted(lambda head, sock, n: OK if server.connections.count(n) == 1 else None) as server:
-        assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
-        assert server.connections == [0, 0, 1, 1, 2]
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
-@pytest.mark.parametrize("pause", [0.0, 0.05])
-def test_bytes_that_nobody_asked_for_never_become_another_answer(
-    http: Http, into: bool, pause: float
-) -> None:
-    evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
-    with Scripted(lambda head, sock, n: OK + evil) as server:
-        for _ in range(3):
-            with http.open("GET", Target(server.url), {}, patience()) as response:
-                view = bytearray(5)
-                if into:
-                    response.read_into(memoryview(view))
-                else:
-                    view[:] = response.read(100)
-            assert view == b"hello"
-            time.sleep(pause)
-        if pause:
-            assert len(set(server.connections)) == 3
-
-
 def test_a_connection_whose_answer_was_not_read_to_its_end_is_not_used_again(http: Http) -> None:
     with Scripted(lambda head, sock, n: OK) as server:
         with http.open("GET", Target(server.url), {}, patience()):
@@ -245,67 +215,6 @@ def test_a_cancelled_attempt_ends_at_once_and_its_connection_is_not_used_again(h
         over.set()
         assert get(http, server.url) == b"hello"
         assert server.connections == [0, 1]
-
-
-def test_a_cancel_after_the_last_byte_neither_harms_nor_keeps_the_connection(http: Http) -> None:
-    with Scripted(lambda head, sock, n: OK) as server:
-        one = patience()
-        with http.open("GET", Target(server.url), {}, one) as response:
-            assert response.read(100) == b"hello"
-            one.cancel()
-        one.cancel()
-        assert get(http, server.url) == b"hello"
-        late = patience()
-        with http.open("GET", Target(server.url), {}, late) as response:
-            assert response.read(100) == b"hello"
-        late.cancel()  # the connection is somebody else's by now
-        assert get(http, server.url) == b"hello"
-        assert server.connections == [0, 1, 1, 1]
-
-
-def test_a_connection_that_was_idle_for_long_is_not_used_again(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Scripted(lambda head, sock, n: OK) as server:
-        get(http, server.url)
-        monkeypatch.setattr(http_module, "IDLE_S", 0.0)
-        get(http, server.url)
-        assert server.connections == [0, 1]
-
-
-def test_nothing_is_kept_after_close_and_never_more_than_a_few(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_module, "IDLE", 2)
-    with Scripted(lambda head, sock, n: OK) as server:
-        opened = [http.open("GET", Target(server.url), {}, patience()) for _ in range(4)]
-        for response in opened[:3]:
-            with response:
-                response.read(100)
-        assert len(http._idle) == 2
-        http.close()
-        with opened[3]:
-            opened[3].read(100)
-        assert http._idle == []
-
-
-def test_connections_are_used_again_however_many_files_are_open(http: Http) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1300
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        pytest.skip(f"no more than {hard} files may be open here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    held = []
-    try:
-        while not held or held[-1].fileno() < 1100:
-            held.append(socket.socket())
-        with Scripted(lambda head, sock, n: OK) as server:
-            assert [get(http, server.url) for _ in range(3)] == [b"hello"] * 3
-            assert server.connections == [0] * 3
-    finally:
-        for sock in held:
-            sock.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_five_hundred_requests_with_faults_leave_no_descriptor_and_no_thread(http: Http) -> None:
@@ -379,22 +288,6 @@ def test_silence_a_stall_and_a_drip_end_alike(
         )
 
 
-def test_without_a_least_rate_silence_still_ends(http: Http) -> None:
-    limits = replace(LIMITS, min_bytes_per_s=0)
-    with Scripted(chunks(OK[:-1], pause=0.0)) as server:
-        assert fault_of(lambda: get(http, server.url, limits)).reason == "stall"
-
-
-def test_a_stream_that_is_fast_enough_may_pause_whenever_it_likes(http: Http) -> None:
-    # Pauses shorter than the stall timeout, and longer than what is left of it at some of them.
-    parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n", *[b"x" * 10_000] * 5]
-    with Scripted(chunks(*parts, pause=0.9)) as server:
-        assert (
-            len(get(http, server.url, replace(LIMITS, stall_timeout=1.6, request_timeout=60)))
-            == 50_000
-        )
-
-
 def test_no_request_outlives_its_deadline(http: Http) -> None:
     parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 500000\r\n\r\n", *[b"x" * 1000] * 40]
     with Scripted(chunks(*parts, pause=0.05)) as server:
@@ -436,45 +329,8 @@ def test_a_connection_that_is_not_answered_ends_in_time(http: Http) -> None:
         assert fault.reason == "connect"
 
 
-def test_a_connection_under_way_ends_when_it_is_cancelled(http: Http) -> None:
-    one = patience(replace(LIMITS, connect_timeout=30, request_timeout=30))
-    with unanswered() as port:
-        threading.Timer(0.1, one.cancel).start()
-        fault = fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one))
-        assert fault.reason == "cancelled"
-        assert (
-            fault_of(lambda: http.open("GET", Target(f"http://127.0.0.1:{port}/"), {}, one)).reason
-            == "cancelled"
-        )
-
-
 def address(port: int, host: str = "127.0.0.1") -> tuple[Any, ...]:
     return socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)
-
-
-def test_an_address_that_is_not_answered_does_not_keep_the_next_from_being_tried() -> None:
-    with unanswered() as port, Scripted(lambda head, sock, n: OK) as server:
-        http = Http(resolve=lambda *_: [address(port), address(port), address(server.port)])
-        assert get(http, "http://two.example/", replace(LIMITS, connect_timeout=0.9)) == b"hello"
-        http.close()
-
-
-def test_the_kind_of_address_that_worked_is_tried_first() -> None:
-    dialled: list[int] = []
-
-    def dial(where: tuple[Any, ...], one: Patience, shares: int) -> socket.socket:
-        dialled.append(where[0])
-        if where[0] == socket.AF_INET6:
-            raise TimeoutError
-        return dial_directly(where, one, shares)
-
-    closing = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    with Scripted(lambda head, sock, n: closing) as server:
-        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", server.port, 0, 0))
-        http = Http(resolve=lambda *_: [six, address(server.port)], dial=dial)
-        get(http, "http://two.example/")
-        get(http, "http://two.example/")
-    assert dialled == [socket.AF_INET6, socket.AF_INET, socket.AF_INET]
 
 
 # Names
@@ -497,13 +353,6 @@ def test_a_name_that_cannot_be_resolved_is_a_fault_of_its_own(error: Exception, 
     assert word in fault.detail
 
 
-def test_a_name_without_addresses_is_a_fault() -> None:
-    assert (
-        fault_of(lambda: get(Http(resolve=lambda *_: []), "http://nowhere.invalid/")).reason
-        == "dns"
-    )
-
-
 @pytest.mark.parametrize("cancel", [False, True])
 def test_a_resolver_that_hangs_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, cancel: bool
@@ -522,15 +371,6 @@ def test_a_resolver_that_hangs_is_not_waited_for(
             if thread.name == "penstock-lookup":
                 thread.join(5.0)
     assert fault.reason == ("cancelled" if cancel else "dns")
-
-
-def test_a_number_needs_no_thread_and_a_name_gets_what_the_system_says() -> None:
-    assert resolve_in_time("127.0.0.1", 80, patience())[0][4] == ("127.0.0.1", 80)
-    assert resolve_in_time("::1", 80, patience())[0][4][:2] == ("::1", 80)
-    assert {found[4][0] for found in resolve_in_time("localhost", 80, patience())} <= {
-        "127.0.0.1",
-        "::1",
-    }
 
 
 # Answers
@@ -587,22 +427,6 @@ def test_every_form_of_body_is_read(http: Http, raw: bytes, body: bytes) -> None
 def test_an_answer_that_is_no_http_is_a_fault(http: Http, raw: bytes, reason: str) -> None:
     with Scripted(answers(raw)) as server:
         assert fault_of(lambda: get(http, server.url)).reason == reason
-
-
-def test_a_body_longer_than_allowed_is_not_read_to_its_end(http: Http) -> None:
-    with (
-        Scripted(lambda head, sock, n: OK) as server,
-        http.open("GET", Target(server.url), {}, patience()) as response,
-    ):
-        assert fault_of(lambda: response.read(4)).reason == "long"
-
-
-def test_the_head_of_a_file_has_no_body(http: Http) -> None:
-    with FileServer({"a": DATA}) as server:
-        with http.open("HEAD", Target(server.url_of("a")), {}, patience()) as response:
-            assert (response.length, response.read(0)) == (len(DATA), b"")
-        assert get(http, server.url_of("a")) == DATA
-        assert [request.connection for request in server.log] == [0, 0]
 
 
 def test_an_address_is_written_so_that_servers_understand_it(http: Http) -> None:
@@ -684,12 +508,6 @@ def test_what_the_user_names_may_be_anywhere_and_a_private_server_may_name_anoth
     Target("http://x.example/", True, True).check(ip)
 
 
-@pytest.mark.parametrize("ip", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_a_public_address_may_be_led_to(ip: str) -> None:
-    Target("https://x.example/", True, False).check(ip)
-    assert not is_private(ip)
-
-
 def test_one_private_address_among_public_ones_is_enough_to_refuse_and_nothing_is_dialled() -> None:
     dialled: list[Any] = []
 
@@ -701,15 +519,6 @@ def test_one_private_address_among_public_ones_is_enough_to_refuse_and_nothing_i
     fault = fault_of(lambda: get(http, Target("http://sly.example/", True, False)))
     assert "sly.example, which is the private address 10.1.2.3" in fault.detail
     assert dialled == []
-
-
-def test_a_connection_to_where_the_user_wanted_is_not_lent_to_a_redirect(http: Http) -> None:
-    # The same server, but what a redirect may reach is judged when its connection is made.
-    with Scripted(lambda head, sock, n: OK) as server:
-        get(http, Target(server.url))
-        fault = fault_of(lambda: get(http, Target(server.url, True, False)))
-        assert fault.reason == "redirect"
-        assert server.connections == [0]
 
 
 # TLS
@@ -771,65 +580,11 @@ def test_a_certificate_for_another_name_is_refused(trusted: Path) -> None:
         http.close()
 
 
-def test_a_server_that_speaks_no_tls_is_a_fault(http: Http, trusted: Path) -> None:
-    with Scripted(answers(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as server:
-        # It waits for a line's end, which the first bytes of TLS need not have.
-        url = server.url.replace("http", "https")
-        fault = fault_of(lambda: get(http, url, replace(LIMITS, connect_timeout=0.3)))
-        assert fault.reason in ("tls", "connect")
-        assert fault.final is None
-
-
-def test_a_beginning_of_tls_ends_when_it_is_cancelled(http: Http, trusted: Path) -> None:
-    one = patience(replace(LIMITS, connect_timeout=30, request_timeout=30))
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        threading.Timer(0.1, one.cancel).start()
-        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-        fault_of(lambda: http.open("GET", Target(url), {}, one))
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["read", "read_into"])
-def test_bytes_that_nobody_asked_for_are_seen_under_tls_too(
-    http: Http, trusted: Path, into: bool
-) -> None:
-    evil = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
-    with tls_server(trusted, lambda head, sock, n: OK + evil) as server:
-        for _ in range(3):
-            with http.open("GET", Target(server.url), {}, patience()) as response:
-                view = bytearray(5)
-                if into:
-                    response.read_into(memoryview(view))
-                else:
-                    view[:] = response.read(100)
-            assert view == b"hello"
-
-
 def test_an_answer_cut_short_under_tls_is_noticed(http: Http, trusted: Path) -> None:
     with tls_server(
         trusted, answers(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello")
     ) as server:
         assert fault_of(lambda: get(http, server.url)).reason in ("cut", "tls")
-
-
-def test_a_cancelled_answer_under_tls_ends_at_once_and_gives_nothing_away(
-    http: Http, trusted: Path
-) -> None:
-    one = patience(replace(LIMITS, stall_timeout=30, request_timeout=30))
-
-    def answer(head: str, sock: Any, number: int) -> bytes | None:
-        sock.sendall(OK[:-2])
-        threading.Timer(0.2, one.cancel).start()
-        sock.recv(1)  # until the other side leaves
-        return None
-
-    with tls_server(trusted, answer) as server:
-
-        def read() -> bytes:
-            with http.open("GET", Target(server.url), {}, one) as response:
-                return response.read(100)
-
-        assert fault_of(read).reason == "cancelled"
-        assert http._idle == []
 
 
 # Proxies
@@ -896,60 +651,6 @@ def pour(source: Any, sink: Any) -> None:
         while data := source.recv(65536):
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.parametrize(
-    ("raw", "final"),
-    [
-        (b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", AccessDenied),
-        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", None),
-        (b"HTTP/1.1 502 Bad 200 Gateway\r\n\r\n", None),
-        (b"nonsense\r\n\r\n", None),
-        (b"", None),
-    ],
-)
-def test_a_proxy_that_opens_no_way_is_a_fault(
-    monkeypatch: pytest.MonkeyPatch, raw: bytes, final: type[Exception] | None
-) -> None:
-    with Scripted(answers(raw)) as proxy:
-        monkeypatch.setenv("https_proxy", f"http://user:password@proxy.example:{proxy.port}")
-        http = Http(resolve=lambda host, port, _: [address(port)])
-        fault = fault_of(lambda: get(http, "https://data.example/"))
-        assert fault.reason == "proxy"
-        assert type(fault.final) is (final or type(None))
-        assert "user:password@host" in fault.detail or "password" not in fault.detail
-
-
-@pytest.mark.parametrize(
-    "proxy", ["socks5://proxy.example:1080", "http://proxy.example:port", "https://proxy.example"]
-)
-def test_a_proxy_that_is_none_we_can_use_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, proxy: str
-) -> None:
-    monkeypatch.setenv("https_proxy", proxy)
-    fault = fault_of(lambda: get(Http(resolve=lambda *_: [address(1)]), "https://data.example/"))
-    assert isinstance(fault.final, RemoteError)
-    assert "https_proxy" in fault.detail
-
-
-def test_behind_a_proxy_numbers_are_judged_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Scripted(lambda head, sock, n: OK) as proxy:
-        monkeypatch.setenv("http_proxy", f"http://proxy.example:{proxy.port}")
-        http = Http(resolve=lambda host, port, _: [address(port)])
-        for host in (
-            "169.254.169.254",
-            "10.0.0.1",
-            "[fd00::1]",
-            "10.1",
-            "2852039166",
-            "0xa9fea9fe",
-            "0177.1",
-        ):
-            assert (
-                fault_of(lambda host=host: get(http, Target(f"http://{host}/", True, False))).reason
-                == "redirect"
-            )
-        assert proxy.heads == []
 
 
 def test_loopback_and_whatever_is_excepted_is_reached_without_the_proxy(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,10 @@ from hypothesis import strategies as st
 from penstock.errors import (
     AccessDenied,
     ConfigError,
-    MissingExtra,
     NoData,
     RemoteError,
     SourceError,
 )
-from penstock.read import card
 from penstock.read.card import choose, configurations, data_files
 from penstock.read.http import Refused
 from penstock.read.hub import SHORT_NAMES, Entry, HubName, parse, refused, resolve_url, sound
@@ -234,10 +230,6 @@ def test_globs_mean_what_they_mean_on_disk(tree: Path, pattern: str) -> None:
     assert sorted(name for name in TREE if matches(name)) == local
 
 
-def test_a_glob_made_to_take_for_ever_does_not() -> None:
-    assert not matcher("**/a/" * 200 + "b")("a/" * 400 + "c")
-
-
 # Cards
 
 
@@ -278,27 +270,6 @@ def test_an_unknown_configuration_is_answered_with_the_known_ones() -> None:
         chosen(FINEWEB, "sample-1BT")
 
 
-@pytest.mark.parametrize(
-    ("files", "patterns"),
-    [
-        ("a.parquet", ["a.parquet"]),
-        ("[a.parquet, 'b/*.parquet']", ["a.parquet", "b/*.parquet"]),
-        ("{train: a/*, test: b/*}", ["a/*"]),
-        ("{train: [a/*, b/*]}", ["a/*", "b/*"]),
-        (
-            "[{split: test, path: t/*}, {split: train, path: a/*}, {split: train, path: [b/*]}]",
-            ["a/*", "b/*"],
-        ),
-        ("{validation: v/*}", ["v/*"]),
-        ("./data/*.parquet", ["data/*.parquet"]),
-        ("data/", ["data"]),
-        ("'**'", ["**"]),
-    ],
-)
-def test_every_form_of_data_files_is_read(files: str, patterns: list[str]) -> None:
-    assert chosen(f"configs:\n- config_name: one\n  data_files: {files}") == patterns
-
-
 def test_a_split_is_chosen_by_name() -> None:
     text = "configs:\n- config_name: one/two\n  data_files: {valid: v/*, test: t/*}"
     assert chosen(text, "one/two/test") == ["t/*"]
@@ -308,36 +279,6 @@ def test_a_split_is_chosen_by_name() -> None:
         chosen(text)
     with pytest.raises(ConfigError, match=r"no split 'dev'; it has valid, test"):
         chosen(text, "one/two/dev")
-
-
-def test_the_marked_configuration_is_the_default_one() -> None:
-    text = "configs:\n- {config_name: default, data_files: a}\n- {config_name: b, default: true, data_files: b}"
-    assert chosen(text) == ["b"]
-
-
-def test_several_configurations_without_a_default_must_be_chosen_from() -> None:
-    text = "configs:\n- {config_name: a, data_files: a}\n- {config_name: b, data_files: b}"
-    with pytest.raises(ConfigError, match=r"config='a', config='b'"):
-        chosen(text)
-
-
-def test_patterns_are_below_the_data_dir() -> None:
-    text = "configs:\n- config_name: a\n  data_dir: some/where\n  data_files: '*.parquet'"
-    assert chosen(text) == ["some/where/*.parquet"]
-    assert choose(
-        configurations(front("configs: [{config_name: a, data_dir: x}]"), "c"), None, "c"
-    ) == ("x", None)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "# no front matter", "---\nlicense: mit\n---\n", "---\nnever: ends\n", "---\n---\n"],
-)
-def test_a_card_without_configurations_says_nothing(text: str) -> None:
-    assert configurations(text, "the card") == []
-    assert choose([], None, "the card") == ("", None)
-    with pytest.raises(ConfigError, match=r"config='x': the card names no configurations"):
-        choose([], "x", "the card")
 
 
 @pytest.mark.parametrize(
@@ -351,11 +292,6 @@ def test_a_card_without_configurations_says_nothing(text: str) -> None:
 def test_a_card_cannot_name_anything_outside_its_repository(pattern: str, key: str) -> None:
     with pytest.raises(ConfigError, match="its own repository only"):
         chosen(f'configs:\n- config_name: a\n  {key}: "{pattern}"')
-
-
-def test_what_another_configuration_names_is_nobodys_business() -> None:
-    text = "configs:\n- {config_name: default, data_files: a}\n- {config_name: b, data_files: 'http://x.test/'}"
-    assert chosen(text) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -387,40 +323,6 @@ def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_references_that_would_grow_without_bound_are_refused() -> None:
-    lines = ["a0: &a0 [x, x]"] + [
-        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)
-    ]
-    with pytest.raises(SourceError, match="references"):
-        chosen("\n".join([*lines, "configs: [*a29, *a29]"]))
-
-
-def test_references_elsewhere_in_a_card_do_no_harm() -> None:
-    assert chosen("info: &i [x]\nmore: [*i, *i]\nconfigs: [{config_name: a, data_files: b}]") == [
-        "b"
-    ]
-
-
-def test_without_pyyaml_only_cards_with_configurations_need_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(card.importlib, "import_module", missing)
-    assert configurations(front("license: mit"), "the card") == []
-    with pytest.raises(MissingExtra, match=r"pyyaml.*penstock\[hf\]"):
-        configurations(front(FINEWEB), "the card")
-
-
-def test_yaml_is_imported_only_for_a_card() -> None:
-    code = "import sys, penstock.read.listing; print([m for m in ('yaml', 'obstore', 'boto3') if m in sys.modules])"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert out.strip() == "[]"
-
-
 # Without a card
 
 
@@ -449,11 +351,6 @@ def test_parquet_comes_before_jsonl_before_text() -> None:
 )  # fmt: skip
 def test_files_for_training_are_taken_where_some_are_called_so(name: str) -> None:
     assert data(name, "test.parquet", "validation/0.parquet", "training.parquet") == [name]
-
-
-@pytest.mark.parametrize("name", ["training.parquet", "constraint.parquet", "trainer/x.parquet"])
-def test_train_must_be_a_word(name: str) -> None:
-    assert data(name, "test.parquet") == [name, "test.parquet"]
 
 
 def test_what_is_about_the_data_is_no_data() -> None:

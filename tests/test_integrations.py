@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -53,11 +51,6 @@ class Rows:
     def __getitem__(self, i: int) -> dict[str, Any]:
         ids = (np.arange(SEQ_LEN) * 7 + i) % 250
         return {"input_ids": ids, "labels": ids}
-
-
-def numbers() -> Iterable[dict[str, Any]]:
-    for i in range(90):
-        yield {"input_ids": np.array([i])}
 
 
 @pytest.fixture
@@ -143,15 +136,6 @@ def test_each_for_over_a_dataloader_is_the_next_pass(
     assert passes[0] != passes[1]
 
 
-def test_whoever_stops_at_the_length_gets_the_next_pass_and_not_an_empty_one(
-    rows_pass: Make,
-) -> None:
-    with rows_pass() as loader:
-        dataloader = DataLoader(loader.as_torch_dataset(), batch_size=None)
-        seen = [batch for _ in range(3) for batch in take(dataloader, len(dataloader))]
-    assert seen == own(rows_pass, 15)
-
-
 def test_length_is_given_where_it_is_known_and_a_type_error_elsewhere(
     endless: Make, text_pass: Make, rows_pass: Make
 ) -> None:
@@ -169,23 +153,6 @@ def test_workers_of_a_dataloader_are_refused(endless: Make) -> None:
                 DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
             )
         )
-
-
-def test_forked_workers_of_a_dataloader_are_refused() -> None:
-    script = """
-from torch.utils.data import DataLoader
-from penstock import AsyncDataLoader, ConfigError
-dataset = AsyncDataLoader(range(9), 2).as_torch_dataset()
-try:
-    next(iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")))
-except ConfigError as error:
-    print(error)
-"""
-    # In a process of its own: this one has threads by now, and a fork would not have what they held.
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert "Use num_workers=0" in done.stdout, done.stderr
 
 
 def test_labels_for_models_that_shift_by_themselves(corpus: Path) -> None:
@@ -223,21 +190,6 @@ def test_state_of_a_dataset_restores_the_rest(make: Make, k: int) -> None:
     assert rest == whole[k:]
 
 
-def test_state_of_a_batch_further_back_restores_what_came_after_it(make: Make) -> None:
-    whole = own(make, 5)
-    with make() as loader:
-        dataset = loader.as_torch_dataset()
-        take(dataset, 3)
-        states = [dataset.state_dict(behind=behind) for behind in range(4)]
-        with pytest.raises(ConfigError, match="last 3 batches are remembered"):
-            dataset.state_dict(behind=4)
-    for behind, state in enumerate(states):
-        with make() as loader:
-            dataset = loader.as_torch_dataset()
-            dataset.load_state_dict(state)
-            assert take(dataset, 2) == whole[3 - behind : 5 - behind]
-
-
 def test_a_pass_that_was_over_is_followed_by_the_next_one(rows_pass: Make) -> None:
     whole = own(rows_pass, 10)
     with rows_pass() as loader:
@@ -258,28 +210,6 @@ def test_a_pass_that_was_over_is_followed_by_the_next_one(rows_pass: Make) -> No
         assert take(dataset, 9) == whole[5:]
 
 
-def test_a_pass_that_was_over_goes_on_if_there_are_more_epochs_now() -> None:
-    make = partial(AsyncDataLoader, Rows(20), 4, seed=1, n_workers=1)
-    with make(epochs=1) as loader:
-        dataset = loader.as_torch_dataset()
-        list(dataset)
-        over = dataset.state_dict()
-    with make(epochs=2) as loader:
-        dataset = loader.as_torch_dataset()
-        dataset.load_state_dict(over)
-        assert take(dataset, 100) == own(partial(make, epochs=2), 10)[5:]
-
-
-def test_a_dataset_takes_the_loaders_own_state_too(endless: Make) -> None:
-    with endless() as loader:
-        next(loader)
-        saved = loader.state_dict()
-    with endless() as loader:
-        dataset = loader.as_torch_dataset()
-        dataset.load_state_dict(saved)
-        assert take(dataset, 2) == own(endless, 3)[1:]
-
-
 def test_a_state_that_is_none_is_refused(endless: Make) -> None:
     dataset = endless().as_torch_dataset()
     for state in (
@@ -290,17 +220,6 @@ def test_a_state_that_is_none_is_refused(endless: Make) -> None:
     ):
         with pytest.raises(StateFormat):
             dataset.load_state_dict(state)
-
-
-def test_a_dataset_cannot_be_pickled(endless: Make) -> None:
-    with pytest.raises(ConfigError, match="num_workers=0"):
-        pickle.dumps(endless().as_torch_dataset())
-
-
-def test_ranks_that_cannot_gather_their_states_are_told_so(endless: Make) -> None:
-    dataset = partial(endless, shard=Shard(2, 1))().as_torch_dataset()  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"torch\.distributed, which is not initialised"):
-        AllRanks(dataset).state_dict()
 
 
 # torchdata
@@ -321,20 +240,6 @@ def test_stateful_dataloader_resumes_exactly(make: Make, k: int) -> None:
         while len(seen) < 9:
             seen += take(dataloader, 9 - len(seen))
     assert seen == whole
-
-
-def test_stateful_dataloader_after_a_whole_pass_resumes_with_the_next(rows_pass: Make) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    with rows_pass() as loader:
-        dataloader = StatefulDataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=0)
-        assert len(dataloader) == 5
-        list(dataloader)
-        saved = dataloader.state_dict()
-    with rows_pass() as loader:
-        dataloader = StatefulDataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=0)
-        dataloader.load_state_dict(saved)
-        assert take(dataloader, 9) == own(rows_pass, 10)[5:]
 
 
 # torch.distributed.checkpoint
@@ -374,21 +279,6 @@ def test_distributed_checkpoint_gives_the_state_back_as_it_was(
     with make() as loader:
         dcp.load({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
         assert loader.state_dict() == saved
-        assert take(loader.as_torch_dataset(), 2) == own(make, 5)[3:]
-
-
-@pytest.mark.parametrize("form", [as_dataset, as_all_ranks])
-def test_distributed_checkpoint_keeps_states_that_a_fresh_loader_has_no_keys_for(
-    form: Callable[[AsyncDataLoader], Any], tmp_path: Path
-) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    make = partial(AsyncDataLoader, numbers, 4, n_workers=0)
-    with make() as loader:
-        take(loader.as_torch_dataset(), 3)
-        dcp.save({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
-    with make() as loader:
-        dcp.load({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
         assert take(loader.as_torch_dataset(), 2) == own(make, 5)[3:]
 
 
@@ -518,31 +408,7 @@ def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
         assert trainer.evaluate(val.as_torch_dataset(shift=False))["eval_loss"] > 0
 
 
-def test_transformers_trainer_refuses_a_checkpoint_without_a_state(
-    endless: Make, hf: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(StateFormat, match=r"penstock\.json is missing"):
-        hf(endless(), max_steps=1).train(resume_from_checkpoint=str(tmp_path))
-
-
-def test_transformers_trainer_names_a_state_that_is_damaged(
-    endless: Make, hf: Callable[..., Any], tmp_path: Path
-) -> None:
-    for damaged in (b'{"version": 1, "la', b"\xff\xfe{"):
-        (tmp_path / "penstock.json").write_bytes(damaged)
-        with pytest.raises(
-            StateFormat, match=r"penstock\.json is damaged .*resume from another checkpoint"
-        ):
-            hf(endless(), max_steps=1).train(resume_from_checkpoint=str(tmp_path))
-
-
 # Lightning
-
-
-def pl_callback() -> Any:
-    from lightning.pytorch import Callback
-
-    return Callback
 
 
 @pytest.fixture
@@ -638,35 +504,6 @@ def test_lightning_leaves_the_stream_at_the_batch_that_was_trained_last(
         assert module.seen + take(dataset, 2) == own(endless, 5)
 
 
-def test_lightning_leaves_the_stream_there_after_an_exception_too(
-    endless: Make, lightning: Callable[..., Any]
-) -> None:
-    class Stopped(Exception):
-        pass
-
-    class Stop(pl_callback()):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            if len(module.seen) == 3:
-                raise Stopped
-
-    with endless() as loader:
-        dataset = loader.as_torch_dataset()
-        with pytest.raises(Stopped):
-            lightning(dataset, more=[Stop()], max_steps=9)
-        assert take(dataset, 2) == own(endless, 5)[3:]
-
-
-def test_lightning_refuses_a_loader_that_was_made_before_the_ranks_were_known(
-    endless: Make,
-) -> None:
-    class Two:
-        world_size, global_rank = 2, 1
-
-    callback = lightning_callback(endless().as_torch_dataset())
-    with pytest.raises(ConfigError, match="this is rank 1 of 2, but its loader reads part 0 of 1"):
-        callback.setup(Two, None, "fit")
-
-
 # Accelerate
 
 
@@ -722,17 +559,6 @@ def test_accelerates_own_dataloader_works_in_one_process_and_its_state_is_exact(
         dataloader.load_state_dict(saved)
         seen += take(dataloader, 2)
     assert seen == own(make, 5)
-
-
-def test_a_stream_that_is_split_already_is_not_split_again_by_accelerate(endless: Make) -> None:
-    from accelerate import Accelerator
-
-    with partial(endless, shard=Shard(2, 1))() as loader:  # type: ignore[call-arg]
-        dataloader = Accelerator(cpu=True).prepare(
-            DataLoader(loader.as_torch_dataset(), batch_size=None)
-        )
-        with pytest.raises(ConfigError, match="would split it again"):
-            next(iter(dataloader))
 
 
 def test_the_state_of_another_rank_is_refused(corpus: Path) -> None:

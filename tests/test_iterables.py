@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from penstock.sources.text_stream import StreamReader
 
-from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
-from penstock.encode.window import Place
+from penstock import AsyncDataLoader, ConfigError, TextDataset
 from penstock.errors import BadRecord, NoData, SourceError
 from tests import contracts
 
@@ -122,12 +119,6 @@ def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
     return out
 
 
-def drain(loader: AsyncDataLoader, seen: list[int]) -> None:
-    """Read on until something is raised."""
-    while True:
-        seen += firsts(loader, 1)
-
-
 # What a resume costs
 
 
@@ -166,77 +157,6 @@ def test_a_resume_uses_the_state_of_a_source_that_has_one(
         assert firsts(loader, 1) == list(range(80, 84))
     assert 4 <= again.reads.n < 80  # those read ahead, and not the 80 before
     assert not caplog.records
-
-
-@pytest.mark.parametrize("stateful", [WithState, Continues])
-@PATHS
-def test_a_source_with_a_state_resumes_at_every_batch_and_again(
-    loader_of: Make, kind: type[Source], stateful: Any
-) -> None:
-    def make(**how: Any) -> AsyncDataLoader:
-        return loader_of(stateful(kind(42)), **how)
-
-    contracts.resumes_everywhere(make, n=40)
-    contracts.resumes_repeatedly(make, n=40, steps=[1] * 25 + [5, 1, 1, 8])
-    contracts.closes_cleanly(make)
-
-
-@pytest.mark.parametrize("stateful", [WithState, Continues])
-@PATHS
-def test_the_same_object_can_be_read_by_one_loader_after_another(
-    loader_of: Make, kind: type[Source], stateful: Any
-) -> None:
-    source = stateful(kind())
-    with loader_of(source) as loader:
-        firsts(loader, 10)
-        state = loader.state_dict()
-    with loader_of(source) as loader:
-        loader.load_state_dict(state)
-        assert firsts(loader, 1) == list(range(40, 44))
-        loader.warmup(2, timeout=10)
-        loader.shutdown()
-        assert firsts(loader, 1) == list(range(44, 48))
-
-
-@pytest.mark.parametrize("arrow", [False, True])
-def test_a_stream_that_was_resumed_begins_at_its_beginning_for_the_next_loader(arrow: bool) -> None:
-    import datasets
-
-    table = datasets.Dataset.from_dict({"text": [[i] * SEQ for i in range(100)]})
-    source = table.to_iterable_dataset() if arrow else Continues(Documents())
-    with text_loader(source) as loader:
-        assert firsts(loader, 1) == [0, 1, 2, 3]
-        firsts(loader, 9)
-        state = loader.state_dict()
-    with text_loader(source) as loader:
-        loader.load_state_dict(state)
-        assert firsts(loader, 1) == list(range(40, 44))
-    with text_loader(source) as loader:
-        assert firsts(loader, 1) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("stateful", [WithState, Continues])
-@PATHS
-def test_what_was_read_ahead_is_read_again_after_a_shutdown(
-    loader_of: Make, kind: type[Source], stateful: Any
-) -> None:
-    with loader_of(stateful(kind())) as loader:
-        loader.warmup(2, timeout=10)
-        loader.shutdown()
-        assert firsts(loader, 1) == [0, 1, 2, 3]
-
-
-def test_a_source_is_read_without_a_copy_of_all_that_it_holds() -> None:
-    copies: list[Any] = []
-
-    class Dear(WithState):
-        def __deepcopy__(self, memo: Any) -> Any:
-            copies.append(self)  # it would be in memory twice, and once more with every epoch
-            raise TypeError("too large")
-
-    with text_loader(Dear(Documents(20))) as loader:
-        assert firsts(loader, 10)[:16] == list(range(16))
-    assert not copies
 
 
 def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(
@@ -330,93 +250,7 @@ def test_a_new_iterator_goes_on_from_a_state(loader_of: Make, kind: type[Source]
         assert firsts(loader, 2) == list(range(20, 28))
 
 
-@PATHS
-def test_an_iterator_that_was_begun_is_not_taken_for_a_new_one(
-    loader_of: Make, kind: type[Source]
-) -> None:
-    with loader_of(iter(kind())) as loader:
-        firsts(loader, 5)
-        state = loader.state_dict()
-    with loader_of(iter(kind())) as loader:
-        loader.warmup(1, timeout=10)
-        loader.load_state_dict(state)
-        with pytest.raises(ConfigError, match="iterator, which can be read once"):
-            firsts(loader, 1)
-
-
-def test_an_object_that_is_its_own_iterator_and_begins_anew_has_epochs() -> None:
-    class Anew:
-        def __iter__(self) -> Any:
-            self.at = 0
-            return self
-
-        def __next__(self) -> Any:
-            if self.at == 8:
-                raise StopIteration
-            self.at += 1
-            return np.full(SEQ + 1, self.at - 1)
-
-    with samples_loader(Anew(), epochs=1, drop_last=False) as loader:
-        assert firsts(loader, 10) == list(range(8))
-
-
-def test_whether_it_can_be_read_again_is_found_out_without_opening_it() -> None:
-    class Dear(Source):
-        opened = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            self.opened += 1
-            return super().__iter__()
-
-    source = Dear()
-    with samples_loader(source) as loader:
-        firsts(loader, 2)
-    assert source.opened == 1
-
-
 # Failures
-
-
-@pytest.mark.parametrize("n_workers", [0, 1, 3])
-@pytest.mark.parametrize("fails_at", [0, 3, 50])
-@PATHS
-def test_a_failing_iterable_gives_exactly_the_batches_before_the_failure(
-    loader_of: Make, kind: type[Source], n_workers: int, fails_at: int
-) -> None:
-    seen: list[int] = []
-    with (
-        loader_of(kind(fails_at=fails_at), n_workers=n_workers, prefetch_size=8) as loader,
-        pytest.raises(OSError, match="connection is gone") as caught,
-    ):
-        drain(loader, seen)
-    # A row of text has the first id of the next document as its last target.
-    rows = fails_at if kind is Source else max(0, fails_at - 1)
-    assert seen == list(range(rows - rows % 4))
-    assert any(str(fails_at) in note for note in caught.value.__notes__)
-    assert len(caught.value.__notes__) == 1
-
-
-@pytest.mark.parametrize("fails_at", [3, 50])
-def test_a_failure_comes_after_whatever_was_read_whatever_the_size_of_a_chunk(
-    fails_at: int,
-) -> None:
-    seen: list[int] = []
-    with (
-        samples_loader(text(Documents(fails_at=fails_at), chunk_docs=512), batch_size=1) as loader,
-        pytest.raises(OSError, match="connection is gone"),
-    ):
-        drain(loader, seen)
-    assert seen == list(range(fails_at - 1))
-
-
-def test_a_failure_can_be_resumed_from_once_it_is_mended() -> None:
-    with samples_loader(Source(fails_at=22)) as loader:
-        with pytest.raises(OSError, match="gone"):
-            firsts(loader, 100)
-        state = loader.state_dict()
-    with samples_loader(Source()) as loader:
-        loader.load_state_dict(state)
-        assert firsts(loader, 1) == [20, 21, 22, 23]
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])
@@ -482,60 +316,6 @@ def test_what_is_no_iterable_of_documents_is_refused(source: Any) -> None:
 # Ranks, lanes and the rest
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_shards_of_an_iterable_of_samples_are_disjoint_and_complete(world: int) -> None:
-    seen: Counter[int] = Counter()
-    for rank in range(world):
-        with samples_loader(
-            Source(50), epochs=1, drop_last=False, shard=Shard(world, rank)
-        ) as loader:
-            seen.update(firsts(loader, 100))
-    assert seen == Counter(range(50))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_shards_of_a_stream_of_documents_are_disjoint_and_complete(world: int) -> None:
-    seen: Counter[int] = Counter()
-    for rank in range(world):
-        with text_loader(
-            Documents(50), epochs=1, drop_last=False, shard=Shard(world, rank)
-        ) as loader:
-            seen.update(firsts(loader, 100))
-    assert seen == Counter(range(50))
-
-
-def test_a_lane_that_would_get_no_document_is_refused() -> None:
-    for how in ({}, {"epochs": 1, "drop_last": True}):
-        with (
-            text_loader(Documents(4), lanes=3, **how) as loader,
-            pytest.raises(NoData, match="lane"),
-        ):
-            firsts(loader, 100)
-
-
-def test_a_lane_that_lags_behind_holds_no_chunk_twice() -> None:
-    # Two documents a lane and epoch, one of them long: lanes go through epochs at different speeds.
-    class Uneven(Source):
-        def item(self, index: int) -> Any:
-            return np.full(4 * SEQ if index % 4 < 2 else 1, index)
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return samples_loader(text(Uneven(8), chunk_docs=2), lanes=2, **how)
-
-    contracts.same_for_any(make, 40, [{"n_workers": 0}, {"n_workers": 1}, {"n_workers": 3}])
-    contracts.resumes_everywhere(make, n=30, every=3)
-
-
-def test_what_lies_before_the_place_of_a_lane_is_not_kept_for_it() -> None:
-    stream = text(Documents(40), chunk_docs=2)
-    # After a resume: lane 0 is to begin with its first chunk, lane 1 with its fourth, the seventh of all.
-    reader = StreamReader(stream, 2, {0: Place(epoch=0), 1: Place(epoch=0, chunk=3)}, partial=True)
-    for number in (0, 2, 4, 6, 8):
-        reader.read(0, number)
-    assert list(reader._ready) == [(0, 7)]
-    assert len(reader.read(0, 7).documents.rows) == 2
-
-
 def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:
     class Sized(torch.utils.data.IterableDataset[Any]):
         def __len__(self) -> int:
@@ -546,14 +326,6 @@ def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:
 
     with samples_loader(Sized(), epochs=1) as loader:
         assert firsts(loader, 100) == list(range(12))
-
-
-def test_provenance_of_a_sample_is_its_number_in_the_iterable() -> None:
-    with samples_loader(Source(10)) as loader:
-        for _ in range(5):
-            batch = loader.next_batch(timeout=10)
-            assert batch is not None
-            assert [spans[0].row for spans in batch.provenance()] == batch.inputs[:, 0].tolist()
 
 
 def test_a_shuffled_hub_stream_loses_no_document_over_a_resume(

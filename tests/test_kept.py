@@ -6,8 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -69,21 +67,6 @@ def test_what_is_put_is_there_for_others(tmp_path: Path) -> None:
     assert Kept(tmp_path).get("things", "key") == b"\x00one\ntwo"
 
 
-def test_nothing_is_under_another_key_or_kind(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.put("things", "key", b"one")
-    assert (kept.get("things", "other"), kept.get("others", "key")) == (None, None)
-
-
-def test_keys_may_be_anything_and_stay_in_the_folder(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept")
-    keys = ["", "../../out", "/etc/passwd", "a\0b", "x" * 10_000, "ü/\n", "A", "a"]
-    for i, key in enumerate(keys):
-        kept.put("things", key, bytes([i]))
-    assert [kept.get("things", key) for key in keys] == [bytes([i]) for i in range(len(keys))]
-    assert os.listdir(tmp_path) == ["kept"]
-
-
 def test_an_entry_that_was_cut_or_flipped_anywhere_is_dropped(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.put("things", "key", b"some bytes")
@@ -96,16 +79,6 @@ def test_an_entry_that_was_cut_or_flipped_anywhere_is_dropped(tmp_path: Path) ->
         assert not path.exists()
 
 
-def test_an_entry_in_the_place_of_another_is_dropped(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.put("things", "one", b"1")
-    (one,) = files(tmp_path, "things")
-    kept.put("things", "two", b"2")
-    (two,) = set(files(tmp_path, "things")) - {one}
-    os.replace(one, two)
-    assert kept.get("things", "two") is None
-
-
 def test_what_changes_counts_only_if_it_is_newer(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     before = time.time()
@@ -115,25 +88,6 @@ def test_what_changes_counts_only_if_it_is_newer(tmp_path: Path) -> None:
     assert kept.get("things", "key", since=after) is None
     assert kept.once("things", "key", lambda: b"new", 1.0, since=after) == b"new"
     assert kept.get("things", "key") == b"new"
-
-
-def test_a_clock_that_is_ahead_makes_nothing_new_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Kept(tmp_path)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
-    kept.put("things", "key", b"from another host")
-    monkeypatch.setattr(time, "time", real)
-    assert kept.get("things", "key") == b"from another host"
-    assert kept.once("things", "key", lambda: b"new", 1.0, since=time.time()) == b"new"
-
-
-def test_it_travels_to_worker_processes(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, max_bytes=123)
-    kept.put("things", "key", b"one")
-    again = pickle.loads(pickle.dumps(kept))
-    assert (again.get("things", "key"), again.max_bytes) == (b"one", 123)
 
 
 def test_processes_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
@@ -186,40 +140,6 @@ def test_the_one_who_waits_goes_on_when_the_holder_is_killed(
     timer.join()
 
 
-def test_a_holder_that_is_stopped_is_waited_for_so_long_and_no_longer(
-    tmp_path: Path, holder: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    os.kill(holder.pid, signal.SIGSTOP)
-    with caplog.at_level(logging.INFO, "penstock"):
-        began = time.monotonic()
-        assert Kept(tmp_path).once("things", "key", lambda: b"ours", 0.4) == b"ours"
-        assert 0.4 <= time.monotonic() - began < 30.0
-    assert "going on without" in caplog.text
-    assert Kept(tmp_path).once("things", "key", never, 60.0) == b"ours"
-    os.kill(holder.pid, signal.SIGCONT)
-
-
-def test_a_wait_for_a_lock_ends_when_it_is_told_to(
-    tmp_path: Path, holder: subprocess.Popen[bytes]
-) -> None:
-    stop = threading.Event()
-    timer = threading.Timer(0.2, stop.set)
-    timer.start()
-    began = time.monotonic()
-    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0, stop=stop) == b"ours"
-    assert time.monotonic() - began < 30.0
-    timer.join()
-
-
-def test_lock_files_that_lie_around_mean_nothing(tmp_path: Path) -> None:
-    (tmp_path / "locks").mkdir()
-    for i in range(64):
-        (tmp_path / "locks" / f"{i:02}").write_text("12345")
-    began = time.monotonic()
-    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
-    assert time.monotonic() - began < 30.0
-
-
 def test_a_failure_to_make_it_is_the_callers_and_frees_the_lock(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
 
@@ -230,17 +150,6 @@ def test_a_failure_to_make_it_is_the_callers_and_frees_the_lock(tmp_path: Path) 
         kept.once("things", "key", fail, 60.0)
     assert kept.get("things", "key") is None
     assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
-
-
-def test_making_something_may_need_another_thing_even_of_the_same_lock(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-
-    def outer() -> bytes:
-        return b"+".join(kept.once("things", str(i), lambda: b"x", 60.0) for i in range(130))
-
-    began = time.monotonic()
-    assert kept.once("things", "outer", outer, 60.0).count(b"x") == 130
-    assert time.monotonic() - began < 30.0
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
@@ -269,19 +178,6 @@ def test_a_disk_that_takes_nothing_costs_one_warning_and_nothing_else(
     assert all(str(tmp_path / "file") in text for text in warnings)
 
 
-def test_nothing_half_written_is_left_when_a_write_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fsync(_: int) -> None:
-        raise OSError(errno.EIO, "no such luck")
-
-    kept = Kept(tmp_path)
-    monkeypatch.setattr(os, "fsync", fsync)
-    kept.put("things", "key", b"one")
-    assert kept.get("things", "key") is None
-    assert files(tmp_path, "things") == []
-
-
 def test_a_kind_is_bounded_and_loses_its_oldest_first(tmp_path: Path) -> None:
     kept = Kept(tmp_path, max_bytes=100_000)
     kept.put("others", "key", b"o" * 50_000)
@@ -305,10 +201,3 @@ def test_what_a_dead_process_was_writing_is_removed_in_time(tmp_path: Path) -> N
     for i in range(500):
         kept.put("things", str(i), b"x")
     assert [path.name for path in folder.glob(".tmp-*")] == [".tmp-new"]
-
-
-def test_others_may_read_what_is_kept_as_the_umask_says(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_bytes(b"")
-    Kept(tmp_path).put("things", "key", b"thing")
-    (kept,) = files(tmp_path, "things")
-    assert kept.stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pickle
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,8 @@ from penstock.errors import AccessDenied, ConfigError, NoData, Offline, RemoteEr
 from penstock.feed.spare import SpareThreads
 from penstock.options import RemoteOptions
 from penstock.read.kept import Kept
-from penstock.read.listing import RemoteListing, Secret, basic_authorization
-from penstock.read.manifest import explain_change, fingerprint, list_files, tell_apart
+from penstock.read.listing import RemoteListing
+from penstock.read.manifest import explain_change, fingerprint, list_files
 from penstock.read.retry import Client
 from penstock.types import FileRef
 from tests.servers import Fault, FileServer, HubServer
@@ -158,26 +154,6 @@ def test_the_card_decides_what_a_repository_means(hub: HubServer, lister: Lister
     assert lister.names("hf://datasets/org/name", "sample-10BT") == sample
 
 
-@pytest.mark.parametrize("keep", [1, 3, 20, len(CARD) // 2])
-def test_a_card_that_was_cut_on_its_way_is_fetched_again(
-    hub: HubServer, lister: Lister, keep: int
-) -> None:
-    hub.add("org/name", FILES, card=CARD)
-    hub.fault(Fault("short", keep=keep, path="*/README.md", times=2))
-    assert lister.names("hf://datasets/org/name") == [
-        name for name in FILES if name.startswith("data/")
-    ]
-
-
-def test_a_card_whose_front_matter_has_no_end_says_nothing(hub: HubServer, lister: Lister) -> None:
-    hub.add(
-        "org/name",
-        {"a.parquet": b"", "b.parquet": b""},
-        card="---\nconfigs:\n- config_name: default\n",
-    )
-    assert lister.names("hf://datasets/org/name") == ["a.parquet", "b.parquet"]
-
-
 def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
     hub: HubServer, lister: Lister, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,19 +163,6 @@ def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
     (tmp_path / "fineweb_edu").mkdir()
     (tmp_path / "fineweb_edu" / "mine.jsonl").write_text("{}")
     assert lister.names("fineweb_edu") == ["mine.jsonl"]
-
-
-def test_patterns_of_a_card_keep_their_order_and_may_name_files_and_folders(
-    hub: HubServer, lister: Lister
-) -> None:
-    card = "---\nconfigs:\n- config_name: a\n  data_files: [sample, data/y/001.parquet, 'data/*/00[01].parquet']\n---\n"
-    hub.add("org/name", FILES, card=card)
-    expected = [
-        "sample/10BT/000.parquet", "sample/10BT/001.parquet", "sample/10BT/deeper/z.jsonl", "data/y/001.parquet",
-        "data/x/000.parquet", "data/x/001.parquet", "data/y/000.parquet",
-    ]  # fmt: skip
-    assert lister.names("hf://datasets/org/name") == expected
-    assert lister.names("hf://datasets/org/name", "a") == expected
 
 
 def test_without_a_card_the_training_files_are_taken(hub: HubServer, lister: Lister) -> None:
@@ -218,20 +181,6 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, lister: Lister
         assert lister.names(f"hf://datasets/org/name@{revision}") == ["a.parquet"]
 
 
-def test_names_of_any_length_and_case_are_told_apart(hub: HubServer, lister: Lister) -> None:
-    long = "x" * 290 + ".parquet"
-    hub.add(
-        "org/name",
-        {"d/A.parquet": b"1", "d/a.parquet": b"2", f"d/{long}": b"3", "d/ü #?%.parquet": b"4"},
-    )
-    assert lister.names("hf://datasets/org/name/d") == [
-        "A.parquet",
-        "a.parquet",
-        long,
-        "ü #?%.parquet",
-    ]
-
-
 def test_local_and_remote_sources_mix(
     hub: HubServer, files: FileServer, lister: Lister, tmp_path: Path
 ) -> None:
@@ -242,21 +191,6 @@ def test_local_and_remote_sources_mix(
     )
     assert [file.size for file in found] == [4, 2, 1]
     assert len({file.name for file in found}) == 3
-
-
-def test_an_unknown_ending_needs_a_format(
-    hub: HubServer, files: FileServer, lister: Lister
-) -> None:
-    hub.add("org/name", {"d/a.bin": b"1", "d/b.bin": b"2"})
-    assert lister.names("hf://datasets/org/name/d", format="jsonl") == ["a.bin", "b.bin"]
-    assert lister.names("hf://datasets/org/name/d/a.bin", format="jsonl") == ["a.bin"]
-    with pytest.raises(NoData, match=r"none of its 2 files has an ending we know"):
-        lister("hf://datasets/org/name/d")
-    with pytest.raises(ConfigError, match=r"d/a\.bin: cannot tell its format"):
-        lister("hf://datasets/org/name/d/a.bin")
-    with pytest.raises(ConfigError, match=r"x\.bin: cannot tell its format"):
-        lister(f"{files.url}/x.bin")
-    assert files.log == []
 
 
 # By how many requests
@@ -296,38 +230,6 @@ def test_the_card_and_the_files_are_asked_for_together_and_kept(
     assert sorted(asked(hub)) == ["resolve", "revision", "tree"]
     lister(f"hf://datasets/org/name@{repo.sha}")
     assert asked(hub) == []
-
-
-def test_a_named_configuration_lists_its_own_folder_only(hub: HubServer, lister: Lister) -> None:
-    repo = hub.add("org/name", FILES, card=CARD)
-    lister("hf://datasets/org/name", "sample-10BT")
-    assert [request.path.partition(repo.sha)[2] for request in hub.log] == [
-        "",
-        "/README.md",
-        "/sample/10BT",
-    ]
-
-
-def test_a_missing_card_is_asked_for_once(hub: HubServer, lister: Lister) -> None:
-    repo = hub.add("org/name", {"a.parquet": b"1"})
-    lister(f"hf://datasets/org/name@{repo.sha}")
-    assert sorted(asked(hub)) == ["resolve", "tree"]
-    lister(f"hf://datasets/org/name@{repo.sha}")
-    assert asked(hub) == []
-
-
-def test_sources_of_one_repository_ask_for_its_revision_once(
-    hub: HubServer, lister: Lister
-) -> None:
-    hub.add("org/name", FILES)
-    lister(
-        [
-            "hf://datasets/org/name/data/x",
-            "hf://datasets/org/name/data/y",
-            "hf://datasets/org/name/sample",
-        ]
-    )
-    assert sorted(asked(hub)) == ["revision", "tree", "tree", "tree"]
 
 
 def test_a_branch_that_moved_is_seen(hub: HubServer, lister: Lister) -> None:
@@ -398,16 +300,6 @@ def test_a_portals_page_instead_of_a_listing_is_an_error_that_says_so(
     hub.add("org/name", FILES)
     hub.fault(Fault("html", times=None, path="*/tree/*"))
     with pytest.raises(RemoteError, match=r"org/name@.* no listing .*portal or proxy"):
-        lister("hf://datasets/org/name/data")
-
-
-def test_a_hub_that_is_down_is_never_replaced_by_what_was_kept(
-    hub: HubServer, lister: Lister
-) -> None:
-    hub.add("org/name", FILES)
-    lister("hf://datasets/org/name/data")
-    hub.fault(Fault("status", code=503, times=None))
-    with pytest.raises(RemoteError, match="status_503"):
         lister("hf://datasets/org/name/data")
 
 
@@ -513,29 +405,6 @@ def test_the_next_page_is_on_the_same_server_or_not_asked_for(
     assert (len(asked(hub)), files.log) == (2, [])
 
 
-def test_a_listing_that_never_ends_is_given_up(hub: HubServer, lister: Lister) -> None:
-    repo = hub.add("org/name", FILES)
-    same = f'</api/datasets/org/name/tree/{repo.sha}?again>; rel="next"'
-    hub.fault(
-        Fault("status", code=200, path="*/tree/*", body=b"[]", headers={"Link": same}, times=None)
-    )
-    with pytest.raises(SourceError, match="does not end"):
-        lister("hf://datasets/org/name/data")
-
-
-def test_a_commit_that_is_none_is_refused(hub: HubServer, lister: Lister) -> None:
-    hub.add("org/name", FILES)
-    hub.fault(Fault("status", code=200, path="*/revision/*", body=b'{"sha": "../../x"}'))
-    with pytest.raises(SourceError, match="for a commit"):
-        lister("hf://datasets/org/name/data")
-
-
-def test_a_card_that_is_too_long_is_refused_at_once(hub: HubServer, lister: Lister) -> None:
-    hub.add("org/name", FILES, card="x" * (2 << 20))
-    with pytest.raises(SourceError, match=r"README\.md is longer than"):
-        lister("hf://datasets/org/name")
-
-
 # Access
 
 
@@ -625,38 +494,6 @@ def test_a_file_on_a_web_server_has_its_size_and_etag(files: FileServer, lister:
     assert [request.method for request in files.log] == ["HEAD"] * 3
 
 
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_where_head_is_refused_a_byte_is_asked_for(
-    files: FileServer, lister: Lister, status: int
-) -> None:
-    files.fault(Fault("status", code=status, method="HEAD", times=None))
-    found = lister([files.url_of("dir/a.parquet"), files.url_of("c.txt")])
-    assert [file.size for file in found] == [4, 0]
-    assert all(file.etag for file in found[:1])
-
-
-def test_a_server_without_ranges_is_not_made_to_send_everything(
-    files: FileServer, lister: Lister
-) -> None:
-    files.put("big.parquet", b"x" * (64 << 20))
-    files.fault(Fault("status", code=405, method="HEAD", times=None))
-    files.fault(Fault("no_range", times=None))
-    began = time.monotonic()
-    with pytest.raises(
-        RemoteError, match=r"big\.parquet: its server does not answer requests for a range"
-    ):
-        lister(files.url_of("big.parquet"))
-    assert time.monotonic() - began < 30.0
-
-
-def test_a_web_server_that_refuses_says_of_what(files: FileServer, lister: Lister) -> None:
-    with pytest.raises(NoData, match=r"gone\.parquet does not exist: its server answers 404"):
-        lister(f"{files.url}/gone.parquet?sig=sesame")
-    files.fault(Fault("status", code=403, method="*", times=None))
-    with pytest.raises(AccessDenied, match=r"dir/a\.parquet: its server refuses access \(403\)"):
-        lister(f"{files.url_of('dir/a.parquet')}?sig=sesame")
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -704,45 +541,6 @@ def test_logins_and_queries_are_used_and_never_shown(
         assert path.is_dir() or b"sesame" not in path.read_bytes()
 
 
-def test_a_secret_travels_and_stays_one() -> None:
-    secret = pickle.loads(pickle.dumps(Secret("open sesame")))
-    assert (secret.reveal(), f"{secret} {secret!r} {[secret]}") == ("open sesame", "*** *** [***]")
-
-
-def test_a_login_becomes_a_header() -> None:
-    url, headers = basic_authorization("https://a%3Ab:c@h.test:8443/x?y=1")
-    assert (url, headers) == ("https://h.test:8443/x?y=1", {"Authorization": "Basic YTpiOmM="})
-    assert basic_authorization("https://h.test/x@y") == ("https://h.test/x@y", {})
-
-
-def test_addresses_that_differ_in_their_queries_only_are_two_files(
-    files: FileServer, lister: Lister
-) -> None:
-    url = files.url_of("dir/a.parquet")
-    urls = [f"{url}?id=1", url, f"{url}?id=2", f"{url}?id=1"]
-    found = lister(urls)
-    assert (
-        len({file.path for file in found}) == len({file.name for file in found}) == len(found) == 3
-    )
-    assert found[1].name.endswith("a.parquet~2")
-    assert lister.remote is not None
-    secrets = lister.remote.secrets
-    assert [secrets[f.path].reveal() for f in found] == [urls[0], urls[1], urls[2]]
-    assert not any("id=" in f"{file}" for file in found)
-
-    other = RemoteListing(lister.client, lister.kept)
-    other.know(found, urls)  # another rank's: the same secrets, without asking
-    assert {path: secret.reveal() for path, secret in other.secrets.items()} == {
-        path: secret.reveal() for path, secret in secrets.items()
-    }
-
-
-def test_numbered_names_do_not_collide_with_names_that_look_numbered() -> None:
-    same = [FileRef(f"https://h/x{mark}", "x", 1, "text") for mark in ("", "#2", "#3")]
-    found = tell_apart([*same, FileRef("https://h/x~2", "h/x~2", 1, "text")])
-    assert len({file.name for file in found}) == 4
-
-
 # What changed
 
 
@@ -751,22 +549,6 @@ def test_the_fingerprint_has_the_etags_of_remote_files(files: FileServer, lister
     assert fingerprint(lister(files.url_of("dir/a.parquet"))) == before
     files.put("dir/a.parquet", b"bbbb")
     assert fingerprint(lister(files.url_of("dir/a.parquet"))) != before
-
-
-def test_a_local_copy_keeps_the_fingerprint_it_always_had(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("1")
-    (tmp_path / "b.jsonl").write_text("22")
-    assert fingerprint(list_files(tmp_path)) == "5f27fab6bf92ba9d"
-
-
-def test_bundles_of_remote_texts_keep_the_etags_of_each(files: FileServer, lister: Lister) -> None:
-    for i in range(3):
-        files.put(f"t{i}.txt", b"x" * i)
-    urls = [f"{files.url}/t{i}.txt" for i in range(3)]
-    (bundle,) = lister(urls, whole=True)
-    single = lister(urls)
-    assert bundle.etag.split(",") == [file.etag for file in single]
-    assert fingerprint([bundle]) == fingerprint(single)
 
 
 def test_a_change_is_explained_by_the_first_file_that_differs(
@@ -789,26 +571,3 @@ def test_a_change_is_explained_by_the_first_file_that_differs(
         == "bb.parquet was added"
     )
     assert explain_change(lister.kept, "0" * 16, before) is None
-
-
-def test_a_change_of_size_is_explained_where_there_are_no_etags(
-    tmp_path: Path, lister: Lister
-) -> None:
-    with FileServer({"a.parquet": b"1"}, etags=False) as server:
-        old = fingerprint(lister(server.url_of("a.parquet")))
-        server.put("a.parquet", b"22")
-        now = lister(server.url_of("a.parquet"))
-    assert (
-        explain_change(lister.kept, old, now) == "a.parquet changed: it was 1 bytes long, it is 2"
-    )
-
-
-def test_a_lost_cache_is_made_again(hub: HubServer, lister: Lister, tmp_path: Path) -> None:
-    repo = hub.add("org/name", FILES, card=CARD)
-    before = lister(f"hf://datasets/org/name@{repo.sha}")
-    for path in (tmp_path / "kept").rglob("*"):
-        if path.is_file() and "locks" not in path.parts:
-            path.write_bytes(path.read_bytes()[: os.path.getsize(path) // 2])
-    assert lister(f"hf://datasets/org/name@{repo.sha}") == before
-    shutil.rmtree(tmp_path / "kept")
-    assert lister(f"hf://datasets/org/name@{repo.sha}") == before

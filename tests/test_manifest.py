@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from penstock import ConfigError, TextDataset
 from penstock.errors import NoData
 from penstock.read import manifest
 from penstock.read.manifest import fingerprint, list_files
-from tests.reading import bytes_of, documents, write_jsonl
+from tests.reading import bytes_of, documents
 
 
 def touch(folder: Path, *names: str) -> Path:
@@ -39,26 +38,9 @@ def test_a_folder_is_listed_by_name_at_any_depth(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a/b/c.txt", "a/z.parquet", "b.jsonl", "c.jsonl.gz"]
 
 
-def test_order_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
-    some = [f"{i:03}.jsonl" for i in range(50)]
-    touch(tmp_path / "up", *some)
-    touch(tmp_path / "down", *reversed(some))
-    assert names(tmp_path / "up") == names(tmp_path / "down") == some
-
-
 def test_a_glob_names_files_below_its_fixed_part(tmp_path: Path) -> None:
     touch(tmp_path, "x/a.jsonl", "x/b.txt", "y/c.jsonl", "d.jsonl")
     assert names(tmp_path / "*" / "*.jsonl") == ["x/a.jsonl", "y/c.jsonl"]
-
-
-def test_two_stars_match_at_any_depth(tmp_path: Path) -> None:
-    touch(tmp_path, "a.jsonl", "x/b.jsonl", "x/y/c.jsonl", "x/y/d.txt")
-    assert names(tmp_path / "**" / "*.jsonl") == ["a.jsonl", "x/b.jsonl", "x/y/c.jsonl"]
-
-
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
-    touch(tmp_path, "a[1].jsonl", "a1.jsonl")
-    assert names(tmp_path / "a[1].jsonl") == ["a[1].jsonl"]
 
 
 def test_a_list_keeps_its_own_order(tmp_path: Path) -> None:
@@ -66,15 +48,6 @@ def test_a_list_keeps_its_own_order(tmp_path: Path) -> None:
     assert names([tmp_path / "c.jsonl", str(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"]) == [
         "c.jsonl", "a.jsonl", "b.jsonl"
     ]  # fmt: skip
-
-
-def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
-    touch(tmp_path, "a.jsonl", "b.jsonl")
-    os.symlink(tmp_path / "a.jsonl", tmp_path / "link.jsonl")
-    found = list_files(
-        [tmp_path / "a.jsonl", tmp_path, tmp_path / "*.jsonl", tmp_path / "link.jsonl"], whole=False
-    )
-    assert [Path(file.path).name for file in found] == ["a.jsonl", "b.jsonl"]
 
 
 def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
@@ -88,11 +61,6 @@ def test_hidden_and_marker_files_are_left_out_of_a_folder(tmp_path: Path) -> Non
         tmp_path, ".a.jsonl", "_b.jsonl", ".git/c.jsonl", "_tmp/d.jsonl", "._e.parquet", "f.jsonl"
     )
     assert names(tmp_path) == ["f.jsonl"]
-
-
-def test_a_hidden_file_is_read_if_it_is_named(tmp_path: Path) -> None:
-    touch(tmp_path, "_a.jsonl")
-    assert names(tmp_path / "_a.jsonl") == ["_a.jsonl"]
 
 
 def test_files_with_unknown_endings_are_left_out_of_a_folder(tmp_path: Path) -> None:
@@ -150,23 +118,6 @@ def test_a_missing_path_is_named_with_where_it_was_looked_for(
         list_files("gone/a.jsonl")
 
 
-def test_a_glob_without_matches_says_so(tmp_path: Path) -> None:
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(NoData, match=r"\*\.jsonl matches no file"):
-        list_files(tmp_path / "*.jsonl")
-
-
-def test_one_missing_path_in_a_list_is_an_error(tmp_path: Path) -> None:
-    touch(tmp_path, "a.jsonl")
-    with pytest.raises(NoData, match=r"b\.jsonl does not exist"):
-        list_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-
-
-def test_an_empty_list_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NoData, match="list of paths is empty"):
-        list_files([])
-
-
 def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NoData, match="none of its 0 files"):
         list_files(tmp_path)
@@ -192,12 +143,6 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     assert names(f"file://{tmp_path}/a.jsonl") == ["a.jsonl"]
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(tmp_path, "data/a.jsonl")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert names("~/data") == ["a.jsonl"]
-
-
 # Bundles of small text files
 
 
@@ -220,36 +165,11 @@ def test_a_bundle_ends_when_it_has_enough_bytes(
     ]
 
 
-def test_a_bundle_ends_when_it_has_enough_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manifest, "BUNDLE_FILES", 3)
-    touch(tmp_path, *(f"{i}.txt" for i in range(7)))
-    assert [len(file.members) for file in list_files(tmp_path)] == [3, 3, 1]
-
-
-def test_other_formats_and_compressed_texts_stay_out_of_bundles(tmp_path: Path) -> None:
-    touch(tmp_path, "a.txt", "b.txt", "c.jsonl", "d.txt", "e.txt.gz", "f.txt")
-    assert [(file.name, len(file.members)) for file in list_files(tmp_path)] == [
-        ("a.txt", 2), ("c.jsonl", 0), ("d.txt", 1), ("e.txt.gz", 0), ("f.txt", 1)
-    ]  # fmt: skip
-
-
-def test_text_files_with_a_separator_are_not_bundled(tmp_path: Path) -> None:
-    touch(tmp_path, "a.txt", "b.txt")
-    assert [file.members for file in list_files(tmp_path, whole=False)] == [(), ()]
-
-
 def test_each_file_of_a_bundle_is_one_document(tmp_path: Path) -> None:
     texts = [f"file {i}\n\nwith é and \r\n" * (i + 1) for i in range(30)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02}.md").write_bytes(text.encode())
     assert documents(bytes_of(tmp_path)) == [text.encode() for text in texts]
-
-
-def test_documents_of_a_list_come_in_the_order_of_the_list(tmp_path: Path) -> None:
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [name, name + name]) for name in "cab"]
-    assert documents(bytes_of(paths)) == [b"c", b"cc", b"a", b"aa", b"b", b"bb"]
 
 
 # Fingerprint
@@ -266,20 +186,6 @@ def test_a_moved_folder_keeps_its_fingerprint(tmp_path: Path) -> None:
     before = fingerprint(list_files(folder_of(tmp_path / "one", a="1", b="22")))
     shutil.move(tmp_path / "one", tmp_path / "elsewhere")
     assert fingerprint(list_files(tmp_path / "elsewhere")) == before
-
-
-def test_a_copy_with_other_times_keeps_its_fingerprint(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "one", a="1", b="22")
-    before = fingerprint(list_files(folder))
-    os.utime(folder / "a.txt", (1, 1))
-    assert fingerprint(list_files(folder)) == before
-
-
-def test_fingerprint_does_not_depend_on_bundling(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "one", a="1", b="22")
-    assert fingerprint(list_files(folder, whole=True)) == fingerprint(
-        list_files(folder, whole=False)
-    )
 
 
 @pytest.mark.parametrize(

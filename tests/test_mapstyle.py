@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, UserDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from penstock import (
     ConfigError,
     Shard,
     StateError,
-    SyntheticDataset,
-    TokenFileDataset,
 )
 from penstock.encode.collate import pad_with
-from penstock.errors import CorruptFile, NoData
+from penstock.errors import NoData
 from penstock.sources.samples import batched
 from tests import contracts
 
@@ -60,41 +57,6 @@ def drain(loader: AsyncDataLoader, seen: list[int]) -> None:
 
 
 # Order
-
-
-@pytest.mark.parametrize("length", [1, 7, 33, 300, 5000])
-def test_each_epoch_has_every_sample_once_in_an_order_of_its_own(length: int) -> None:
-    with loader_of(Numbers(length), 8, epochs=3, drop_last=False) as loader:
-        seen = firsts(loader)
-    epochs = [seen[i : i + length] for i in range(0, 3 * length, length)]
-    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
-    if length > 7:
-        assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_without_shuffle_samples_come_in_their_order() -> None:
-    with loader_of(Numbers(10), shuffle=False, epochs=2, drop_last=False) as loader:
-        assert firsts(loader) == [*range(10), *range(10)]
-
-
-def test_datasets_that_torch_puts_one_after_the_other_are_one_dataset() -> None:
-    both: Any = torch.utils.data.ConcatDataset([Numbers(7), Numbers(5)])  # type: ignore[list-item]
-    with loader_of(both, shuffle=False, epochs=1, drop_last=False) as loader:
-        assert firsts(loader) == [*range(7), *range(5)]
-
-
-def test_the_next_pass_has_the_next_epochs_order() -> None:
-    with loader_of(Numbers(50), 10, epochs=1) as loader:
-        passes = [[int(b.inputs[0, 0]) for b in loader] for _ in range(2)]
-    with loader_of(Numbers(50), 10, epochs=2) as loader:
-        both = [int(b.inputs[0, 0]) for b in loader]
-    assert passes[0] + passes[1] == both
-    assert passes[0] != passes[1]
-
-
-def test_another_seed_gives_another_order() -> None:
-    with loader_of(Numbers(100), seed=1) as one, loader_of(Numbers(100), seed=2) as two:
-        assert firsts(one, 20) != firsts(two, 20)
 
 
 # Ranks
@@ -169,23 +131,6 @@ def test_a_wrap_around_repeats_the_first_rows_of_the_pass(rank: Any) -> None:
     assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
 
 
-def test_a_wrap_around_that_reaches_its_own_epoch_again_repeats_the_first_rows(rank: Any) -> None:
-    seen: list[list[int]] = []
-    for r in range(2):
-        rank(2, r)
-        with loader_of(Numbers(10), 8, epochs=2, drop_last=False, seed=3) as loader:
-            seen.append(firsts(loader))
-    rows = [row for pair in zip(*seen, strict=True) for row in pair]
-    assert rows[20:] == rows[:12]
-
-
-def test_the_epoch_of_a_batch_does_not_go_back_at_a_wrap_around(rank: Any) -> None:
-    rank(2, 0)
-    with loader_of(Numbers(10), 4, epochs=2, drop_last=False) as loader:
-        epochs = [batch.epoch for batch in loader]
-    assert epochs == sorted(epochs)
-
-
 @pytest.mark.parametrize("length", [8, 9, 13, 16])
 def test_a_shard_given_by_hand_runs_to_its_own_end(length: int) -> None:
     seen: Counter[int] = Counter()
@@ -196,26 +141,6 @@ def test_a_shard_given_by_hand_runs_to_its_own_end(length: int) -> None:
         assert len(batches) == promised, f"shard {r}"
         seen.update(row for batch in batches for row in batch)
     assert seen == Counter(range(length))
-
-
-def test_eight_ranks_then_three_then_five_miss_and_repeat_nothing(rank: Any) -> None:
-    states: Any = None
-    rows: list[int] = []
-    for world, size, batches in ((8, 3, 2), (3, 5, 3), (5, 2, 4), (1, 7, 2)):
-        columns, ended = [], []
-        for r in range(world):
-            rank(world, r)
-            with loader_of(Numbers(300), size, seed=9) as loader:
-                if states is not None:
-                    loader.load_state_dict(states)
-                columns.append(firsts(loader, batches))
-                ended.append(loader.state_dict())
-        states = ended
-        rows += [row for column in columns for row in column]
-        assert len({str(state) for state in ended}) == 1
-    with loader_of(Numbers(300), len(rows), seed=9) as loader:
-        assert sorted(firsts(loader, 1)) == sorted(rows)
-    assert max(Counter(rows).values()) == 1
 
 
 def test_a_stream_without_end_has_no_length() -> None:
@@ -255,24 +180,6 @@ def test_ragged_rows_are_filled_up() -> None:
         one([[1, 2, 3, 4], [5, 6]])
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
-def test_a_pad_id_need_not_fit_the_type_of_the_ids(dtype: Any) -> None:
-    pad = np.iinfo(dtype).max + 1
-    rows = [np.array([1, 2, 3, 4], dtype), np.array([5, 6], dtype)]
-    assert one(rows, collate=pad_with(pad)).inputs.tolist() == [[1, 2, 3], [5, pad, pad]]
-    assert one([{"input_ids": row} for row in rows], collate=pad_with(pad))[
-        "input_ids"
-    ].tolist() == [
-        [1, 2, 3, 4],
-        [5, 6, pad, pad],
-    ]
-
-
-def test_many_ragged_rows_are_filled_up() -> None:
-    batch = one([np.arange(2 + i % 5) for i in range(300)], collate=pad_with(0))
-    assert batch.inputs.shape == (300, 5)
-
-
 def test_mappings_are_put_together_by_field() -> None:
     samples = [
         {
@@ -292,13 +199,6 @@ def test_mappings_are_put_together_by_field() -> None:
     assert batch["s"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_sample_without_ids_is_filled_up_wherever_it_stands(first: int) -> None:
-    samples = [{"input_ids": []}, {"input_ids": [1, 2]}]
-    batch = one(samples[first:] + samples[:first], collate=pad_with(7))
-    assert sorted(np.asarray(batch["input_ids"]).tolist()) == [[1, 2], [7, 7]]
-
-
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(KeyError) as caught:
         one([{"a": 1}, {"b": 1}])
@@ -313,14 +213,6 @@ def test_pairs_are_inputs_and_targets_as_tensors() -> None:
     assert isinstance(batch.targets, torch.Tensor)
 
 
-def test_tensors_that_numpy_cannot_hold_stay_tensors() -> None:
-    batch = one([torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)])
-    stacked = batch.inputs if batch.inputs is not None else batch.data
-    assert isinstance(stacked, torch.Tensor)
-    assert stacked.dtype == torch.bfloat16
-    assert stacked.shape == (2, 3)
-
-
 def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -> None:
     # What transformers' collators give is a UserDict.
     for kind in (dict, UserDict):
@@ -332,28 +224,6 @@ def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -
         assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
         assert batch.inputs is not None
         assert batch.inputs.tolist() == batch.targets.tolist() == [[1, 2], [3, 4]]
-
-
-def test_torchs_own_collate_gives_inputs_and_targets_of_pairs() -> None:
-    collate = torch.utils.data.default_collate
-    inputs, targets = one([(torch.ones(2), 1), (torch.zeros(2), 0)], collate=collate)
-    assert inputs is not None
-    assert inputs.tolist() == [[1, 1], [0, 0]]
-    assert targets.tolist() == [1, 0]
-
-
-def test_a_collate_gets_the_list_of_samples() -> None:
-    seen: list[Any] = []
-
-    def collate(samples: Any) -> Any:
-        seen.append(type(samples))
-        return {"n": len(samples), "all": samples}
-
-    batch = one([[1, 2], [3, 4]], collate=collate)
-    assert seen == [list]
-    assert batch["n"] == 2
-    assert batch["all"] == [[1, 2], [3, 4]]
-    assert batch.inputs is None
 
 
 def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
@@ -376,16 +246,6 @@ def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
             for _ in range(2)
         ]
     assert passes[0] != passes[1]
-
-
-@pytest.mark.parametrize("function", [torch.as_tensor, np.asarray, np.array, tuple])
-def test_a_preprocess_without_a_signature_is_called(function: Any) -> None:
-    assert firsts_of(one([[1, 2, 3]] * 2, preprocess=function)) == [1, 1]
-
-
-def firsts_of(batch: Any) -> list[int]:
-    value = batch.inputs if batch.inputs is not None else batch.data[0]
-    return [int(v) for v in np.asarray(value).reshape(2, -1)[:, 0]]
 
 
 def test_a_hub_dataset_is_map_style(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,21 +328,6 @@ def test_an_error_in_another_process_keeps_its_type_and_names_the_sample() -> No
     ):
         firsts(loader)
     assert any("sample 350" in note for note in caught.value.__notes__)
-
-
-def test_a_damaged_file_of_tokens_gives_the_batches_before_the_damage(tmp_path: Path) -> None:
-    ids = np.arange(4 * 400 + 1, dtype=np.int32) % 1000
-    ids[4 * 350 + 1] = -7
-    np.save(tmp_path / "ids.npy", ids)
-    seen: list[int] = []
-    with (
-        loader_of(
-            TokenFileDataset.from_binary_file(tmp_path / "ids.npy", seq_len=4), shuffle=False
-        ) as loader,
-        pytest.raises(CorruptFile),
-    ):
-        drain(loader, seen)
-    assert len(seen) == 348
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
@@ -570,62 +415,3 @@ def test_large_batches_stay_within_the_memory_limit(n_workers: int, limit: int) 
     assert taken == 60
     # The one in the trainer's hand is its own, and so is the one before, which a busy machine may free a moment later.
     assert data.peak <= (limit + 2) * size
-
-
-def test_warmup_returns_promptly_where_fewer_batches_fit_than_were_asked_for() -> None:
-    data = Large(60, 1 << 20)
-    with loader_of(
-        data, 1, n_workers=2, collate=data.collate, memory_limit=8 << 20, prefetch_size=16
-    ) as loader:
-        done = loader.warmup(timeout=30)
-    assert done.wait_ms < 20_000
-    assert 1 <= done.filled < 16
-
-
-class Uneven:
-    """Small batches and large ones in turn."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, index: int) -> Any:
-        return np.zeros((1, self.sizes[index]), np.uint8)
-
-
-@pytest.mark.parametrize(
-    "sizes", [[250, 900], [100, 900], [300, 300, 5000], [1, 800, 350, 900], [900, 100]]
-)
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 8])
-def test_a_large_batch_after_small_ones_is_waited_for_and_comes(
-    sizes: list[int], prefetch: int
-) -> None:
-    with loader_of(
-        Uneven(sizes * 8), 1, shuffle=False, epochs=1, prefetch_size=prefetch, memory_limit=1600
-    ) as loader:
-        taken = 0
-        while loader.next_batch(timeout=20) is not None:
-            taken += 1
-    assert taken == 8 * len(sizes)
-
-
-def test_samples_that_are_bytes_count_as_memory() -> None:
-    class Blobs(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return {"blob": b"x" * (1 << 20)}
-
-    with loader_of(Blobs(100), 1, memory_limit=4 << 20, prefetch_size=16) as loader:
-        loader.warmup(timeout=5)
-        assert loader.queue_depth() <= 4
-
-
-def test_synthetic_rows_are_the_datasets_own() -> None:
-    data = SyntheticDataset(seq_len=6, num_samples=30, vocab_size=100)
-    with loader_of(data) as loader:
-        for _ in range(10):
-            batch = loader.next_batch(timeout=10)
-            assert batch is not None
-            for row, spans in zip(np.asarray(batch.inputs), batch.provenance(), strict=True):
-                assert row.tolist() == data[spans[0].row][:-1].tolist()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
 import re
 import socket
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -17,17 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from penstock.errors import ConfigError, MissingExtra
-from penstock.watch.exports.table import MAX_REASONS
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.metrics import (
     METRICS,
     MetricsServer,
     Readings,
-    flatten,
     serve,
     tensorboard,
     titan_names,
@@ -120,11 +114,6 @@ def test_a_name_keeps_the_rules_of_promtool(metric: Any) -> None:
     assert metric.label in ("", "stage", "reason")
 
 
-def test_no_two_metrics_are_one_to_a_reader_that_drops_the_suffix() -> None:
-    names = [metric.name.removesuffix("_total") for metric in METRICS]
-    assert len(set(names)) == len(names)
-
-
 def test_the_page_lists_every_metric_as_it_is() -> None:
     # Name, type, unit, labels, meaning.
     rows = re.findall(
@@ -165,32 +154,12 @@ def test_a_scrape_is_what_prometheus_reads(served: MetricsServer) -> None:
     }
 
 
-def test_a_scrape_is_good_openmetrics_too(served: MetricsServer) -> None:
-    text = scrape(served.url, "application/openmetrics-text; version=1.0.0")
-    assert text.endswith("# EOF\n")
-    families = {family.name: family for family in parse_openmetrics(text)}
-    assert families["penstock_steps"].type == "counter"
-    assert {s.labels["rank"]: s.value for s in families["penstock_steps"].samples} == {
-        "0": 90.0,
-        "1": 90.0,
-    }
-
-
 def test_no_file_name_is_in_a_scrape(served: MetricsServer) -> None:
     text = scrape(served.url)
     assert "parquet" not in text
     assert "hf://" not in text
     labels = {name for family in parse(text) for sample in family.samples for name in sample.labels}
     assert labels == {"rank", "stage", "reason"}
-
-
-def test_a_scrape_shows_what_is_so_at_that_moment() -> None:
-    readings = Readings()
-    with serve(0, readings) as server:
-        assert "penstock" not in scrape(server.url)
-        for step in (1, 2):
-            readings.add(line("progress", step=step))
-            assert f'penstock_steps_total{{rank="0"}} {step}.0' in scrape(server.url)
 
 
 # Readings
@@ -263,78 +232,6 @@ def test_states_follow_the_events() -> None:
     assert shown["fallbacks_total", 0, "synthetic"] == shown["fallbacks_total", 0, "data"] == 1
 
 
-def test_a_new_process_takes_back_what_the_old_one_said_last_but_no_sum() -> None:
-    told = [
-        line("progress", step=9, loss=2.0, dt_step_s=0.5),
-        line("steady_state"),
-        line("shutdown"),
-    ]
-    shown = of(*told, line("boot"))
-    assert ("loss", 0, "") not in shown
-    assert shown["steady", 0, ""] == 0
-    assert shown["running", 0, ""] == 1
-    assert shown["step_seconds_total", 0, ""] == 0.5
-    assert of(*told[:2], line("boot", rotated=True))["loss", 0, ""] == 2.0
-
-
-def test_the_warmup_of_validation_is_not_the_one_of_the_run() -> None:
-    told = [
-        line("loader_warmup", wait_ms=1500.0),
-        line("loader_warmup", wait_ms=10.0, of="validation"),
-    ]
-    assert of(*told)["warmup_wait_seconds", 0, ""] == 1.5
-
-
-def test_a_loss_that_is_not_finite_is_served_and_breaks_no_counter() -> None:
-    readings = Readings()
-    for fields in ({"loss": "nan", "dt_step_s": 0.5}, {"loss": "inf", "dt_step_s": "nan"}):
-        readings.add(line("progress", **fields))
-    with serve(0, readings) as server:
-        values = {s.name: s.value for family in parse(scrape(server.url)) for s in family.samples}
-    assert values["penstock_loss"] == math.inf
-    assert values["penstock_step_seconds_total"] == 0.5
-
-
-def test_labels_are_few_whatever_the_lines_say() -> None:
-    paused = {"eval": 1.0, "ckpt/step_7.pt": 1.0, "": 1.0} | {f"eval {n}": 1.0 for n in range(100)}
-    shown = of(
-        line("progress", paused=paused, wait_by_stage={"fetch": 0.1, "data/part-7.parquet": 0.2}),
-        line("stall", stage="/data/part.parquet", wait_s=3.0),
-        line("stall", wait_s=3.0),
-        line("fallback", to="file:///data", reason="file:///data/part.parquet"),
-    )
-    reasons = {label for name, _, label in shown if name == "pause_seconds_total"}
-    assert len(reasons) <= MAX_REASONS + 1
-    assert {"eval", "other"} <= reasons
-    assert not any("/" in label or "." in label for _, _, label in shown)
-    assert (
-        sum(value for (name, _, _), value in shown.items() if name == "pause_seconds_total") == 103
-    )
-    assert shown["stall_seconds_total", 0, "other"] == 6.0
-
-
-@pytest.mark.parametrize(
-    "bad", [{"rank": None}, {"rank": -1}, {"rank": "x"}, {"msg": 3}, {"msg": None}]
-)
-def test_a_line_that_is_nobodys_is_left_out(bad: dict[str, Any]) -> None:
-    assert of(line("progress", loss=1.0) | bad) == {}
-
-
-def test_names_of_nested_numbers_are_joined() -> None:
-    deep: dict[str, Any] = {"n": 1}
-    for _ in range(2000):
-        deep = {"d": deep}
-    given = {
-        "loss": "nan",
-        "wait_by_stage": {"fetch": 1},
-        "yes": True,
-        "name": "x",
-        "list": [1],
-        "deep": deep,
-    }
-    assert flatten(given).keys() == {"loss", "wait_by_stage/fetch"}
-
-
 # The server
 
 
@@ -375,49 +272,6 @@ def test_closing_ends_the_thread_and_frees_the_port() -> None:
     assert server.port not in listening()
 
 
-def test_a_server_that_is_dropped_leaves_no_thread() -> None:
-    server = MetricsServer(0, rank=0)
-    assert len(servers()) == 1
-    del server
-    gc.collect()
-    assert servers() == []
-
-
-def test_two_servers_in_a_process_do_not_meet() -> None:
-    with MetricsServer(0, rank=0) as one, MetricsServer(0, rank=1) as two:
-        one(5, {"loss": 1.0})
-        assert 'penstock_loss{rank="0"} 1.0' in scrape(one.url)
-        assert "penstock" not in scrape(two.url)
-
-
-def test_a_client_that_says_nothing_or_goes_away_disturbs_nobody(
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("penstock.watch.exports.server.CLIENT_TIMEOUT_S", 0.2)
-    told = threading.Event()
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.set()
-
-    logger, heard = logging.getLogger("penstock"), Heard()
-    logger.addHandler(heard)
-    try:
-        with (
-            MetricsServer(0, rank=0) as server,
-            socket.create_connection(("127.0.0.1", server.port)),
-        ):
-            assert told.wait(PATIENCE_S)
-            server(1, {"loss": 1.0})
-            assert "penstock_loss" in scrape(server.url)
-    finally:
-        logger.removeHandler(heard)
-    assert "broke off" in caplog.text
-    assert "Traceback" not in capfd.readouterr().err
-
-
 def test_without_the_library_the_error_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -430,19 +284,6 @@ def test_without_the_library_the_error_names_what_to_install(
 
 
 # Hooks
-
-
-def test_a_hook_for_tensorboard_leaves_torch_alone_until_there_is_a_step(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from penstock.watch.metrics import tensorboard\n"
-        f"with tensorboard({str(tmp_path / 'board')!r}) as hook:\n"
-        "    assert 'torch' not in sys.modules\n"
-        "    hook(1, {'loss': 2.0})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "board").glob("events.*"))
 
 
 def test_a_heartbeat_feeds_the_server_and_tensorboard(tmp_path: Path) -> None:
@@ -482,22 +323,6 @@ def test_a_heartbeat_feeds_the_server_and_tensorboard(tmp_path: Path) -> None:
     assert "loss" not in found.Tags()["scalars"]
 
 
-def test_the_tensorboard_hook_may_be_closed_twice_and_dropped(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    before = set(threading.enumerate())
-    hook = tensorboard(tmp_path)
-    hook(1, {"loss": math.nan})
-    hook.close()
-    hook.close()
-    dropped = tensorboard(tmp_path / "dropped")
-    dropped(7, {"loss": 1.0})
-    del dropped
-    gc.collect()
-    assert not set(threading.enumerate()) - before
-    assert EventAccumulator(str(tmp_path / "dropped")).Reload().Scalars("loss")[0].step == 7
-
-
 def test_torchtitans_names_have_its_units_and_only_what_is_there() -> None:
     ours = {
         "loss": 2.0,
@@ -535,35 +360,3 @@ def test_a_run_of_wandbs_kind_gets_the_numbers_and_the_step() -> None:
         ({"loss": 2.0, "wait_by_stage/fetch": 0.1}, 3),
         ({"loss_metrics/global_avg_loss": 1.0}, 4),
     ]
-
-
-FORKED = """
-import os, sys
-from penstock.watch.exports.{module} import {what}
-{name} = {made}
-{use}
-if os.fork() == 0:
-    sys.exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        {"module": "server", "what": "MetricsServer", "name": "server", "made": "MetricsServer(0)", "use": ""},
-        {
-            "module": "hooks", "what": "tensorboard", "name": "hook", "made": "tensorboard(sys.argv[1])",
-            "use": "hook(1, {'loss': 1.0})",
-        },
-    ],
-    ids=["server", "tensorboard"],
-)  # fmt: skip
-def test_a_fork_ends_without_waiting_for_threads_that_it_does_not_have(
-    what: dict[str, str], tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED.format(**what), str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr

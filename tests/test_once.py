@@ -50,13 +50,6 @@ def test_when_the_first_one_fails_the_next_one_asks(monkeypatch: pytest.MonkeyPa
     assert told == [None]
 
 
-def test_who_has_waited_long_enough_asks_for_himself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "WAIT_S", 0.01)
-    asking = Once()
-    assert asking.wait(PATH, lambda: None) is None
-    assert asking.wait(PATH, lambda: None) is None
-
-
 def test_a_run_that_knows_the_footers_asks_once_where_each_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

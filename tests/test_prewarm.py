@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from penstock import AsyncDataLoader, ConfigError, SyntheticDataset
+from penstock import ConfigError
 from penstock.train.prewarm import Prewarmed, prewarm, verify_prewarm
 
 VOCABULARY = 23
@@ -206,11 +201,6 @@ def test_every_way_to_train_is_the_same_after_a_prewarm(
     assert_same(plain, warm)
 
 
-def test_several_steps_of_prewarm_change_as_little_as_one() -> None:
-    make = OPTIMIZERS["sgd-momentum"]
-    assert_same(train(make, warmed=False), train(make, warmed=True, prewarm_steps=3))
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("backend", "accumulate", "autocast"),
@@ -228,23 +218,6 @@ def test_a_compiled_model_trains_the_same_after_a_prewarm(
             accumulate=accumulate,
             autocast=autocast,
         )
-        for warmed in (False, True)
-    )
-    assert_same(plain, warm)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own, while it imports its compiler
-def test_a_model_compiled_to_machine_code_trains_the_same_after_a_prewarm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of its own
-    plain, warm = (
-        train(OPTIMIZERS["adamw-fused"], warmed=warmed, backend="inductor", accumulate=2)
         for warmed in (False, True)
     )
     assert_same(plain, warm)
@@ -356,27 +329,6 @@ def test_optimizer_state_of_a_resumed_run_is_not_touched() -> None:
     unchanged(net, optimizer, lambda: verify_prewarm(net, optimizer, batch))
 
 
-def test_the_model_alone_can_be_warmed() -> None:
-    net, _, batch = ready()
-    done = unchanged(net, None, lambda: prewarm(net, None, batch))
-    assert done.skipped == {"optimizer": "none was given"}
-    unchanged(net, None, lambda: verify_prewarm(net, None, batch))
-
-
-def test_several_optimizers_are_warmed_together() -> None:
-    net, _, batch = ready()
-    pair = [
-        torch.optim.SGD(net.embedding.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.AdamW(net.out.parameters()),
-    ]
-    done = unchanged(net, None, lambda: prewarm(net, pair, batch))
-    assert (
-        done.state_bytes
-        == net.embedding.weight.nbytes + 2 * sum(p.nbytes for p in net.out.parameters()) + 8
-    )
-    unchanged(net, None, lambda: verify_prewarm(net, pair, batch))
-
-
 def test_the_scheduler_does_not_move_and_still_warns_when_called_too_early() -> None:
     net, optimizer, batch = ready()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -386,49 +338,6 @@ def test_the_scheduler_does_not_move_and_still_warns_when_called_too_early() -> 
     verify_prewarm(net, torch.optim.SGD(net.parameters(), lr=0.1), batch, scheduler=scheduler)
     with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
         scheduler.step()
-
-
-def test_a_gradient_scaler_is_as_it_was() -> None:
-    net, optimizer, batch = ready()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = repr(scaler.state_dict())
-    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch, scaler=scaler))
-    assert done.skipped == {}
-    assert scaler._scale is None, "made with the first real step, as without prewarm"
-    assert repr(scaler.state_dict()) == before
-    net, optimizer, batch = ready()
-    unchanged(net, optimizer, lambda: verify_prewarm(net, optimizer, batch, scaler=scaler))
-    assert repr(scaler.state_dict()) == before
-
-
-def test_hooks_of_the_optimizer_are_kept_and_not_called() -> None:
-    net, optimizer, batch = ready()
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("global"))
-    try:
-        prewarm(net, optimizer, batch)
-        assert calls == []
-        optimizer.step()
-        assert calls == ["before", "after", "global"]
-    finally:
-        everywhere.remove()
-
-
-def test_modes_and_grad_mode_stay() -> None:
-    net, optimizer, batch = ready()
-    net.norm.eval()
-    with torch.no_grad():
-        unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-        assert not torch.is_grad_enabled()
-    with torch.inference_mode():
-        prewarm(net, None, batch)
-        assert torch.is_inference_mode_enabled()
-    net.eval()
-    assert (
-        prewarm(net, None, batch).skipped["training mode"].startswith("the model is in eval mode")
-    )
 
 
 def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
@@ -452,16 +361,6 @@ def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
         net, None, {"x": needs_gradient}, loss=lambda model, batch: model(batch["x"] * 1)["loss"]
     )
     assert needs_gradient.grad is None
-
-
-def test_a_batch_of_the_loader_is_trained_on_after_it_was_the_pattern() -> None:
-    with AsyncDataLoader(SyntheticDataset(VOCABULARY, 5, 12, seed=1), 3, epochs=1) as loader:
-        first = next(loader)
-        ids = first.inputs.tolist()
-        net, optimizer, _ = ready()
-        unchanged(net, optimizer, lambda: prewarm(net, optimizer, first))
-        assert first.inputs.tolist() == ids
-        assert len(list(loader)) == 3, "none but the first was taken"
 
 
 @pytest.mark.parametrize("form", ["scalar", "pair", "logits", "object"])
@@ -572,25 +471,6 @@ def test_state_of_a_module_outside_its_buffers_is_put_back() -> None:
     assert net.picture() == before
 
 
-def test_extra_state_that_cannot_be_taken_back_is_refused() -> None:
-    class Counts(nn.Linear):
-        counted = [0]  # noqa: RUF012 - out of sight on purpose
-
-        def get_extra_state(self) -> Any:
-            return self.counted[0]
-
-        def set_extra_state(self, state: Any) -> None:
-            pass
-
-        def forward(self, input: Tensor) -> Tensor:
-            self.counted[0] += 1
-            return super().forward(input).sum()
-
-    net = nn.Sequential(Counts(4, 4))
-    with pytest.raises(ConfigError, match=r"extra state of module '0' \(Counts\)"):
-        prewarm(net, None, (torch.ones(2, 4), None))
-
-
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "second"])
 def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
     class Breaks(torch.autograd.Function):
@@ -629,56 +509,6 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
     assert not hasattr(optimizer, "note")
 
 
-def test_a_loss_that_is_not_finite_does_no_harm() -> None:
-    net, optimizer, batch = ready()
-    unchanged(
-        net,
-        optimizer,
-        lambda: prewarm(net, optimizer, batch, loss=lambda m, b: m(b[0]).sum() * float("nan")),
-    )
-    verify_prewarm(net, None, batch)
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adagrad"])
-def test_weights_that_are_not_numbers_or_negative_zeros_keep_their_bits(name: str) -> None:
-    net, optimizer, batch = ready(OPTIMIZERS[name])
-    with torch.no_grad():
-        net.out.weight[:4, 0] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-        net.out.weight.view(torch.int32)[5, 0] = (
-            0x7F800001  # a NaN that arithmetic would turn into another
-        )
-        net.out.bias.fill_(-0.0)
-    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-
-
-def test_an_epsilon_of_zero_makes_no_nan() -> None:
-    net, optimizer, batch = ready(lambda p: torch.optim.AdamW(p, eps=0.0))
-    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
-def test_a_step_made_for_graphs_divides_by_the_rate_and_survives(
-    foreach: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch lets only accelerators have it, but the arithmetic is the same here.
-    adam = sys.modules["torch.optim.adam"]
-    monkeypatch.setattr(
-        adam, "_get_capturable_supported_devices", lambda supports_xla=True: ["cpu"]
-    )
-    make: Make = lambda p: torch.optim.AdamW(
-        p, lr=torch.tensor(0.01), capturable=True, foreach=foreach
-    )
-    assert_same(train(make, warmed=False, schedule=False), train(make, warmed=True, schedule=False))
-
-
-def test_an_embedding_that_renormalises_itself_is_copied_without_being_asked() -> None:
-    seed()
-    net = nn.Sequential(nn.Embedding(VOCABULARY, 4, max_norm=0.1), nn.Linear(4, VOCABULARY))
-    optimizer = torch.optim.AdamW(net.parameters())
-    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batches(1)[0]))
-    assert done.copied_bytes >= VOCABULARY * 4 * 4
-
-
 class WritesToItself(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():
@@ -709,21 +539,6 @@ class IgnoresItsRate(torch.optim.Optimizer):
                     p.mul_(0.99)
 
 
-class KeepsCount(torch.optim.SGD):
-    """Not one we know: its steps are counted in a group and in an attribute."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = group["lr"] / group["k"]
-        return super().step(closure)
-
-
 def test_an_optimizer_that_changes_weights_at_rate_zero_is_refused_and_undone() -> None:
     net, optimizer, batch = ready(IgnoresItsRate)
 
@@ -736,20 +551,6 @@ def test_an_optimizer_that_changes_weights_at_rate_zero_is_refused_and_undone() 
 
     unchanged(net, optimizer, action)
     assert len(optimizer.state) == 0
-
-
-def test_an_unknown_optimizer_is_tried_and_its_state_dropped() -> None:
-    assert_same(
-        train(KeepsCount, warmed=False, schedule=False),
-        train(KeepsCount, warmed=True, schedule=False),
-    )
-    net, optimizer, batch = ready(KeepsCount)
-    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-    assert (
-        done.skipped["optimizer state"]
-        == "dropped again: what the state of KeepsCount begins with is not known"
-    )
-    assert (done.state_bytes, len(optimizer.state), optimizer.count) == (0, 0, 0)  # type: ignore[attr-defined]
 
 
 def sparse() -> tuple[Any, ...]:
@@ -911,54 +712,3 @@ def test_a_careless_prewarm_is_caught_by_the_proof(naive: Callable[..., None], n
 
     unchanged(net, optimizer, action)
     assert len(optimizer.state) == 0
-
-
-def test_zeros_in_place_of_negative_zeros_are_caught_in_the_momentum() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.scale * x).sum()  # x is the gradient
-
-    net, batch = Scale(), {"x": torch.tensor([0.0, -0.0, 1.0])}
-    optimizer = OPTIMIZERS["sgd-momentum"](net.parameters())
-
-    def warm() -> None:
-        prewarm(net, optimizer, batch)
-        optimizer.state[net.scale]["momentum_buffer"].zero_()
-
-    with pytest.raises(
-        ConfigError,
-        match=r"optimizer state of 'scale': 'momentum_buffer' differs after 1 real step",
-    ):
-        verify_prewarm(net, optimizer, batch, warm=warm, real_steps=1)
-    verify_prewarm(net, optimizer, batch, real_steps=1)
-
-
-def test_a_model_that_never_does_the_same_twice_is_not_blamed_on_prewarm() -> None:
-    calls: list[int] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(1)
-        return model(batch[0]).sum() * len(calls)
-
-    net, optimizer, batch = ready(OPTIMIZERS["sgd"])
-    with pytest.raises(ConfigError, match="nothing can be proven, for two runs of 3 steps"):
-        verify_prewarm(net, optimizer, batch, loss=loss)
-
-
-def test_no_copy_and_no_graph_outlives_a_prewarm() -> None:
-    graphs: list[Any] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-        graphs.extend(weakref.ref(tensor) for tensor in (value, batch[0], batch[1]))
-        return value
-
-    net, optimizer, batch = ready()
-    prewarm(net, optimizer, batch, loss=loss)
-    gc.collect()
-    assert [ref() for ref in graphs] == [None, None, None]
-    assert all(p.grad is None for p in net.parameters())

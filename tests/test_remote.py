@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, RemoteOptions, TextDataset
+from penstock import AsyncDataLoader, RemoteOptions
 from penstock.errors import Offline, RemoteError, SourceChanged
 from tests.contracts import (
     closes_cleanly,
@@ -108,17 +108,6 @@ def test_it_closes_cleanly(hub: HubServer) -> None:
     closes_cleanly(maker("hf://datasets/org/name/parquet"))
 
 
-def test_a_folder_of_small_texts_is_fetched_side_by_side(hub: HubServer, tmp_path: Path) -> None:
-    texts = {f"books/{i:03}.txt": f"Book {i}. " * (i % 7) for i in range(40)}
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    hub.add("org/texts", {name: text.encode() for name, text in texts.items()})
-    assert ledger(maker("hf://datasets/org/texts"), 10**6) == ledger(
-        maker(tmp_path / "books"), 10**6
-    )
-
-
 def test_only_the_text_columns_bytes_are_fetched(hub: HubServer) -> None:
     text = [f"document {i} " * 50 for i in range(4000)]
     noise = [bytes((i * j) % 251 for j in range(500)) for i in range(4000)]
@@ -185,40 +174,13 @@ def test_offline_works_from_what_is_there_and_says_what_is_missing(
     hub.clear_log()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert ledger(maker("hf://datasets/org/name/docs.jsonl"), 10**6) == whole
-    with pytest.raises(Offline, match=r"parquet/[ab]\.parquet is not in the cache.*penstock stage"):
+    with pytest.raises(
+        Offline, match=r"parquet/[ab]\.parquet is not in this machine's cache.*penstock stage"
+    ):
         ledger(take_footer, 10)
     with pytest.raises(Offline, match="org/other"):
         maker("hf://datasets/org/other/parquet")()
     assert hub.log == []
-
-
-@pytest.mark.parametrize("n_workers", [0, 1])
-def test_offline_a_compressed_file_that_is_missing_is_named(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, n_workers: int
-) -> None:
-    make = maker("hf://datasets/org/name/docs.jsonl.gz", cache=False)
-    make()  # the listing is kept
-    hub.clear_log()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(Offline, match=r"docs\.jsonl\.gz is not in the cache.*penstock stage"):
-        ledger(make, 1, n_workers=n_workers)
-    assert hub.log == []
-
-
-def test_another_tokenizer_field_split_or_policy_never_gets_the_tokens_of_another(
-    hub: HubServer, corpus: Path
-) -> None:
-    url, path = "hf://datasets/org/name/parquet", corpus / "parquet"
-    for data in (
-        {},
-        {"eos": None},
-        {"split": "train", "val_fraction": 0.3},
-        {"split": "val", "val_fraction": 0.3},
-        {"on_bad_record": "skip", "max_doc_bytes": 100},
-        {"skip": [["a.parquet", 0, 1], ["a.parquet", 0, 2]]},
-    ):
-        assert ledger(maker(url, **data), 10**6) == ledger(maker(path, **data), 10**6), data
-    assert ledger(maker(url), 10**6) == ledger(maker(path), 10**6)
 
 
 def test_local_files_are_cached_where_asked_for_and_a_changed_file_is_read_anew(
@@ -340,29 +302,3 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_the_first_batches_do_not_wait_for_footers_that_are_needed_later(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    files = {}
-    for number in range(10):
-        path = tmp_path / f"{number}.parquet"
-        pq.write_table(pa.table({"text": [f"{number} {word} " * 20 for word in range(10)]}), path)
-        files[f"data/{path.name}"] = path
-    hub.add("org/many", files)
-    # The third file's answers do not come before the test ends: not within any limit of these settings.
-    hub.fault(Fault("silence", path="*/2.parquet", times=None))
-    limits = RemoteOptions(
-        connect_timeout=60, request_timeout=60, stall_timeout=60, retry_budget=60, backoff=0.02
-    )
-    data = TextDataset(
-        "hf://datasets/org/many/data/*.parquet", tokenizer="byte", seq_len=32, remote=limits
-    )
-    with AsyncDataLoader(data, 4, n_workers=2) as loader:
-        seen = set()
-        while "1.parquet" not in seen:
-            batch = loader.next_batch(timeout=50)
-            assert batch is not None
-            seen |= {Path(span.file).name for row in batch.provenance() for span in row}
-    assert seen == {"0.parquet", "1.parquet"}

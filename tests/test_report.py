@@ -19,13 +19,10 @@ from typer.testing import CliRunner
 from penstock.cli.report import report as command
 from penstock.errors import ConfigError, MissingExtra, NoData, PenstockError
 from penstock.watch.heartbeat import Heartbeat
-from penstock.watch.page.page import embedded, text
-from penstock.watch.page.run import Event, read_run
-from penstock.watch.page.series import POINTS, drawn, stretches, thinned
-from penstock.watch.page.tables import describe
-from penstock.watch.page.units import seconds
+from penstock.watch.page.run import read_run
+from penstock.watch.page.series import drawn, stretches
 from penstock.watch.report import Report, compare, report
-from tests.recorded import Recording, lines, write_run
+from tests.recorded import Recording, write_run
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!--]]>\u2028\x1b[31m"
 
@@ -215,16 +212,6 @@ def test_text_from_files_stays_text(tmp_path: Path) -> None:
     Seen(compare(plain, nasty).html)
 
 
-@given(st.text() | st.sampled_from([NASTY, "</SCRIPT\n>", "<!--<script>", "\ud800", "&lt;", "]]>"]))
-def test_no_text_breaks_out_of_the_page(said: str) -> None:
-    around = f'<p title="{text(said)}">{text(said)}</p><script id="figures">{embedded({"x": said})}</script><b>end</b>'
-    around.encode()
-    page = Seen(around)
-    assert page.tags == ["p", "script", "b"]
-    assert page.data == {"x": said}
-    assert page.shown[-1] == "end"
-
-
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -338,32 +325,6 @@ def test_whatever_the_lines_hold_there_is_a_page_or_a_clear_refusal(
     compare(path, path)
 
 
-def test_a_single_slow_step_among_many_stays_visible() -> None:
-    times = np.random.default_rng(0).normal(0.25, 0.01, 200_000)
-    times[123_456], times[77_777] = 9.0, 0.001
-    x, y = thinned(np.arange(200_000), times)
-    assert len(x) <= POINTS
-    assert y[x == 123_456].tolist() == [9.0]
-    assert y[x == 77_777].tolist() == [0.001]
-
-
-@given(
-    st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400),
-    st.integers(2, 60),
-)
-def test_thinning_keeps_order_ends_of_the_range_and_the_limit(
-    values: list[float], most: int
-) -> None:
-    column = np.asarray(values)
-    x, y = thinned(np.arange(len(column)), column, most)
-    assert len(x) <= max(most, 2)
-    assert np.all(np.diff(x) > 0)
-    np.testing.assert_array_equal(y, column[x.astype(int)])
-    if not np.isnan(column).all():
-        assert np.nanmax(y) == np.nanmax(column)
-        assert np.nanmin(y) == np.nanmin(column)
-
-
 def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(ranks=1, steps=1_700))
     whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
@@ -376,22 +337,6 @@ def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
     assert (
         len(made.html.encode()) < 8_000_000
     )  # lines are at their limit of points already, so 200,000 steps are no more
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_two_hundred_thousand_steps_of_eight_ranks_stay_below_eight_megabytes(
-    tmp_path: Path,
-) -> None:
-    write_run(tmp_path, Recording(ranks=1, steps=200_000))
-    whole = (tmp_path / "heartbeat_rank0.jsonl").read_text()
-    for rank in range(1, 8):
-        (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(
-            whole.replace('"rank": 0', f'"rank": {rank}')
-        )
-    made = report(tmp_path)
-    assert made.numbers["ranks"][7]["steps"] == 200_000
-    assert len(made.html.encode()) < 8_000_000
 
 
 def test_a_resumed_run_is_judged_by_its_last_session_and_counts_steps_once(tmp_path: Path) -> None:
@@ -407,16 +352,6 @@ def test_a_resumed_run_is_judged_by_its_last_session_and_counts_steps_once(tmp_p
     x, y = drawn(rank, rank.columns["dt_step_s"])
     assert np.isnan(y).sum() == 1  # the line is broken where the run was
     assert len(x) == 311
-
-
-def test_rotated_parts_are_one_session(tmp_path: Path) -> None:
-    (path,) = write_run(tmp_path, Recording(steps=200))
-    rows = path.read_text().splitlines(keepends=True)
-    again = json.dumps(json.loads(rows[0]) | {"rotated": True}) + "\n"
-    path.with_name(path.name + ".1").write_text("".join(rows[:120]))
-    path.write_text(again + "".join(rows[120:]))
-    one = report(tmp_path).numbers["ranks"][0]
-    assert (one["sessions"], one["steps"]) == (1, 200)
 
 
 def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
@@ -441,36 +376,6 @@ def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
     assert "prefetch_size" in Seen(made.html).words
 
 
-def test_fields_that_are_missing_leave_out_what_rests_on_them(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(bare=True, steps=80))
-    made = report(tmp_path)
-    assert made.numbers["band"] is None
-    assert made.numbers["tokens_per_s"] is None
-    assert abs(made.numbers["steady_from"] - 12) <= 2
-    assert set(Seen(made.html).data["ranks"]["0"]) == {"step-time"}
-
-
-def test_step_times_come_from_the_clock_where_lines_lack_them(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat_rank0.jsonl"
-    told = list(lines(Recording(steps=120, checkpoint_every=50)))
-    for line in told:
-        line.pop("dt_step_s", None)
-    path.write_text("".join(json.dumps(line) + "\n" for line in told))
-    shape = report(path).numbers["ranks"][0]["shape"]
-    assert shape["p50_s"] == pytest.approx(0.25, rel=0.1)
-    assert shape["p99_s"] < 1  # the checkpoints are taken out
-
-
-@pytest.mark.parametrize("steps", [0, 1, 10])
-def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, steps: int) -> None:
-    write_run(tmp_path, Recording(steps=steps, ended=False))
-    made = report(tmp_path)
-    assert made.numbers["ranks"][0]["steps"] == steps
-    assert made.numbers["steady_from"] is None
-    assert ("No step has been recorded yet" in made.summary) == (steps == 0)
-    assert ("not enough steps" in made.summary) == (steps > 0)
-
-
 def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(steps=200, nan_loss_from=150, ended=False))
     made = report(tmp_path)
@@ -480,52 +385,6 @@ def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
     ]
     assert all(f"! {one}" in made.summary for one in made.numbers["warnings"])
     assert "not finite" in json.dumps(Seen(made.html).data["ranks"]["0"]["loss"]["layout"])
-
-
-def test_the_warmup_is_that_of_the_data_trained_on_and_strange_counts_end_nothing(
-    tmp_path: Path,
-) -> None:
-    told = list(lines(Recording(steps=80)))
-    warmup = next(line for line in told if line["msg"].endswith("warmup"))
-    told.append(warmup | {"of": "validation", "filled": 777})
-    for line in told[-30:]:
-        if line["msg"] == "progress":
-            line["tokens"] = 10**16
-    path = tmp_path / "heartbeat_rank0.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in told))
-    run = read_run([path])
-    assert run.ranks[0].sessions[-1].warmup["filled"] == warmup["filled"]
-    assert report(path).numbers["ranks"][0]["steps"] == 80
-
-
-@pytest.mark.parametrize(
-    ("kind", "said", "shown"),
-    [
-        (
-            "error",
-            {"error": "503", "stage": "fetch", "where": "a.parquet"},
-            "503 in fetch, a.parquet",
-        ),
-        ("error", {"error": "503", "stage": "", "where": ""}, "503"),
-        (
-            "shutdown",
-            {"reason": "finished", "steps": 3, "verdict": "fine"},
-            "finished after 3 steps; fine",
-        ),
-        ("shutdown", {"reason": "finished", "steps": 3}, "finished after 3 steps"),
-    ],
-)
-def test_an_event_says_only_what_is_known_of_it(
-    kind: str, said: dict[str, Any], shown: str
-) -> None:
-    assert describe(Event(1.0, 0, 1, kind, said)) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(-5.0, f"-{seconds(5.0)}"), (-0.005, "-5 ms"), (0.0, "0 ms"), (None, "?")]
-)
-def test_a_duration_below_nothing_keeps_its_unit(value: float | None, shown: str) -> None:
-    assert seconds(value) == shown
 
 
 def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
@@ -572,15 +431,6 @@ def test_a_faster_run_is_told_from_chance(tmp_path: Path) -> None:
     assert "slower than A, beyond" in compare(b, a).summary
 
 
-def test_runs_without_a_steady_state_are_not_compared_by_rate(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    write_run(a, Recording(steps=10))
-    write_run(b, Recording(steps=200))
-    made = compare(a, b)
-    assert made.numbers["difference"]["tokens_per_s_pct"] is None
-    assert "cannot be compared" in Seen(made.html).words
-
-
 def invoke(*args: str | Path) -> Any:
     app = typer.Typer()
     app.command()(command)
@@ -595,13 +445,6 @@ def test_the_command_writes_the_page_and_says_the_verdict(run: Path, tmp_path: P
     assert done.output.splitlines()[-1] == f"report: {out}"
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert json.loads(numbers.read_text())["worst_rank"] == 2
-
-
-def test_with_a_dash_nothing_but_json_is_printed(run: Path, tmp_path: Path) -> None:
-    done = invoke("--compare", run, run, "-o", tmp_path / "both.html", "--json", "-")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["difference"]["beyond_intervals"] is False
-    assert "report: " in done.stderr
 
 
 def test_without_arguments_it_takes_the_usual_folder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import socket
@@ -201,15 +200,6 @@ def fits_a_phone(browser: Any) -> None:
     ]
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(
-    browser: Any, visit: Callable[..., None]
-) -> None:
-    visit("run", width=375)
-    fits_a_phone(browser)
-    assert all(lines_in(browser, plot) for plot in PLOTS)
-    nothing_wrong(browser)
-
-
 def colours(browser: Any) -> list[str]:
     """Of the page, of its text, and of the text of a plot."""
     return list(
@@ -248,41 +238,6 @@ def test_the_switch_changes_page_and_plots_and_both_are_readable(
     nothing_wrong(browser)
 
 
-@pytest.mark.slow
-def test_the_system_decides_until_the_reader_does(browser: Any, visit: Callable[..., None]) -> None:
-    visit("run", scheme="dark")
-    assert luminance(colours(browser)[0]) < 0.1
-    prefer(browser, "light")
-    until(browser, lambda: luminance(colours(browser)[0]) > 0.8)
-    browser.find_element("id", "theme").click()
-    prefer(browser, "dark")
-    prefer(browser, "light")
-    assert luminance(colours(browser)[0]) < 0.1
-
-
-@pytest.mark.slow
-def test_another_rank_and_another_scale_redraw_the_plots(
-    browser: Any, visit: Callable[..., None]
-) -> None:
-    visit("run")
-    label = "return document.querySelector('#step-time [data-plot]').getAttribute('aria-label')"
-    kind = "return document.querySelector('#loss [data-plot]').layout.yaxis.type || 'linear'"
-    assert "rank 1" in browser.execute_script(label)  # the slowest is shown first
-    browser.execute_script(
-        "const choice = document.getElementById('rank'); choice.value = '2'; choice.dispatchEvent(new Event('change'))"
-    )
-    assert "rank 2" in browser.execute_script(label)
-    button = browser.find_element("css selector", "#loss button[data-log]")
-    assert (browser.execute_script(kind), button.get_attribute("aria-pressed")) == (
-        "linear",
-        "false",
-    )
-    browser.execute_script("arguments[0].click()", button)
-    assert (browser.execute_script(kind), button.get_attribute("aria-pressed")) == ("log", "true")
-    assert lines_in(browser, "loss")
-    nothing_wrong(browser)
-
-
 def test_hostile_text_is_shown_and_never_run(browser: Any, visit: Callable[..., None]) -> None:
     visit("nasty")
     assert browser.execute_script("return window.broken") is None
@@ -301,32 +256,5 @@ def test_two_runs_are_drawn_side_by_side(browser: Any, visit: Callable[..., None
     }
     assert all(found.values()), found
     assert browser.execute_script("return document.querySelectorAll('.two .verdict').length") == 2
-    fits_a_phone(browser)
-    nothing_wrong(browser)
-
-
-@pytest.mark.slow
-def test_it_prints_in_light_colours_and_comes_back(
-    browser: Any, visit: Callable[..., None]
-) -> None:
-    visit("run", scheme="dark")
-    browser.execute_script(
-        "window.addEventListener('beforeprint', () => { window.printed = document.documentElement.dataset.theme })"
-    )
-    paper = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {})["data"])
-    assert paper.startswith(b"%PDF")
-    until(
-        browser,
-        lambda: browser.execute_script("return document.documentElement.dataset.theme === 'dark'"),
-    )
-    assert browser.execute_script("return window.printed") == "light"
-
-
-def test_a_run_without_steps_has_a_page_without_plots(
-    browser: Any, visit: Callable[..., None]
-) -> None:
-    visit("begun")
-    shown = "return [...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)"
-    assert browser.execute_script(shown) == ["ledger"]
     fits_a_phone(browser)
     nothing_wrong(browser)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import http.client
 import io
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ import pytest
 
 from penstock.errors import ConfigError
 from tests.servers import Chaos, Fault, FileServer, HubServer
-from tests.servers.faults import KINDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,47 +121,6 @@ def test_a_range_of_a_file_is_what_was_asked_for(
     assert part.headers["content-range"] == f"bytes {lo}-{hi - 1}/{len(DATA)}"
 
 
-def test_a_range_past_the_end_a_missing_file_and_other_methods_are_refused() -> None:
-    with FileServer({"x": DATA, "empty": b""}) as server:
-        past = ask(server.url_of("x"), range="bytes=10240-10250")
-        assert (past.status, past.headers["content-range"]) == (416, "bytes */10240")
-        assert ask(server.url_of("empty"), range="bytes=0-0").status == 416
-        assert ask(server.url_of("empty")).body == b""
-        assert ask(server.url_of("y")).status == 404
-        assert ask(server.url_of("x"), "DELETE").status == 405
-        assert raw(server.url_of("x"), head="no header\r\n")[0].startswith(b"HTTP/1.1 400 ")
-        server.remove("x")
-        assert ask(server.url_of("x")).status == 404
-
-
-def test_head_says_what_get_would_send() -> None:
-    with FileServer({"x": DATA}) as server:
-        head, get = ask(server.url_of("x"), "HEAD", range="bytes=0-9"), ask(server.url_of("x"))
-        assert (head.status, head.body, head.headers) == (200, b"", get.headers)
-
-
-def test_changed_content_has_another_etag_and_conditions_are_honoured() -> None:
-    with FileServer({"x": DATA}) as server:
-        url = server.url_of("x")
-        etag = ask(url).headers["etag"]
-        assert ask(url, if_match=etag).status == 200
-        assert ask(url, if_none_match=etag).status == 304
-        server.put("x", b"new")
-        assert ask(url).headers["etag"] != etag
-        assert ask(url, if_match=etag).status == 412
-        assert ask(url, if_none_match=etag).body == b"new"
-        assert ask(url, if_range=etag, range="bytes=0-0").body == b"new"
-    with FileServer({"x": DATA}, etags=False) as server:
-        assert "etag" not in ask(server.url_of("x")).headers
-
-
-def test_names_of_all_sorts_find_their_files() -> None:
-    names = ["a b/c#d?e%f.txt", "äöü/日本.txt", "../up", "x" * 300]
-    with FileServer({name: name.encode() for name in names}) as server:
-        assert [ask(server.url_of(name)).body.decode() for name in names] == names
-        assert [request.path for request in server.log] == [f"/{name}" for name in names]
-
-
 def test_the_log_shows_each_request_and_its_connection() -> None:
     with FileServer({"x": DATA}) as server:
         with closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection:
@@ -194,66 +150,6 @@ def test_the_log_shows_each_request_and_its_connection() -> None:
     assert first.connection == second.connection != third.connection
     assert (third.range, third.sent) == (None, 0)
     assert first.time <= second.time <= third.time
-
-
-def test_latency_and_bandwidth_are_waited_for() -> None:
-    # Lower bounds only: a busy machine makes it slower, never faster.
-    with FileServer(
-        {"x": DATA * 100}, latency_s=0.1, connect_latency_s=0.1, bandwidth=4_000_000
-    ) as server:
-        start = time.monotonic()
-        assert ask(server.url_of("x")).body == DATA * 100
-        assert time.monotonic() - start >= 0.2 + 1_024_000 / 4_000_000
-
-
-def test_connections_share_the_bandwidth() -> None:
-    with FileServer({"x": DATA * 50}, bandwidth=2_000_000) as server:
-        parts = urlsplit(server.url)
-        start = time.monotonic()
-        both = [http.client.HTTPConnection(parts.netloc) for _ in range(2)]
-        for connection in both:
-            connection.request("GET", "/x")
-        bodies = [connection.getresponse().read() for connection in both]
-        assert time.monotonic() - start >= 2 * 512_000 / 2_000_000
-        assert bodies == [DATA * 50] * 2
-        for connection in both:
-            connection.close()
-
-
-def test_one_bytes_object_under_thousands_of_names_is_kept_once() -> None:
-    big = bytes(2_000_000)
-    tracemalloc.start()
-    try:
-        with HubServer() as hub:
-            hub.add("org/many", {f"data/{number:05d}.parquet": big for number in range(2400)})
-            assert (
-                len(ask(f"{hub.endpoint}/api/datasets/org/many/tree/main?recursive=true").json)
-                == 1000
-            )
-            assert tracemalloc.get_traced_memory()[1] < 20_000_000
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "stuck", ["idle", "silence", "stall", "drip", "latency", "unread", "half a request"]
-)
-def test_close_ends_every_connection_at_once(stuck: str) -> None:
-    server = FileServer({"x": bytes(50_000_000)}, latency_s=100.0 if stuck == "latency" else 0.0)
-    if stuck in KINDS:
-        server.fault(Fault(stuck))
-    with closing(
-        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
-    ) as connection:
-        connection.sendall(b"GET /x HTTP/1.1\r\n" + (b"" if stuck == "half a request" else b"\r\n"))
-        if stuck != "half a request":
-            eventually(lambda: len(server.log) == 1)
-        if stuck in ("stall", "drip", "unread"):
-            assert connection.recv(8) == b"HTTP/1.1"
-        server.close()
-        server.close()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
 # Faults
@@ -287,20 +183,6 @@ def test_status_answers_with_a_code_and_may_say_when_to_come_back() -> None:
     assert third.status == 200
 
 
-def test_silence_never_answers() -> None:
-    assert struck("silence", quiet_after=-1) == (b"", "quiet")
-
-
-def test_a_request_in_silence_is_in_the_log() -> None:
-    with FileServer({"x": DATA}) as server:
-        server.fault(Fault("silence"))
-        raw(server.url_of("x"), quiet_after=-1)
-        eventually(lambda: any(request.fault for request in server.log))
-        assert [(request.status, request.sent, request.fault) for request in server.log] == [
-            (0, 0, "silence")
-        ]
-
-
 @pytest.mark.parametrize(("kind", "end"), [("stall", "quiet"), ("reset", "reset"), ("fin", "end")])
 def test_a_cut_leaves_the_bytes_before_it_and_nothing_after(kind: str, end: str) -> None:
     for after in (0, 1, 1000, len(DATA) - 1):
@@ -309,105 +191,6 @@ def test_a_cut_leaves_the_bytes_before_it_and_nothing_after(kind: str, end: str)
         assert b"Content-Length: 10240\r\n" in got
         assert body_of(got) == DATA[:after]
     assert struck(kind, -1 if kind == "stall" else None, after=-1) == (b"", end)
-
-
-def test_drip_sends_the_rest_slowly() -> None:
-    got, how = struck("drip", after=10230, bytes_per_s=40)
-    assert (body_of(got), how) == (DATA, "end")
-    start = time.monotonic()
-    assert struck("drip", after=-1, bytes_per_s=50_000)[0].endswith(DATA)
-    assert time.monotonic() - start >= 10_240 / 50_000
-
-
-def test_truncated_chunked_ends_without_the_last_chunk() -> None:
-    got, how = struck("truncated_chunked", after=100)
-    assert how == "end"
-    assert b"Transfer-Encoding: chunked\r\n" in got
-    assert body_of(got) == b"64\r\n" + DATA[:100] + b"\r\n"
-
-
-def test_garbage_is_no_http() -> None:
-    got, how = struck("garbage")
-    assert how == "end"
-    assert got
-    assert not got.startswith(b"HTTP")
-
-
-def test_huge_headers_are_huge() -> None:
-    got, _ = struck("huge_headers", header_bytes=300_000)
-    assert len(got) - len(body_of(got)) > 290_000
-    assert body_of(got) == DATA
-
-
-def test_slow_waits_before_it_answers() -> None:
-    start = time.monotonic()
-    assert struck("slow", delay_s=0.2)[0].endswith(DATA)
-    assert time.monotonic() - start >= 0.2
-
-
-def changed(kind: str, method: str = "GET", **details: Any) -> Answer:
-    """The answer to a request for the bytes 100 to 199, where this fault strikes."""
-    with FileServer({"x": DATA}) as server:
-        server.fault(Fault(kind, method=method, **details))
-        return ask(server.url_of("x"), method, range="bytes=100-199")
-
-
-def test_faults_of_ranges() -> None:
-    whole = changed("no_range")
-    assert (whole.status, whole.body, "content-range" in whole.headers) == (200, DATA, False)
-    wrong = changed("wrong_range", shift=10)
-    assert (wrong.status, wrong.headers["content-range"], wrong.body) == (
-        206,
-        "bytes 110-209/10240",
-        DATA[110:210],
-    )
-    short = changed("short")
-    assert (short.status, short.headers["content-range"], short.body) == (
-        206,
-        "bytes 100-149/10240",
-        DATA[100:150],
-    )
-    assert changed("short", keep=99).body == DATA[100:199]
-
-
-def test_faults_of_versions() -> None:
-    with FileServer({"x": DATA}) as server:
-        etag = ask(server.url_of("x")).headers["etag"]
-    other = changed("etag")
-    assert (other.headers["etag"] != etag, other.body) == (True, DATA[100:200])
-    assert changed("etag", value='"mine"').headers["etag"] == '"mine"'
-    assert changed("size").headers["content-range"] == "bytes 100-199/10241"
-    assert changed("size", total=5).headers["content-range"] == "bytes 100-199/5"
-    assert changed("size", method="HEAD").headers["content-length"] == "10241"
-
-
-def test_faults_of_bodies() -> None:
-    page = changed("html")
-    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert page.body.startswith(b"<!DOCTYPE html>")
-    packed = changed("gzip")
-    assert (packed.status, packed.headers["content-encoding"]) == (206, "gzip")
-    assert packed.headers["content-range"] == "bytes 100-199/10240"
-    assert gzip.decompress(packed.body) == DATA[100:200]
-    for bits in (1, 5):
-        flipped = changed("flip", bits=bits, seed=3)
-        assert flipped.status == 206
-        assert (
-            sum((a ^ b).bit_count() for a, b in zip(flipped.body, DATA[100:200], strict=True))
-            == bits
-        )
-        assert (
-            flipped.body
-            == changed("flip", bits=bits, seed=3).body
-            != changed("flip", bits=bits, seed=4).body
-        )
-
-
-def test_faults_of_addresses() -> None:
-    assert changed("redirect").headers["location"] == "/x"
-    away = changed("redirect", to="file:///etc/passwd", code=307)
-    assert (away.status, away.headers["location"]) == (307, "file:///etc/passwd")
-    assert changed("redirect", to=lambda path: f"ftp://y{path}").headers["location"] == "ftp://y/x"
 
 
 def test_a_fault_strikes_what_matches_after_what_it_skips_and_as_often_as_it_should() -> None:
@@ -423,26 +206,6 @@ def test_a_fault_strikes_what_matches_after_what_it_skips_and_as_often_as_it_sho
         assert [ask(server.url_of("a/x"), "HEAD").status for _ in range(3)] == [500] * 3
         server.clear_faults()
         assert ask(server.url_of("a/x"), "HEAD").status == 200
-
-
-def test_a_fault_passes_over_answers_that_it_cannot_change() -> None:
-    with FileServer({"x": DATA, "small": b"1234"}) as server:
-        server.fault(Fault("no_range"))
-        server.fault(Fault("fin", after=4))
-        assert ask(server.url_of("small")).body == b"1234"
-        assert body_of(raw(server.url_of("x"))[0]) == DATA[:4]
-        assert ask(server.url_of("x"), range="bytes=0-0").status == 200
-
-
-def test_a_fault_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no fault is called 'stal'"):
-        Fault("stal")
-    with pytest.raises(ConfigError, match="'stall' has no detail 'bits'"):
-        Fault("stall", bits=1)
-    with pytest.raises(ConfigError, match="port='cdm'"):
-        Fault("stall", port="cdm")
-    with pytest.raises(ConfigError, match="rate=5"):
-        Chaos(1, rate=5)
 
 
 def chaos(seed: int, order: list[int], rate: float = 0.3) -> tuple[dict[int, str], Chaos]:
@@ -479,84 +242,6 @@ FILES = {"data/a.parquet": DATA, "data/deep/b.jsonl": b"{}\n", "c.txt": b"text"}
 def api(hub: HubServer, rest: str, token: str = "", **options: Any) -> Answer:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return ask(f"{hub.endpoint}/api/datasets/{rest}", **headers, **options)
-
-
-def test_a_repository_tells_its_commit_and_its_files() -> None:
-    with HubServer() as hub:
-        repo = hub.add("org/name", FILES, card=CARD)
-        hub.add("plain", FILES)
-        info = api(hub, "org/name").json
-        assert (
-            api(hub, f"org/name/revision/{repo.sha}").json
-            == api(hub, "org/name/revision/main").json
-            == info
-        )
-        assert api(hub, "plain").json["id"] == "plain"
-        assert api(hub, "org/name/refs").json["branches"] == [
-            {"name": "main", "ref": "refs/heads/main", "targetCommit": repo.sha}
-        ]
-    assert (info["id"], info["sha"], info["private"], info["gated"]) == (
-        "org/name",
-        repo.sha,
-        False,
-        False,
-    )
-    assert len(repo.sha) == 40
-    assert [file["rfilename"] for file in info["siblings"]] == [
-        "README.md",
-        "c.txt",
-        "data/a.parquet",
-        "data/deep/b.jsonl",
-    ]
-
-
-def test_a_listing_has_files_and_folders_by_name_and_knows_large_files() -> None:
-    with HubServer() as hub:
-        hub.add("org/name", FILES)
-        every = api(hub, "org/name/tree/main?recursive=true").json
-        assert [(item["type"], item["path"]) for item in every] == [
-            ("file", "c.txt"), ("directory", "data"), ("file", "data/a.parquet"),
-            ("directory", "data/deep"), ("file", "data/deep/b.jsonl"),
-        ]  # fmt: skip
-        assert every[2]["lfs"] == {"oid": SHA, "size": len(DATA), "pointerSize": 130}
-        assert every[0]["oid"] == hashlib.sha1(b"blob 4\0text").hexdigest()
-        assert "lfs" not in every[0]
-        assert api(hub, "org/name/tree/main").json == every[:2]
-        assert api(hub, "org/name/tree/main/data?recursive=false").json == every[2:4]
-        assert "lastCommit" in api(hub, "org/name/tree/main?expand=true").json[0]
-        missing = api(hub, "org/name/tree/main/nothing")
-        assert (missing.status, missing.headers["x-error-code"]) == (404, "EntryNotFound")
-        form = api(
-            hub,
-            "org/name/paths-info/main",
-            method="POST",
-            body=b"paths=c.txt&paths=data&paths=no&expand=False",
-        )
-        asked = json.dumps({"paths": ["c.txt", "data", "no"]}).encode()
-        plain = api(
-            hub,
-            "org/name/paths-info/main",
-            method="POST",
-            body=asked,
-            content_type="application/json",
-        )
-        assert form.json == plain.json == every[:2]
-
-
-def test_a_long_listing_comes_in_pages() -> None:
-    with HubServer(page_size=10) as hub:
-        hub.add("org/name", {f"data/{number:03d}.parquet": DATA for number in range(95)})
-        url = f"{hub.endpoint}/api/datasets/org/name/tree/main?recursive=true"
-        paths, pages = [], 0
-        while url:
-            page = ask(url)
-            paths += [item["path"] for item in page.json]
-            pages += 1
-            url = page.headers.get("link", "").partition(">")[0].removeprefix("<")
-        assert paths == ["data", *(f"data/{number:03d}.parquet" for number in range(95))]
-        assert pages == 10
-        assert len(api(hub, "org/name/tree/main?recursive=true&limit=3").json) == 3
-        assert api(hub, "org/name/tree/main?cursor=%FF").status == 400
 
 
 def test_a_commit_moves_main_and_leaves_what_was() -> None:
@@ -630,29 +315,6 @@ def test_a_large_file_is_redirected_to_a_signed_address_on_the_other_port() -> N
                 "etag"
             ]
         )
-
-
-def test_without_redirects_the_hub_serves_everything_itself() -> None:
-    with HubServer(redirect=False) as hub:
-        repo = hub.add("org/name", FILES)
-        part = ask(
-            f"{hub.endpoint}/datasets/org/name/resolve/main/data/a.parquet", range="bytes=5-9"
-        )
-        assert (part.status, part.body, part.headers["etag"]) == (206, DATA[5:10], f'"{SHA}"')
-        assert part.headers["x-repo-commit"] == repo.sha
-
-
-def test_faults_of_the_hub_know_files_by_name_on_both_ports() -> None:
-    with HubServer() as hub:
-        hub.add("org/name", FILES | {"data/b.parquet": DATA})
-        files = f"{hub.endpoint}/datasets/org/name/resolve/main/data"
-        hub.fault(Fault("short", path="*/b.parquet"))
-        hub.fault(Fault("etag", path="*/b.parquet", port="hub", method="HEAD"))
-        assert ask(f"{files}/b.parquet", "HEAD").headers["x-linked-etag"] == '"another-version"'
-        assert follow(f"{files}/a.parquet").body == DATA
-        assert follow(f"{files}/b.parquet").body == DATA[:5120]
-        assert follow(f"{files}/b.parquet").body == DATA
-        assert [request.port for request in hub.log if request.fault] == ["hub", "cdn"]
 
 
 @pytest.mark.parametrize(
@@ -841,27 +503,3 @@ def test_a_file_server_runs_as_a_process_of_its_own_with_faults(tmp_path: Path) 
         assert all(answer.status >= 400 or answer.body == DATA[:5120] for answer in answers)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-
-
-def test_a_folder_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
-    folder = tmp_path / "nowhere"
-    arguments = [sys.executable, "-m", "tests.servers", "files", "--dir", str(folder)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2
-    assert f"--dir {folder}: there is no such folder" in done.stderr
-
-
-def test_a_folder_without_files_is_refused_with_its_name(tmp_path: Path) -> None:
-    arguments = [
-        sys.executable,
-        "-m",
-        "tests.servers",
-        "files",
-        "--dir",
-        str(tmp_path),
-        "--copies",
-        "3",
-    ]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2
-    assert f"{tmp_path} has no files that could be served 3 times" in done.stderr

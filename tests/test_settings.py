@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from penstock import AsyncDataLoader
-from penstock.config import write_atomically
 from penstock.errors import ConfigError
-from penstock.settings import PRESETS, SETTINGS, Settings, build, load, without_comments
+from penstock.settings import PRESETS, SETTINGS, Settings, build, load
 
 ROOT = Path(__file__).parent.parent
 Write = Callable[[str, str], Path]
@@ -148,13 +147,6 @@ def test_the_guides_own_examples_are_read(write: Write) -> None:
     assert (three["prefetch_size"], three["n_workers"], three["shuffle"]) == (4, 4, True)
 
 
-def test_a_trainers_own_tables_are_ignored(write: Write) -> None:
-    path = write(
-        "a.json", '{"model": {"prefetch_size": "huge"}, "name": "x", "training": {"seed": 1}}'
-    )
-    assert load(path, environment={})["seed"] == 1
-
-
 # Precedence
 
 
@@ -170,13 +162,6 @@ def test_command_line_over_environment_over_file_over_default(write: Write) -> N
     ]:
         settings = load(file, environment=environment, overrides=overrides)  # type: ignore[arg-type]
         assert (settings["prefetch_size"], settings.sources["prefetch_size"]) == (value, source)
-
-
-def test_an_explicit_default_wins_and_none_or_an_empty_variable_is_ignored(write: Write) -> None:
-    path = write("a.toml", toml("loader", n_workers=2, seed=5))
-    settings = load(path, environment={"PENSTOCK_N_WORKERS": "auto", "PENSTOCK_SEED": ""})
-    assert (settings["n_workers"], settings["seed"]) == (None, 5)
-    assert load(path, environment={}, overrides={"seed": None})["seed"] == 5
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -229,11 +214,6 @@ def test_a_broken_file_is_named_with_its_line(write: Write, tmp_path: Path) -> N
     refused("loader = 3: must be a table", write("f.toml", "loader = 3"))
 
 
-def test_comments_are_not_looked_for_in_strings() -> None:
-    written = '{"a": "http://x", // one\n "b": "\\"// no"} // two'
-    assert json.loads(without_comments(written)) == {"a": "http://x", "b": '"// no'}
-
-
 # Refusals
 
 
@@ -246,13 +226,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(write: Write) -> None:
     refused("NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
     refused("command line --shufle: unknown; .* shuffle", overrides={"shufle": True})
     refused("zzz: unknown; known are batch_size, cpus, ", overrides={"zzz": True})
-
-
-def test_names_outside_their_table_are_refused(write: Write) -> None:
-    refused("a.toml seed: must be in a table", write("a.toml", "seed = 3\n"))
-    refused("traning: unknown; did you mean training", write("b.toml", toml("traning", seed=3)))
-    refused("has none of the tables", write("c.toml", toml("model", layers=3)))
-    assert load(write("empty.toml", "# nothing yet\n"), environment={})["seed"] == 0
 
 
 def test_two_names_of_one_setting_may_agree_and_must_not_differ(write: Write) -> None:
@@ -329,14 +302,6 @@ def test_prefetch_off_is_the_loader_without_threads() -> None:
     assert off.loader_arguments()["n_workers"] == 0
 
 
-def test_a_text_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "kept.json").write_text("before")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(tmp_path / "kept.json", "half \ud800", best_effort=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
-    assert (tmp_path / "kept.json").read_text() == "before"
-
-
 def test_a_loader_is_built_from_file_environment_and_arguments(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,14 +352,6 @@ def test_text_is_read_relative_to_the_file(corpus: Path, tmp_path: Path) -> None
     assert (data.options.doc_batch, data.options.report_docs) == (7, 9)
     assert (data.remote.fetches, data.remote.cache_bytes) == (3, 1 << 30)
     assert data.quarantine == str(tmp_path / "deep" / "bad.jsonl")
-
-
-@pytest.mark.parametrize("name", ["byte", "gpt2", "meta-llama/Llama-3", "hf://x/tokenizer.json"])
-def test_a_vocabulary_that_is_not_a_file_keeps_its_name(name: str, write: Write) -> None:
-    table = toml("data", kind="text", urls="s3://bucket/x", tokenizer=name, seq_len=8)
-    data = load(write("a.toml", table), environment={}).data
-    assert data is not None
-    assert (data.parameters["tokenizer"], data.parameters["urls"]) == (name, "s3://bucket/x")
 
 
 def test_tokens_by_name(write: Write, tmp_path: Path) -> None:
@@ -458,14 +415,6 @@ def test_what_data_does_not_take_is_refused(write: Write) -> None:
         refused(says, write("a.toml", table))
 
 
-def test_a_dataset_that_refuses_its_parameters_says_which_table(write: Write) -> None:
-    table = toml("data", kind="text", urls="x", tokenizer="byte", seq_len=0)
-    data = load(write("a.toml", table), environment={}).data
-    assert data is not None
-    with pytest.raises(ConfigError, match=r"file a.toml \[data\]: seq_len=0: must be an integer"):
-        data.build({})
-
-
 # The command
 
 
@@ -502,17 +451,6 @@ def test_config_shows_each_value_and_its_source(write: Write, tmp_path: Path) ->
     assert rows["shuffle"] == ["auto", "default"]
     assert rows["data.seq_len"] == ["9", "file a.json data"]
     assert rows.keys() >= SETTINGS.keys()
-
-
-def test_config_says_which_file_it_found(write: Write, tmp_path: Path) -> None:
-    assert command(cwd=tmp_path).stdout.startswith("no file\n")
-    write("penstock.toml", 'preset = "C"\n')
-    found = command(cwd=tmp_path)
-    assert found.stdout.startswith("file penstock.toml, found in this folder\n")
-    assert table(found)["n_workers"] == ["12", "preset C"]
-    named = command("--preset", "A", cwd=tmp_path, PENSTOCK_CONFIG="penstock.toml")
-    assert named.stdout.startswith("file penstock.toml, named by PENSTOCK_CONFIG\n")
-    assert table(named)["n_workers"] == ["8", "preset A"]
 
 
 def test_config_as_json_is_for_programs(write: Write, tmp_path: Path) -> None:

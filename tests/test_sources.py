@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock import (
     AsyncDataLoader,
@@ -258,42 +256,7 @@ def maker(kind: str, folder: Path, **fixed: Any) -> contracts.Make:
     return make
 
 
-OWN = (
-    "rows at once",
-    "array",
-    "tensors",
-    "pairs",
-    "stateful",
-    "stateful, shuffled",
-    "hub",
-    "hub generator",
-    "ids",
-)
-"""Kinds that `tests.kinds` does not have."""
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_every_batch_of_two_epochs_resumes_exactly(kind: str, folder: Path) -> None:
-    make = maker(kind, folder, batch_size=8, epochs=2, drop_last=False)
-    contracts.resumes_everywhere(make, n=70, every=9)
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_the_stream_is_the_same_however_it_is_run(kind: str, folder: Path) -> None:
-    contracts.same_for_any_worker_count(maker(kind, folder), 50)
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_shutdown_and_restart_lose_nothing(kind: str, folder: Path) -> None:
-    contracts.closes_cleanly(maker(kind, folder), rounds=3)
-
-
 # States that do not fit
-
-
-def go_on(loader: AsyncDataLoader, state: Any) -> None:
-    loader.load_state_dict(state)
-    loader.next_batch(timeout=10)
 
 
 JUNK = (
@@ -387,17 +350,6 @@ def test_a_damaged_state_is_refused_or_gives_batches(kind: str, folder: Path) ->
     assert not wrong, json.dumps(wrong, indent=1)
 
 
-@pytest.mark.parametrize("kind", ["samples", "stateful samples"])
-def test_a_state_that_lost_where_its_iterable_stands_is_refused(kind: str, folder: Path) -> None:
-    make = maker(kind, folder)
-    with make() as loader:
-        contracts.take(loader, 3)
-        state = loader.state_dict()
-    del state["source"]
-    with make() as loader, pytest.raises(StateFormat):
-        go_on(loader, state)
-
-
 @pytest.mark.parametrize("one", ["rows", "tokens", "function", "samples", "restart"])
 def test_a_state_of_another_kind_of_data_is_refused(one: str, folder: Path) -> None:
     with maker(one, folder)() as loader:
@@ -416,24 +368,6 @@ def test_a_state_of_another_kind_of_data_is_refused(one: str, folder: Path) -> N
                 if loader.state_dict()["data"] != state["data"]:
                     with pytest.raises((StateMismatch, StateFormat)):
                         loader.load_state_dict(state)
-
-
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-@settings(max_examples=60, deadline=None)
-def test_any_row_of_addressable_data_can_be_asked_for_or_is_refused(row: int, first: int) -> None:
-    loader = AsyncDataLoader(Rows(), 4, n_workers=0)
-    try:
-        state = loader.state_dict() | {"row": row, "first": first}
-        try:
-            loader.load_state_dict(state)
-        except StateError:
-            return
-        batch = loader.next_batch()
-        assert batch is not None
-        assert batch.epoch >= first
-        assert batch.state_dict()["row"] == row + 4
-    finally:
-        loader.shutdown()
 
 
 # What is no data
@@ -466,13 +400,6 @@ def test_texts_are_taken_by_whoever_brings_a_preprocess_of_his_own(texts: Any) -
 def test_what_is_no_data_is_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match="dataset"):
         AsyncDataLoader(data, 2)
-
-
-@pytest.mark.parametrize("name", ["preprocess", "collate"])
-def test_packed_rows_take_no_settings_of_samples(name: str, folder: Path) -> None:
-    for data in (stream(documents), mixture(folder, "stop")):
-        with pytest.raises(ConfigError, match=name):
-            AsyncDataLoader(data, 2, **{name: len})
 
 
 def test_an_iterable_of_samples_is_not_shuffled() -> None:

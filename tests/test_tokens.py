@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
-import threading
-import time
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.sources.indexed import LEFT_TOKENS
 
-from penstock import AsyncDataLoader
 from penstock.errors import ConfigError, CorruptFile, NoData
-from penstock.feed import prefetch
 from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
 
@@ -151,13 +143,6 @@ def test_megatron_is_recognised_by_the_index_beside_it(
     assert data.files[0].format == "megatron"
 
 
-def test_megatron_with_a_mode_for_each_sequence_is_read(tmp_path: Path) -> None:
-    path = write_megatron(tmp_path / "d.bin", [[[*range(10)]], [[*range(10, 20)]]])
-    with path.with_suffix(".idx").open("ab") as file:
-        file.write(b"\0\1")
-    assert all_rows(open_file(path)) == rows_of(range(20), 8)
-
-
 # Several files
 
 
@@ -188,12 +173,6 @@ def test_rows_come_in_the_order_asked_for_across_files(tmp_path: Path) -> None:
     assert [data[i].tolist() for i in range(len(data))] == rows
     assert data[-1].tolist() == rows[-1]
     assert data.__getitems__([]).shape == (0, 9)
-
-
-def test_a_dataset_can_be_iterated(tmp_path: Path) -> None:
-    ids = some_ids(50)
-    data: Any = open_file(write_plain(tmp_path / "a.bin", ids))
-    assert [row.tolist() for row in data] == rows_of(ids, 8)
 
 
 def test_globs_and_lists_name_files_and_each_is_read_once(tmp_path: Path) -> None:
@@ -275,26 +254,6 @@ def test_boundaries_and_spans_are_where_documents_begin(
     shutil.rmtree(path.parent)
 
 
-def test_boundaries_of_many_files_belong_to_the_rows_asked_for(tmp_path: Path) -> None:
-    write_megatron(tmp_path / "a.bin", [[[1] * 5], [[2] * 12]])
-    write_plain(tmp_path / "b.bin", [3] * 17)
-    write_megatron(tmp_path / "c.bin", [[[4] * 10], [[5] * 4], [[6] * 3]])
-    data = open_file(tmp_path)
-    asked = [5, 0, 3, 1, 0]
-    ids = data.__getitems__(asked)
-    rows, columns = np.nonzero(np.diff(ids.astype(int), axis=1))
-    assert [x.tolist() for x in data.boundaries(asked)] == [rows.tolist(), (columns + 1).tolist()]
-    assert rows.size == 4
-
-
-def test_formats_without_documents_have_no_boundaries(tmp_path: Path) -> None:
-    data = open_file(write_header(tmp_path / "a.bin", some_ids(100)))
-    rows, columns = data.boundaries(np.arange(5))
-    assert rows.size == columns.size == 0
-    assert rows.dtype == columns.dtype == np.int64
-    assert [x.size for x in data.boundaries([])] == [0, 0]
-
-
 def test_a_row_says_from_where_in_which_file_it_comes(tmp_path: Path) -> None:
     write_plain(tmp_path / "a.bin", some_ids(20))
     write_plain(tmp_path / "b.bin", some_ids(40))
@@ -335,38 +294,6 @@ def test_a_file_larger_than_memory_costs_only_the_rows_read(tmp_path: Path) -> N
     assert peak < 2 << 20
 
 
-def test_the_index_of_a_hundred_million_documents_stays_on_disk(tmp_path: Path) -> None:
-    n = 100_000_000
-    path = sparse(tmp_path / "d.bin", 2 * n)
-    # All documents but the last are empty, so the numbers of the index are zeros, and it takes no disk.
-    index = tmp_path / "d.idx"
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, 2)
-    sparse(index, len(head) + 12 * n + 16)
-    with index.open("r+b") as file:
-        file.write(head)
-        file.seek(len(head) + 4 * (n - 1))
-        file.write(struct.pack("<i", n))
-        file.seek(len(head) + 12 * n)
-        file.write(struct.pack("<2q", 0, n))
-    tracemalloc.start()
-    try:
-        data = open_file(path, 1024)
-        assert data.boundaries(np.arange(64))[0].size == 0
-        assert [span.tokens for span in data.spans(7)] == [(7 * 1024, 8 * 1024 + 1)]
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 << 20
-
-
-def test_rows_are_copies_that_a_user_may_change(tmp_path: Path) -> None:
-    data = open_file(write_plain(tmp_path / "a.bin", some_ids(100)))
-    before = data[0].tolist()
-    for rows in (data.__getitems__([0, 1]), data[0]):
-        rows += 1
-    assert data[0].tolist() == before
-
-
 def test_a_pickle_is_small_and_reads_the_same_rows(tmp_path: Path) -> None:
     data, rows = many_files(tmp_path)
     all_rows(data)
@@ -381,20 +308,6 @@ def test_a_pickle_is_small_and_reads_the_same_rows(tmp_path: Path) -> None:
     )
 
 
-def test_another_process_reads_the_same_rows(tmp_path: Path) -> None:
-    data, rows = many_files(tmp_path)
-    (tmp_path / "pickle").write_bytes(pickle.dumps(data))
-    code = "import pickle, sys; d = pickle.load(open(sys.argv[1], 'rb')); print(d.__getitems__(range(len(d))).tolist())"
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "pickle")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert out.stdout.strip() == str(rows)
-
-
 def test_threads_may_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "OPEN_FILES", 2)
     data, rows = many_files(tmp_path)
@@ -405,28 +318,6 @@ def test_threads_may_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(200)))
-
-
-def test_other_threads_run_while_rows_are_gathered(tmp_path: Path) -> None:
-    data = open_file(sparse(tmp_path / "a.bin", 1 << 30), 8 << 20)
-    asked = np.arange(12)
-
-    def longest_wait() -> float:
-        """The share of the time of one gather in which this thread got no turn."""
-        # The first and the last turn are taken outside: a gather that lets nobody in may fill all between them.
-        turns = [time.perf_counter()]
-        with ThreadPoolExecutor(1) as pool:
-            gathering = pool.submit(
-                lambda: (time.perf_counter(), data.__getitems__(asked), time.perf_counter())
-            )
-            while not gathering.done():
-                turns.append(time.perf_counter())
-        turns.append(time.perf_counter())
-        begin, _, end = gathering.result()
-        return max(b - a for a, b in itertools.pairwise(turns)) / (end - begin)
-
-    # With the GIL held it would be all of it, each time; a busy machine may only sometimes look like that.
-    assert min(longest_wait() for _ in range(5)) < 0.5
 
 
 # Identity
@@ -460,11 +351,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refused(NoData, r"no file that ends in \.bin", tmp_path)
 
 
-def test_what_is_no_path_is_refused() -> None:
-    refused(ConfigError, "is no path", 7)
-    refused(ConfigError, "is no path", ["a.bin", None])
-
-
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     refused(CorruptFile, r"a\.bin is empty", sparse(tmp_path / "a.bin", 0))
 
@@ -477,11 +363,6 @@ def test_half_an_id_is_refused(tmp_path: Path) -> None:
         sparse(tmp_path / "b.bin", 102),
         dtype="uint32",
     )
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.txt", "a.bin.zst", "a.npz"])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
-    refused(ConfigError, "is no file of token ids", write_plain(tmp_path / name, some_ids(100)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nonsense", None, "bool", object, 3.5])
@@ -503,19 +384,6 @@ def test_a_type_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
         "holds int32",
         write_megatron(tmp_path / "m.bin", [[[1] * 20]], "int32"),
         dtype="uint16",
-    )
-
-
-def test_too_few_ids_for_a_row_are_no_data(tmp_path: Path) -> None:
-    path = write_plain(tmp_path / "a.bin", some_ids(8))
-    refused(NoData, r"seq_len=8 needs 9 ids in a file, and .*a\.bin has 8", path)
-    assert len(open_file(path, 7)) == 1
-
-
-@pytest.mark.parametrize("seq_len", [0, -1, 1.5, "8", True])
-def test_a_length_that_makes_no_row_is_refused(tmp_path: Path, seq_len: Any) -> None:
-    refused(
-        ConfigError, "seq_len=", write_plain(tmp_path / "a.bin", some_ids(100)), seq_len=seq_len
     )
 
 
@@ -583,17 +451,6 @@ def test_an_index_that_does_not_fit_is_refused(
     refused(CorruptFile, match, megatron_with(tmp_path, at, change, cut))
 
 
-def test_documents_out_of_order_are_an_error_and_not_a_wrong_boundary(tmp_path: Path) -> None:
-    path = write_megatron(tmp_path / "d.bin", [[[n] * 5] for n in range(8)])
-    index = bytearray(path.with_suffix(".idx").read_bytes())
-    firsts = 34 + 8 * 12
-    for document, first in ((3, 77), (4, 1)):
-        index[firsts + 8 * document : firsts + 8 * document + 8] = struct.pack("<q", first)
-    path.with_suffix(".idx").write_bytes(index)
-    with pytest.raises(CorruptFile, match=r"d\.idx"):
-        open_file(path, 4).boundaries(range(9))
-
-
 def test_a_negative_id_is_an_error_that_says_where(tmp_path: Path) -> None:
     ids = some_ids(100)
     ids[37] = -5
@@ -620,13 +477,6 @@ def test_a_row_that_is_not_there_is_an_index_error(tmp_path: Path, wrong: int) -
         data.__getitems__([0, wrong])
 
 
-def test_what_is_no_number_of_a_row_is_refused(tmp_path: Path) -> None:
-    data = open_file(write_plain(tmp_path / "a.bin", some_ids(100)))
-    for wrong in ([0.5], np.array([True, False])):
-        with pytest.raises(ConfigError, match="no numbers of rows"):
-            data.__getitems__(wrong)
-
-
 def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_path: Path) -> None:
     path = write_plain(tmp_path / "a.bin", some_ids(100))
     data = open_file(path)
@@ -638,111 +488,4 @@ def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_pa
         data[0]
 
 
-def test_positions_count_in_the_estimate_of_memory(tmp_path: Path) -> None:
-    path = write_megatron(tmp_path / "d.bin", [[[i] * 10] for i in range(40)])
-    data = TokenFileDataset.from_binary_file(path, 8, positions=True)
-    with AsyncDataLoader(data, batch_size=4, prefetch_size=8) as loader:
-        batch = next(loader)
-        whole = sum(part.nbytes for part in (batch.inputs, batch.targets, batch.positions))
-        assert loader.stats().memory_estimate == (8 + 1) * whole
-
-
 # Taken as fast as they come
-
-
-def taken(loader: AsyncDataLoader, n: int, pause_at: Sequence[int] = ()) -> list[np.ndarray]:
-    """Inputs of the next `n` batches, with a rest before some of them."""
-    batches = []
-    for i in range(n):
-        if i in pause_at:
-            time.sleep(0.05)
-        batch = loader.next_batch()
-        assert batch is not None
-        assert batch.targets[:, :-1].tolist() == batch.inputs[:, 1:].tolist()
-        batches.append(batch.inputs)
-    return batches
-
-
-def drained(path: Path, workers: int, shuffle: bool) -> AsyncDataLoader:
-    data = TokenFileDataset.from_binary_file(path, 8)
-    return AsyncDataLoader(data, 4, shuffle=shuffle, seed=3, n_workers=workers)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_taken_as_fast_as_they_come_are_those_of_one_who_rests(
-    tmp_path: Path, shuffle: bool
-) -> None:
-    path, n = write_plain(tmp_path / "a.bin", some_ids(20_000)), 4000  # more than an epoch
-    with drained(path, 0, shuffle) as loader:
-        expected = taken(loader, n)
-    for workers, rests in ((2, ()), (2, (5, 1200, 1201, 1202, 3000)), (1, range(700, 2100, 700))):
-        with drained(path, workers, shuffle) as loader:
-            assert np.array_equal(taken(loader, n, rests), expected)
-
-
-def test_a_state_taken_amid_batches_that_come_fast_goes_on_there(tmp_path: Path) -> None:
-    path = write_plain(tmp_path / "a.bin", some_ids(20_000))
-    with drained(path, 2, True) as loader:
-        expected = taken(loader, 3000)
-    for at in (1, 700, 1111, 2047):
-        with drained(path, 2, True) as loader:
-            taken(loader, at)
-            state = loader.state_dict()
-        with drained(path, 2, True) as loader:
-            loader.load_state_dict(state)
-            assert np.array_equal(taken(loader, 3000 - at), expected[at:])
-
-
-def test_an_id_that_is_too_large_ends_a_stream_taken_fast_after_the_batches_before_it(
-    tmp_path: Path,
-) -> None:
-    ids = some_ids(100_001)
-    ids[8 * 4 * 2500] = -1
-    path = write_plain(tmp_path / "a.bin", ids, "int32")
-    data = TokenFileDataset.from_binary_file(path, 8, "int32")
-    batches: list[np.ndarray] = []
-    with (
-        AsyncDataLoader(data, 4, shuffle=False, n_workers=2) as loader,
-        pytest.raises(CorruptFile, match=f"position {8 * 4 * 2500} is -1"),
-    ):
-        batches.extend(batch.inputs for batch in loader)
-    assert len(batches) == 2499  # a row has one id more, the first of the row that follows
-    assert np.array_equal(np.concatenate(batches).reshape(-1), ids[: 8 * 4 * 2499])
-
-
-def test_whoever_takes_batches_fast_finishes_them_while_workers_gather_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gathered: list[str] = []
-    gather = TokenFileDataset.__getitems__
-
-    def watched(self: TokenFileDataset, indices: Any) -> Any:
-        gathered.append(threading.current_thread().name)
-        return gather(self, indices)
-
-    monkeypatch.setattr(TokenFileDataset, "__getitems__", watched)
-    with drained(write_plain(tmp_path / "a.bin", some_ids(200_000)), 2, False) as loader:
-        taken(loader, 3000)  # at first the workers do it all: nobody knows yet that it is little
-        gathered.clear()
-        for _ in range(20):
-            taken(loader, 1000)
-            if any(name.startswith("penstock-worker-") for name in gathered):
-                return
-    raise AssertionError(f"nobody worked beside: {set(gathered)}")
-
-
-def test_blocks_of_long_rows_are_no_longer_than_those_of_short_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefetch, "EAGER_S", 10.0)  # however busy the machine is
-    data = TokenFileDataset.from_binary_file(
-        write_plain(tmp_path / "a.bin", some_ids(2_000_000)), 65_536
-    )
-    most = 0
-    with AsyncDataLoader(data, 1, n_workers=2) as loader:
-        for _ in range(300):
-            next(loader)
-            assert loader._pipeline is not None
-            assert loader._pipeline._queue is not None
-            most = max(most, len(loader._pipeline._queue.at_hand))
-    assert 8 < most <= LEFT_TOKENS // 65_536

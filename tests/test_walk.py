@@ -68,22 +68,6 @@ def test_folders_that_links_lead_to_are_read_as_a_glob_reads_them(tmp_path: Path
     assert found == names(tmp_path / "data" / "**" / "*.txt")
 
 
-def test_links_to_what_is_read_anyway_lead_nowhere(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "real" / "x.txt")
-    (tmp_path / "data" / "again").symlink_to("real")
-    (tmp_path / "data" / "real" / "up").symlink_to("..")
-    (tmp_path / "data" / "above").symlink_to(tmp_path)
-    assert names(tmp_path / "data") == ["real/x.txt"]
-
-
-def test_two_folders_that_lead_to_each_other_end(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "x.txt")
-    write(tmp_path / "other" / "y.txt")
-    (tmp_path / "data" / "there").symlink_to(tmp_path / "other")
-    (tmp_path / "other" / "back").symlink_to(tmp_path / "data")
-    assert names(tmp_path / "data") == ["there/y.txt", "x.txt"]
-
-
 def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt").symlink_to("gone.txt")
     with pytest.raises(SourceError, match=r"x\.txt is a link to gone\.txt, and nothing is there"):
@@ -98,14 +82,3 @@ def test_an_empty_address_is_not_the_folder_we_are_in(
     write(tmp_path / "x.txt")
     with pytest.raises(ConfigError, match="an address is empty"):
         TextDataset(source, tokenizer="byte", seq_len=8)
-
-
-def test_an_empty_address_in_a_file_is_not_the_folder_of_the_file(tmp_path: Path) -> None:
-    from penstock.settings import build
-
-    write(tmp_path / "x.txt")
-    (tmp_path / "run.toml").write_text(
-        '[data]\nkind = "text"\nurls = ""\ntokenizer = "byte"\nseq_len = 8\n'
-    )
-    with pytest.raises(ConfigError, match="an address is empty"):
-        build(tmp_path / "run.toml", batch_size=1)

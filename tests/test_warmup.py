@@ -19,7 +19,6 @@ import pytest
 
 from penstock import AsyncDataLoader, SyntheticDataset, pipeline
 from penstock.errors import ConfigError, LoaderClosed, StateError
-from penstock.feed import warmup
 from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
 
 ROOT = Path(__file__).parent.parent
@@ -155,37 +154,6 @@ def test_a_dataloader_gives_the_same_batches_for_the_same_seed(num_workers: int)
     until(lambda: not set(multiprocessing.active_children()) - before)
 
 
-def test_a_stream_of_datasets_gives_the_same_rows_and_the_state_of_the_last_one() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def stream() -> Any:
-        data = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(12)]})
-        return data.to_iterable_dataset(num_shards=3)
-
-    plain = list(stream())
-    with warmup_loader(stream(), 5, timeout=DEADLINE_S) as warmed:
-        assert warmed.result.filled == 5
-        for n in range(12):
-            resumed = stream()
-            if n:
-                resumed.load_state_dict(warmed.state_dict())
-            assert list(resumed) == plain[n:]
-            assert next(warmed) == plain[n]
-
-
-def test_a_stream_shorter_than_the_warmup_is_ready_as_a_whole() -> None:
-    with warmup_loader(range(3), 8, timeout=1e300) as warmed:
-        assert (warmed.result.requested, warmed.result.filled, warmed.queue_depth()) == (8, 3, 3)
-        assert list(warmed) == [0, 1, 2]
-
-
-def test_a_validation_iterator_is_warmed_up_beside_the_training_one() -> None:
-    with warmup_loader(Counting(), 4) as train, warmup_loader(Counting(3), 4) as validation:
-        assert [next(train) for _ in range(3)] == [0, 1, 2]
-        assert list(validation) == [0, 1, 2]
-        assert [next(train) for _ in range(3)] == [3, 4, 5]
-
-
 # How far ahead
 
 
@@ -215,16 +183,6 @@ def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
     assert (source.pulled, threads(), heard.events) == (0, [], [])
     assert warmed.result == (0, 0, 0.0)
     assert list(warmed) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("quick_s", "wanted"), [(DEADLINE_S, 1), (0.0, 8)])
-def test_auto_fetches_more_only_after_a_slow_first_item(
-    quick_s: float, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warmup, "QUICK_S", quick_s)
-    with warmup_loader(Counting(12), "auto", DEADLINE_S) as warmed:
-        assert (warmed.result.requested, warmed.result.filled) == (wanted, wanted)
-        assert list(warmed) == list(range(12))
 
 
 # Faults and the end
@@ -278,15 +236,6 @@ def test_a_first_item_fetched_by_the_caller_comes_first() -> None:
         assert list(warmed) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_first_item_before_a_new_pass_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.WARNING, "penstock"),
-        warmup_loader_with_first_batch([0, 1], 0, 2) as warmed,
-    ):
-        assert list(warmed) == [0, 0, 1]
-    assert "a list starts a new pass" in caplog.text
-
-
 # State
 
 
@@ -316,39 +265,6 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
         resumed = loader(2)
         resumed.load_state_dict(states[step])
         assert [batch.tolist() for batch in resumed] == plain[step:], f"after {step} batches"
-
-
-class Stateful(Counting):
-    """Returns a state that it changes later."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.state: dict[str, Any] = {"nested": []}
-
-    def __next__(self) -> int:
-        item = super().__next__()
-        self.state["nested"].append(item)
-        return item
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-
-def test_a_state_is_kept_as_it_was_even_if_the_loader_changes_it_later() -> None:
-    with warmup_loader(Stateful(end=8), 4, DEADLINE_S) as warmed:
-        assert warmed.state_dict() == {"nested": []}
-        for n in range(8):
-            next(warmed)
-            assert warmed.state_dict() == {"nested": list(range(n + 1))}
-
-
-def test_the_state_before_a_first_item_passed_by_the_caller_is_refused() -> None:
-    source = Stateful(end=4)
-    with warmup_loader_with_first_batch(source, next(source), 2, DEADLINE_S) as warmed:
-        with pytest.raises(StateError, match="before the first batch"):
-            warmed.state_dict()
-        next(warmed)
-        assert warmed.state_dict() == {"nested": [0]}
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -395,13 +311,6 @@ def test_the_first_batch_of_our_own_loader_comes_first_and_its_state_is_its_own(
         assert rows(resumed) == plain[4:]
 
 
-def test_our_own_loader_is_not_started_by_a_warmup_that_is_off() -> None:
-    before = threading.active_count()
-    with warmup_loader(own(), timeout=0) as warmed:
-        assert threading.active_count() == before
-        assert len(rows(warmed)) == 10
-
-
 class Held:
     """Rows of which one waits for some seconds, or until it is released."""
 
@@ -423,7 +332,7 @@ def in_order(data: Held) -> AsyncDataLoader:
 
 
 def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
-    with in_order(Held(0, 3 * pipeline.QUICK_S)) as loader:
+    with in_order(Held(0, 3 * pipeline.SOON_S)) as loader:
         done = loader.warmup("auto", DEADLINE_S)
         assert (done.requested, done.filled, loader.queue_depth()) == (5, 5, 5)
         assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
@@ -432,7 +341,7 @@ def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch(
 def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "QUICK_S", DEADLINE_S)
+    monkeypatch.setattr(pipeline, "SOON_S", DEADLINE_S)
     data = Held(3)  # a full queue would have to wait for it
     with in_order(data) as loader:
         done = loader.warmup("auto", DEADLINE_S)
@@ -458,13 +367,6 @@ def test_a_heartbeat_receives_the_result(
     fields = {"requested": 3, "filled": 3, "wait_ms": wait_ms}
     again = {"fetch_warmup_batches": 3, "fetch_warmup_wait_ms": wait_ms}
     assert heard.events == [(msg, fields | again)]
-
-
-def test_an_iterator_without_a_length_is_true_and_has_none() -> None:
-    with warmup_loader(Counting(2), 1) as warmed:
-        with pytest.raises(TypeError, match="len"):
-            len(warmed)
-        assert warmed
 
 
 @pytest.mark.parametrize(

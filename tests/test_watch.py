@@ -28,12 +28,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from penstock.cli.watch import _count, _follow, _once
-from penstock.errors import ConfigError
-from penstock.watch.heartbeat_reader import Tail
 from penstock.watch.live import RunView
 from penstock.watch.view.follow import Follower
-from penstock.watch.view.plain import plain, rate, span
+from penstock.watch.view.plain import plain
 from penstock.watch.view.screen import Look, screen
 from tests.recorded import Recording, lines, write_run
 
@@ -77,13 +74,6 @@ def test_the_view_has_the_latest_of_each_rank() -> None:
     assert view.warmth() == "steady since step 13"
 
 
-def test_a_rank_that_waits_for_the_others_is_not_called_the_slowest() -> None:
-    view = view_of(Recording(steps=80, ranks=3, slow_rank=2, ended=False))
-    slowest = view.slowest(last_ts(view))
-    assert slowest is not None
-    assert slowest.rank == 2
-
-
 def test_a_rank_without_a_line_for_ten_seconds_is_stale_until_it_speaks_again() -> None:
     view = RunView()
     view.add(line("progress", step=5))
@@ -113,23 +103,6 @@ def test_a_stuck_step_is_shown_with_its_stage_and_file_until_the_next_step() -> 
     assert view.verdict(NOW) == "waiting for fetch for 7.5 s: part-3.parquet"
     view.add(line("progress", step=6, data_wait_pct=1.0))
     assert view.verdict(NOW) == "fine"
-
-
-def test_a_step_that_takes_long_is_shown_while_it_lasts() -> None:
-    view = RunView()
-    view.add(line("steady_state", step=5, at_step=2))
-    view.add(line("beat", step=5, since_step_s=42.4))
-    assert view.ranks[0].state(NOW) == "no step for 42 s"
-    view.add(line("progress", step=6))
-    assert view.ranks[0].state(NOW) == "steady"
-
-
-def test_without_a_verdict_of_its_own_the_data_wait_is_put_into_words() -> None:
-    view = RunView()
-    view.add(line("boot"))
-    assert view.verdict(NOW) == "no step yet"
-    view.add(line("progress", step=1, data_wait_pct=7.25))
-    assert view.verdict(NOW) == "data wait 7.2 % (fair)"
 
 
 def test_a_run_that_does_not_say_when_it_is_steady_is_watched_for_it() -> None:
@@ -168,23 +141,6 @@ def test_progress_and_arrival_come_from_the_tokens_that_were_asked_for() -> None
     assert progress.eta_s == pytest.approx(200 * run.tokens / sum(rates))
 
 
-def test_progress_and_arrival_come_from_the_steps_in_the_settings() -> None:
-    run = Recording(steps=150, ended=False, settings={"max_steps": 600}, step_s=0.5)
-    view = view_of(run)
-    progress = view.progress(last_ts(view))
-    assert progress is not None
-    assert progress.share == 0.25
-    assert progress.total == 600 * run.tokens
-    assert progress.eta_s == pytest.approx(450 * 0.5, rel=0.1)
-
-
-def test_a_resumed_run_counts_the_tokens_from_before() -> None:
-    run = Recording(steps=120, resumed_at=60, ended=False)
-    view = view_of(run)
-    assert view.ranks[0].tokens == 120 * run.tokens
-    assert [event.kind for event in view.events].count("boot") == 2
-
-
 def test_a_run_is_over_when_all_ranks_have_ended_or_one_was_lost() -> None:
     view = RunView()
     assert not view.over(NOW)
@@ -198,38 +154,6 @@ def test_a_run_is_over_when_all_ranks_have_ended_or_one_was_lost() -> None:
     assert view.ended
     view.add(line("boot", ts=NOW + 1))
     assert not view.over(NOW + 1)
-
-
-def test_what_ranks_say_together_is_one_event_and_what_is_said_again_another() -> None:
-    view = RunView()
-    for rank in range(4):
-        view.add(
-            line(
-                "fallback", rank=rank, ts=NOW + rank, to="synthetic", reason="no batch within 60 s"
-            )
-        )
-    view.add(line("stall", rank=2, ts=NOW + 5, stage="fetch", wait_s=6.0))
-    view.add(line("stall", rank=2, ts=NOW + 6, stage="fetch", wait_s=6.0))
-    assert [(event.kind, event.ranks) for event in view.events] == [
-        ("fallback", [0, 1, 2, 3]),
-        ("stall", [2]),
-        ("stall", [2]),
-    ]
-    assert view.ranks[0].state(NOW) == "synthetic data"
-
-
-def test_the_latest_events_are_kept_whichever_file_was_read_first() -> None:
-    view = RunView()
-    for rank in range(2):
-        for n in range(100):
-            view.add(
-                line("pause", rank=rank, ts=NOW + 20 * n + rank, name=f"eval of {rank}", seconds=n)
-            )
-    times = [event.ts for event in view.events]
-    assert times == sorted(times)
-    assert len(times) == 64
-    assert {event.ranks[0] for event in view.events} == {0, 1}
-    assert view.noted == 200
 
 
 def test_stage_shares_are_those_of_the_last_minute() -> None:
@@ -290,25 +214,6 @@ def test_the_screen_fits_and_has_the_verdict_and_the_slowest_rank(
         assert f"and {ranks - len(table)} more ranks" in "\n".join(shown)
 
 
-def test_a_narrow_terminal_still_has_all_that_matters() -> None:
-    view = view_of(Recording(steps=70, ranks=2, ended=False, settings={"max_steps": 500}))
-    shown = "\n".join(drawn(view, last_ts(view), Look(width=60, height=24)))
-    for wanted in (
-        "loss",
-        "tok/s",
-        "data wait",
-        "queue",
-        "age",
-        "tokenize",
-        "busy",
-        "events",
-        " left",
-        "% ",
-    ):
-        assert wanted in shown, wanted
-    assert "…" not in shown.splitlines()[5]
-
-
 def test_a_stale_rank_an_ended_one_and_one_that_is_missing_are_shown_as_such() -> None:
     view = RunView()
     view.add(line("boot", world_size=4, host="a"))
@@ -325,42 +230,6 @@ def test_a_stale_rank_an_ended_one_and_one_that_is_missing_are_shown_as_such() -
     assert "2 of 4 ranks have not been heard of" in said[2]
 
 
-def test_many_notes_leave_room_for_the_run() -> None:
-    view = busy(3)
-    notes = tuple(f"cannot read {n}" for n in range(200))
-    shown = drawn(view, last_ts(view), Look(width=80, height=24, notes=notes))
-    assert len(shown) <= 24
-    text = "\n".join(shown)
-    assert "cannot read 2\n" in "\n".join(each.rstrip() for each in shown)
-    assert "cannot read 3" not in text
-    assert "and 197 more" in text
-    assert any(re.match(r" *\d+ +70 ", each) for each in shown)
-    assert "more" not in "\n".join(
-        drawn(view, last_ts(view), Look(width=80, height=24, notes=notes[:3]))
-    )
-
-
-def test_validation_is_told_apart_and_one_that_did_not_happen_is_told() -> None:
-    view = RunView()
-    view.add(line("loader_warmup", filled=4, requested=4, wait_ms=100.0))
-    view.add(line("loader_warmup", step=5, filled=2, requested=2, wait_ms=100.0, of="validation"))
-    view.add(line("eval_skipped", step=5, reason="timeout"))
-    told = [(event.text, event.bad) for event in view.events]
-    assert told == [
-        ("4 of 4 batches in 0.1 s", False),
-        ("2 of 2 batches of validation in 0.1 s", False),
-        ("no validation: timeout", True),
-    ]
-
-
-def test_a_step_that_is_said_to_take_ages_does_not_end_the_view() -> None:
-    view = RunView()
-    for step in range(1, 40):
-        view.add(line("progress", step=step, dt_step_s=1e12))
-    assert view.ranks[0].step == 39
-    assert drawn(view, NOW, Look())
-
-
 def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
     view = RunView()
     bad = "\x1b]0;owned\x07[bold]part\u202e\x9b31m.parquet\n"
@@ -371,13 +240,6 @@ def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
     shown = "\n".join([*drawn(view, NOW, Look(width=150)), *plain(view, NOW)])
     assert "[bold]part" in shown  # it is a name, not markup
     assert all(character.isprintable() or character == "\n" for character in shown)
-
-
-def test_a_terminal_without_unicode_gets_other_bars() -> None:
-    view = view_of(Recording(steps=70, ended=False))
-    shown = "\n".join(drawn(view, last_ts(view), Look(width=120, height=30, ascii=True)))
-    assert re.search(r"[#-]{8} \d/8", shown)
-    assert "█" not in shown
 
 
 JSON = st.recursive(
@@ -477,51 +339,6 @@ def test_whatever_a_line_says_the_view_can_be_drawn(
     assert all(text.isprintable() for text in [*shown, *plain(view, NOW)])
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "-"),
-        (0, "0"),
-        (999.4, "999"),
-        (999.6, "1.00 k"),
-        (65_536, "65.5 k"),
-        (1.234e9, "1.23 G"),
-        (9e15, "9000 T"),
-    ],
-)
-def test_a_rate_has_few_digits(value: float | None, shown: str) -> None:
-    assert rate(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0.04, "0.0 s"),
-        (59, "59 s"),
-        (61, "1 min 01 s"),
-        (119.7, "2 min"),
-        (3700, "1 h 01 min"),
-        (1e6, "11.6 days"),
-    ],
-)
-def test_a_span_has_two_units_at_most(seconds: float, shown: str) -> None:
-    assert span(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("given", "tokens"),
-    [("2000", 2e3), ("2e9", 2e9), ("1.5B", 1.5e9), ("10_000", 1e4), ("3k", 3e3)],
-)
-def test_a_number_of_tokens_is_read_as_people_write_it(given: str, tokens: float) -> None:
-    assert _count(given) == tokens
-
-
-@pytest.mark.parametrize("given", ["", "many", "-5", "0", "1e", "nan", "5 MiB"])
-def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match="--total-tokens"):
-        _count(given)
-
-
 # Which files
 
 
@@ -553,51 +370,6 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: 
     assert "cannot read" in notes
     assert "heartbeat_rank1.jsonl" in notes
     assert "2 lines skipped" in notes
-
-
-def test_a_look_that_has_left_lines_for_the_next_one_says_so(tmp_path: Path) -> None:
-    path = write_run(tmp_path, Recording(steps=30))[0]
-    tail = Tail(path)
-    some = tail.poll(max_bytes=1000)
-    assert tail.behind
-    rest = tail.poll()
-    assert not tail.behind
-    assert some
-    assert [found["step"] for found in some + rest if found["msg"] == "progress"] == list(
-        range(1, 31)
-    )
-
-
-class Busy(Follower):
-    """Of so many ranks that every look finds a new line, and none finds more than it may bring."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__([path])
-        self._path, self.looks = path, 0
-
-    def poll(self) -> list[Any]:
-        self.looks += 1
-        assert self.looks < 50, "it waits for a moment without a line"
-        with self._path.open("a") as file:
-            file.write(json.dumps(line("beat", step=self.looks)) + "\n")
-        return super().poll()
-
-
-def test_lines_that_never_pause_keep_neither_once_nor_a_log_from_printing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (path,) = write_run(tmp_path, Recording(steps=3))
-    _once(Busy(path), RunView(), None)
-    assert "rank 0  step" in capsys.readouterr().out
-    shown: list[int] = []
-
-    def show() -> None:
-        shown.append(1)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _follow(Busy(path), RunView(), show, 10.0, None, False, False)
-    assert shown == [1]
 
 
 # The command
@@ -738,25 +510,6 @@ def test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_o
         assert "Traceback" not in terminal.seen
 
 
-def test_a_kill_leaves_the_terminal_in_order_and_no_color_is_obeyed(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(steps=50, ended=False))
-    with watching([str(tmp_path)], NO_COLOR="1") as (terminal, child):
-        terminal.until("tokens/s", child)
-        child.terminate()
-        terminal.until(re.escape(BACK), child)
-        assert child.wait(PATIENCE_S) == 128 + signal.SIGTERM
-        assert CURSOR in terminal.seen
-        assert not re.search(r"\x1b\[[0-9;]*3[0-7]", terminal.seen)
-
-
-def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(steps=50))
-    with watching([str(tmp_path), "--until-end"], TERM="dumb") as (terminal, child):
-        terminal.until("rank 0  step 50", child)
-        assert child.wait(PATIENCE_S) == 0
-        assert "\x1b" not in terminal.seen
-
-
 def test_it_serves_the_metrics_of_the_run_beside_it(tmp_path: Path) -> None:
     write_run(tmp_path, Recording(steps=50, ranks=2, ended=False))
     with watching([str(tmp_path), "--metrics-port", "0"]) as (terminal, child):
@@ -769,9 +522,3 @@ def test_it_serves_the_metrics_of_the_run_beside_it(tmp_path: Path) -> None:
         assert 'penstock_steps_total{rank="1"} 50.0' in text
         os.write(terminal.ours, b"\x03")
         assert child.wait(PATIENCE_S) == 0
-
-
-def test_once_and_a_server_do_not_go_together(tmp_path: Path) -> None:
-    done = run(tmp_path, "--once", "--metrics-port", "0", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "--metrics-port" in done.stderr

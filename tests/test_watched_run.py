@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +17,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock import AsyncDataLoader, Batch, Mixture, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, Mixture, TextDataset
 from penstock.cli.main import cli
 from penstock.encode.tokenizer import Tokenizer
-from penstock.feed import autotune
 from penstock.feed.warmup import Warmup
 from penstock.watch.loader_stats import Stats
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.heartbeat_reader import read_heartbeat
 from penstock.watch.stage_timer import STAGES
 from penstock.watch.telemetry import Telemetry
-from tests.contracts import digest
 
 torch = pytest.importorskip("torch")
 
@@ -242,16 +235,6 @@ def test_waits_steps_and_pauses_add_up_to_what_the_trainer_measured(run: Run) ->
     assert stats.wall_s <= run.wall_s - paused + 1e-3
 
 
-def test_the_rolling_data_wait_is_that_of_the_steps(run: Run) -> None:
-    """The first step, which has the time to the first batch, is a number of its own."""
-    steps = run.lines("progress")
-    wait, wall = (sum(line[name] for line in steps[1:]) for name in ("dt_fetch_s", "dt_step_s"))
-    # Fewer steps than the window: it is the average over all of them; a step ends a little after `progress`.
-    assert steps[-1]["data_wait_pct"] <= 110 * wait / wall + 0.5
-    assert steps[-1]["data_wait_pct"] >= 0.6 * 100 * wait / wall
-    assert run.counted.data_wait == pytest.approx(run.counted.wait_s / run.counted.wall_s)
-
-
 def test_the_stall_is_told_with_its_stage_and_file_while_it_lasts_and_after_it(run: Run) -> None:
     for line in run.lines("stall"):
         assert line["stage"] == "tokenize"
@@ -266,28 +249,6 @@ def test_the_stall_is_told_with_its_stage_and_file_while_it_lasts_and_after_it(r
     longest = max(run.lines("progress"), key=lambda line: float(line["dt_fetch_s"]))
     assert longest["dt_fetch_s"] >= STALL_S
     assert longest["wait_by_stage"]["tokenize"] > 0.5 * longest["dt_fetch_s"]
-
-
-def test_beats_count_upwards(run: Run) -> None:
-    beats = run.lines("beat")
-    for line in beats:
-        assert tuple(line["stages"]) == STAGES
-        assert line["dropped"] == 0
-        assert line["since_step_s"] < LONGEST_S
-        assert line["queues"]["batches"]["capacity"] == 2
-        assert line["verdict"]
-    for before, after in pairwise(beats):
-        assert after["mono"] >= before["mono"]
-        for stage in STAGES:
-            for name in ("items", "bytes"):
-                assert after["stages"][stage][name] >= before["stages"][stage][name], (stage, name)
-            for name in ("busy_s", "blocked_in_s", "blocked_out_s"):
-                assert after["stages"][stage][name] >= 0, (stage, name)
-    last = run.lines("shutdown")[0]["stages"]
-    assert last["tokenize"]["items"] > 0
-    assert last["decode"]["bytes"] > 0
-    assert last["batch"]["items"] >= run.steps
-    assert last["pack"]["items"] >= 4 * run.steps
 
 
 def test_the_start_the_warmup_the_error_and_the_end_are_told(run: Run) -> None:
@@ -460,27 +421,6 @@ def test_shutting_down_and_going_on_keeps_the_counts(corpus: Path, tmp_path: Pat
     assert stats.stages["pack"].items >= 4 * 30
 
 
-def test_a_state_that_is_loaded_in_the_middle_leaves_no_nonsense_in_the_file(
-    corpus: Path, tmp_path: Path
-) -> None:
-    states = []
-    with AsyncDataLoader(text(corpus), 4, n_workers=1) as loader:
-        with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
-            for step in range(1, 41):
-                if step == 21:
-                    loader.load_state_dict(states[9])
-                next(loader)
-                beating.progress(step, loss=1.0)
-                states.append(loader.state_dict())
-        stats = loader.stats()
-    assert states[20] == states[10]
-    steps = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
-    assert [line["step"] for line in steps] == list(range(1, 41))
-    assert all(0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6 for line in steps)
-    assert all(0 <= line["data_wait_pct"] <= 100.01 for line in steps)
-    assert (stats.batches, stats.tokens) == (20, 20 * 256)  # since the state was loaded
-
-
 def test_training_and_validation_are_measured_apart(corpus: Path) -> None:
     train = AsyncDataLoader(text(corpus), 4, n_workers=1)
     valid = AsyncDataLoader(
@@ -502,179 +442,4 @@ def test_training_and_validation_are_measured_apart(corpus: Path) -> None:
     assert ours.wait_s <= ours.wall_s
 
 
-def test_hundreds_of_epochs_leave_nothing_behind() -> None:
-    """Each epoch has threads of its own; of those that have ended, only sums are kept."""
-    kept = []
-    with AsyncDataLoader(SyntheticDataset(100, 16, 32, seed=0), 8, n_workers=1, epochs=1) as loader:
-        for epoch in range(1, 101):
-            for _ in loader:
-                pass
-            if epoch in (50, 100):
-                kept.append(len(loader.telemetry.clock.timelines))
-                assert threading.active_count() < 10
-        stats = loader.stats()
-    assert kept[1] <= kept[0] <= 8
-    assert len(loader.telemetry.window.steps) <= 512
-    assert stats.batches == 4 * 100 == stats.stages["batch"].items
-
-
-def test_a_loader_that_nobody_holds_ends_while_its_heartbeat_goes_on(
-    corpus: Path, tmp_path: Path
-) -> None:
-    loader = AsyncDataLoader(text(corpus), 4, n_workers=1).start()
-    with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
-        next(loader)
-        beating.progress(1, loss=1.0)
-        del loader
-        gc.collect()
-        ours = [
-            t
-            for t in threading.enumerate()
-            if t.name.startswith("penstock-") and "heartbeat" not in t.name
-        ]
-        for thread in ours:
-            thread.join(LONGEST_S)
-            assert not thread.is_alive()
-        beating.progress(2, loss=1.0)
-    assert beating.counts() == dict.fromkeys(beating.counts(), 0)
-    assert [
-        line["step"] for line in read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
-    ] == [1, 2]
-
-
-def test_after_an_interrupt_within_next_the_stream_and_the_numbers_go_on(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make() -> AsyncDataLoader:
-        return AsyncDataLoader(text(corpus), 4, shuffle=True, seed=5, n_workers=1, prefetch_size=1)
-
-    with make() as loader:
-        expected = [digest(next(loader)) for _ in range(40)]
-    loader = make()
-    real, chunks, go_on = Tokenizer.encode, iter(range(1_000_000)), threading.Event()
-
-    def encode(self: Any, ref: Any, *args: Any) -> Any:
-        if next(chunks) == 3:
-            dry, steps = 0, -1
-            while dry < 20:  # the trainer has nothing left and waits for this chunk, for good
-                go_on.wait(0.02)
-                before, steps = steps, loader.telemetry.consumer.steps
-                dry = dry + 1 if loader.telemetry.waiting() is not None and steps == before else 0
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert go_on.wait(LONGEST_S)
-        return real(self, ref, *args)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    found, interrupted = [], 0
-    with loader:
-        while len(found) < 40:
-            try:
-                found.append(digest(next(loader)))
-            except KeyboardInterrupt:
-                interrupted += 1
-                go_on.set()
-        stats = loader.stats()
-        assert loader.telemetry.waiting() is None
-    assert interrupted == 1
-    assert found == expected
-    assert stats.batches == 40
-    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s)
-    assert stats.wait_s <= stats.wall_s
-
-
 # Beside the run
-
-
-def test_what_autotune_does_is_in_the_file_and_not_in_the_stream(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("PERIOD_S", "SETTLE_S"):
-        monkeypatch.setattr(autotune, name, 0.02)
-    real, nobody = Tokenizer.encode, threading.Event()
-
-    def encode(self: Any, *args: Any) -> Any:
-        nobody.wait(0.005)
-        return real(self, *args)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-
-    def make(tunes: bool) -> AsyncDataLoader:
-        how: dict[str, Any] = {
-            "shuffle": True,
-            "seed": 3,
-            "n_workers": 1,
-            "prefetch_size": "auto" if tunes else 1,
-        }
-        loader = AsyncDataLoader(text(corpus), 4, **how)
-        loader.observe(Listened("tune"))
-        return loader
-
-    tuned = make(True)
-    assert isinstance(tuned.telemetry, Listened)
-    digests: list[str] = []
-    with tuned, Heartbeat(tmp_path, observed=tuned.telemetry, every_s=0.02) as beating:
-        while len(digests) < 5000 and not tuned.telemetry.told.is_set():
-            digests.append(digest(next(tuned)))
-            beating.progress(len(digests))
-        tuned.shutdown()
-        digests += [digest(next(tuned)) for _ in range(100)]
-        state = tuned.state_dict()
-        next(tuned)
-        tuned.load_state_dict(state)
-        digests += [digest(next(tuned)) for _ in range(100)]
-    monkeypatch.setattr(Tokenizer, "encode", real)
-    with make(False) as plain:
-        assert digests == [digest(next(plain)) for _ in digests]
-    told = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("tune")
-    assert told
-    for line in told:
-        assert line["what"] in ("n_workers", "read_ahead", "prefetch_size")
-        assert line["why"]
-        assert line["kept"] in (None, True, False)
-        assert line["from"] != line["to"]
-        assert line["what"] != "n_workers" or line["to"] <= len(os.sched_getaffinity(0))
-
-
-def test_prewarming_with_a_batch_of_ours_moves_neither_the_stream_nor_the_model(
-    corpus: Path,
-) -> None:
-    from penstock.train.prewarm import prewarm, verify_prewarm
-
-    def make() -> AsyncDataLoader:
-        return AsyncDataLoader(text(corpus), 4, shuffle=True, seed=2, n_workers=1)
-
-    with make() as loader:
-        expected = [digest(next(loader)) for _ in range(3)]
-    model = torch.nn.Sequential(torch.nn.Embedding(260, 8), torch.nn.Linear(8, 260))
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with make() as loader:
-        batch = next(loader)
-        assert isinstance(batch, Batch)
-        state = loader.state_dict()
-        assert prewarm(model, optimizer, batch).state_bytes > 0
-        verify_prewarm(model, optimizer, batch)
-        assert loader.state_dict() == state
-        assert loader.stats().batches == 1
-        assert [digest(batch), digest(next(loader)), digest(next(loader))] == expected
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_two_processes_that_write_one_file_leave_every_line_whole(tmp_path: Path) -> None:
-    script = """
-import sys
-from penstock.watch.heartbeat import Heartbeat
-with Heartbeat(sys.argv[1], rank=0, every_s=0.01) as beating:
-    for step in range(1, 301):
-        beating.progress(step, loss=1.0)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in both:
-        _, errors = process.communicate(timeout=LONGEST_S)
-        assert process.returncode == 0, errors
-        assert errors == ""
-    found = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl")
-    steps = Counter(line["pid"] for line in found.of("progress"))
-    assert found.skipped == 0
-    assert steps == {process.pid: 300 for process in both}

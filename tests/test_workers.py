@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import AsyncDataLoader, Mixture, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
 from penstock.errors import WorkerDied
 from tests import contracts
 
@@ -42,110 +39,31 @@ class Deadly(Slow):
         return super().__getitem__(index)
 
 
-def large(sample: Any) -> Any:
-    """Enough to go through shared memory."""
-    return np.tile(sample, 2000)
+def worker_processes() -> list[psutil.Process]:
+    """The processes that a fork server has started for this one."""
+    servers = psutil.Process().children()
+    return [process for server in servers for process in server.children()]
 
 
-def pids(loader: AsyncDataLoader) -> list[int]:
-    assert loader._pipeline is not None
-    pool: Any = loader._pipeline._pool
-    return [
-        worker.pid
-        for worker in list(pool._workers)
-        if worker is not None and worker.pid is not None
-    ]
-
-
-def running(pid: int) -> bool:
-    """Whether a process is there to be killed: one that was may not have been missed yet."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.parametrize("most", [12, pytest.param(50, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_lose_and_repeat_nothing(most: int) -> None:
+def test_processes_that_are_killed_lose_and_repeat_nothing() -> None:
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(Slow(), 8, seed=3, preprocess=large, prefetch_size=4, **how)
+        return AsyncDataLoader(Slow(), 8, seed=3, prefetch_size=4, **how)
 
-    batches = 6 * most
-    expected = contracts.ledger(make, batches, n_workers=2)
-    chance = random.Random(5)
-    got: list[str] = []
-    kills = 0
+    expected = contracts.ledger(make, 40, n_workers=2)
     with make(n_workers=2, workers="process") as loader:
-        while len(got) < batches:
-            got += contracts.take(loader, 1)
-            # A moment between two batches, and some time into the work on later ones.
-            if kills < most and len(got) % 5 == 0:
-                time.sleep(chance.random() * 0.02)
-                alive = [pid for pid in pids(loader) if running(pid)]
-                if alive:
-                    os.kill(chance.choice(alive), signal.SIGKILL)
-                    kills += 1
-        restarts = loader.stats().worker_restarts
-    assert kills == most
-    assert restarts >= 0.8 * most  # one that was killed while it was being replaced counts once
+        got = contracts.take(loader, 10)
+        for _ in range(2):
+            worker_processes()[0].kill()
+            got += contracts.take(loader, 15)
+        assert loader.stats().worker_restarts == 2
     assert got == expected
 
 
 def test_a_sample_that_kills_its_workers_ends_in_an_error_that_names_it() -> None:
     with AsyncDataLoader(Deadly(), 4, shuffle=False, n_workers=2, workers="process") as loader:
-        with pytest.raises(WorkerDied, match=r"exit code 3.*36"):
+        with pytest.raises(WorkerDied, match=r"two worker processes died.*36"):
             contracts.take(loader, 50)
         assert loader.stats().batches == 9  # everything before it
-
-
-def sources(folder: Path) -> dict[str, Any]:
-    ids = folder / "ids.bin"
-    (np.arange(4000) % 251).astype(np.uint16).tofile(ids)
-    lines = folder / "docs.jsonl"
-    lines.write_text(
-        "".join(f'{{"text": "document {i} {"words " * (i % 9)}"}}\n' for i in range(400))
-    )
-    text = TextDataset(lines, tokenizer="byte", seq_len=32, chunk_bytes=1024)
-    tokens = TokenFileDataset.from_binary_file(ids, seq_len=32)
-    return {
-        "text": text,
-        "tokens": tokens,
-        "synthetic": SyntheticDataset(vocab_size=300, seq_len=32, num_samples=90),
-        "map": Slow(seconds=0.0),
-        "iterable": texts_of(lines),
-        "mixture": Mixture({"a": (text, 2), "b": (tokens, 1)}),
-    }
-
-
-def texts_of(path: Path) -> Any:
-    return TextDataset.from_iterable(
-        path.read_text().splitlines, tokenizer="byte", seq_len=32, chunk_docs=32, name="x"
-    )
-
-
-@pytest.mark.parametrize("kind", ["text", "tokens", "synthetic", "map", "iterable", "mixture"])
-def test_processes_give_the_stream_that_threads_give(kind: str, tmp_path: Path) -> None:
-    data = sources(tmp_path)[kind]
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, **{"batch_size": 4, "shuffle": True, "seed": 2, **how})
-
-    ways: list[dict[str, Any]] = [
-        {"n_workers": 0},
-        {"n_workers": 2},
-        {"n_workers": 2, "workers": "process"},
-    ]
-    contracts.same_for_any(make, 30, ways)
-
-
-def test_a_stream_of_processes_resumes_and_closes_like_any(tmp_path: Path) -> None:
-    data = sources(tmp_path)["mixture"]
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, 4, seed=2, n_workers=1, workers="process", **how)
-
-    contracts.resumes_everywhere(make, 8, every=3)
-    contracts.closes_cleanly(make)
 
 
 def test_an_error_in_a_process_arrives_with_its_type_and_notes() -> None:
@@ -157,15 +75,6 @@ def test_an_error_in_a_process_arrives_with_its_type_and_notes() -> None:
 
 def fails(sample: Any) -> Any:
     return sample / 0 if isinstance(sample, int) else 1 // 0
-
-
-def test_shutdown_does_not_wait_for_a_process_that_is_busy() -> None:
-    loader = AsyncDataLoader(Slow(seconds=60.0), 4, n_workers=2, workers="process").start()
-    running = threading.Event()
-    running.wait(3.0)  # long enough for them to be at it
-    begun = time.monotonic()
-    loader.shutdown()
-    assert time.monotonic() - begun < 30.0
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning needs Linux")
@@ -188,9 +97,15 @@ class Cores:
         return np.array([[min(allowed) if len(allowed) == 1 else -1]])
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 5, 12])
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 4, 8, 16])
-def test_every_combination_of_workers_and_prefetch_runs(workers: int, prefetch: int) -> None:
-    data = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=64)
-    with AsyncDataLoader(data, 4, n_workers=workers, prefetch_size=prefetch, epochs=1) as loader:
+@pytest.mark.parametrize("n_workers", [1, 2, 5, 12])
+@pytest.mark.parametrize("prefetch_size", [1, 4, 8])
+def test_every_combination_of_workers_and_prefetch_runs(
+    corpus: Path, n_workers: int, prefetch_size: int
+) -> None:
+    how: dict[str, Any] = {"n_workers": n_workers, "prefetch_size": prefetch_size, "epochs": 1}
+    rows = SyntheticDataset(vocab_size=100, seq_len=8, num_samples=64)
+    with AsyncDataLoader(rows, 4, **how) as loader:
         assert sum(1 for _ in loader) == 16
+    text = TextDataset(corpus / "many", tokenizer="byte", seq_len=64, shuffle_chunks=4)
+    with AsyncDataLoader(text, 4, shuffle=True, **how) as loader:
+        assert sum(1 for _ in loader) > 50

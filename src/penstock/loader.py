@@ -211,17 +211,24 @@ class AsyncDataLoader:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            from penstock.feed.device import DeviceFeed
+            self._feed = self._device_feed(options.device, pipeline)
+            self.telemetry.device = self._feed.waited_s
+        return self
 
-            self._feed = DeviceFeed(
-                options.device,
+    def _device_feed(self, device: str, pipeline: Pipeline) -> DeviceFeed:
+        from penstock.feed.device import DeviceFeed
+
+        try:
+            return DeviceFeed(
+                device,
                 pipeline.next,
                 pipeline.poll,
                 self._given.device_preprocess,
                 self.telemetry.clock,
             )
-            self.telemetry.device = self._feed.waited_s
-        return self
+        except BaseException:  # without a device there are no batches, and no threads
+            self._close()
+            raise
 
     def _run_context(self) -> RunContext:
         """Return how a run from the current state goes."""

@@ -268,28 +268,6 @@ def test_five_steps_on_two_ranks_are_those_without_a_prewarm(
         )
 
 
-def test_the_buckets_of_ddp_are_final_after_a_prewarm(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        passes, _, _, rebuilt, sends_buffers = rank["notes"]["ddp adamw"]
-        assert (passes, rebuilt, sends_buffers) == (2, True, True)
-        assert rank["notes"]["ddp adamw accumulated"][0] == 4
-        passes, _, _, rebuilt, sends_buffers = rank["notes"]["ddp without exchange"]
-        assert (passes, rebuilt, sends_buffers) == (2, False, True)
-        assert rank["notes"]["ddp with unused"][0] == 1
-        assert rank["notes"]["fsdp adamw"][0] == 1
-
-
-@pytest.mark.slow
-def test_three_ranks_add_gradients_up_in_the_same_order_as_without_a_prewarm(
-    tmp_path: Path,
-) -> None:
-    names = ["ddp adamw", "ddp adamw accumulated", "ddp with unused", "fsdp adamw", "proof in ddp"]
-    for rank in run(tmp_path, 3, *names, "refused static"):
-        assert [rank["checks"][name] for name in names] == [[]] * len(names)
-        assert "on 3 ranks" in rank["notes"]["ddp adamw"][2]["buckets of DDP"]
-        assert "static_graph=True on 3 ranks" in rank["checks"]["refused static"]
-
-
 @pytest.mark.parametrize("name", ["proof in ddp", "proof in fsdp", "gradients in buckets"])
 def test_everything_is_as_it_was_on_both_ranks(ranks: list[dict[str, Any]], name: str) -> None:
     assert [rank["checks"][name] for rank in ranks] == [[], []]
@@ -301,21 +279,6 @@ def test_rate_zero_with_real_gradients_is_caught_on_both_ranks(
 ) -> None:
     for rank in ranks:
         assert "differs after 1 real step(s)" in rank["checks"][f"careless in {kind}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "note"),
-    [
-        ("exception after a forward in fsdp", "fsdp forward"),
-        ("exception within a forward in fsdp", "fsdp middle"),
-        ("exception within a forward in ddp", "ddp middle"),
-    ],
-)
-def test_training_after_a_prewarm_that_failed_is_the_same(
-    ranks: list[dict[str, Any]], name: str, note: str
-) -> None:
-    assert [rank["checks"][name] for rank in ranks] == [[], []]
-    assert [rank["notes"][note] for rank in ranks] == ["raised", "raised"]
 
 
 def test_what_cannot_be_looked_after_is_refused_on_both_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -30,7 +30,6 @@ import json, logging, os, sys
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
-from penstock.feed.keep import CacheWriter
 from penstock.read.cache import TokenCache
 from penstock.types import ChunkRef, FileRef, TokenChunk
 
@@ -68,10 +67,6 @@ elif task == "crash":
             cache = TokenCache(folder / str(nth), 1 << 30)
             os._exit(0 if all([cache.put(*pair) for pair in zip(keys, chunks)]) else 1)
         report["codes"].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-elif task == "close":
-    writer = CacheWriter(cache)
-    report["taken"] = [writer.offer(*pair) for pair in zip(keys, chunks)]
-    report["closed"] = writer.close(0.3)
 found = [cache.get(key, ref) for key in keys]
 assert all(one is None or one.docs.equals(doc) for one, doc in zip(found, docs))
 report |= {"found": [one is not None for one in found], "told": told, "off": cache.off, "counts": cache.counts()}
@@ -158,25 +153,6 @@ def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
     assert second.exists()  # it may be well once the disk is
 
 
-def test_where_locks_are_not_supported_it_works_without(strace: list[str], tmp_path: Path) -> None:
-    assert run(strace, tmp_path, "put", "flock", "error=ENOLCK") == 0
-    report = report_of(tmp_path)
-    assert report["found"] == report["kept"] == [True] * PUTS
-    assert report["told"] == []
-    assert report["off"] is None
-
-
-def test_a_disk_that_hangs_holds_up_neither_close_nor_the_end(
-    strace: list[str], tmp_path: Path
-) -> None:
-    assert run(strace, tmp_path, "close", "fsync", "delay_enter=3s") == 0
-    report = report_of(tmp_path)
-    assert report["taken"] == [True] * PUTS
-    assert not report["closed"]
-    assert report["counts"]["cache_written"] == 0  # the report was made while the disk hung
-    assert verify(tmp_path).damaged == []
-
-
 @pytest.mark.parametrize(
     "calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64", "ftruncate"]
 )
@@ -257,17 +233,3 @@ def test_a_read_only_disk_is_read_and_turns_writing_off_with_one_warning(
     assert "Read-only" in cache.off
     assert len(caplog.records) == 1
     assert len(list(entries(small_disk))) == 1
-
-
-def test_a_damaged_entry_on_a_read_only_disk_is_refused_each_time(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = TokenCache(small_disk, GiB)
-    key = cache.key("a", 0, "r")
-    cache.put(key, sized(STEP))
-    path = small_disk / "tokens" / key.name
-    path.write_bytes(path.read_bytes()[:-1])
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert [cache.get(key, REF) for _ in range(3)] == [None] * 3
-    assert cache.counts()["cache_damaged"] == 3
-    assert len(caplog.records) == 1

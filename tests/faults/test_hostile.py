@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import random
 import socket
 import subprocess
 import sys
@@ -20,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import PenstockError
 from penstock.errors import BadRecord, CorruptFile, NoData, RemoteError, SourceError
 from penstock.feed.spare import SpareThreads
 from penstock.read.attempt import Patience
@@ -29,17 +26,14 @@ from penstock.read.http import Http
 from penstock.read.remote import RemoteFiles
 from penstock.read.retry import Client
 from penstock.types import FileRef
-from tests.contracts import ledger
 from tests.faults.serving import (
     CHOSEN,
     DEADLINE_S,
     IMPATIENT,
     QUICK,
     content,
-    dataset,
     documents,
     hf,
-    loader_of,
     parquet,
     run,
 )
@@ -120,43 +114,6 @@ def test_a_redirect_through_a_public_server_does_not_come_back_into_the_private_
         assert "10.0.0.9" not in dialled
 
 
-def test_a_redirect_to_another_public_server_is_followed() -> None:
-    with FileServer({"a": DATA, "b": DATA}) as server, public(server) as (files, dialled):
-        port = port_of(server)
-        server.fault(Fault("redirect", path="/a", to=f"http://cdn.example:{port}/b", times=None))
-        file = FileRef(f"http://hub.example:{port}/a", "a", len(DATA), "text")
-        assert files.read(file, 100, 50) == DATA[100:150]
-        assert files.read(file, 300, 50) == DATA[300:350]
-        assert dialled == [PUBLIC, "93.184.216.35"]
-        assert [r.path for r in server.log] == ["/a", "/b", "/b"], (
-            "where it was found is remembered"
-        )
-
-
-def test_a_portal_that_sends_everybody_to_its_own_page_for_a_while_is_got_over(
-    hub: HubServer, expected: Expected
-) -> None:
-    with FileServer({"login": b"<html>Log in</html>"}) as portal:
-        portal.fault(Fault("html", times=None))
-        hub.fault(
-            Fault("redirect", path="*a.parquet", port="hub", to=portal.url_of("login"), times=3)
-        )
-        hub.fault(
-            Fault(
-                "redirect",
-                path="*a.parquet",
-                port="cdn",
-                to=portal.url_of("login"),
-                skip=4,
-                times=2,
-            )
-        )
-        outcome = run(hf(CHOSEN))
-        assert outcome.error is None
-        assert outcome.ledger == expected(CHOSEN)
-        assert 1 <= len(portal.log) <= 8, "its page is not taken for where the file is"
-
-
 def test_an_answer_that_sends_elsewhere_in_mid_run_is_asked_for_at_its_origin_again(
     hub: HubServer, expected: Expected
 ) -> None:
@@ -216,46 +173,12 @@ def odd(**headers: str) -> Fault:
     return Fault("status", code=206, headers=headers, body=DATA[100:150], times=None)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Content-Range": "bytes 100-149/" + "9" * 5000, "ETag": "other"},
-        {"Content-Range": "bytes 100-149/\xb2", "ETag": "other"}, {"Content-Range": "bytes 100-149/-1", "ETag": "other"},
-        {"Content-Range": "bytes 100-149/4097"}, {"Content-Range": "bytes */4096"},
-        {"Content-Range": "items 100-149/4096"}, {"Content-Range": "x" * 20_000}, {},
-        {"Content-Range": "bytes 100-149/4096", "ETag": "x" * 30_000},
-        {"Content-Range": "bytes 100-149/4096", "Content-Encoding": "br" * 500},
-    ],
-    ids=range(10),
-)  # fmt: skip
-def test_odd_heads_are_judged_and_not_quoted_at_length(headers: dict[str, str]) -> None:
-    with FileServer({"a": DATA}) as server, SpareThreads(2) as threads:
-        client = Client(replace(IMPATIENT, retry_budget=0.2), side=threads)
-        files = RemoteFiles(client, {})
-        file = FileRef(server.url_of("a"), "a", len(DATA), "text", etag="known")
-        server.fault(odd(**headers))
-        with pytest.raises(PenstockError) as raised:
-            files.read(file, 100, 50)
-        assert len(str(raised.value)) < 600
-        assert server.url_of("a") in str(raised.value)
-        client.close()
-
-
-def test_a_status_that_is_none_of_the_usual_ones_is_a_typed_error(outside: Path) -> None:
-    for code in (199 + 1, 204, 207, 299, 300, 304, 418, 431, 499, 599):
-        with FileServer({"a.parquet": content()[CHOSEN]}) as server:
-            server.fault(Fault("status", code=code, times=None, skip=1))
-            outcome = run(server.url_of("a.parquet"), remote=replace(IMPATIENT, retry_budget=0.1))
-        assert isinstance(outcome.error, SourceError), code
-        assert "a.parquet" in str(outcome.error)
-
-
 # Parquet: damaged
 
 
 def test_a_bit_flipped_on_the_way_is_fetched_again(hub: HubServer, expected: Expected) -> None:
     for n in range(3):
-        hub.fault(Fault("flip", port="cdn", skip=2 + n, bits=3, seed=n))
+        hub.fault(Fault("flip", port="cdn", skip=2 + 5 * n, bits=3, seed=n))
     hub.fault(
         Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4)
     )  # its footer comes with it
@@ -263,23 +186,6 @@ def test_a_bit_flipped_on_the_way_is_fetched_again(hub: HubServer, expected: Exp
     assert sum(r.fault == "flip" for r in hub.log) == 4
     assert outcome.error is None
     assert outcome.ledger == expected("parquet")
-
-
-def test_a_footer_flipped_on_the_way_is_fetched_again_and_the_sound_one_kept(
-    hub: HubServer, expected: Expected
-) -> None:
-    size = len(content()[CHOSEN])
-    # Whatever the flips hit, what cannot be parsed is not believed; most of a footer says nothing that matters.
-    for seed in range(6):
-        hub.clear_faults()
-        hub.clear_log()
-        hub.fault(Fault("flip", port="cdn", path="*a.parquet", bits=2000, seed=seed))
-        outcome = run(hf(CHOSEN), remote=QUICK)
-        assert (outcome.error, outcome.ledger) == (None, expected(CHOSEN))
-        if seed == 0:
-            assert sum(r.range == (size - 65536, size) and r.port == "cdn" for r in hub.log) == 2
-        else:
-            assert not any(r.range == (size - 65536, size) for r in hub.log), "it is kept"
 
 
 def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
@@ -334,12 +240,6 @@ def test_a_damaged_file_is_an_error_that_names_it_or_is_left_out_and_counted(
     assert outcome.stats.documents == 40 - lost
 
 
-def test_a_damaged_file_is_fetched_twice_before_it_is_believed_and_no_more(hub: HubServer) -> None:
-    hub.add("org/twice", {"b.parquet": DAMAGED["magic flipped"]})
-    run("hf://datasets/org/twice")
-    assert len([r for r in hub.log if r.port == "cdn"]) == 2
-
-
 def test_a_bomb_is_noticed_before_it_fills_the_memory(hub: HubServer) -> None:
     sink = io.BytesIO()
     pq.write_table(
@@ -378,31 +278,6 @@ def test_a_file_with_another_schema_is_an_error_that_names_it_and_what_to_do(
     assert isinstance(outcome.error, SourceError)
     for word in (*words, "b.parquet", "text_field"):
         assert word in str(outcome.error)
-
-
-def test_texts_of_another_kind_in_one_file_are_texts_all_the_same(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    texts = list(documents()[:20])
-    kinds = [
-        pa.string(),
-        pa.large_string(),
-        pa.binary(),
-        pa.dictionary(pa.int32(), pa.string()),
-        pa.string_view(),
-    ]
-    (tmp_path / "kinds").mkdir()
-    for i, kind in enumerate(kinds):
-        array = (
-            pa.array([t.encode() for t in texts], kind)
-            if kind == pa.binary()
-            else pa.array(texts).cast(kind)
-        )
-        pq.write_table(pa.table({"text": array}), tmp_path / "kinds" / f"{i}.parquet")
-    hub.add("org/kinds", {p.name: p for p in (tmp_path / "kinds").iterdir()})
-    outcome = run("hf://datasets/org/kinds")
-    assert outcome.error is None
-    assert outcome.ledger == run(tmp_path / "kinds").ledger
 
 
 FLIPS = """
@@ -463,13 +338,6 @@ def test_no_flip_in_a_footer_crashes_hangs_or_is_read_as_something_else(lean: Pa
     assert min(counts["equal"], counts["refused"]) > 20
 
 
-@pytest.mark.slow
-def test_no_flip_of_thousands_does(lean: Path) -> None:
-    start = random.SystemRandom().randrange(10**9)
-    counts = flip_footers(lean, range(start, start + 10_000))
-    assert counts["wrong"] == 0, f"seeds from {start}"
-
-
 # Other formats: damaged
 
 
@@ -487,29 +355,6 @@ def test_a_compressed_file_cut_short_is_an_error_that_names_it(hub: HubServer, f
     assert outcome.stats.bad == {"corrupt": 1}
 
 
-def test_a_compressed_file_damaged_at_its_beginning_on_the_way_is_fetched_again(
-    hub: HubServer, expected: Expected
-) -> None:
-    hub.fault(Fault("garbage", path="*docs.jsonl.gz"))
-    hub.fault(Fault("flip", path="*docs.jsonl.gz", bits=30_000, seed=1))
-    outcome = run(hf("docs.jsonl.gz"))
-    assert outcome.error is None
-    assert outcome.ledger == expected("docs.jsonl.gz")
-
-
-def test_a_bit_flipped_in_a_compressed_file_on_the_way_is_never_used_in_silence(
-    hub: HubServer, local: Path, tmp_path: Path
-) -> None:
-    # Not compressed, so that nothing but the checksum at the end tells.
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents() * 16)
-    data = gzip.compress(lines, 0)
-    (tmp_path / "a.jsonl.gz").write_bytes(data)
-    hub.add("org/stored", {"a.jsonl.gz": data})
-    hub.fault(Fault("flip", path="*a.jsonl.gz", bits=1, seed=9))
-    outcome = run("hf://datasets/org/stored")
-    assert outcome.error is not None or outcome.ledger == run(tmp_path / "a.jsonl.gz").ledger
-
-
 def test_bad_lines_are_refused_by_file_and_place_or_left_out(hub: HubServer) -> None:
     lines = content()["docs.jsonl"].splitlines(keepends=True)
     lines[3] = b'{"text": \xff}\n'
@@ -525,29 +370,6 @@ def test_bad_lines_are_refused_by_file_and_place_or_left_out(hub: HubServer) -> 
 
 
 # Names
-
-
-def test_odd_names_are_read_kept_and_told_apart(hub: HubServer, outside: Path) -> None:
-    texts = documents()
-    names = [
-        "A.jsonl", "a.jsonl", "ä ö.jsonl", "a%20b.jsonl", "a+b&c=d.jsonl", "#hash.jsonl", "wh?at.jsonl", "日本.jsonl",
-        "x" * 290 + ".jsonl", "deep/" * 30 + "a.jsonl", "-.jsonl", "a:b.jsonl", "a;b,c.jsonl", "'quoted\".jsonl",
-    ]  # fmt: skip
-    hub.add(
-        "org/odd", {f"d/{n}": json.dumps({"text": texts[i]}).encode() for i, n in enumerate(names)}
-    )
-
-    def make(**how: Any) -> Any:
-        return loader_of(dataset("hf://datasets/org/odd/d", cache=True, seq_len=16), **how)
-
-    whole = ledger(make, 10**6)
-    hub.clear_log()
-    with make() as loader:
-        assert sum(1 for _ in loader) == len(whole)
-        stats = loader.stats()
-    assert stats.cache_hits == len(names), "each under a name of its own"
-    assert stats.documents == len(names)
-    assert all(len(p.name) < 200 for p in outside.rglob("*"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.utils
 import gc
 import json
-import os
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from penstock import PenstockError, Shard
+from penstock import PenstockError
 from penstock.errors import AccessDenied, RemoteError, SourceChanged
 from tests.contracts import take
 from tests.faults.serving import (
@@ -35,7 +34,6 @@ from tests.faults.serving import (
     hf,
     loader_of,
     parquet,
-    repository,
     run,
 )
 from tests.servers import Fault, FileServer, HubServer
@@ -144,23 +142,6 @@ def test_broken_connections_are_tried_again(hub: HubServer, expected: Expected, 
     assert len(struck) == len(BROKEN) - bodiless, "a redirect has no body to break"
 
 
-@pytest.mark.parametrize(
-    ("place", "kind", "details", "reason"),
-    [
-        ("data", "silence", {}, "stall"), ("data", "stall", {"after": 70}, "stall"), ("data", "drip", {"after": 60}, "stall"),
-        ("data", "reset", {"after": 50}, "reset"), ("data", "fin", {"after": 50}, "cut"),
-        ("data", "truncated_chunked", {"after": 40}, "cut"), ("data", "garbage", {}, "protocol"),
-        ("data", "huge_headers", {}, "protocol"), ("resolve", "silence", {}, "stall"), ("tree", "drip", {"after": 60}, "stall"),
-        ("revision", "reset", {"after": -1}, "reset"), ("card", "fin", {"after": 9}, "cut"),
-    ],
-)  # fmt: skip
-def test_connections_that_always_break_are_an_error(
-    hub: HubServer, place: str, kind: str, details: dict[str, Any], reason: str
-) -> None:
-    hub.fault(Fault(kind, times=None, **details, **PLACES[place]))
-    failed(run(WHOLE, remote=IMPATIENT), RemoteError, "hf://datasets/org/name@", reason=reason)
-
-
 def test_a_server_that_goes_away_and_comes_back_is_waited_for(
     outside: Path, expected: Expected
 ) -> None:
@@ -237,38 +218,6 @@ def test_an_answer_that_stays_wrong_is_an_error(
     failed(run(hf(CHOSEN), remote=limits), error, "parquet/a.parquet", reason=word)
 
 
-@pytest.mark.parametrize("kind", ["short", "gzip", "html"])
-@pytest.mark.parametrize("place", ["revision", "tree"])
-def test_metadata_that_is_none_is_asked_for_again(
-    hub: HubServer, expected: Expected, kind: str, place: str
-) -> None:
-    hub.fault(Fault(kind, **PLACES[place]))
-    survived(run(WHOLE), expected(CHOSEN))
-    assert [r.fault for r in hub.log if r.fault] == [kind]
-
-
-@pytest.mark.parametrize("kind", ["gzip", "html"])
-def test_what_a_portal_sends_never_passes_for_the_card_nor_is_kept(
-    hub: HubServer, expected: Expected, kind: str
-) -> None:
-    fault = Fault(kind, **PLACES["card"])
-    hub.fault(fault)
-    survived(run(WHOLE), expected(CHOSEN))
-    assert fault.struck == 1
-    hub.fault(Fault("status", times=None, **PLACES["card"]))
-    survived(run(WHOLE), expected(CHOSEN))
-
-
-@pytest.mark.parametrize("kind", ["html", "status", "silence", "reset", "garbage", "redirect"])
-def test_the_size_of_a_file_is_asked_for_again(
-    outside: Path, expected: Expected, kind: str
-) -> None:
-    with FileServer({"a.parquet": content()[CHOSEN]}) as files:
-        files.fault(Fault(kind, method="HEAD", times=6 if kind == "redirect" else 1))
-        survived(run(files.url_of("a.parquet")), expected(CHOSEN))
-        assert any(r.fault for r in files.log)
-
-
 # Data that changes
 
 
@@ -301,18 +250,6 @@ def test_a_file_that_changes_during_a_run_ends_it(
     )
 
 
-def test_a_size_that_changes_is_noticed_without_etags(outside: Path) -> None:
-    data = content()[CHOSEN]
-    with FileServer({"a.parquet": data}, etags=False) as files:
-        change = lambda: files.put("a.parquet", data + b"more")  # noqa: E731
-        outcome = run(
-            files.url_of("a.parquet"), at={1: change}, how={"prefetch_size": 1, "n_workers": 1}
-        )
-    failed(
-        outcome, SourceChanged, "/a.parquet", f"was {len(data)} bytes long, it is {len(data) + 4}"
-    )
-
-
 def test_a_new_commit_is_refused_on_resume_with_both_etags_and_the_pinned_one_goes_on(
     hub: HubServer, expected: Expected
 ) -> None:
@@ -335,14 +272,6 @@ def test_a_new_commit_is_refused_on_resume_with_both_etags_and_the_pinned_one_go
     with loader_of(dataset(f"hf://datasets/org/moving@{old}")) as loader:
         loader.load_state_dict(state)
         assert take(loader, 10**6) == rest
-
-
-def test_the_etags_of_whoever_sends_the_bytes_may_differ_from_those_of_the_hub_and_from_run_to_run(
-    hub: HubServer, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    survived(run(hf(CHOSEN)), expected(CHOSEN))
-    monkeypatch.setattr(hub, "_cdn_etags", "other")
-    survived(run(hf(CHOSEN)), expected(CHOSEN))  # with the footer that the first run kept
 
 
 # Signed addresses
@@ -368,14 +297,6 @@ def test_an_address_that_expires_in_mid_run_is_asked_for_again(
     assert outcome.faults["expired"] > 0
     assert set(outcome.faults) <= {"expired", "status_403"}
     assert 2 <= tries_of_a_read(hub) <= 4
-
-
-@pytest.mark.parametrize("code", [400, 401, 403, 404])
-def test_an_address_that_is_refused_once_though_it_is_new_is_asked_for_again(
-    hub: HubServer, expected: Expected, code: int
-) -> None:
-    hub.fault(Fault("status", code=code, port="cdn"))
-    survived(run(hf(CHOSEN)), expected(CHOSEN))
 
 
 @pytest.mark.parametrize(
@@ -410,23 +331,6 @@ def test_a_refusal_of_a_plain_server_is_typed_and_comes_at_once(
     failed(outcome, error, "/a.parquet", str(code))
 
 
-def test_a_repository_that_is_closed_in_mid_run_says_what_to_do(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repo = hub.add("org/closed", {"a.parquet": content()[CHOSEN]}, tokens=("hf_good",))
-
-    def close() -> None:
-        repo.gated = "files"
-        hub.expire_signatures()
-
-    outcome = run(
-        "hf://datasets/org/closed", at={1: close}, how={"prefetch_size": 1, "n_workers": 1}
-    )
-    failed(outcome, AccessDenied, "org/closed is gated", "HF_TOKEN", "No token was sent")
-    monkeypatch.setenv("HF_TOKEN", "hf_good")
-    assert run("hf://datasets/org/closed").error is None
-
-
 # Every format
 
 PATTERN = {form: f"*{form}" for form in FORMS} | {"parquet": "*.parquet", "texts": "*.txt"}
@@ -452,15 +356,6 @@ def test_every_format_gets_over_faults_in_its_middle(
     assert sum(outcome.faults.values()) >= 4
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_format_ends_in_a_typed_error_where_the_middle_cannot_be_had(
-    hub: HubServer, form: str
-) -> None:
-    path = {"texts": "*texts/05.txt", "parquet": "*a.parquet"}.get(form, f"*{form}")
-    hub.fault(Fault("reset", path=path, after=300, times=None, skip=0 if form != "parquet" else 3))
-    failed(run(hf(form), remote=IMPATIENT), RemoteError, path.removeprefix("*"), reason="reset")
-
-
 @pytest.mark.parametrize("form", ["parquet", "docs.jsonl.gz"])
 @pytest.mark.parametrize(
     "how", [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}], ids=["none", "process"]
@@ -481,18 +376,6 @@ def test_an_error_reaches_the_trainer_from_a_worker_process(hub: HubServer) -> N
         RemoteError,
         reason="status_503",
     )
-
-
-def test_a_fault_on_one_ranks_data_leaves_every_rank_with_its_own_stream(
-    hub: HubServer, expected: Expected
-) -> None:
-    ways = [{"shard": Shard(2, rank), "n_workers": 1} for rank in range(2)]
-    hub.fault(Fault("reset", path="*b.parquet", after=100, times=3))
-    hub.fault(Fault("silence", path="*b.parquet"))
-    outcomes = [run(hf("parquet"), way) for way in ways]
-    for way, outcome in zip(ways, outcomes, strict=True):
-        survived(outcome, expected("parquet", **way))
-    assert sum(sum(outcome.faults.values()) for outcome in outcomes) >= 4
 
 
 # Slow answers
@@ -517,20 +400,6 @@ def test_a_few_slow_answers_are_not_waited_for(
     # Of a busy machine's own slowness some, up to what is allowed: a tenth, and those that were under way.
     assert 3 <= outcome.stats.hedges <= 8 + asked // 10 + patient.fetches
     assert sent < 1.3 * len(data)
-
-
-def test_where_everything_becomes_slow_hedging_does_not_double_the_traffic(outside: Path) -> None:
-    data = parquet(documents() * 2, rows=1)
-    with FileServer({"b.parquet": data}) as files:
-        files.fault(Fault("slow", delay_s=0.3, skip=40, times=None))
-        outcome = run(
-            files.url_of("b.parquet"),
-            remote=replace(QUICK, stall_timeout=5, request_timeout=20, fetches=32),
-        )
-        asked = len(files.log)
-    assert outcome.error is None
-    assert outcome.stats is not None
-    assert outcome.stats.hedges <= 8 + asked // 10 + 32, "a tenth, and those that were under way"
 
 
 # Ending
@@ -605,29 +474,6 @@ def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
             assert time.monotonic() - began < AT_ONCE_S
 
 
-def test_shutdown_does_not_wait_for_another_process_that_fetches_the_same_footer(
-    hub: HubServer, outside: Path
-) -> None:
-    import fcntl
-
-    data = dataset(hf("parquet"), remote=PATIENT)
-    (outside / "locks").mkdir(parents=True, exist_ok=True)
-    held = [
-        os.open(outside / "locks" / f"{stripe:02}", os.O_RDWR | os.O_CREAT) for stripe in range(64)
-    ]
-    try:
-        for fd in held:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        loader = loader_of(data).start()
-        time.sleep(0.3)
-        began = time.monotonic()
-        loader.shutdown()
-        assert time.monotonic() - began < AT_ONCE_S
-    finally:
-        for fd in held:
-            os.close(fd)
-
-
 def test_a_loader_that_nobody_holds_ends_its_fetches(hub: HubServer) -> None:
     hub.fault(Fault("silence", path="*a.parquet", times=None, skip=1))
     loader = loader_of(dataset(hf("parquet"), remote=PATIENT)).start()
@@ -668,13 +514,3 @@ def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(
     once()
     assert process.num_fds() <= before
     assert process.memory_info().rss - memory < 64 << 20
-
-
-def test_a_repository_of_another_size_of_pages_is_the_same(
-    outside: Path, monkeypatch: pytest.MonkeyPatch, expected: Expected
-) -> None:
-    with HubServer(page_size=1, redirect=False) as server:
-        repository(server)
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        server.fault(Fault("status", path="*/tree/*", skip=3, times=2))
-        survived(run(WHOLE), expected(CHOSEN))

@@ -19,8 +19,6 @@ from tests.contracts import take
 from tests.faults.serving import CHOSEN, IMPATIENT, QUICK, content, dataset, loader_of
 from tests.servers import Fault, FileServer, HubServer
 
-Expected = Callable[..., list[str]]
-
 TOKEN = "hf_tOkEnThAtNoBoDyMaYsEe"
 USER, PASSWORD = "somebody", "pa55w0rd-of-somebody"
 QUERY = "X-Amz-Signature=0123456789abcdef-of-a-signed-query"
@@ -104,7 +102,11 @@ def watch(
     try:
         described = dataset(url, cache=True, **data)
         found.add(
-            described, described.files, described.outside, described.data_id(), vars(described)
+            described,
+            described.files,
+            described.remote_config,
+            described.data_id(),
+            vars(described),
         )
         with loader_of(described, **how or {}) as loader:
             try:
@@ -215,16 +217,6 @@ def test_a_token_that_is_refused_is_not_shown(
     found.check()
 
 
-def test_a_token_in_a_file_of_its_own_is_used_and_not_shown(
-    private: HubServer, found: Found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert watch(found, "hf://datasets/org/private") is None
-    found.check(*signatures(private))
-
-
 WEB: list[tuple[str, dict[str, Any]]] = [
     ("status", {"code": 503}), ("status", {"code": 403}), ("status", {"code": 410}), ("reset", {}), ("no_range", {}), ("etag", {}),
     ("redirect", {}), ("redirect", {"to": lambda path: f"{path}?{QUERY}&again"}), ("garbage", {}), ("short", {}),
@@ -270,18 +262,3 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
             # An ETag that was odd from the beginning on is just its ETag.
             assert not kind or (head and kind in ("short", "no_range", "etag"))
         found.check()
-
-
-def test_a_proxys_login_is_not_shown(
-    outside: Path, found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outside.mkdir(parents=True)
-    (outside / "something").write_text("kept")
-    for scheme in ("http", "https"):
-        monkeypatch.setenv(f"{scheme}_proxy", f"http://{USER}:{PASSWORD}@127.0.0.1:1")
-        assert (
-            watch(found, f"{scheme}://data.invalid/a.parquet?{QUERY}", remote=IMPATIENT) is not None
-        )
-    monkeypatch.setenv("https_proxy", f"socks5://{USER}:{PASSWORD}@127.0.0.1:1")
-    assert watch(found, "https://data.invalid/a.parquet", remote=IMPATIENT) is not None
-    found.check()

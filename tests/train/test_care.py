@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.demo import _clear, _running
+from penstock.cli.demo import _clear
 from penstock.cli.main import cli
 from penstock.errors import ConfigError
 from tests.train.runs import SMALL, Child, Run, train
@@ -44,36 +44,6 @@ def test_the_demo_removes_what_a_demo_left_and_refuses_any_other_folder(tmp_path
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     with pytest.raises(ConfigError, match="is a file"):
         _clear(tmp_path / "thesis.txt")
-
-
-def test_a_demo_that_cannot_start_its_run_gives_the_signal_back(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(FileNotFoundError), _running([str(tmp_path / "no such program")]):
-        pass
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.slow
-def test_a_console_that_nobody_reads_any_more_does_not_end_the_run(
-    docs: Path, tmp_path: Path
-) -> None:
-    child = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 30).until("step 3/")
-    assert child._process.stdout is not None
-    child._process.stdout.close()
-    child._process.stdout = None
-    run = child.end()
-    assert run.code == 0, run.errors
-    assert "nobody reads the console any more" in run.errors
-    assert sorted(run.losses()) == list(range(1, 31))
-    assert run.saved().step == 30
-
-
-def test_a_report_overwrites_nothing_but_a_page(docs: Path, tmp_path: Path) -> None:
-    before = docs.read_bytes()
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, "--report", docs)
-    assert run.code == 1
-    assert "needs a name that ends in .html" in run.errors
-    assert docs.read_bytes() == before
 
 
 def test_resuming_where_every_checkpoint_is_damaged_is_an_error_and_moves_nothing(

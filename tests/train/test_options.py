@@ -17,11 +17,8 @@ from penstock.settings import Settings
 from penstock.train.options import (
     OPTIONS,
     TrainOptions,
-    device_name,
-    on_stall,
     parallel,
     resolve,
-    spell_out,
     spelled,
 )
 from penstock.train.trainer import _accumulate
@@ -93,13 +90,6 @@ def test_an_option_that_is_the_loaders_too_wins_everywhere(
     assert stdlib(**{option: value})[1][setting] == float(value)
 
 
-def test_an_option_and_the_same_setting_are_one_too_many() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--set batch_size: is given by an option of its own too"
-    ):
-        stdlib(batch="2", overrides={"batch_size": "3"})
-
-
 def test_the_environment_of_runbooks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_FWE_WARMUP_BATCHES", "16")
     monkeypatch.setenv("NSA_FWE_WARMUP_TIMEOUT", "5")
@@ -107,25 +97,9 @@ def test_the_environment_of_runbooks_is_heard(monkeypatch: pytest.MonkeyPatch) -
     assert (settings["warmup_batches"], settings["warmup_timeout"]) == (16, 5.0)
 
 
-def test_a_preset_is_named_beside_them() -> None:
-    settings = resolve(None, {"dataset": "stdlib"}, preset="balanced")[1]
-    assert (settings["n_workers"], settings["prefetch_size"]) == (2, 3)
-
-
 def test_the_file_in_the_working_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "penstock.toml").write_text(TOML)
     assert resolve(None, {})[0].steps == 30
-
-
-def test_json_says_the_same_as_toml(tmp_path: Path, file: Path) -> None:
-    other = tmp_path / "run.json"
-    other.write_text(
-        '{"loader": {"batch_size": 3, "n_workers": 3, "prefetch_size": 3}, // as there\n'
-        '"train": {"dataset": "stdlib", "steps": "30", "seq_len": 48}}'
-    )
-    ours, theirs = resolve(file, {}), resolve(other, {})
-    assert ours[0] == theirs[0]
-    assert ours[1].values == theirs[1].values
 
 
 def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
@@ -222,77 +196,6 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], word
         stdlib(**given)
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        (
-            '[train]\ndataset = "stdlib"\nstep = 3',
-            "[train] step: unknown; did you mean steps?",
-        ),
-        (
-            '[train]\ndataset = "stdlib"\nbatch = 3',
-            "[train] batch: in a file it is batch_size of training",
-        ),
-        (
-            '[train]\ndataset = "stdlib"\nlr = 3',
-            "[train] lr: in a file it is learning_rate of training",
-        ),
-        ('[train]\ndataset = "stdlib"\nseed = 3', "[train] seed: in a file it is seed of training"),
-        ('[train]\ndataset = "stdlib"\nsteps = "x"', "[train] steps = 'x': must be an integer"),
-        ('[train]\ndataset = "stdlib"\n[loader]\nn_worker = 3', "[loader] n_worker"),
-        ("train = 3", "train = 3: must be a table"),
-    ],
-    ids=lambda value: value.splitlines()[-1] if "\n" in value else "",
-)
-def test_a_file_is_held_to_the_same(tmp_path: Path, table: str, words: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(table)
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        resolve(file, {})
-    assert str(file) in str(caught.value)
-
-
-DESCRIBED = '[data]\nkind = "text"\nurls = "docs.jsonl"\ntokenizer = "byte"\nseq_len = 64\n'
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("tokenizer", "gpt2"),
-        ("seq_len", "32"),
-        ("text_field", "body"),
-        ("packing", "bos"),
-        ("dataset_config", "small"),
-    ],
-)
-def test_what_a_file_says_of_its_data_is_not_said_again(
-    tmp_path: Path, option: str, value: str
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(DESCRIBED)
-    assert resolve(file, {})[0].dataset is None
-    spelled = option.replace("_", "-")
-    with pytest.raises(
-        ConfigError,
-        match=re.escape(f"--{spelled}: file {file} [data] describes the data; change it"),
-    ):
-        resolve(file, {option: value})
-    assert getattr(resolve(file, {option: value, "dataset": "stdlib"})[0], option) in (value, 32)
-    file.write_text(DESCRIBED + f'[train]\n{option} = "{value}"\n')
-    with pytest.raises(
-        ConfigError, match=re.escape(f"[train] {option}: file {file} [data] describes the data")
-    ):
-        resolve(file, {})
-
-
-@pytest.mark.parametrize("name", ["docs.jsonl", "docs.txt"])
-def test_nothing_is_written_to_a_file_that_is_taken_for_a_folder(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("text\n")
-    with pytest.raises(ConfigError, match=rf"--out {tmp_path / name}: needs a folder"):
-        stdlib(out=str(tmp_path / name))
-    assert (tmp_path / name).read_text() == "text\n"
-
-
 def test_an_option_that_does_not_exist_is_named_with_one_that_does() -> None:
     with pytest.raises(ConfigError, match=r"step.*steps"):
         stdlib(step=3)
@@ -304,13 +207,6 @@ def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NSA_FWE_QUEUE", "3")
     with pytest.raises(ConfigError, match=r"environment NSA_FWE_QUEUE"):
         stdlib()
-
-
-@pytest.mark.parametrize("pair", ["n_workers", "=2"])
-def test_a_setting_on_the_command_line_needs_its_name_and_value(pair: str) -> None:
-    done = CliRunner().invoke(cli, ["train", "--dataset", "stdlib", "--set", pair])
-    assert isinstance(done.exception, ConfigError)
-    assert f"--set {pair}: must be KEY=VALUE" in str(done.exception)
 
 
 def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
@@ -333,26 +229,6 @@ def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Pat
 
 
 # How it is written
-
-
-@pytest.mark.parametrize(
-    ("written", "spelled"),
-    [
-        ("--resume", "--resume newest"),
-        ("--resume runs/step-00000003", "--resume runs/step-00000003"),
-        ("--resume --steps 5", "--resume newest --steps 5"),
-        ("--synthetic-on-fail", "--synthetic-on-fail 1"),
-        ("--synthetic-on-fail 1", "--synthetic-on-fail 1"),
-        ("--synthetic-on-fail 0 --prewarm", "--synthetic-on-fail 0 --prewarm 1"),
-        ("--ddp 0 --fsdp --compile", "--ddp 0 --fsdp 1 --compile 1"),
-        ("--report --doc-mask 1", "--report auto --doc-mask 1"),
-        ("--report page.html", "--report page.html"),
-        ("--resume=newest --prewarm=0", "--resume=newest --prewarm=0"),
-        ("--steps 5", "--steps 5"),
-    ],
-)
-def test_options_that_may_stand_alone_get_their_value(written: str, spelled: str) -> None:
-    assert spell_out(written.split()) == spelled.split()
 
 
 def test_help_lists_every_option_with_its_default() -> None:
@@ -416,65 +292,3 @@ def test_a_global_batch_that_cannot_be_shared_out_is_told_what_would_fit(
 def test_micro_steps_follow_from_the_global_batch() -> None:
     options, _ = stdlib(global_batch="24")
     assert _accumulate(options, 4, 2) == 3
-
-
-@pytest.mark.parametrize(
-    ("device", "where"), [("cpu", None), ("cuda:3", "cuda:3"), ("cuda", "cuda:1")]
-)
-def test_batches_go_where_the_model_is(
-    monkeypatch: pytest.MonkeyPatch, device: str, where: str | None
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert device_name(stdlib(device=device)[0]) == where
-
-
-def test_both_ways_to_ask_for_made_up_data_are_one() -> None:
-    assert on_stall(stdlib()[0]) == "stop"
-    assert (
-        on_stall(stdlib(synthetic_on_fail="1")[0])
-        == on_stall(stdlib(on_stall="synthetic")[0])
-        == "synthetic"
-    )
-    assert on_stall(stdlib(synthetic_on_fail="0")[0]) == "stop"
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ("synthetic_on_fail = true", {"on_stall": "stop"}),
-        ('on_stall = "synthetic"', {"synthetic_on_fail": "0"}),
-    ],
-)
-def test_the_command_line_can_forbid_the_made_up_data_that_a_file_allows(
-    file: Path, written: str, said: dict[str, str]
-) -> None:
-    file.write_text(f"{TOML}{written}\n")
-    assert on_stall(resolve(file, {})[0]) == "synthetic"
-    assert on_stall(resolve(file, said)[0]) == "stop"
-
-
-def test_a_device_that_is_set_for_the_loader_is_the_models_unless_the_command_line_says_otherwise(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PENSTOCK_DEVICE", "cuda:3")
-    assert stdlib()[0].device == "cuda:3"
-    assert stdlib(device="cpu")[0].device == "cpu"
-    file = tmp_path / "run.toml"
-    file.write_text(f'{TOML}device = "cuda:1"\n')
-    assert resolve(file, {})[0].device == "cuda:3", "the environment goes before the file"
-    assert resolve(file, {}, overrides={"device": "cpu"})[0].device == "cpu"
-    monkeypatch.delenv("PENSTOCK_DEVICE")
-    assert resolve(file, {})[0].device == "cuda:1"
-    file.write_text(TOML.replace("[loader]", '[loader]\ndevice = "cuda:2"') + 'device = "cuda:1"\n')
-    assert resolve(file, {})[0].device == "cuda:1", "what the file says of training itself"
-    monkeypatch.setenv("PENSTOCK_DEVICE", "mps")
-    with pytest.raises(
-        ConfigError, match="environment PENSTOCK_DEVICE = 'mps': must be text that matches auto"
-    ):
-        stdlib()
-
-
-def test_none_of_this_needs_torch() -> None:
-    code = "import sys, penstock.cli.main, penstock.train.trainer; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -79,18 +79,6 @@ def test_what_feeds_a_run_changes_no_digit_of_its_losses(
     assert bool(run.of("prewarm")) == ("--prewarm" in how)
 
 
-def test_a_file_that_turns_the_async_loader_off_changes_no_digit(
-    base: Run, docs: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "plain.toml"
-    file.write_text("[training]\nuse_async_loader = false\nbatch_size = 4\n")
-    run = train(
-        tmp_path / "out", "--config", file, "--dataset", docs, *SMALL[:2], "--steps", 12
-    ).good()
-    assert run.losses() == base.losses()
-    assert run.of("boot")[0]["settings"]["loader"]["prefetch"] is False
-
-
 @pytest.mark.parametrize(
     "how", [("--accumulate", 2), ("--global-batch", 4)], ids=lambda how: how[0]
 )
@@ -101,15 +89,6 @@ def test_two_micro_steps_are_one_step_of_twice_the_rows(
     assert losses(run) == pytest.approx(losses(base), rel=1e-4)
     assert "  Batch size: 4\n" in run.said
     assert run.position() | {"batch": 12} == base.position()
-
-
-def test_a_rate_of_zero_moves_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "one.jsonl"
-    file.write_text('{"text": "' + "x" * 62 + '"}\n')  # with its end, every row is the same
-    run = train(
-        tmp_path / "out", "--dataset", file, *SMALL, "--steps", 3, "--lr", 0, "--seq-len", 63
-    ).good()
-    assert len(set(run.losses().values())) == 1
 
 
 # Rows
@@ -184,11 +163,6 @@ def test_evaluations_are_told_and_kept_apart_from_steps(evaluated: Run) -> None:
         assert steps[step]["dt_step_s"] <= between - pauses[step - 1] + 1e-3
 
 
-def test_every_evaluation_sees_the_same_batches(evaluated: Run) -> None:
-    assert len({repr(line["loss"]) for line in evaluated.of("eval")}) == 1
-    assert len(set(evaluated.losses().values())) > 1  # training goes on to others
-
-
 def test_evaluating_changes_no_digit_of_training(
     evaluated: Run, docs: Path, tmp_path: Path
 ) -> None:
@@ -248,13 +222,6 @@ def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path
 # How it computes
 
 
-def test_bfloat16_gives_nearly_the_same_loss(base: Run, docs: Path, tmp_path: Path) -> None:
-    how = ("--batch", 4, "--steps", 3, "--dtype", "bfloat16")
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, *how).good()
-    assert losses(run)[0] == pytest.approx(losses(base)[0], rel=0.01)
-    assert losses(run)[0] != losses(base)[0]
-
-
 @pytest.mark.slow
 def test_compiled_blocks_give_nearly_the_same_losses(base: Run, docs: Path, tmp_path: Path) -> None:
     # In a process of its own: what torch imports to compile warns of itself.
@@ -262,13 +229,6 @@ def test_compiled_blocks_give_nearly_the_same_losses(base: Run, docs: Path, tmp_
     run = Child(tmp_path / "out", *how).end(timeout_s=110).good()
     assert losses(run) == pytest.approx(losses(base), rel=1e-3)
     assert run.of("progress")[-1]["compiles"] > 0
-
-
-def test_dropout_drops_the_same_for_the_same_seed(base: Run, docs: Path, tmp_path: Path) -> None:
-    how = ("--dataset", docs, *SMALL, "--batch", 4, "--steps", 3, "--dropout", 0.5)
-    first = train(tmp_path / "a" / "out", *how).good()
-    assert train(tmp_path / "b" / "out", *how).good().losses() == first.losses()
-    assert losses(first)[0] != losses(base)[0]
 
 
 # Files

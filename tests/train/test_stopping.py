@@ -7,8 +7,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from penstock.train.signals import Signals
 from tests.servers import Fault, HubServer
 from tests.train.conftest import serve
 from tests.train.runs import SMALL, Child, Run, train
@@ -99,24 +96,11 @@ def third(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(out, "--dataset", docs, *SMALL, "--steps", 9, "--save-every", 3).good()
 
 
-def test_with_nothing_to_go_on_from_it_begins(docs: Path, tmp_path: Path, third: Run) -> None:
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
-    assert "has no checkpoint yet, so this begins at step 0" in run.said
-    assert run.losses() == third.losses()
-
-
 def test_a_checkpoint_can_be_named(docs: Path, tmp_path: Path, third: Run) -> None:
     named = third.out / "checkpoints" / "step-00000003"
     run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, "--resume", named).good()
     assert run.losses() == since(third, 3)
     assert run.position() == third.position()
-
-
-def test_a_run_that_is_over_has_nothing_left_to_do(docs: Path, tmp_path: Path, third: Run) -> None:
-    out = copy(third, tmp_path / "out")
-    run = train(out, "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
-    assert run.losses() == {}
-    assert run.saved().step == 9
 
 
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
@@ -158,13 +142,6 @@ def test_another_run_than_the_saved_one_is_refused_in_one_line(
     assert len(run.errors.splitlines()) == 1
     assert words in run.errors
     assert run.saved().step == 9
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused_in_one_line(docs: Path, tmp_path: Path) -> None:
-    run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2, "--resume", tmp_path)
-    assert run.code == 1
-    assert len(run.errors.splitlines()) == 1
-    assert str(tmp_path) in run.errors
 
 
 def test_without_room_for_checkpoints_training_goes_on_and_the_end_says_so(
@@ -229,46 +206,6 @@ def test_told_to_stop_while_it_waits_for_a_source_that_hangs_it_ends(
     assert run.errors == ""
     assert "saved" not in run.said
     assert not (run.out / "checkpoints").exists()
-
-
-def test_told_to_stop_inside_a_finalizer_it_ends_all_the_same() -> None:
-    """What a signal's handler raises there goes no further than the finalizer."""
-    code = (
-        "import os, signal, time\n"
-        "from penstock.train.signals import Signals\n"
-        "class Finalized:\n"
-        "    def __del__(self):\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        for _ in range(1000): pass\n"
-        "with Signals(0, alone=True):\n"
-        "    Finalized()\n"
-        "    time.sleep(20)\n"
-        "    print('lost')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_handler_that_python_did_not_set_is_no_error_at_the_end() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with Signals(0, alone=True) as signals:
-            signals._before[signal.SIGTERM] = (
-                None  # what signal.signal gives for a handler of another language
-            )
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_told_to_stop_before_it_has_begun_it_ends(silent: HubServer, tmp_path: Path) -> None:
-    how = ("--dataset", "fineweb_edu", *SMALL, "--metrics-port", 0, "--set", "warmup_batches=4")
-    child = Child(tmp_path / "out", *how, HF_ENDPOINT=silent.endpoint).until("metrics at")
-    while not silent.log:  # once its loader asks, it listens to signals too
-        time.sleep(0.01)
-    run = child.send(signal.SIGTERM).end().good()
-    assert run.losses() == {}
-    assert run.errors == ""
 
 
 # Without data

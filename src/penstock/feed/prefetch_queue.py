@@ -43,7 +43,9 @@ class PrefetchQueue(Generic[T]):
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
-        self._changed = threading.Condition(threading.RLock())
+        # Taken by itself: Ctrl-C between two lines of `Condition.__exit__` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._items: deque[tuple[T, int]] = deque()
         self._used = 0
         self.capacity = self._limit = capacity
@@ -63,7 +65,7 @@ class PrefetchQueue(Generic[T]):
 
     def get(self, timeout_s: float | None = None) -> T | None:
         """Return the next item, or None at the end. Raise the producer's exception after its items."""
-        with self._changed:
+        with self._lock:
             if not self._waited(1, timeout_s):
                 raise LoaderTimeout(
                     f"no batch within {timeout_s} s. Nothing is lost: ask again, or see where the "
@@ -82,7 +84,7 @@ class PrefetchQueue(Generic[T]):
 
     def fill(self, items: int, timeout_s: float) -> int:
         """Wait until `items` are buffered, and return how many are. The capacity grows meanwhile."""
-        with self._changed:
+        with self._lock:
             self._limit = max(self.capacity, items)
             self._changed.notify_all()
             self._waited(items, timeout_s)
@@ -90,13 +92,13 @@ class PrefetchQueue(Generic[T]):
             return len(self._items)
 
     def resize(self, capacity: int) -> None:
-        with self._changed:
+        with self._lock:
             self.capacity = self._limit = capacity
             self._changed.notify_all()
 
     def stop(self) -> None:
         """End the producer after its current item, and drop what is buffered."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._items.clear()
             self._changed.notify_all()
@@ -134,13 +136,13 @@ class PrefetchQueue(Generic[T]):
                 del item
         except BaseException as error:  # raised by the `get` that comes to it
             self._error = error
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
         """Wait for room. Return False once the queue was stopped."""
-        with self._changed:
+        with self._lock:
             if self._used >= self._limit and not self._stopped:
                 with self._clock.stage(OUT):
                     self._changed.wait_for(lambda: self._used < self._limit or self._stopped)
@@ -148,7 +150,7 @@ class PrefetchQueue(Generic[T]):
 
     def _put(self, item: T) -> None:
         slots = self._slots(item)
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 return
             if self.first_made is None:

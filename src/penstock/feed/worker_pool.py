@@ -211,9 +211,11 @@ class LazyTask(Task[T]):
         function, self._function = self._function, None
         if function is not None and self.set_running_or_notify_cancel():
             try:
-                self.set_result(function())
+                result = function()
             except BaseException as error:
                 self.set_exception(error)
+            else:
+                self.set_result(result)
         return super().result(timeout)
 
 

@@ -102,7 +102,7 @@ class Heartbeat:
                 f"prefix={prefix!r}: must end in 'loader_', as 'fineweb_loader_' does"
             )
         if not isinstance(every_s, int | float) or not 0.01 <= every_s <= 3600:
-            raise ConfigError(f"every_s={every_s!r}: needs a number of seconds, 0.01 to 3600")
+            raise ConfigError(f"every_s={every_s!r}: must be a number of seconds, 0.01 to 3600")
         hooks = list(on_metrics)
         if not all(map(callable, hooks)):
             raise ConfigError("on_metrics: needs functions that take a step and its numbers")
