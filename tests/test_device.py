@@ -20,9 +20,9 @@ from penstock import (
     TextDataset,
     TokenFileDataset,
 )
+from penstock.encode.collate import pad_with
 from penstock.errors import LoaderTimeout
 from penstock.feed import cuda
-from penstock.encode.collate import pad_with
 from penstock.feed.device import DeviceFeed, PlainCopier
 from penstock.watch.stage_timer import Clock
 from tests import contracts

@@ -21,9 +21,9 @@ from penstock import AsyncDataLoader, Mixture, TextDataset
 from penstock.cli.main import cli
 from penstock.encode.tokenizer import Tokenizer
 from penstock.feed.warmup import Warmup
-from penstock.watch.loader_stats import Stats
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.heartbeat_reader import read_heartbeat
+from penstock.watch.loader_stats import Stats
 from penstock.watch.stage_timer import STAGES
 from penstock.watch.telemetry import Telemetry
 
