@@ -254,10 +254,8 @@ class Hub:
     def __init__(self, folder: Path, copies: int, *options: str) -> None:
         self._log = Path(tempfile.mkdtemp(prefix="penstock-bench-")) / "requests.jsonl"
         self.requests: list[Answer] = []
-        in_tests = (REPO / "tests" / "servers").is_dir()
-        module = "tests.servers" if in_tests else "tests.servers"
         path = os.pathsep.join([str(REPO), str(REPO / "src")])
-        command = [sys.executable, "-m", module, "hub", "--dir", str(folder)]
+        command = [sys.executable, "-m", "tests.servers", "hub", "--dir", str(folder)]
         command += ["--repo", REPOSITORY, "--copies", str(copies), "--log", str(self._log)]
         self._process = subprocess.Popen(
             [*command, *options],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, LoaderTimeout, NoData
 from penstock.loader import AsyncDataLoader
-from penstock.loader_stats import Stats
+from penstock.watch.loader_stats import Stats
 from penstock.types import Shard
 from penstock.watch.attribution import advise, band
 from penstock.watch.page.units import size
