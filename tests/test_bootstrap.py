@@ -612,9 +612,6 @@ def test_one_process_at_a_time_and_the_second_names_the_first(
     assert out.read_bytes() == loop(column, 60_000)
 
 
-# Parquet
-
-
 # The command
 
 
