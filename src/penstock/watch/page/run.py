@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, NoData
-from penstock.watch import spans
+from penstock.watch import stage_timer
 from penstock.watch.heartbeat_reader import expand, read_heartbeat
 from penstock.watch.view.fields import LONGEST_STEP_S
 from penstock.watch.view.fields import number as loss_number
@@ -29,7 +29,7 @@ from penstock.watch.world import world_size
 
 Column = npt.NDArray[np.float64]
 
-STAGES = (*spans.STAGES, spans.RANKS)
+STAGES = (*stage_timer.STAGES, stage_timer.RANKS)
 """Whose fault a wait may be."""
 NUMBERS = (
     "dt_step_s", "dt_fetch_s", "tokens", "tokens_total", "toks_per_s", "loss", "fetch_p50_ms", "fetch_p95_ms",
