@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, BadRecord, TextDataset
-from penstock.errors import ConfigError
+from penstock import AsyncDataLoader, TextDataset
+from penstock.errors import BadRecord, ConfigError
 from penstock.watch.health import Limits
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.heartbeat_reader import Tail, expand, parts, read_heartbeat
