@@ -169,13 +169,6 @@ def test_quarantine_writes_address_and_reason_and_keeps_the_rest(tmp_path: Path,
     }
 
 
-@pytest.mark.parametrize("bad", [b"", b"x" * (MAX_DOC + 1), BROKEN_UTF8])
-def test_a_bad_file_of_a_bundle_leaves_the_others(tmp_path: Path, bad: bytes) -> None:
-    for i, text in enumerate([*GOOD[:2], bad, *GOOD[2:]]):
-        (tmp_path / f"{i}.txt").write_bytes(text)
-    assert documents(bytes_of(tmp_path, on_bad_record="skip", max_doc_bytes=MAX_DOC)) == GOOD
-
-
 def test_null_for_text_is_empty_and_not_bad(tmp_path: Path) -> None:
     data, _ = lines(b'{"text": null}')
     (tmp_path / "a.jsonl").write_bytes(data)
@@ -221,13 +214,6 @@ def test_a_quarantine_that_cannot_be_written_is_an_error_before_any_batch(tmp_pa
         open_loader(data).start()
 
 
-@pytest.mark.parametrize("policy", ["quarantine", "quarantine:", "no"])
-def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, policy: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"")
-    with pytest.raises(ConfigError, match="on_bad_record"):
-        bytes_of(tmp_path / "a.jsonl", on_bad_record=policy)
-
-
 # How an error arrives
 
 
@@ -247,22 +233,6 @@ def test_an_error_arrives_through_next_as_its_own_type_with_stage_and_file(
     (note,) = caught.value.__notes__
     assert "stage fetch, decode" in note
     assert str(tmp_path / made.name) in note
-
-
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_a_file_that_cannot_be_opened_at_all_is_raised_with_its_stage(
-    tmp_path: Path, n_workers: int
-) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with (
-        open_loader(bytes_of(tmp_path), n_workers=n_workers) as loader,
-        pytest.raises(CorruptFile) as caught,
-    ):
-        next(loader)
-    assert any(
-        "stage fetch" in note and "a.parquet" in note
-        for note in getattr(caught.value, "__notes__", [])
-    )
 
 
 # Files and row groups that cannot be read
@@ -305,18 +275,6 @@ def test_a_flipped_bit_in_a_page_is_raised_with_file_and_row_group(flipped: Path
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
-def test_a_truncated_parquet_file_is_raised_by_name(tmp_path: Path, kept: int) -> None:
-    data = parquet_bytes(pa.array(TEXTS))
-    (tmp_path / "a.parquet").write_bytes(data[:kept])
-    size = len(data[:kept])
-    with pytest.raises(
-        CorruptFile,
-        match=rf"a\.parquet is no readable Parquet file \({size} bytes\).*fetch it again",
-    ):
-        documents(bytes_of(tmp_path / "a.parquet"))
-
-
-@pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
 def test_skipping_a_truncated_parquet_file_keeps_the_other_files(tmp_path: Path, kept: int) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet_bytes(pa.array(TEXTS))[:kept])
     write_sound(tmp_path)
@@ -348,25 +306,6 @@ def test_skipping_a_bomb_keeps_what_came_before(tmp_path: Path) -> None:
     with open_loader(bytes_of(bomb(tmp_path), max_ratio=10, on_bad_record="skip")) as loader:
         assert split_ids(ids_of(loader)) == ENCODED[:50]
         assert loader.stats().bad == {"bomb": 1}
-
-
-def write_repeating(folder: Path) -> Path:
-    """A dictionary-encoded column: a megabyte on disk, a hundred and more when written out."""
-    value = "x" * (1 << 20)
-    column = pa.DictionaryArray.from_arrays(
-        pa.array([0] * 100 + [1], pa.int32()), pa.array([value, "end"])
-    )
-    path = folder / "a.parquet"
-    pq.write_table(pa.table({"text": column}), path, compression="zstd")
-    return path
-
-
-def test_a_parquet_file_that_repeats_one_big_value_is_a_bomb(tmp_path: Path) -> None:
-    with pytest.raises(
-        CorruptFile,
-        match=r"a\.parquet, row group 0.*: \d+ bytes on disk decode to more than .*less compression",
-    ):
-        documents(bytes_of(write_repeating(tmp_path), max_ratio=10))
 
 
 def test_a_compressed_parquet_file_that_expands_too_far_is_a_bomb(tmp_path: Path) -> None:

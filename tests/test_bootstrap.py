@@ -614,9 +614,6 @@ def test_a_second_process_on_one_file_is_refused(hub: HubServer, tmp_path: Path)
     assert out.read_bytes() == loop(column, 60_000)
 
 
-# Parquet
-
-
 # The command
 
 

@@ -16,9 +16,7 @@ from penstock.errors import (
     ConfigError,
     MissingExtra,
     NoData,
-    Offline,
     RemoteError,
-    SourceChanged,
 )
 from penstock.options import RemoteOptions
 from penstock.read.attempt import Answer, Patience
@@ -196,35 +194,6 @@ def test_what_is_not_there_is_named(s3: str, client: Client, tmp_path: Path) -> 
             names(client, tmp_path, url)
 
 
-def test_offline_lists_what_was_last_heard(
-    s3: str, client: Client, tmp_path: Path, monkeypatch: Any
-) -> None:
-    before = list_files("s3://texts/data", remote=lister(client, tmp_path))
-    monkeypatch.setattr(Buckets, "_open", None)  # whoever asked now would fail
-    assert list_files("s3://texts/data", remote=lister(client, tmp_path, offline=True)) == before
-    with pytest.raises(Offline, match="which files s3://texts/database has"):
-        list_files("s3://texts/database", remote=lister(client, tmp_path, offline=True))
-
-
-def test_a_listing_goes_on_where_a_fault_broke_it_off(
-    s3: str, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, begun = obstore.list, []
-
-    def breaks_off(store: Any, prefix: Any, *, offset: Any, chunk_size: int) -> Any:
-        begun.append(offset)
-        for page in real(store, prefix, offset=offset, chunk_size=2):
-            yield page
-            if len(begun) < 3:
-                raise obstore.exceptions.GenericError("Generic S3 error: dns error")
-
-    monkeypatch.setattr(obstore, "list", breaks_off)
-    assert len(names(client, tmp_path, "s3://texts/data")) == 7
-    assert begun[0] is None
-    assert begun[2] > begun[1]
-    assert client.tally.counts()["fault dns"] == 2
-
-
 # Credentials
 
 
@@ -240,26 +209,6 @@ def test_keys_in_the_environment_sign_requests(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     read(client, TOP, 0, 10)
     assert "Credential=AKIAEXAMPLE/" in signer(plain)
-
-
-def test_a_profile_signs_requests_by_way_of_boto3(
-    plain: FileServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
-    monkeypatch.setenv("AWS_PROFILE", "work")
-    text = f"[work]\naws_access_key_id = AKIAPROFILE\naws_secret_access_key = {SECRET}\nregion = eu-west-3\n"
-    (tmp_path / "credentials").write_text(text)
-    read(client, TOP, 0, 10)
-    assert "Credential=AKIAPROFILE/" in signer(plain)
-    assert "/eu-west-3/s3/" in signer(plain)
-
-
-def test_without_any_credentials_requests_are_not_signed_and_come_at_once(
-    plain: FileServer, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
-    assert bytes(read(client, TOP, 5, 10).data) == b"5678901234"
-    assert signer(plain) == ""
 
 
 @pytest.mark.parametrize(
@@ -303,11 +252,6 @@ def test_refused_access_says_what_to_set(
     with pytest.raises(Failed) as caught:
         read(client, FileRef(url, "x", 100_000, "parquet"), 0, 10)
     assert isinstance(caught.value.final, AccessDenied)
-
-
-def test_a_missing_setting_is_named(client: Client, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"az://texts: .*AZURE_STORAGE_ACCOUNT_NAME"):
-        names(client, tmp_path, "az://texts/data")
 
 
 def test_without_obstore_buckets_say_what_to_install(
@@ -365,25 +309,6 @@ def test_every_fault_ends_in_time_with_a_reason(
     assert caught.value.reason in reasons
     plain.clear_faults()
     assert bytes(read(client, TOP, 10, 60_000).data) == OBJECTS["top.parquet"][10:60_010]
-
-
-def test_listing_gives_up_within_its_budget_and_says_why(
-    plain: FileServer, client: Client, tmp_path: Path
-) -> None:
-    plain.fault(Fault("status", code=503, method="*", times=None))
-    began = time.monotonic()
-    with pytest.raises(
-        RemoteError, match=r"s3://texts/top\.parquet cannot be fetched: .*status_503"
-    ):
-        names(client, tmp_path, "s3://texts/top.parquet")
-    assert time.monotonic() - began < 30.0
-
-
-def test_a_file_that_is_gone_is_a_change(plain: FileServer, client: Client) -> None:
-    plain.remove("texts/top.parquet")
-    with pytest.raises(Failed) as caught:
-        read(client, TOP, 0, 10)
-    assert isinstance(caught.value.final, SourceChanged)
 
 
 def test_a_signature_in_an_azure_address_is_never_shown(

@@ -122,21 +122,6 @@ def test_a_stream_on_a_device_resumes_and_closes(corpus: Path, tmp_path: Path) -
     contracts.same_for_any(make, 100, [{}, {"device": None}, {"n_workers": 0}])
 
 
-def test_ids_are_copied_once_and_narrow(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uploaded: list[Any] = []
-
-    def upload(self: PlainCopier, tensor: Any) -> Any:
-        uploaded.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(PlainCopier, "upload", upload)
-    with AsyncDataLoader(data("tokens", corpus, tmp_path), 4, device="cpu") as loader:
-        next(loader)
-    assert all((t.dtype, t.shape) == (torch.int16, (4, 33)) for t in uploaded)
-
-
 def test_device_preprocess_changes_batches_in_place() -> None:
     def double(batch: Batch) -> None:
         batch.inputs = batch.inputs * 2
@@ -254,24 +239,6 @@ class Stream:
 def number(batch: Batch | None) -> int:
     assert batch is not None
     return int(batch.inputs[0, 0])
-
-
-def test_next_does_not_wait_for_later_batches_and_a_timeout_loses_nothing() -> None:
-    stream = Stream(4)
-    _, feed = stream.feed()
-    stream.late = True
-    with pytest.raises(LoaderTimeout):
-        feed.next(0.0)
-    assert number(feed.next()) == 0
-    stream.late = False
-    assert number(feed.next(0.0)) == 1
-    stream.late = True
-    assert [number(feed.next(0.0)) for _ in range(2)] == [2, 3]
-    with pytest.raises(LoaderTimeout):
-        feed.next(0.0)
-    stream.late = False
-    assert feed.next(0.0) is None
-    assert feed.next(0.0) is None
 
 
 # CUDA, on a stand-in that records the calls

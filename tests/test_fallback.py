@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,14 +17,13 @@ from penstock.encode.batch import Batch
 from penstock.errors import (
     ConfigError,
     FeedStopped,
-    LoaderClosed,
     SourceChanged,
     StateMismatch,
     TokenizerError,
 )
 from penstock.feed import fallback
 from penstock.feed.collectives import Ranks
-from penstock.feed.fallback import BackgroundOpen, Limits, SharedFeed, Turn, loader_states
+from penstock.feed.fallback import Limits, SharedFeed, Turn, loader_states
 from tests.feeding import WAIT_S, Numbers, loader, rows
 
 
@@ -90,17 +88,6 @@ def until_real(feed: SharedFeed, step: int) -> tuple[int, Turn]:
         if not turn.batches[0].synthetic:
             return n, turn
     raise AssertionError("the data did not come back")
-
-
-def test_whoever_is_told_to_stop_waits_for_no_batch(feeds: Callable[..., SharedFeed]) -> None:
-    never = threading.Event()
-    feed = feeds(never.wait, Limits(first_timeout_s=60.0))
-    try:
-        begun = time.monotonic()
-        assert feed.next(1, stopping=True).stop
-        assert time.monotonic() - begun < 30.0
-    finally:
-        never.set()
 
 
 class TwoRanks:
@@ -172,22 +159,6 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(
             assert not feed.substituting
 
 
-def test_a_step_of_several_batches_is_real_or_made_up_as_a_whole(
-    feeds: Callable[..., SharedFeed],
-) -> None:
-    data = [Numbers(), Numbers(wall=12)]
-    with TwoRanks(feeds, data, SYNTHETIC) as ranks:
-        assert [rows(turn.batches) for turn in ranks.next(1, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-        # Rank 1 has one of two.
-        assert [rows(turn.batches) for turn in ranks.next(2, 2)] == [[-2, -2], [-2, -2]]
-        data[1].opened.set()
-        step, turns = 3, ranks.next(3, 2)
-        while turns[0].batches[0].synthetic:
-            step += 1
-            turns = ranks.next(step, 2)
-        assert [rows(turn.batches) for turn in turns] == [[8, 10, 12, 14], [9, 11, 13, 15]]
-
-
 def test_when_one_rank_is_to_stop_all_do_and_nothing_is_lost(
     feeds: Callable[..., SharedFeed],
 ) -> None:
@@ -233,23 +204,6 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
     assert isinstance(errors[culprit].__cause__, OSError)
 
 
-def test_a_single_rank_that_stalls_says_how_long_it_waited_and_for_what(
-    feeds: Callable[..., SharedFeed],
-) -> None:
-    data = Numbers(wall=2)
-    feed = feeds(
-        lambda: loader(data),
-        Limits(stall_timeout_s=0.05),
-        blame=lambda seconds: "waiting for tokenize",
-    )
-    feed.next(1)
-    with pytest.raises(
-        FeedStopped, match=r"^no data: no batch within 0\.05 s \(waiting for tokenize\)\. All"
-    ):
-        feed.next(2)
-    data.opened.set()
-
-
 def test_a_loader_that_failed_is_opened_again_where_it_stood(
     feeds: Callable[..., SharedFeed],
 ) -> None:
@@ -264,24 +218,6 @@ def test_a_loader_that_failed_is_opened_again_where_it_stood(
     assert rows(turn.batches) == [6, 7]
     assert rows(feed.next(step + 1).batches) == [8, 9]
     assert [(each.first, each.last) for each in feed.substitutions] == [(4, step - 1)]
-
-
-def test_data_that_takes_too_long_to_open_is_substituted_and_then_taken(
-    feeds: Callable[..., SharedFeed],
-) -> None:
-    there = threading.Event()
-
-    def create() -> AsyncDataLoader:
-        assert there.wait(WAIT_S)
-        return loader(Numbers())
-
-    feed = feeds(create, Limits(on_stall="synthetic", first_timeout_s=0.05))
-    assert feed.loader() is None
-    assert feed.next(1).batches[0].synthetic
-    assert "its files are still being listed" in feed.substitutions[0].reason
-    there.set()
-    _, turn = until_real(feed, 2)
-    assert rows(turn.batches) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -323,15 +259,6 @@ def test_a_signal_ends_a_wait_for_data_and_loses_nothing(feeds: Callable[..., Sh
     assert feed.state_dict() == before
 
 
-def test_rewind_gives_the_first_batches_again_and_again(feeds: Callable[..., SharedFeed]) -> None:
-    feed = feeds(lambda: loader(Numbers()))
-    feed.rewind()  # before it was opened there is nothing to do
-    for _ in range(3):
-        assert [rows(feed.next(1).batches) for _ in range(2)] == [[0, 1], [2, 3]]
-        feed.rewind()
-    assert feed.state_dict()["loader"]["batch"] == 0
-
-
 def test_a_feed_can_be_closed_at_any_time_and_twice(feeds: Callable[..., SharedFeed]) -> None:
     never_asked = feeds(lambda: loader(Numbers()))
     never_asked.close()
@@ -357,24 +284,3 @@ def test_what_ranks_saved_is_put_together_again() -> None:
         "one never got to open its loader"
     )
     assert loader_states([before, before]) == [{"at": 5}, {"at": 6}]
-
-
-# Opening in the background
-
-
-def test_a_loader_that_opens_after_close_is_shut_down_with_its_threads() -> None:
-    ready = threading.Event()
-
-    def create() -> AsyncDataLoader:
-        made = loader(Numbers())
-        made.start()
-        assert ready.wait(WAIT_S)
-        return made
-
-    opening = BackgroundOpen(create, lambda made: made.shutdown())
-    opening.close(0.0)
-    with pytest.raises(LoaderClosed):
-        opening.result(WAIT_S)
-    ready.set()
-    opening.close(WAIT_S)
-    assert not [each for each in threading.enumerate() if each.name.startswith("penstock-")]

@@ -19,9 +19,8 @@ import pytest
 
 from penstock import RemoteOptions
 from penstock.errors import RemoteError
-from penstock.feed.spare import resolve_in_time
 from penstock.read.attempt import Fault, Patience
-from penstock.read.http import Http, Response, Target
+from penstock.read.http import Http, Target
 from tests.servers import Fault as Wrong
 from tests.servers import FileServer
 
@@ -167,56 +166,6 @@ def test_a_connection_closed_by_the_server_while_idle_is_replaced_without_a_faul
         assert len(set(server.connections)) == 4
 
 
-def test_a_connection_whose_answer_was_not_read_to_its_end_is_not_used_again(http: Http) -> None:
-    with Scripted(lambda head, sock, n: OK) as server:
-        with http.open("GET", Target(server.url), {}, patience()):
-            pass
-        assert get(http, server.url) == b"hello"
-        assert server.connections == [0, 1]
-
-
-def test_what_comes_after_a_timeout_is_never_read_as_the_next_answer(http: Http) -> None:
-    given_up, sent = threading.Event(), threading.Event()
-
-    def answer(head: str, sock: Any, number: int) -> bytes | None:
-        if number == 0:
-            assert given_up.wait(20)
-            with contextlib.suppress(OSError):  # nobody may be there to take it
-                sock.sendall(OK.replace(b"hello", b"late!"))
-            sent.set()
-            return None
-        return OK
-
-    with Scripted(answer) as server:
-        assert fault_of(lambda: get(http, server.url)).reason == "stall"
-        given_up.set()
-        assert sent.wait(20)
-        assert get(http, server.url) == b"hello"
-
-
-def test_a_cancelled_attempt_ends_at_once_and_its_connection_is_not_used_again(http: Http) -> None:
-    one, over = patience(replace(LIMITS, stall_timeout=30, request_timeout=30)), threading.Event()
-
-    def answer(head: str, sock: Any, number: int) -> bytes | None:
-        if number == 0:
-            sock.sendall(OK[:-2])
-            threading.Timer(0.1, one.cancel).start()
-            assert over.wait(20)
-            return b"lo"
-        return OK
-
-    with Scripted(answer) as server:
-
-        def read() -> None:
-            with http.open("GET", Target(server.url), {}, one) as response:
-                response.read(100)
-
-        assert fault_of(read).reason == "cancelled"
-        over.set()
-        assert get(http, server.url) == b"hello"
-        assert server.connections == [0, 1]
-
-
 def test_five_hundred_requests_with_faults_leave_no_descriptor_and_no_thread(http: Http) -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
@@ -288,24 +237,6 @@ def test_silence_a_stall_and_a_drip_end_alike(
         )
 
 
-def test_no_request_outlives_its_deadline(http: Http) -> None:
-    parts = [b"HTTP/1.1 200 OK\r\nContent-Length: 500000\r\n\r\n", *[b"x" * 1000] * 40]
-    with Scripted(chunks(*parts, pause=0.05)) as server:
-        fault = fault_of(
-            lambda: get(http, server.url, replace(LIMITS, request_timeout=0.6, stall_timeout=5))
-        )
-        assert fault.reason == "deadline"
-
-
-def test_a_refused_connection_says_so(http: Http) -> None:
-    with contextlib.closing(socket.socket()) as held:  # it has the port, and does not listen
-        held.bind(("127.0.0.1", 0))
-        assert (
-            fault_of(lambda: get(http, f"http://127.0.0.1:{held.getsockname()[1]}/")).reason
-            == "refused"
-        )
-
-
 @contextlib.contextmanager
 def unanswered() -> Iterator[int]:
     """A port on which connections are not even accepted."""
@@ -353,26 +284,6 @@ def test_a_name_that_cannot_be_resolved_is_a_fault_of_its_own(error: Exception, 
     assert word in fault.detail
 
 
-@pytest.mark.parametrize("cancel", [False, True])
-def test_a_resolver_that_hangs_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, cancel: bool
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: go_on.wait(20) and [])
-    http = Http(resolve=resolve_in_time)
-    one = patience(replace(LIMITS, connect_timeout=20 if cancel else 0.2, request_timeout=20))
-    if cancel:
-        threading.Timer(0.1, one.cancel).start()
-    try:
-        fault = fault_of(lambda: http.open("GET", Target("http://slow.example/"), {}, one))
-    finally:
-        go_on.set()
-        for thread in threading.enumerate():
-            if thread.name == "penstock-lookup":
-                thread.join(5.0)
-    assert fault.reason == ("cancelled" if cancel else "dns")
-
-
 # Answers
 
 
@@ -382,27 +293,6 @@ def answers(*parts: bytes) -> Callable[[str, Any, int], bytes | None]:
         return None
 
     return answer
-
-
-@pytest.mark.parametrize(
-    ("raw", "body"),
-    [
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
-            b"hello",
-        ),
-        (b"HTTP/1.0 200 OK\r\n\r\nhello", b"hello"),
-        (
-            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK,
-            b"hello",
-        ),
-        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
-    ],
-)
-def test_every_form_of_body_is_read(http: Http, raw: bytes, body: bytes) -> None:
-    with Scripted(answers(raw)) as server:
-        assert get(http, server.url) == body
 
 
 @pytest.mark.parametrize(
@@ -427,14 +317,6 @@ def test_every_form_of_body_is_read(http: Http, raw: bytes, body: bytes) -> None
 def test_an_answer_that_is_no_http_is_a_fault(http: Http, raw: bytes, reason: str) -> None:
     with Scripted(answers(raw)) as server:
         assert fault_of(lambda: get(http, server.url)).reason == reason
-
-
-def test_an_address_is_written_so_that_servers_understand_it(http: Http) -> None:
-    with Scripted(lambda head, sock, n: OK) as server:
-        get(http, f"{server.url}/données %41/ü?a=é&b=%20#fragment")
-        assert server.heads[0][1].startswith(
-            "GET /donn%C3%A9es%20%41/%C3%BC?a=%C3%A9&b=%20 HTTP/1.1\r\n"
-        )
 
 
 @pytest.mark.parametrize("token", ["hf_secret\nX: y", "hf_sécret", "hf_secret\0"])
@@ -508,19 +390,6 @@ def test_what_the_user_names_may_be_anywhere_and_a_private_server_may_name_anoth
     Target("http://x.example/", True, True).check(ip)
 
 
-def test_one_private_address_among_public_ones_is_enough_to_refuse_and_nothing_is_dialled() -> None:
-    dialled: list[Any] = []
-
-    def dial(where: tuple[Any, ...], one: Patience, shares: int) -> socket.socket:
-        dialled.append(where)
-        raise ConnectionRefusedError
-
-    http = Http(resolve=lambda *_: [address(80, "8.8.8.8"), address(80, "10.1.2.3")], dial=dial)
-    fault = fault_of(lambda: get(http, Target("http://sly.example/", True, False)))
-    assert "sly.example, which is the private address 10.1.2.3" in fault.detail
-    assert dialled == []
-
-
 # TLS
 
 
@@ -569,22 +438,6 @@ def test_a_certificate_that_nobody_vouches_for_is_an_error_that_says_what_to_do(
         fault = fault_of(lambda: get(http, server.url))
     assert fault.reason == "certificate"
     assert "SSL_CERT_FILE" in str(fault.final)
-
-
-def test_a_certificate_for_another_name_is_refused(trusted: Path) -> None:
-    with tls_server(trusted, lambda head, sock, n: OK) as server:
-        http = Http(resolve=lambda host, port, _: [address(server.port)])
-        fault = fault_of(lambda: get(http, "https://hub.example/"))
-        assert (fault.reason, server.heads) == ("certificate", [])
-        assert get(http, "https://localhost/") == b"hello"
-        http.close()
-
-
-def test_an_answer_cut_short_under_tls_is_noticed(http: Http, trusted: Path) -> None:
-    with tls_server(
-        trusted, answers(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello")
-    ) as server:
-        assert fault_of(lambda: get(http, server.url)).reason in ("cut", "tls")
 
 
 # Proxies
@@ -651,23 +504,3 @@ def pour(source: Any, sink: Any) -> None:
         while data := source.recv(65536):
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
-
-
-def test_loopback_and_whatever_is_excepted_is_reached_without_the_proxy(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setenv("no_proxy", "data.example")
-    with Scripted(lambda head, sock, n: OK) as server:
-        assert get(http, server.url) == b"hello"
-        direct = Http(resolve=lambda host, port, _: [address(server.port)])
-        assert get(direct, "http://data.example/") == b"hello"
-        direct.close()
-
-
-def test_a_response_is_never_shown_with_its_address(http: Http) -> None:
-    with Scripted(lambda head, sock, n: OK) as server:
-        target = Target(f"{server.url}/?Signature=secret")
-        with http.open("GET", target, {}, patience()) as response:
-            assert isinstance(response, Response)
-            assert "secret" not in f"{target!r} {response!r} {response._connection!r}"

@@ -21,7 +21,7 @@ from penstock.errors import (
 )
 from penstock.read.card import choose, configurations, data_files
 from penstock.read.http import Refused
-from penstock.read.hub import SHORT_NAMES, Entry, HubName, parse, refused, resolve_url, sound
+from penstock.read.hub import SHORT_NAMES, Entry, HubName, parse, refused, sound
 from penstock.read.manifest import matcher
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -113,12 +113,6 @@ def test_what_is_no_address_is_refused_with_the_right_form(url: str) -> None:
         parse(url)
 
 
-@pytest.mark.parametrize("kind", ["models", "spaces"])
-def test_only_datasets_can_be_read(kind: str) -> None:
-    with pytest.raises(ConfigError, match="only datasets"):
-        parse(f"hf://{kind}/org/name/x")
-
-
 @given(st.text())
 def test_any_text_is_an_address_or_is_refused(text: str) -> None:
     try:
@@ -130,14 +124,6 @@ def test_any_text_is_an_address_or_is_refused(text: str) -> None:
 
 def test_a_short_name_is_an_address() -> None:
     assert parse(SHORT_NAMES["fineweb_edu"]) == HubName("HuggingFaceFW/fineweb-edu", "main", "")
-
-
-def test_bytes_are_asked_for_by_commit_with_everything_quoted() -> None:
-    path = f"hf://datasets/org/name@{SHA}/a b/50%/x#1?.parquet"
-    assert (
-        resolve_url(path)
-        == f"https://hub.test/datasets/org/name/resolve/{SHA}/a%20b/50%25/x%231%3F.parquet"
-    )
 
 
 # Refusals
@@ -185,13 +171,6 @@ def test_a_refusal_says_what_to_do_and_never_shows_the_token(
     assert TOKEN not in repr(error)
     if kind is AccessDenied:
         assert ("A token was sent" if token else "No token was sent") in str(error)
-
-
-def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "https://me:sesame@hub.test/mirror")
-    error = refused("hf://datasets/org/name@main", Refused(401, {"x-error-code": "GatedRepo"}, b""))
-    assert "https://hub.test/mirror/datasets/org/name" in str(error)
-    assert "sesame" not in str(error)
 
 
 # Globs, as they are on disk
@@ -261,13 +240,6 @@ def test_the_default_configuration_is_taken_unless_another_is_named() -> None:
     assert chosen(FINEWEB) == ["data/*/*"]
     assert chosen(FINEWEB, "sample-10BT") == ["sample/10BT/*"]
     assert chosen(FINEWEB, "2024") == ["data/CC-2024/*"]
-
-
-def test_an_unknown_configuration_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no configuration 'sample-1BT'.*'default'.*'sample-10BT'"
-    ):
-        chosen(FINEWEB, "sample-1BT")
 
 
 def test_a_split_is_chosen_by_name() -> None:
@@ -343,24 +315,3 @@ def test_parquet_comes_before_jsonl_before_text() -> None:
     assert data("a.txt", "b.csv", "README.md", "script.py") == ["a.txt"]
     assert data("a.txt", "b.jsonl", format="text") == ["a.txt"]
     assert data("a.bin", "b.bin", format="jsonl") == ["a.bin", "b.bin"]
-
-
-@pytest.mark.parametrize(
-    "name", ["train.parquet", "train/0.parquet", "x/train-00000-of-2.parquet", "a_train_0.parquet", "en.train.parquet",
-             "2train3.parquet", "TRAIN.parquet"]
-)  # fmt: skip
-def test_files_for_training_are_taken_where_some_are_called_so(name: str) -> None:
-    assert data(name, "test.parquet", "validation/0.parquet", "training.parquet") == [name]
-
-
-def test_what_is_about_the_data_is_no_data() -> None:
-    with pytest.raises(NoData, match="Parquet, JSONL or text"):
-        data(
-            "README.md",
-            "dataset_infos.json",
-            ".gitattributes",
-            "_x/a.parquet",
-            "x/.y.jsonl",
-            "loader.py",
-            "a.csv",
-        )

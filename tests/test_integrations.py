@@ -155,23 +155,6 @@ def test_workers_of_a_dataloader_are_refused(endless: Make) -> None:
         )
 
 
-def test_labels_for_models_that_shift_by_themselves(corpus: Path) -> None:
-    data = TextDataset(
-        corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN, packing="concat", positions=True
-    )
-    make = partial(AsyncDataLoader, data, 4, seed=1, n_workers=0)
-    with make() as loader:
-        shifted = next(iter(loader.as_torch_dataset()))
-    with make() as loader:
-        plain = next(iter(loader.as_torch_dataset(shift=False)))
-    assert ids(shifted) == ids(plain)
-    assert torch.equal(plain["labels"][:, 1:], shifted["labels"][:, :-1])
-    assert plain["labels"][:, 0].tolist() == [-100] * 4
-    assert torch.equal(plain["position_ids"], shifted["position_ids"])
-    told = plain["labels"][:, 1:] != -100
-    assert torch.equal(plain["labels"][:, 1:][told], plain["input_ids"][:, 1:][told])
-
-
 # State
 
 
@@ -188,26 +171,6 @@ def test_state_of_a_dataset_restores_the_rest(make: Make, k: int) -> None:
         rest = take(dataset, 8 - k)
         rest += take(dataset, 8 - k - len(rest)) if len(rest) < 8 - k else []
     assert rest == whole[k:]
-
-
-def test_a_pass_that_was_over_is_followed_by_the_next_one(rows_pass: Make) -> None:
-    whole = own(rows_pass, 10)
-    with rows_pass() as loader:
-        dataset = loader.as_torch_dataset()
-        take(dataset, 5)
-        at_the_last_batch = dataset.state_dict()
-        assert take(dataset, 1) == whole[5:6]
-    with rows_pass() as loader:
-        dataset = loader.as_torch_dataset()
-        list(dataset)
-        over = dataset.state_dict()
-    with rows_pass() as loader:
-        dataset = loader.as_torch_dataset()
-        dataset.load_state_dict(over)
-        assert take(dataset, 9) == whole[5:]
-        dataset.load_state_dict(at_the_last_batch)
-        assert take(dataset, 9) == []  # the rest of the `for` that was interrupted
-        assert take(dataset, 9) == whole[5:]
 
 
 def test_a_state_that_is_none_is_refused(endless: Make) -> None:
@@ -280,29 +243,6 @@ def test_distributed_checkpoint_gives_the_state_back_as_it_was(
         dcp.load({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
         assert loader.state_dict() == saved
         assert take(loader.as_torch_dataset(), 2) == own(make, 5)[3:]
-
-
-def test_states_of_ranks_keep_apart_under_keys_of_their_own(corpus: Path, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
-    make = partial(AsyncDataLoader, data, 4, seed=1, n_workers=0)
-    loaders = [make(shard=Shard(2, rank)) for rank in range(2)]
-    for loader in loaders:
-        next(loader)
-    dcp.save(
-        {f"rank{rank}": loader for rank, loader in enumerate(loaders)},
-        checkpoint_id=tmp_path / "step",
-    )
-    again = [make(shard=Shard(2, rank)) for rank in range(2)]
-    dcp.load(
-        {f"rank{rank}": loader for rank, loader in enumerate(again)},
-        checkpoint_id=tmp_path / "step",
-    )
-    for loader, other in zip(loaders, again, strict=True):
-        assert next(loader).inputs.tolist() == next(other).inputs.tolist()
-        loader.shutdown()
-        other.shutdown()
 
 
 # transformers
@@ -537,27 +477,6 @@ def test_accelerate_without_preparing_the_dataloader_resumes_exactly(
         seen = run(loader, 3, load=False)
     with make() as loader:
         seen += run(loader, 2, load=True)
-    assert seen == own(make, 5)
-
-
-def test_accelerates_own_dataloader_works_in_one_process_and_its_state_is_exact(make: Make) -> None:
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
-    def prepare(loader: AsyncDataLoader) -> Any:
-        accelerator = Accelerator(
-            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
-        )
-        return accelerator.prepare(DataLoader(loader.as_torch_dataset(), batch_size=None))
-
-    with make() as loader:
-        dataloader = prepare(loader)
-        seen = take(dataloader, 3)
-        saved = dataloader.state_dict()  # it has read a batch ahead
-    with make() as loader:
-        dataloader = prepare(loader)
-        dataloader.load_state_dict(saved)
-        seen += take(dataloader, 2)
     assert seen == own(make, 5)
 
 

@@ -7,19 +7,18 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.read.delimited import read_records
 from penstock.read.manifest import list_files
 from penstock.read.reader import Reader, ReadSettings
 from penstock.read.storage import PlainFile
-from tests.reading import bytes_of, documents, documents_of_lanes, read_chunks, write_jsonl
+from tests.reading import bytes_of, documents, read_chunks, write_jsonl
 
 relaxed = settings(max_examples=100, deadline=None, database=None)
 
@@ -83,24 +82,6 @@ def test_any_chunk_size_gives_every_line_once_and_in_order(
 
 
 @relaxed
-@given(jsonl(), st.integers(4, 60), st.integers(2, 6))
-def test_parts_of_chunks_give_every_line_once_and_in_order(
-    made: tuple[bytes, list[str]], chunk_bytes: int, parts: int
-) -> None:
-    data, wanted = made
-    with file_of(data) as path:
-        (file,) = list_files(path)
-        reader = Reader(ReadSettings(chunk_bytes=chunk_bytes), 0, 1)
-        split = [
-            replace(ref, part=part, parts=parts)
-            for ref in reader.inspect(file)[0]
-            for part in range(parts)
-        ]
-        got = [text for ref in split for text in reader.read(ref).texts.to_pylist() if text]
-    assert got == wanted
-
-
-@relaxed
 @given(jsonl(), st.integers(5, 97))
 def test_the_address_of_a_text_is_where_its_line_begins(
     made: tuple[bytes, list[str]], chunk_bytes: int
@@ -118,54 +99,6 @@ def test_the_address_of_a_text_is_where_its_line_begins(
             assert row == 0 or data[row - 1 : row] == b"\n"
             found += [text] if text else []
     assert found == wanted
-
-
-kinds = st.sampled_from(
-    [
-        b'{"text": "good"}',
-        b'{"text": "g\xc3\xb6\xc3\xb6d", "n": 1}',
-        b'{"text": "emoji \\ud83d\\ude42"}',
-        b'{"text": null}',
-        b'{"text": ""}',
-        b'{"text": "a"}{"text": "b"}',
-        b'{"text":',
-        b'"a"}',
-        b'{"text": "x", "meta": "\xff"}',
-        b'{"text": "\xff"}',
-        b'{"text": "\\ud800"}',
-        b'{"text": "x", "meta": "\\ud800"}',
-        b'{"text": "x", "meta": NaN}',
-        b'{"text": 1}',
-        b'{"no": "text"}',
-        b'{"text": "first", "text": "second"}',
-        b'\xef\xbb\xbf{"text": "marked"}',
-        b' {"text": "indented"}\t\r',
-        b"[]",
-        b"null",
-        b"",
-        b"            ",
-    ]
-)
-
-
-def judged(data: bytes) -> tuple[list[str], list[str]]:
-    with file_of(data) as path:
-        chunks, bad = read_chunks(path, on_bad_record="skip")
-    return flat(chunks), [record.reason for record in bad]
-
-
-@relaxed
-@example([b'{"text": "x", "meta": "\xff"}', b'{"text": 1}'])
-@example([b'{"text":', b'"a"}{"text": "b"}'])
-@example([b'{"text": "a"}{"text": "b"}', b"            "])
-@given(st.lists(kinds, max_size=6))
-def test_a_line_is_judged_by_itself_whatever_its_neighbours(lines: list[bytes]) -> None:
-    # A chunk is parsed at once where that works and line by line where it does not: if the two
-    # differed on a line, whether it is kept would depend on where chunks happen to be cut.
-    alone = [judged(line) for line in lines]
-    together, reasons = judged(b"\n".join(lines))
-    assert together == [text for kept, _ in alone for text in kept]
-    assert sorted(reasons) == sorted(reason for _, why in alone for reason in why)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +121,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, rest: by
     assert documents(bytes_of(path)) == [b"a"]
 
 
-def test_characters_of_every_length_survive_any_cut(tmp_path: Path) -> None:
-    wanted = ["aé漢🙂" * n for n in range(1, 12)]
-    path = write_jsonl(tmp_path / "a.jsonl", wanted)
-    for chunk_bytes in (1, 2, 3, 4, 5, 7, 11, 13, 31, 61):
-        assert flat(read_chunks(path, chunk_bytes=chunk_bytes)[0]) == wanted
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
 def test_a_document_of_50_mb_that_spans_many_chunks_is_exact(tmp_path: Path, kind: str) -> None:
     long = "".join(f"{i} é🙂 " for i in range(360_000)) * 11
@@ -207,15 +133,6 @@ def test_a_document_of_50_mb_that_spans_many_chunks_is_exact(tmp_path: Path, kin
         chunks, _ = read_chunks(tmp_path / "a.txt", separator=b"\n\n", chunk_bytes=1 << 20)
     assert len(chunks) >= 50
     assert flat(chunks) == wanted
-
-
-def test_lanes_share_one_file_without_loss_or_repetition(tmp_path: Path) -> None:
-    wanted = [f"{i} " * (i % 40 + 1) for i in range(300)]
-    path = write_jsonl(tmp_path / "a.jsonl", wanted)
-    dealt = documents_of_lanes(bytes_of(path, chunk_bytes=1024), 4)
-    assert sorted(text for lane in dealt for text in lane) == sorted(
-        text.encode() for text in wanted
-    )
 
 
 # Separators
@@ -272,57 +189,6 @@ def test_any_cut_gives_every_text_once_and_in_order(
                 assert lo <= records.offset + start < hi
                 got += [records.buffer[start:end]] if end > start else []
     assert got == split(data, separator)
-
-
-@relaxed
-@given(separated(), st.integers(1, 40))
-def test_a_record_is_found_where_it_lies(made: tuple[bytes, bytes], step: int) -> None:
-    data, separator = made
-    with file_of(data, "a.txt") as path:
-        source = PlainFile(list_files(path, whole=False)[0])
-        for lo in range(0, len(data), step):
-            records = read_records(source, lo, lo + step, separator, 1 << 20)
-            for start, end in zip(records.starts.tolist(), records.ends.tolist(), strict=True):
-                at = records.offset + start
-                assert data[at : at + end - start] == records.buffer[start:end]
-
-
-@relaxed
-@given(separated(), st.integers(1, 40))
-def test_nothing_follows_a_range_that_says_it_is_the_last(
-    made: tuple[bytes, bytes], step: int
-) -> None:
-    data, separator = made
-    with file_of(data, "a.txt") as path:
-        source = PlainFile(list_files(path, whole=False)[0])
-        ranges = [
-            read_records(source, lo, lo + step, separator, 1 << 20)
-            for lo in range(0, len(data) + 2 * step, step)
-        ]
-    ended = [records.last for records in ranges]
-    assert ended == sorted(ended)
-    assert ended[-1]
-    assert not any(len(records.starts) for records in ranges[ended.index(True) + 1 :])
-
-
-@pytest.mark.parametrize(
-    ("data", "separator", "wanted"),
-    [
-        (b"a\n\nb\n\n\nc\n\n\n\nd", b"\n\n", [b"a", b"b", b"c", b"d"]),
-        (b"oneaXaXatwo", b"aXa", [b"one", b"two"]),
-        (b"oneaXaaXatwo", b"aXa", [b"one", b"two"]),
-        (b"aXaXoneaXaX", b"aXa", [b"Xone", b"X"]),
-        (b"\n\n\n\n", b"\n\n", []),
-        (b"", b"\n\n", []),
-    ],
-)
-def test_texts_begin_after_the_last_of_overlapping_separators(
-    data: bytes, separator: bytes, wanted: list[bytes]
-) -> None:
-    with file_of(data, "a.txt") as path:
-        chunks, _ = read_chunks(path, separator=separator, chunk_bytes=3)
-    assert [text.encode() for text in flat(chunks)] == wanted
-    assert split(data, separator) == wanted
 
 
 def test_separated_text_reaches_the_stream_as_it_was(tmp_path: Path) -> None:

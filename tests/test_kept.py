@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -120,15 +117,6 @@ def test_threads_that_ask_together_have_it_made_once(tmp_path: Path) -> None:
     assert made == [1]
 
 
-def test_a_killed_holder_leaves_no_lock_behind(
-    tmp_path: Path, holder: subprocess.Popen[bytes]
-) -> None:
-    holder.kill()
-    holder.wait()
-    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
-    assert files(tmp_path, "locks")
-
-
 def test_the_one_who_waits_goes_on_when_the_holder_is_killed(
     tmp_path: Path, holder: subprocess.Popen[bytes]
 ) -> None:
@@ -138,33 +126,6 @@ def test_the_one_who_waits_goes_on_when_the_holder_is_killed(
     assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
     assert time.monotonic() - began < 30.0
     timer.join()
-
-
-def test_a_failure_to_make_it_is_the_callers_and_frees_the_lock(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-
-    def fail() -> bytes:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        kept.once("things", "key", fail, 60.0)
-    assert kept.get("things", "key") is None
-    assert Kept(tmp_path).once("things", "key", lambda: b"ours", 60.0) == b"ours"
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
-def test_without_locks_it_goes_on_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
-) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    kept = Kept(tmp_path)
-    with caplog.at_level(logging.INFO, "penstock"):
-        assert [kept.once("things", str(i), lambda: b"x", 60.0) for i in range(3)] == [b"x"] * 3
-    assert caplog.text.count("no locks there") == 1
-    assert kept.once("things", "1", never, 60.0) == b"x"
 
 
 def test_a_disk_that_takes_nothing_costs_one_warning_and_nothing_else(
@@ -189,15 +150,3 @@ def test_a_kind_is_bounded_and_loses_its_oldest_first(tmp_path: Path) -> None:
     assert size < 300_000
     assert left == list(range(400 - len(left), 400))
     assert kept.get("others", "key") is not None
-
-
-def test_what_a_dead_process_was_writing_is_removed_in_time(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.put("things", "key", b"one")
-    folder = files(tmp_path, "things")[0].parent
-    (folder / ".tmp-old").write_bytes(b"torn")
-    (folder / ".tmp-new").write_bytes(b"being written")
-    os.utime(folder / ".tmp-old", (1, 1))
-    for i in range(500):
-        kept.put("things", str(i), b"x")
-    assert [path.name for path in folder.glob(".tmp-*")] == [".tmp-new"]

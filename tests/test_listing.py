@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import AccessDenied, ConfigError, NoData, Offline, RemoteError, SourceError
+from penstock.errors import AccessDenied, ConfigError, NoData, Offline, SourceError
 from penstock.feed.spare import SpareThreads
 from penstock.options import RemoteOptions
 from penstock.read.kept import Kept
@@ -154,43 +154,9 @@ def test_the_card_decides_what_a_repository_means(hub: HubServer, lister: Lister
     assert lister.names("hf://datasets/org/name", "sample-10BT") == sample
 
 
-def test_a_short_name_stands_for_its_repository_unless_there_is_such_a_path(
-    hub: HubServer, lister: Lister, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add("HuggingFaceFW/fineweb-edu", FILES, card=CARD)
-    monkeypatch.chdir(tmp_path)
-    assert len(lister("fineweb_edu")) == 6
-    (tmp_path / "fineweb_edu").mkdir()
-    (tmp_path / "fineweb_edu" / "mine.jsonl").write_text("{}")
-    assert lister.names("fineweb_edu") == ["mine.jsonl"]
-
-
 def test_without_a_card_the_training_files_are_taken(hub: HubServer, lister: Lister) -> None:
     hub.add("org/name", {"d/train-0.parquet": b"1", "d/test-0.parquet": b"2", "x.jsonl": b"3"})
     assert lister.names("hf://datasets/org/name") == ["d/train-0.parquet"]
-
-
-def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, lister: Lister) -> None:
-    repo = hub.add("org/name", {"a.parquet": b"1"})
-    first = repo.sha
-    repo.branch("refs/convert/parquet", first)
-    repo.branch("v1", first)
-    repo.commit({"b.parquet": b"2"})
-    assert lister.names("hf://datasets/org/name") == ["a.parquet", "b.parquet"]
-    for revision in (first, "v1", "refs%2Fconvert%2Fparquet", "refs/convert/parquet"):
-        assert lister.names(f"hf://datasets/org/name@{revision}") == ["a.parquet"]
-
-
-def test_local_and_remote_sources_mix(
-    hub: HubServer, files: FileServer, lister: Lister, tmp_path: Path
-) -> None:
-    hub.add("org/name", {"d/a.parquet": b"1"})
-    (tmp_path / "a.parquet").write_bytes(b"22")
-    found = lister(
-        [files.url_of("dir/a.parquet"), str(tmp_path / "a.parquet"), "hf://datasets/org/name/d"]
-    )
-    assert [file.size for file in found] == [4, 2, 1]
-    assert len({file.name for file in found}) == 3
 
 
 # By how many requests
@@ -205,39 +171,6 @@ def test_a_branch_costs_one_request_and_its_pages_and_later_one(
     assert asked(hub) == ["revision", "tree", "tree", "tree"]
     lister("hf://datasets/org/name/d")
     assert asked(hub) == ["revision"]
-
-
-def test_a_commit_costs_its_pages_and_later_nothing(
-    hub: HubServer, lister: Lister, tmp_path: Path
-) -> None:
-    repo = hub.add("org/name", FILES, card=CARD)
-    for path, requests in (
-        ("/data", ["tree"]),
-        ("/data/x/001.parquet", ["tree"]),
-        ("/data/x/*.parquet", []),
-    ):
-        before = lister(f"hf://datasets/org/name@{repo.sha}{path}")
-        assert asked(hub) == requests
-        assert lister(f"hf://datasets/org/name@{repo.sha}{path}") == before
-        assert asked(hub) == []
-
-
-def test_the_card_and_the_files_are_asked_for_together_and_kept(
-    hub: HubServer, lister: Lister
-) -> None:
-    repo = hub.add("org/name", FILES, card=CARD)
-    lister("hf://datasets/org/name")
-    assert sorted(asked(hub)) == ["resolve", "revision", "tree"]
-    lister(f"hf://datasets/org/name@{repo.sha}")
-    assert asked(hub) == []
-
-
-def test_a_branch_that_moved_is_seen(hub: HubServer, lister: Lister) -> None:
-    repo = hub.add("org/name", {"d/a.parquet": b"1"})
-    before = lister("hf://datasets/org/name/d")
-    repo.commit({"d/a.parquet": b"2"})
-    after = lister("hf://datasets/org/name/d")
-    assert fingerprint(before) != fingerprint(after)
 
 
 LIST = """
@@ -294,15 +227,6 @@ def test_faults_of_metadata_are_tried_again(hub: HubServer, lister: Lister) -> N
     assert len(lister("hf://datasets/org/name/d")) == 10
 
 
-def test_a_portals_page_instead_of_a_listing_is_an_error_that_says_so(
-    hub: HubServer, lister: Lister
-) -> None:
-    hub.add("org/name", FILES)
-    hub.fault(Fault("html", times=None, path="*/tree/*"))
-    with pytest.raises(RemoteError, match=r"org/name@.* no listing .*portal or proxy"):
-        lister("hf://datasets/org/name/data")
-
-
 # Offline
 
 
@@ -319,16 +243,6 @@ def test_offline_works_from_what_was_last_heard(
     asked(hub), asked(files)
     assert lister(urls, offline=True) == before
     assert asked(hub) + asked(files) == []
-
-
-def test_the_environment_says_whether_to_stay_offline(
-    hub: HubServer, lister: Lister, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add("org/name", FILES)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(Offline):
-        lister("hf://datasets/org/name/data")
-    assert hub.log == []
 
 
 def test_offline_says_what_is_missing_and_how_to_get_it(
@@ -470,15 +384,6 @@ def test_unknown_revisions_folders_and_files_are_named(hub: HubServer, lister: L
             lister(f"hf://datasets/org/name{url}")
 
 
-def test_a_configuration_goes_with_a_repository_only(
-    hub: HubServer, lister: Lister, tmp_path: Path
-) -> None:
-    for url in ("hf://datasets/org/name/data", str(tmp_path), "https://x.test/a.parquet"):
-        with pytest.raises(ConfigError, match="without a path"):
-            lister(url, "sample")
-    assert hub.log == []
-
-
 # http(s)
 
 
@@ -542,13 +447,6 @@ def test_logins_and_queries_are_used_and_never_shown(
 
 
 # What changed
-
-
-def test_the_fingerprint_has_the_etags_of_remote_files(files: FileServer, lister: Lister) -> None:
-    before = fingerprint(lister(files.url_of("dir/a.parquet")))
-    assert fingerprint(lister(files.url_of("dir/a.parquet"))) == before
-    files.put("dir/a.parquet", b"bbbb")
-    assert fingerprint(lister(files.url_of("dir/a.parquet"))) != before
 
 
 def test_a_change_is_explained_by_the_first_file_that_differs(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import Counter, UserDict
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from penstock import (
 from penstock.encode.collate import pad_with
 from penstock.errors import NoData
 from penstock.sources.samples import batched
-from tests import contracts
 
 
 class Numbers:
@@ -54,9 +51,6 @@ def drain(loader: AsyncDataLoader, seen: list[int]) -> None:
     """Read on until something is raised."""
     while True:
         seen += firsts(loader, 1)
-
-
-# Order
 
 
 # Ranks
@@ -118,17 +112,6 @@ def test_all_ranks_get_equally_many_full_batches_and_together_every_sample(
         assert max(counts.values()) <= most
     else:
         assert max(counts.values()) <= epochs
-
-
-def test_a_wrap_around_repeats_the_first_rows_of_the_pass(rank: Any) -> None:
-    seen: list[list[int]] = []
-    for r in range(2):
-        rank(2, r)
-        with loader_of(Numbers(10), 4, epochs=2, drop_last=False, seed=3) as loader:
-            seen.append(firsts(loader))
-    rows = [row for pair in zip(*seen, strict=True) for row in pair]
-    assert rows[20:] == rows[:4]
-    assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
 
 
 @pytest.mark.parametrize("length", [8, 9, 13, 16])
@@ -213,19 +196,6 @@ def test_pairs_are_inputs_and_targets_as_tensors() -> None:
     assert isinstance(batch.targets, torch.Tensor)
 
 
-def test_a_collate_that_gives_a_mapping_of_any_kind_gives_inputs_and_targets() -> None:
-    # What transformers' collators give is a UserDict.
-    for kind in (dict, UserDict):
-
-        def collate(samples: list[Any], kind: Any = kind) -> Any:
-            return kind(input_ids=torch.tensor(samples), labels=torch.tensor(samples))
-
-        batch = one([[1, 2], [3, 4]], collate=collate)
-        assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
-        assert batch.inputs is not None
-        assert batch.inputs.tolist() == batch.targets.tolist() == [[1, 2], [3, 4]]
-
-
 def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
     def draw(sample: Any, rng: np.random.Generator) -> Any:
         return np.array([sample[0], rng.integers(1 << 40), 0])
@@ -246,23 +216,6 @@ def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
             for _ in range(2)
         ]
     assert passes[0] != passes[1]
-
-
-def test_a_hub_dataset_is_map_style(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import datasets
-
-    table = datasets.Dataset.from_dict(
-        {"input_ids": [[i, i, i + 1] for i in range(30)], "n": list(range(30))}
-    )
-
-    def make(**how: Any) -> AsyncDataLoader:
-        return loader_of(table, **{"epochs": 1, "drop_last": False, **how})
-
-    with make() as loader:
-        seen = [int(n) for batch in loader for n in batch["n"]]
-    assert len(set(seen)) == len(seen) == 30
-    contracts.resumes_everywhere(make, n=10)
 
 
 # Errors
@@ -330,31 +283,6 @@ def test_an_error_in_another_process_keeps_its_type_and_names_the_sample() -> No
     assert any("sample 350" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_stop_iteration_in_user_code_does_not_end_the_stream_in_silence(n_workers: int) -> None:
-    def stops(sample: Any) -> Any:
-        if sample[0] == 10:
-            next(iter(()))
-        return sample
-
-    with (
-        loader_of(Numbers(40), preprocess=stops, epochs=1, n_workers=n_workers) as loader,
-        pytest.raises(RuntimeError) as caught,
-    ):
-        list(loader)
-    cause = caught.value.__cause__ or caught.value
-    assert any("sample 10" in note for note in cause.__notes__)
-
-
-def test_getitems_has_to_give_as_many_as_were_asked_for() -> None:
-    class Short(Numbers):
-        def __getitems__(self, indices: list[int]) -> Any:
-            return [self[i] for i in indices[1:]]
-
-    with loader_of(Short(9)) as loader, pytest.raises(ConfigError, match="3 samples for 4 indices"):
-        next(loader)
-
-
 def test_an_empty_dataset_is_refused() -> None:
     for data in (Numbers(0), [], np.zeros((0, 4), np.int64)):
         with pytest.raises(NoData):
@@ -364,54 +292,3 @@ def test_an_empty_dataset_is_refused() -> None:
 def test_too_few_samples_for_a_batch_are_refused_where_the_last_is_dropped() -> None:
     with pytest.raises(NoData, match="drop_last=False"):
         loader_of(Numbers(3), epochs=1, drop_last=True).start()
-
-
-# Memory
-
-
-class Large:
-    """Batches that are counted while anybody holds them."""
-
-    def __init__(self, length: int, nbytes: int) -> None:
-        self.length, self.nbytes = length, nbytes
-        self.live = self.peak = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def collate(self, samples: Any) -> Any:
-        batch = np.zeros(self.nbytes, np.uint8)
-        self._count(self.nbytes)
-        weakref.finalize(batch, self._count, -self.nbytes)
-        return batch
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-
-
-@pytest.mark.parametrize(("n_workers", "limit"), [(1, 8), (3, 8), (3, 4), (3, 2)])
-def test_large_batches_stay_within_the_memory_limit(n_workers: int, limit: int) -> None:
-    size = 1 << 20
-    data = Large(60, size)
-    with loader_of(
-        data,
-        1,
-        n_workers=n_workers,
-        collate=data.collate,
-        memory_limit=limit * size,
-        prefetch_size=16,
-        epochs=1,
-    ) as loader:
-        loader.warmup(timeout=5)
-        taken = 0
-        while loader.next_batch(timeout=20) is not None:
-            taken += 1
-    assert taken == 60
-    # The one in the trainer's hand is its own, and so is the one before, which a busy machine may free a moment later.
-    assert data.peak <= (limit + 2) * size

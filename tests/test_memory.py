@@ -76,16 +76,6 @@ def test_large_row_groups_and_documents_stay_within_the_stated_bound(tmp_path: P
     assert used["peak"] < bound, f"{used['peak'] / MiB:.0f} MiB, allowed are {bound / MiB:.0f}"
 
 
-def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
-    write(tmp_path / "small.parquet", groups=16, group_bytes=MiB, doc_bytes=2000)
-    about = {"urls": str(tmp_path / "small.parquet"), "seq_len": 1024}
-    how = {"batch_size": 16, "n_workers": 2, "shuffle": True, "memory_limit": 64 * MiB}
-    used = measure(about, how, batches=12_000)
-    assert used["read"] >= 10 * 16 * MiB
-    # From where the memory's limit has been reached, some three epochs, to four times as many.
-    assert used["last"] - used["first"] < 96 * MiB
-
-
 def test_a_small_limit_still_runs(tmp_path: Path) -> None:
     write(tmp_path / "d.parquet", groups=4, group_bytes=4 * MiB, doc_bytes=2000)
     about = {"urls": str(tmp_path / "d.parquet"), "seq_len": 1024}

@@ -202,14 +202,6 @@ def test_a_resume_before_or_after_a_change_gives_the_same_stream(change: Any, la
     contracts.resumes_repeatedly(make, n=30, steps=[5, 1, 1, 1, 1, 1, 1, 1, 18])
 
 
-@pytest.mark.parametrize("change", [now, soon])
-def test_ranks_that_change_weights_at_a_batch_give_the_stream_of_one_rank(change: Any) -> None:
-    whole, _ = contracts.global_rows(changing(change, 6), 1, 20, 12)
-    for world in (2, 4):
-        rows, _ = contracts.global_rows(changing(change, 6), world, 20, 12)
-        assert rows == whole, f"world size {world}"
-
-
 def test_the_state_right_after_a_change_has_it() -> None:
     make = changing(now, 10**9)
     for rank in (0, 1):
@@ -221,15 +213,6 @@ def test_the_state_right_after_a_change_has_it() -> None:
         with make(shard=Shard(2, rank)) as loader:
             loader.load_state_dict(state)
             assert contracts.take(loader, 8) == whole
-
-
-@pytest.mark.parametrize("step", [-1, 2, 1.5, 7.0, "3", True])
-def test_a_step_that_is_past_or_none_is_refused(step: Any) -> None:
-    with loader_of(mixture((Part(0, 300), 1), (Part(1, 300), 0))) as loader:
-        contracts.take(loader, 3)
-        with pytest.raises(ConfigError, match="step"):
-            loader.set_weights({"p0": 1, "p1": 1}, step=step)
-        assert len(contracts.take(loader, 2)) == 2
 
 
 def test_weights_that_do_not_fit_leave_the_stream_as_it_is() -> None:
@@ -317,43 +300,12 @@ def test_parts_need_one_seq_len() -> None:
         AsyncDataLoader(Mixture({"a": (Part(0, 5), 1)}), 2)
 
 
-def test_samples_that_are_no_rows_are_no_part() -> None:
-    def samples() -> Iterator[Any]:
-        yield {"a": 1}
-
-    with pytest.raises(ConfigError, match="samples"):
-        AsyncDataLoader(mixture((Part(0, 5), 1), (samples, 1)), 2)
-
-
 def test_stats_count_the_rows_of_each_part() -> None:
     with loader_of(mixture((Part(0, 70), 3), (stream(1, 90), 1)), n_workers=0) as loader:
         firsts(loader, 10)
         loader.shutdown()
         firsts(loader, 10)
         assert loader.stats().parts == {"p0": 60, "p1": 20}
-
-
-def test_positions_of_all_parts_are_given_or_none_is() -> None:
-    def short() -> Iterator[Any]:
-        for i in range(100):
-            yield np.full(3, i)
-
-    def part(positions: bool) -> Any:
-        return TextDataset.from_iterable(
-            short, tokenizer=None, seq_len=SEQ, positions=positions, name="short"
-        )
-
-    try:
-        loader = loader_of(mixture((part(True), 1), (part(False), 1)))
-    except ConfigError:
-        return
-    with loader:
-        batch = loader.next_batch(timeout=10)
-        assert batch is not None
-        for row, positions in zip(
-            np.asarray(batch.inputs), np.asarray(batch.positions), strict=True
-        ):
-            assert positions.max() <= 2, (row, positions)
 
 
 def test_a_state_that_has_other_weights_than_parts_is_refused() -> None:

@@ -132,22 +132,6 @@ def test_the_loss_of_nothing_is_zero_and_has_a_gradient() -> None:
     assert not gradient.any()
 
 
-def test_a_batch_that_is_seen_again_and_again_is_learned() -> None:
-    torch.manual_seed(0)
-    gpt = GPT(TINY, VOCABULARY, SEQ_LEN)
-    rows, extras = ids(4, SEQ_LEN + 1), documents(*[[5, 11]] * 4)
-    optimizer = torch.optim.AdamW(parameter_groups(gpt, 0.1), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        total, count = loss(gpt(rows[:, :-1], *extras), rows[:, 1:])
-        (total / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item() / count.item())
-    assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
-    assert losses[-1] < losses[0] / 3
-
-
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
@@ -175,48 +159,6 @@ def test_an_unknown_size_is_an_error_that_names_the_known() -> None:
 def test_a_shape_that_cannot_be_built_is_refused(shape: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="multiple of heads"):
         Shape(*shape)
-
-
-def test_the_state_holds_each_parameter_once_and_loads_back() -> None:
-    gpt = model(1, shape=Shape(layers=1, width=32, heads=2))
-    state = gpt.state_dict()
-    assert sorted(state) == [
-        "blocks.0.attention.k_norm.weight", "blocks.0.attention.out.weight", "blocks.0.attention.q_norm.weight",
-        "blocks.0.attention.qkv.weight", "blocks.0.attention_norm.weight", "blocks.0.mlp.down.weight",
-        "blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight", "blocks.0.mlp_norm.weight", "embedding.weight",
-        "norm.weight",
-    ]  # fmt: skip
-    other, inputs = model(2, shape=gpt.shape), ids(2, SEQ_LEN)
-    assert not torch.equal(other(inputs), gpt(inputs))
-    other.load_state_dict(state, strict=True)
-    assert torch.equal(other(inputs), gpt(inputs))
-
-
-def test_dropout_drops_in_training_only() -> None:
-    gpt, inputs = model(dropout=0.5), ids(1, SEQ_LEN)
-    assert not torch.equal(gpt(inputs), gpt(inputs))
-    gpt.eval()
-    assert torch.equal(gpt(inputs), gpt(inputs))
-    assert_close(gpt(inputs), model()(inputs))
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
-def test_autocast_to_bfloat16_trains_float32_weights_to_about_the_same_numbers(
-    packed: bool,
-) -> None:
-    gpt, inputs = GPT(TINY, VOCABULARY, SEQ_LEN), ids(2, SEQ_LEN)
-    extras = documents([5, 11], [9, 7]) if packed else ()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = gpt(inputs, *extras)
-    loss(logits, inputs)[0].backward()
-    exact = gpt(inputs, *extras)
-    assert logits.dtype == torch.float32
-    assert not torch.equal(logits, exact)
-    assert_close(logits, exact, rtol=0.05, atol=0.02)
-    assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
-        for p in gpt.parameters()
-    )
 
 
 @pytest.fixture

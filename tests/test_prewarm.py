@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,29 +222,6 @@ def test_a_compiled_model_trains_the_same_after_a_prewarm(
     assert_same(plain, warm)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_real_steps_compile_nothing_that_the_prewarm_has_compiled() -> None:
-    compiled: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(len(inputs))
-        return graph.forward
-
-    seed()
-    net = Net()
-    model: Any = torch.compile(net, backend=backend)
-    optimizer = torch.optim.AdamW(net.parameters())
-    data = batches(3)
-    prewarm(model, optimizer, data[0])
-    after_prewarm = len(compiled)
-    assert after_prewarm > 0
-    for inputs, targets in data:
-        nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(compiled) == after_prewarm
-
-
 def ready(
     make: Make = OPTIMIZERS["adamw"],
 ) -> tuple[Net, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
@@ -317,29 +293,6 @@ def test_gradients_that_were_there_are_there_again() -> None:
     assert net.out.weight.grad is held
 
 
-def test_optimizer_state_of_a_resumed_run_is_not_touched() -> None:
-    net, optimizer, batch = ready()
-    net(batch[0]).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-    assert done.skipped == {"optimizer": "it has state already, which is not touched"}
-    assert done.optimizer_s == 0
-    assert done.backward_s > 0
-    unchanged(net, optimizer, lambda: verify_prewarm(net, optimizer, batch))
-
-
-def test_the_scheduler_does_not_move_and_still_warns_when_called_too_early() -> None:
-    net, optimizer, batch = ready()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    before = repr(scheduler.state_dict())
-    prewarm(net, optimizer, batch, scheduler=scheduler)
-    assert repr(scheduler.state_dict()) == before
-    verify_prewarm(net, torch.optim.SGD(net.parameters(), lr=0.1), batch, scheduler=scheduler)
-    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
-        scheduler.step()
-
-
 def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
@@ -392,85 +345,6 @@ def test_the_loss_is_found_in_what_a_model_returns(form: str) -> None:
     assert torch.equal(seen[0], targets)
 
 
-class Stateful(nn.Module):
-    """Everything that a module can keep besides parameters and buffers, and change when it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-        self.calls = 0
-        self.cache: Tensor | None = None
-        self.history: list[int] = [1]
-        self.last: deque[int] = deque([1], maxlen=2)
-        self.table: dict[str, Any] = {"a": 1}
-        self.kinds = {"a"}
-        self.tensor = torch.zeros(3)
-        self.array = np.zeros(3)
-        self.generator = torch.Generator().manual_seed(1)
-        self.numpy_generator = np.random.default_rng(1)
-        self.python_generator = random.Random(1)
-        self.register_buffer("replaced", torch.zeros(2))
-        self.extra = {"mean": torch.zeros(2)}
-
-    def get_extra_state(self) -> Any:
-        return {"mean": self.extra["mean"], "n": 0}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra["mean"] = state["mean"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.cache = x.sum()
-        self.history.append(2)
-        self.last.extend([2, 3])
-        self.table["b"] = 2
-        self.kinds.add("b")
-        self.tensor += 1
-        self.array += 1
-        torch.rand(1, generator=self.generator)
-        self.numpy_generator.random()
-        self.python_generator.random()
-        self.replaced = self.replaced + 1
-        self.extra["mean"] += 1
-        self.added = 1
-        self.line.eval()
-        self.line.bias.requires_grad_(False)
-        random.random()
-        np.random.rand()
-        return self.line(x * torch.rand(4)).sum()
-
-    def picture(self) -> str:
-        names = (
-            "calls",
-            "cache",
-            "history",
-            "last",
-            "table",
-            "kinds",
-            "tensor",
-            "array",
-            "replaced",
-            "extra",
-        )
-        facts = [getattr(self, name) for name in names]
-        facts += [self.generator.get_state().tolist(), self.numpy_generator.bit_generator.state]
-        facts += [self.python_generator.getstate(), hasattr(self, "added"), self.line.training]
-        return repr([*facts, self.line.bias.requires_grad])
-
-
-def test_state_of_a_module_outside_its_buffers_is_put_back() -> None:
-    net = Stateful()
-    optimizer = torch.optim.AdamW(net.parameters())
-    before, buffer, generator = net.picture(), net.replaced, net.generator
-    batch = {"x": torch.ones(2, 4)}
-    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-    assert net.picture() == before
-    assert net.replaced is buffer
-    assert net.generator is generator
-    verify_prewarm(net, optimizer, batch)
-    assert net.picture() == before
-
-
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "second"])
 def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
     class Breaks(torch.autograd.Function):
@@ -507,23 +381,6 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
     unchanged(net, optimizer, action)
     assert len(optimizer.state) == 0
     assert not hasattr(optimizer, "note")
-
-
-class WritesToItself(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.5)
-        return super().forward(input).sum()
-
-
-def test_a_model_that_writes_to_its_weights_is_found_out_or_restored_on_request() -> None:
-    net = WritesToItself(4, 4)
-    batch = (torch.ones(2, 4), None)
-    unchanged(net, None, lambda: prewarm(net, None, batch, copy_parameters=True))
-    with pytest.raises(
-        ConfigError, match=r"writes to its parameter 'weight'.*copy_parameters=True"
-    ):
-        prewarm(net, None, batch)
 
 
 class IgnoresItsRate(torch.optim.Optimizer):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -263,66 +262,6 @@ names = st.sampled_from(
         "seconds",
     ]
 )
-msgs = st.sampled_from(
-    [
-        "boot",
-        "progress",
-        "progress",
-        "progress",
-        "progress",
-        "beat",
-        "stall",
-        "pause",
-        "tune",
-        "fallback",
-        "health",
-        "steady_state",
-        "shutdown",
-        "loader_ready",
-        "loader_warmup",
-        "loader_error",
-        "fineweb_loader_ready",
-        "foreign",
-    ]
-)
-strange = st.lists(
-    st.tuples(
-        msgs,
-        st.integers(-5, 10**20) | st.integers(0, 40),
-        st.dictionaries(names, values, max_size=8),
-    ),
-    max_size=60,
-)
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(strange)
-def test_whatever_the_lines_hold_there_is_a_page_or_a_clear_refusal(
-    tmp_path: Path, found: list[tuple[str, int, dict[str, Any]]]
-) -> None:
-    path = tmp_path / "heartbeat_rank0.jsonl"
-    with path.open("w") as file:
-        for at, (msg, step, fields) in enumerate(found):
-            usual = {
-                "ts": 1.79e9 + at,
-                "iso": "",
-                "mono": at / 7,
-                "pid": 1,
-                "rank": 0,
-                "step": step,
-                "msg": msg,
-            }
-            file.write(json.dumps(fields | usual) + "\n")
-    try:
-        made = report(path)
-    except NoData:
-        assert not [1 for _, step, _ in found if 0 <= step < 10**17]
-        return
-    assert Seen(made.html).data["rank"] == "0"
-    json.dumps(made.numbers, allow_nan=False)
-    compare(path, path)
 
 
 def test_a_long_run_of_eight_ranks_stays_small(tmp_path: Path) -> None:
@@ -376,17 +315,6 @@ def test_what_a_heartbeat_writes_a_report_reads(tmp_path: Path) -> None:
     assert "prefetch_size" in Seen(made.html).words
 
 
-def test_what_a_reader_must_not_miss_is_said(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(steps=200, nan_loss_from=150, ended=False))
-    made = report(tmp_path)
-    assert made.numbers["warnings"] == [
-        "The loss is not a finite number from step 150 on.",
-        "There is no shutdown line: the run was still going when this was made, or it was killed.",
-    ]
-    assert all(f"! {one}" in made.summary for one in made.numbers["warnings"])
-    assert "not finite" in json.dumps(Seen(made.html).data["ranks"]["0"]["loss"]["layout"])
-
-
 def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NoData, match="nowhere"):
         report(tmp_path / "nowhere*.jsonl")
@@ -402,33 +330,6 @@ def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
         report(a, b)
     with pytest.raises(NoData, match="missing"):
         report(a, tmp_path / "missing")
-
-
-def test_a_faster_run_is_told_from_chance(tmp_path: Path) -> None:
-    a, again, b = tmp_path / "a", tmp_path / "again", tmp_path / "b"
-    write_run(a, Recording(steps=300, ranks=2))
-    write_run(again, Recording(steps=300, ranks=2, seed=1))
-    write_run(
-        b,
-        Recording(
-            steps=300,
-            ranks=2,
-            seed=2,
-            step_s=0.2,
-            settings={"n_workers": 4, "remote": {"fetches": 8}},
-        ),
-    )
-    better = compare(a, b)
-    told = better.numbers["difference"]
-    assert told["beyond_intervals"] is True
-    assert told["tokens_per_s_pct"] == pytest.approx(25, abs=3)
-    assert told["settings"] == {"settings.n_workers": [2, 4], "settings.remote.fetches": [None, 8]}
-    assert re.match(r"B is 2[0-9] % faster than A, beyond both 95 % intervals", better.summary)
-    assert better.numbers["a"]["tokens_per_s"] < better.numbers["b"]["tokens_per_s"]
-    same = compare(a, again)
-    assert same.numbers["difference"]["beyond_intervals"] is False
-    assert same.summary.startswith("No difference shown")
-    assert "slower than A, beyond" in compare(b, a).summary
 
 
 def invoke(*args: str | Path) -> Any:
@@ -472,23 +373,3 @@ def test_without_plotly_the_extra_is_named(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
     with pytest.raises(MissingExtra, match=re.escape("pip install 'penstock[report]'")):
         report(run)
-
-
-def test_an_earlier_run_in_the_same_file_is_left_out_and_a_resumed_one_is_not(
-    tmp_path: Path,
-) -> None:
-    with Heartbeat(tmp_path, rank=0) as first:
-        for step in range(1, 41):
-            first.progress(step, loss=9.0, tokens=7, dt_step_s=1.0)
-    with Heartbeat(tmp_path, rank=0) as second:
-        for step in range(1, 61):
-            second.progress(step, loss=1.0, tokens=7, dt_step_s=0.01)
-    made = report(str(first.path))
-    (rank,) = made.numbers["ranks"]
-    assert (rank["steps"], rank["earlier_runs"]) == (60, 1)
-    assert "One earlier run wrote to the same file" in made.summary
-    with Heartbeat(tmp_path, rank=0, resumed=True) as third:
-        for step in range(51, 91):
-            third.progress(step, loss=1.0, tokens=7, dt_step_s=0.01)
-    (rank,) = report(str(first.path)).numbers["ranks"]
-    assert (rank["sessions"], rank["earlier_runs"]) == (2, 1)

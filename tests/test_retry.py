@@ -16,9 +16,7 @@ from penstock.errors import LoaderClosed, RemoteError, SourceChanged
 from penstock.feed.spare import SpareThreads
 from penstock.read.attempt import Fault, Patience
 from penstock.read.http import Refused
-from penstock.read.remote import RemoteFiles
 from penstock.read.retry import Client, retry_after
-from penstock.types import FileRef
 from tests.servers import Fault as Wrong
 from tests.servers import FileServer
 
@@ -83,34 +81,11 @@ def test_a_budget_that_runs_out_is_an_error_with_everything_that_happened(client
     assert isinstance(raised.value.__cause__, Fault)
 
 
-def test_an_attempt_has_no_more_time_than_is_left(client: Client) -> None:
-    left: list[float] = []
-
-    def attempt(patience: Patience) -> None:
-        left.append(patience.deadline - time.monotonic())
-        raise Fault("slow", "")
-
-    with pytest.raises(RemoteError):
-        client.keep_trying("a thing", 1.0, attempt)
-    assert left[0] <= 1.0
-    assert left[-1] < left[0]
-
-
 def test_a_final_fault_is_raised_at_once_and_names_the_thing(client: Client) -> None:
     attempt = Failing(Fault("gone", "", final=SourceChanged("it is gone")))
     with pytest.raises(SourceChanged, match=r"^a thing: it is gone$"):
         client.keep_trying("a thing", 5.0, attempt)
     assert attempt.attempts == 1
-
-
-def test_a_doubtful_fault_is_believed_once_it_was_met_several_times(client: Client) -> None:
-    def doubt(text: str) -> Fault:
-        return Fault("etag", text, final=SourceChanged(text), doubtful=True)
-
-    b, c, reset = doubt("was a, is b"), doubt("was a, is c"), Fault("reset", "")
-    assert client.keep_trying("a thing", 5.0, Failing(b, b, reset, c, c, reset)) == "done"
-    with pytest.raises(SourceChanged, match="is b"):
-        client.keep_trying("a thing", 5.0, Failing(b, c, reset, b, c, b))
 
 
 def test_other_exceptions_are_not_tried_again(client: Client) -> None:
@@ -128,13 +103,6 @@ def test_other_exceptions_are_not_tried_again(client: Client) -> None:
 )  # fmt: skip
 def test_retry_after_is_read_in_every_form(value: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": value}) == seconds
-
-
-def test_a_server_that_asks_for_a_pause_gets_it_up_to_the_cap(client: Client) -> None:
-    for asked, waited in ((0.02, 20), (1e9, 50), (float("inf"), 50)):
-        before = client.tally.counts()["retry_wait_ms"]
-        client.keep_trying("a thing", 5.0, Failing(Fault("status_429", "", retry_after=asked)))
-        assert client.tally.counts()["retry_wait_ms"] - before == pytest.approx(waited, abs=1)
 
 
 # Ending
@@ -187,36 +155,6 @@ def test_results_come_in_order(client: Client) -> None:
     assert client.side_by_side([partial(make, i) for i in range(12)]) == list(range(12))
 
 
-@pytest.mark.parametrize("failing", [0, 1, 5])
-def test_after_a_failure_nothing_more_is_begun(client: Client, failing: int) -> None:
-    begun: list[int] = []
-
-    def make(i: int) -> int:
-        begun.append(i)
-        if i == failing:
-            raise RemoteError(f"number {i}")
-        time.sleep(0.05)
-        return i
-
-    with pytest.raises(RemoteError, match=f"number {failing}"):
-        client.side_by_side([partial(make, i) for i in range(400)])
-    count = len(begun)
-    assert count < 100
-    time.sleep(0.15)
-    assert len(begun) == count, "nor afterwards"
-
-
-def test_many_small_files_of_a_server_that_is_gone_fail_within_one_budget(client: Client) -> None:
-    with FileServer({"a": DATA}) as server:
-        url = server.url_of("a")
-    client.limits = replace(LIMITS, retry_budget=0.4)
-    files = RemoteFiles(client, {})
-    began = time.monotonic()
-    with pytest.raises(RemoteError, match="refused"):
-        files.read_all([(FileRef(f"{url}{i}", "a", 10, "text"), 0, 10) for i in range(300)])
-    assert time.monotonic() - began < 20.0
-
-
 # Twice at once
 
 
@@ -260,29 +198,6 @@ def test_an_attempt_that_fails_leaves_the_other_its_chance(client: Client, both:
             client.first_of(attempt, time.monotonic() + 30, 0.3)
     else:
         assert client.first_of(attempt, time.monotonic() + 30, 0.3) == "done"
-
-
-def test_reads_that_race_for_one_server_never_get_each_others_bytes(client: Client) -> None:
-    client.limits = replace(LIMITS, fetches=16)
-    with FileServer({"a": DATA}) as server:
-        for kind, n in (
-            ("reset", 7),
-            ("short", 11),
-            ("slow", 5),
-            ("no_range", 13),
-            ("wrong_range", 17),
-        ):
-            details = {"delay_s": 0.15} if kind == "slow" else {}
-            for k in range(1, 12):
-                server.fault(Wrong(kind, skip=n * k, **details))
-        files = RemoteFiles(client, {})
-        file = FileRef(server.url_of("a"), "a", len(DATA), "text")
-        rng = random.Random(3)
-        ranges = [
-            (s := rng.randrange(len(DATA) - 1), rng.randint(1, len(DATA) - s)) for _ in range(250)
-        ]
-        got = files.read_all([(file, start, length) for start, length in ranges])
-        assert got == [bytearray(DATA[s : s + n]) for s, n in ranges]
 
 
 # Redirects and refusals
@@ -330,16 +245,3 @@ def test_a_portal_or_something_compressed_never_passes_for_an_answer(
         server.fault(Wrong(kind))
         assert client.call(server.url_of("a"), what="a").body == DATA
         assert len(server.log) == 2
-
-
-def test_a_portal_is_seen_in_the_head_of_a_file_too_and_a_page_may_be_one(client: Client) -> None:
-    with FileServer({"a.parquet": DATA, "a.html": DATA, "a": DATA}) as server:
-        server.fault(Wrong("html", method="HEAD"))
-        reply = client.call(server.url_of("a.parquet"), what="a", method="HEAD")
-        assert reply.headers["content-length"] == str(len(DATA))
-        server.fault(Wrong("html", method="HEAD", times=None))
-        for name in ("a.html", "a"):
-            assert client.call(server.url_of(name), what="a", method="HEAD").status == 200
-
-
-# Spare threads

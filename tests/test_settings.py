@@ -367,7 +367,7 @@ MIXTURE = """
 kind = "text"
 tokenizer = "byte"
 seq_len = 8
-on_end = "leave"
+on_end = "stop"
 [data.mixture.web]
 weight = 0.7
 urls = "web"
@@ -381,7 +381,7 @@ vocab_size = 257
 def test_parts_of_a_mixture_inherit_what_applies_to_them(write: Write, tmp_path: Path) -> None:
     data = load(write("a.toml", MIXTURE), environment={}).data
     assert data is not None
-    assert (data.kind, data.parameters) == ("mixture", {"on_end": "leave"})
+    assert (data.kind, data.parameters) == ("mixture", {"on_end": "stop"})
     (web, web_weight), (made, made_weight) = data.parts["web"], data.parts["made"]
     assert (web.kind, web_weight, made.kind, made_weight) == ("text", 0.7, "synthetic", 1.0)
     assert web.parameters == {"tokenizer": "byte", "seq_len": 8, "urls": str(tmp_path / "web")}

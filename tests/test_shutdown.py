@@ -89,7 +89,7 @@ def test_interrupts_within_next_lose_and_repeat_no_batch(
 
 
 SCRIPT = """
-import itertools, os, signal, sys, threading
+import itertools, os, signal, threading
 import numpy as np
 from penstock import AsyncDataLoader
 
@@ -97,7 +97,7 @@ released = threading.Event()
 
 def samples():
     for row in itertools.count():
-        if row == 20:
+        if row == 20 and not released.is_set():
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             assert released.wait(60)
         yield np.full(4, row)

@@ -293,35 +293,6 @@ def test_the_slow_start_of_a_live_training_run_is_found() -> None:
     raise AssertionError(f"10 slow steps, but the steady state began at {onsets}")
 
 
-def test_the_numbers_of_a_warmup_are_those_of_the_series() -> None:
-    times = np.full(110, 0.1)
-    times[:10] = 0.7
-    found = analyze_steps(times, 1000)
-    assert (found.kind, found.onset, found.steady_stop, found.steps) == ("warmup", 10, 110, 110)
-    assert found.overhead_s == pytest.approx(6.0)
-    assert found.overhead_pct == pytest.approx(100 * 6 / 17)
-    assert found.first_step_ratio == pytest.approx(7)
-    assert found.tokens_per_s == pytest.approx(10_000)
-    assert found.low == pytest.approx(10_000)
-    assert found.high == pytest.approx(10_000)
-    assert found.p50_s == found.p95_s == found.p99_s == pytest.approx(0.1)
-    assert found.drift_per_1000 is None
-    assert found.changes == found.spikes == ()
-
-
-def test_drift_is_given_per_thousand_steps_and_only_if_it_is_more_than_chance() -> None:
-    rng = np.random.default_rng(3)
-    found = analyze_steps(noise(rng, 2000) * (1 + 0.1 * np.arange(2000) / 1000))
-    assert found.drift_per_1000 == pytest.approx(
-        100 * 0.1 / 1.1, rel=0.1
-    )  # of the level in the middle
-    assert "slower per 1,000 steps" in found.summary()
-    chance = [
-        analyze_steps(noise(np.random.default_rng(seed), 500)).drift_per_1000 for seed in range(20)
-    ]
-    assert chance.count(None) >= 19
-
-
 @pytest.mark.parametrize("period", [10, 37, 100])
 def test_spikes_at_regular_intervals_are_one_group_with_their_period_and_cost(period: int) -> None:
     times = noise(np.random.default_rng(period), 900, 0.01)
@@ -355,46 +326,6 @@ def test_causes_are_named_where_evidence_supports_them() -> None:
     ]
     assert found.causes[0].evidence == "compiles 0 → 2 at step 0"
     assert found.causes[2].evidence == "2.8 s of 2.9 s"
-
-
-def test_without_evidence_a_slow_start_is_unexplained() -> None:
-    times = np.full(100, 0.1)
-    times[:3] = 2.0
-    events = [
-        StepEvent(50, "compiles", 1),
-        *(StepEvent(step, "data_wait_s", 0.05) for step in range(100)),
-    ]
-    for known in (None, events):
-        assert [
-            (c.start, c.stop, c.cause, c.evidence) for c in analyze_steps(times, 1, known).causes
-        ] == [(0, 3, "unexplained", "")]
-
-
-@pytest.mark.parametrize(
-    ("cause", "events"),
-    [
-        (
-            "data wait",
-            [StepEvent(step, "data_wait_s", 0.06 if step >= 300 else 0.01) for step in range(500)],
-        ),
-        ("compile", [StepEvent(0, "compiles", 1), StepEvent(301, "compiles", 2)]),
-        (
-            "allocator retries",
-            [StepEvent(step, "alloc_retries", step - 299) for step in range(300, 500, 10)],
-        ),
-        ("resume", [StepEvent(300, "resume")]),
-        ("unexplained", [StepEvent(100, "compiles", 1), StepEvent(200, "resume")]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_late_slowdown_is_charged_to_what_began_with_it(
-    cause: str, events: list[StepEvent]
-) -> None:
-    times = 0.1 * noise(np.random.default_rng(2), 500)
-    times[300:] += 0.06
-    found = analyze_steps(times, 1, events)
-    assert found.kind == "slowdown"
-    assert [(c.start, c.stop, c.cause) for c in found.causes] == [(300, 500, cause)]
 
 
 @pytest.mark.parametrize(
@@ -450,20 +381,6 @@ def test_an_analysis_is_json_and_a_few_lines() -> None:
     assert "tokens/s (95 %:" in str(found)
     assert len(str(found).splitlines()) <= 8
     assert str(analyze_steps([1.0])) == "not enough steps: 1 steps in 1.0 s, too few to tell"
-
-
-def test_a_hundred_thousand_steps_with_events_are_analysed() -> None:
-    rng = np.random.default_rng(0)
-    times = noise(rng, 100_000, 0.05)
-    times[:12] *= 40
-    times[499::500] += 6
-    times[70_000:] *= 1.1
-    found = analyze_steps(
-        times, 4096, [StepEvent(step, "data_wait_s", 0.01) for step in range(100_000)]
-    )
-    assert (found.kind, found.onset, found.rhythm) == ("slowdown", 12, None)
-    assert [abs(change.step - 70_000) <= 5 for change in found.changes] == [True]
-    assert found.spikes[0].period == 500
 
 
 seconds = st.floats(1e-6, 1e4, allow_subnormal=False) | st.sampled_from(

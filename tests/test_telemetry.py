@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 
 from penstock import AsyncDataLoader, ConfigError, Telemetry, TextDataset
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import CorruptFile, LoaderTimeout
-from penstock.watch.stage_timer import STAGES, Clock
+from penstock.errors import CorruptFile
+from penstock.watch.stage_timer import STAGES
 
 
 def text(corpus: Path, **more: Any) -> TextDataset:
@@ -105,54 +104,6 @@ def test_step_fields_are_those_of_a_heartbeat_and_add_up(corpus: Path) -> None:
     assert json.loads(json.dumps(beat)) == beat
 
 
-def test_a_step_of_several_batches_is_reported_as_a_whole(corpus: Path) -> None:
-    with loader_of(corpus) as loader:
-        begun = time.perf_counter()
-        told = []
-        for _ in range(5):
-            for _ in range(4):
-                batch = next(loader)
-            with loader.pause("save"):
-                wait(0.02)
-            told.append(loader.telemetry.step_fields())
-            took = time.perf_counter() - begun
-            wait(0.05)  # after the report: it belongs to the step that follows
-        stats = loader.stats()
-    assert [fields["tokens"] for fields in told] == [4 * batch.tokens] * 5
-    assert sum(fields["dt_fetch_s"] for fields in told) == pytest.approx(stats.wait_s, abs=1e-3)
-    paused = sum(fields["paused"]["save"] for fields in told)
-    # All that is no pause, up to the last report. What the machine takes between two lines here is nobody's.
-    assert (
-        took - paused - 0.1 <= sum(fields["dt_step_s"] for fields in told) <= took - paused + 0.01
-    )
-
-
-def test_time_in_calls_that_gave_up_is_waited_too(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, gate = threading.Event(), threading.Event()
-    original = Tokenizer.encode
-
-    def encode(self: Tokenizer, *args: Any, **more: Any) -> Any:
-        begun.set()
-        gate.wait(30)
-        return original(self, *args, **more)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    with loader_of(corpus, n_workers=1) as loader:
-        assert begun.wait(30)
-        for _ in range(3):
-            with pytest.raises(LoaderTimeout):
-                loader.next_batch(timeout=0.1)
-        gate.set()
-        next(loader)
-        stats = loader.stats()
-        assert loader.telemetry.consumer.last is not None
-        assert loader.telemetry.consumer.last.wait >= 0.3
-    assert stats.wait_s >= 0.3
-    assert stats.wait_by_stage["tokenize"] >= 0.25
-
-
 def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corpus: Path) -> None:
     with loader_of(corpus) as loader:
         next(loader)
@@ -172,23 +123,6 @@ def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corp
         ready[0]["parts"]
     )
     assert 0 < ready[0]["dt"] < 60
-
-
-def started(loader: AsyncDataLoader) -> dict[str, Any]:
-    """What is told of a loader's start."""
-    with loader:
-        next(loader)
-        (ready,) = [
-            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_ready"
-        ]
-    return dict(ready)
-
-
-def test_the_ledger_has_the_first_copy_where_batches_go_to_a_device(corpus: Path) -> None:
-    there = started(AsyncDataLoader(text(corpus), 4, device="meta"))["ledger"]
-    assert there["first_copy"] >= there["first_batch"]
-    assert list(there)[-1] == "first_copy"
-    assert "first_copy" not in started(loader_of(corpus))["ledger"]
 
 
 def test_a_stall_is_told_with_its_stage_and_its_file(
@@ -306,22 +240,6 @@ def test_one_telemetry_belongs_to_one_loader(corpus: Path) -> None:
         Telemetry(stall_s=0)
 
 
-def test_telemetry_keeps_no_loader_alive_and_forgets_its_threads(corpus: Path) -> None:
-    telemetry = Telemetry()
-    loader = observed(corpus, telemetry, epochs=1)
-    for _ in range(8):
-        assert sum(1 for _ in loader) > 0
-    loader.shutdown()
-    names = [track.name for track in telemetry.clock.timelines]
-    assert len(names) <= 4, names
-    documents = loader.stats().documents
-    assert loader.stats().stages["tokenize"].items >= documents
-    gone = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_state_that_is_loaded_begins_new_numbers(corpus: Path) -> None:
     with loader_of(corpus) as loader:
         for _ in range(20):
@@ -333,36 +251,7 @@ def test_a_state_that_is_loaded_begins_new_numbers(corpus: Path) -> None:
         assert loader.stats().batches == loader.telemetry.consumer.steps == 1
 
 
-# The window
-
-
-# All of a run
-
-
 # Tracks
-
-
-def test_stages_within_stages_are_not_counted_twice() -> None:
-    clock = Clock()
-    with clock.stage("pack") as track:
-        wait(0.02)
-        with clock.stage("decode"):
-            wait(0.04)
-            with clock.stage("fetch"):
-                wait(0.06)
-        wait(0.02)
-    assert [segment.stage for segment in track.recent] == [
-        "pack",
-        "decode",
-        "fetch",
-        "decode",
-        "pack",
-    ]
-    assert track.seconds["fetch"] >= 0.06
-    assert track.seconds["pack"] < track.seconds["fetch"] + track.seconds["decode"]
-    ends = [segment.end for segment in track.recent]
-    assert [segment.begin for segment in track.recent][1:] == ends[:-1]
-    assert all(segment.cpu <= segment.end - segment.begin + 0.01 for segment in track.recent)
 
 
 def test_a_heartbeat_says_how_full_every_queue_is(corpus: Path) -> None:

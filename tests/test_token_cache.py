@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,9 @@ from typer.testing import CliRunner
 
 from penstock.cli.cache import cache as command
 from penstock.encode.tokenizer import load_tokenizer
-from penstock.errors import ConfigError
-from penstock.read.cache import Key, TokenCache, clear, describe, entries, verify
+from penstock.read.cache import Key, TokenCache, describe, entries
 from penstock.read.cache_file import make_key
-from penstock.read.cache_room import Room, alone
+from penstock.read.cache_room import Room
 from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, GiB, TokenChunk
 
 REF = ChunkRef(FileRef("/data/a.parquet", "a.parquet", 1000, "parquet"), 3, 100)
@@ -119,18 +116,6 @@ def test_an_entry_takes_hardly_more_than_its_ids_in_the_narrowest_type(tmp_path:
     assert 2 * n_ids <= bytes_in(tmp_path) <= 1.02 * 2 * n_ids
 
 
-def test_a_mapped_chunk_outlives_its_file(tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path, GiB)
-    key, chunk = cache.key("a", 0, "r"), sized(300_000)
-    cache.put(key, chunk)
-    before = pa.total_allocated_bytes()
-    mapped = cache.get(key, REF)
-    assert pa.total_allocated_bytes() - before < 10_000  # mapped, not copied
-    clear(tmp_path)
-    assert not cache.has(key)
-    assert_same(mapped, chunk)
-
-
 # Nothing damaged or foreign comes out.
 
 
@@ -184,27 +169,6 @@ def test_a_damaged_entry_is_made_again_and_told_once(
     assert (counts["cache_damaged"], counts["cache_misses"], counts["cache_hits"]) == (3, 3, 3)
 
 
-def test_every_part_of_a_key_counts(tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path, GiB)
-    names = ["a", "a\ud800", "a\0", "../a", "/a", "A", "a" * 300, "a-1", "ä", '","']
-    keys = [
-        cache.key(file, index, rest)
-        for file in names
-        for index in (0, 1, 11)
-        for rest in ("", "r", "1, r")
-    ]
-    assert len({key.name for key in keys}) == len(keys)
-    for i, key in enumerate(keys):
-        cache.put(key, chunk_of([[i]]))
-    for i, key in enumerate(keys):
-        assert_same(cache.get(key, REF), chunk_of([[i]]))
-    assert verify(tmp_path) == (len(keys), bytes_in(tmp_path), [])
-    assert all(
-        path.parent.parent == tmp_path / "tokens"
-        for path in (tmp_path / "tokens" / k.name for k in keys)
-    )
-
-
 def test_an_entry_that_cannot_be_read_is_a_miss_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,20 +196,6 @@ def indices(cache: TokenCache) -> list[int]:
     return sorted(entry.chunk for entry in entries(cache.folder))
 
 
-def needed(*order: int) -> Callable[[str, int], float | None]:
-    """The entries are needed in this order."""
-    return lambda file, index: float(order.index(index)) if index in order else None
-
-
-@pytest.mark.parametrize("limit", [0, STEP])
-def test_an_entry_larger_than_the_limit_is_refused(tmp_path: Path, limit: int) -> None:
-    cache = TokenCache(tmp_path, limit)
-    assert not cache.put(cache.key("a", 0, "r"), sized(STEP))
-    assert cache.counts()["cache_refused"] == 1
-    assert cache.off is None
-    assert list(entries(tmp_path)) == []
-
-
 def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(
     tmp_path: Path,
 ) -> None:
@@ -267,50 +217,6 @@ def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(
     assert not os.path.exists(live.name)
 
 
-WRITE_MANY = """
-import sys
-from pathlib import Path
-from tests.test_token_cache import sized
-from penstock.read.cache import TokenCache
-folder, limit, me = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-cache = TokenCache(folder, limit)
-cache.foresee(lambda file, index: -index)  # the newest are needed first: each has others to drop
-for i in range(120):
-    cache.put(cache.key(f"file {(me + i) % 5}", i, "r"), sized(10_000, i))
-assert cache.off is None, cache.off
-print(cache.counts()["cache_written"])
-"""
-
-
-def test_four_processes_together_keep_to_the_limit(tmp_path: Path) -> None:
-    limit = 20 * STEP
-    arguments = [sys.executable, "-c", WRITE_MANY, str(tmp_path), str(limit)]
-    root = Path(__file__).parent.parent
-    writers = [
-        subprocess.Popen([*arguments, str(i)], stdout=subprocess.PIPE, text=True, cwd=root)
-        for i in range(4)
-    ]
-    try:
-        seen = []
-        while any(writer.poll() is None for writer in writers):
-            with alone(tmp_path / "tokens"):  # nothing comes or goes while it is counted
-                files = [
-                    os.stat(path).st_size
-                    for path in (tmp_path / "tokens").glob("*/*")
-                    if path.exists()
-                ]
-                seen.append(sum(files))
-        written = [int(writer.communicate(timeout=60)[0]) for writer in writers]
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.wait()
-    assert max(seen) <= limit
-    assert bytes_in(tmp_path) > limit - 2 * STEP
-    assert sum(written) > 40
-    assert verify(tmp_path).damaged == []
-
-
 def test_a_folder_that_cannot_be_turns_it_off_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,14 +228,6 @@ def test_a_folder_that_cannot_be_turns_it_off_with_one_warning(
     assert cache.off is not None
     assert len(caplog.records) == 1
     assert cache.off in caplog.text
-
-
-def test_a_chunk_of_an_iterable_is_not_kept(tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path, GiB)
-    assert not cache.put(cache.key("a", 0, "r"), chunk_of([[1]], source={"at": 1}))
-
-
-# The thread that writes.
 
 
 # The command.
@@ -415,11 +313,3 @@ def test_clear_all_removes_what_is_ours_and_nothing_else(tmp_path: Path) -> None
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
     )
     assert left == ["engines/four", "stdlib/five.parquet"]
-
-
-@pytest.mark.parametrize("what", ["info", "verify", "clear"])
-def test_a_folder_that_was_named_and_is_not_there_is_an_error(tmp_path: Path, what: str) -> None:
-    done = CliRunner().invoke(command, [what, "--dir", str(tmp_path / "mistyped")])
-    assert isinstance(done.exception, ConfigError)
-    assert f"--dir {tmp_path / 'mistyped'}: there is no such folder" in str(done.exception)
-    assert done.output == ""

@@ -6,9 +6,7 @@ import os
 import pickle
 import shutil
 import struct
-import tracemalloc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, CorruptFile, NoData
-from penstock.read import tokens
 from penstock.read.tokens import TokenFileDataset
 
 CODES = {
@@ -165,16 +162,6 @@ def test_several_files_are_one_dataset_and_no_row_crosses_them(tmp_path: Path) -
     assert data.dtype == np.uint32
 
 
-def test_rows_come_in_the_order_asked_for_across_files(tmp_path: Path) -> None:
-    data, rows = many_files(tmp_path)
-    asked = np.random.default_rng(0).integers(0, len(data), 300)
-    assert data.__getitems__(asked).tolist() == [rows[i] for i in asked]
-    assert data.__getitems__(asked.tolist()).tolist() == [rows[i] for i in asked]
-    assert [data[i].tolist() for i in range(len(data))] == rows
-    assert data[-1].tolist() == rows[-1]
-    assert data.__getitems__([]).shape == (0, 9)
-
-
 def test_globs_and_lists_name_files_and_each_is_read_once(tmp_path: Path) -> None:
     for name in ("v.bin", "t1.bin", "t0.bin"):
         write_plain(tmp_path / name, some_ids(20))
@@ -182,27 +169,6 @@ def test_globs_and_lists_name_files_and_each_is_read_once(tmp_path: Path) -> Non
     assert [f.name for f in open_file(f"{tmp_path}/*").files] == ["t0.bin", "t1.bin", "v.bin"]
     both = [str(tmp_path / "v.bin"), tmp_path / "t0.bin", tmp_path / "v.bin"]
     assert [f.name for f in open_file(both).files] == ["v.bin", "t0.bin"]
-
-
-def test_files_of_one_name_from_two_folders_are_told_apart(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        write_plain(tmp_path / folder / "train.bin", some_ids(20))
-    data = open_file([tmp_path / "a" / "train.bin", tmp_path / "b" / "train.bin"])
-    assert [f.name for f in data.files] == ["a/train.bin", "b/train.bin"]
-
-
-def test_more_files_than_may_be_open_at_once_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "OPEN_FILES", 4)
-    for i in range(50):
-        write_plain(tmp_path / f"{i:02}.bin", np.full(17, i))
-    data = open_file(tmp_path)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    assert data.__getitems__(np.arange(100))[:, 0].tolist() == [i // 2 for i in range(100)]
-    if before:
-        assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 # Documents
@@ -276,24 +242,6 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-def test_a_file_larger_than_memory_costs_only_the_rows_read(tmp_path: Path) -> None:
-    path = sparse(tmp_path / "huge.bin", 64 << 30)
-    with path.open("r+b") as file:
-        file.seek(60 << 30)
-        file.write(np.arange(1025, dtype="uint16").tobytes())
-    tracemalloc.start()
-    try:
-        data = open_file(path, 1024)
-        row = data[(30 << 30) // 1024]
-        data.__getitems__(np.linspace(0, len(data) - 1, 64).astype(int))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(data) == ((32 << 30) - 1) // 1024
-    assert row.tolist() == list(range(1025))
-    assert peak < 2 << 20
-
-
 def test_a_pickle_is_small_and_reads_the_same_rows(tmp_path: Path) -> None:
     data, rows = many_files(tmp_path)
     all_rows(data)
@@ -306,18 +254,6 @@ def test_a_pickle_is_small_and_reads_the_same_rows(tmp_path: Path) -> None:
         again.boundaries(range(len(data)))[1].tolist()
         == data.boundaries(range(len(data)))[1].tolist()
     )
-
-
-def test_threads_may_share_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "OPEN_FILES", 2)
-    data, rows = many_files(tmp_path)
-
-    def read(seed: int) -> bool:
-        asked = np.random.default_rng(seed).integers(0, len(data), 40)
-        return data.__getitems__(asked).tolist() == [rows[i] for i in asked]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(read, range(200)))
 
 
 # Identity
@@ -365,16 +301,6 @@ def test_half_an_id_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "nonsense", None, "bool", object, 3.5])
-def test_a_type_that_is_not_of_whole_numbers_is_refused(tmp_path: Path, dtype: Any) -> None:
-    refused(
-        ConfigError,
-        "needs 'auto' or a type",
-        write_plain(tmp_path / "a.bin", some_ids(100)),
-        dtype=dtype,
-    )
-
-
 def test_a_type_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
     header = write_header(tmp_path / "a.bin", some_ids(100))
     refused(ConfigError, "holds uint16", header, dtype="uint32")
@@ -403,22 +329,6 @@ def test_a_header_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_bytes(write_header(tmp_path / "d.bin", ids).read_bytes()[:600])
     refused(CorruptFile, "it has 600", tmp_path / "d.bin")
     refused(ConfigError, "evaluation file", write_header(tmp_path / "e.bin", ids, magic=20240522))
-
-
-def test_a_numpy_file_that_is_no_list_of_ids_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "2d.npy", np.zeros((10, 10), np.uint16))
-    refused(ConfigError, r"shape \(10, 10\).*reshape\(-1\)", tmp_path / "2d.npy")
-    np.save(tmp_path / "float.npy", np.zeros(10))
-    refused(ConfigError, "holds float64", tmp_path / "float.npy")
-    np.save(tmp_path / "object.npy", np.array([{}, 1], object), allow_pickle=True)
-    refused(CorruptFile, "cannot be mapped", tmp_path / "object.npy")
-    np.save(tmp_path / "cut.npy", np.zeros(1000, np.uint16))
-    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-7])
-    refused(CorruptFile, "cannot be mapped", tmp_path / "cut.npy")
-    (tmp_path / "head.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:20])
-    refused(CorruptFile, "cannot be mapped", tmp_path / "head.npy")
-    np.save(tmp_path / "empty.npy", np.zeros(0, np.uint16))
-    refused(NoData, "has 0", tmp_path / "empty.npy")
 
 
 def megatron_with(folder: Path, at: int, change: bytes, cut: int | None = None) -> Path:
@@ -461,22 +371,6 @@ def test_a_negative_id_is_an_error_that_says_where(tmp_path: Path) -> None:
             data.__getitems__([0, 7, 4])
 
 
-def test_an_id_that_takes_more_than_32_bits_is_an_error(tmp_path: Path) -> None:
-    ids = some_ids(100)
-    ids[90] = 1 << 32
-    with pytest.raises(CorruptFile, match="position 90 is 4294967296"):
-        all_rows(open_file(write_plain(tmp_path / "a.bin", ids, "uint64"), dtype="uint64"))
-
-
-@pytest.mark.parametrize("wrong", [12, -13, 1 << 40])
-def test_a_row_that_is_not_there_is_an_index_error(tmp_path: Path, wrong: int) -> None:
-    data = open_file(write_plain(tmp_path / "a.bin", some_ids(100)))
-    with pytest.raises(IndexError, match="has 12 rows"):
-        data[wrong]
-    with pytest.raises(IndexError, match="has 12 rows"):
-        data.__getitems__([0, wrong])
-
-
 def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_path: Path) -> None:
     path = write_plain(tmp_path / "a.bin", some_ids(100))
     data = open_file(path)
@@ -486,6 +380,3 @@ def test_a_file_that_changed_before_it_was_mapped_is_an_error_not_a_crash(tmp_pa
     path.unlink()
     with pytest.raises(NoData, match=r"a\.bin is gone"):
         data[0]
-
-
-# Taken as fast as they come

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import logging
 import multiprocessing
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import AsyncDataLoader, SyntheticDataset, pipeline
-from penstock.errors import ConfigError, LoaderClosed, StateError
-from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
+from penstock.errors import ConfigError
+from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
 
-ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60.0
 
 # torchdata 0.11 warns of itself, and DataLoader forks.
@@ -89,18 +83,6 @@ def until(true: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def timed_out_in_an_item() -> tuple[Counting, WarmedIterator[int]]:
-    """Return a warmup of 5 whose timeout passed during the third item, however busy the machine."""
-    for timeout in (0.1, 2.0, 30.0):
-        source = Counting(6, hold=2)
-        warmed = warmup_loader(source, 5, timeout)
-        if source.held.is_set() and warmed.result.filled == 2:
-            return source, warmed
-        source.release.set()
-        warmed.close()
-    raise AssertionError("the thread never got as far")
-
-
 # The same items
 
 
@@ -165,17 +147,6 @@ def test_the_thread_ends_with_the_warmup_and_nothing_more_is_pulled() -> None:
     assert source.pulled == 6
 
 
-def test_an_item_that_is_being_fetched_at_the_timeout_comes_next() -> None:
-    source, warmed = timed_out_in_an_item()
-    with warmed:
-        assert (warmed.result.requested, warmed.result.filled) == (5, 2)
-        assert [next(warmed), next(warmed)] == [0, 1]
-        source.release.set()
-        until(lambda: not threads())
-        assert source.pulled == 3
-        assert list(warmed) == [2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("off", [{"batches": 0}, {"timeout": 0}], ids=["batches", "timeout"])
 def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
     source, heard = Counting(4), Events()
@@ -198,42 +169,6 @@ def test_an_exception_comes_at_its_item_and_the_rest_follows(batches: int, fille
             next(warmed)
         assert caught.value is fault
         assert list(warmed) == [4, 5]
-
-
-def test_close_of_a_stuck_iterator_returns_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    source, warmed = timed_out_in_an_item()
-    with caplog.at_level(logging.WARNING, "penstock"):
-        assert not warmed.close(timeout=0.01)
-    assert "still being fetched" in caplog.text
-    with pytest.raises(LoaderClosed, match="closed"):
-        next(warmed)
-    source.release.set()
-    assert warmed.close()
-    assert (source.pulled, threads()) == (3, [])
-
-
-def test_a_process_ends_in_the_middle_of_a_warmup_and_needs_no_torch() -> None:
-    code = (
-        "import sys, time; from penstock.feed.warmup import warmup_loader\n"
-        "def items():\n    yield 0\n    time.sleep(1000)\n"
-        "warmed = warmup_loader(items(), 4, 0.5)\n"
-        "print(next(warmed), [m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "0 []")
-
-
-# The first batch
-
-
-def test_a_first_item_fetched_by_the_caller_comes_first() -> None:
-    source = Counting(6)
-    first = next(source)
-    with warmup_loader_with_first_batch(source, first, 3, DEADLINE_S) as warmed:
-        assert (warmed.result.requested, warmed.result.filled, warmed.queue_depth()) == (3, 3, 3)
-        assert list(warmed) == [0, 1, 2, 3, 4, 5]
 
 
 # State
@@ -265,14 +200,6 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
         resumed = loader(2)
         resumed.load_state_dict(states[step])
         assert [batch.tolist() for batch in resumed] == plain[step:], f"after {step} batches"
-
-
-@pytest.mark.parametrize("batches", [0, 2])
-def test_a_loader_without_a_state_gives_its_items_and_a_typed_error(batches: int) -> None:
-    with warmup_loader(Counting(4), batches) as warmed:
-        with pytest.raises(StateError, match="state_dict"):
-            warmed.state_dict()
-        assert list(warmed) == [0, 1, 2, 3]
 
 
 # Our own loader
@@ -338,18 +265,6 @@ def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch(
         assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
 
 
-def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pipeline, "SOON_S", DEADLINE_S)
-    data = Held(3)  # a full queue would have to wait for it
-    with in_order(data) as loader:
-        done = loader.warmup("auto", DEADLINE_S)
-        assert (done.requested, done.filled) == (1, 1)
-        data.release.set()
-        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
-
-
 # Events and arguments
 
 
@@ -386,15 +301,3 @@ def test_invalid_arguments_are_refused_before_anything_is_fetched(
     with pytest.raises(ConfigError, match=message):
         warmup_loader(source, **options)
     assert source.pulled == 0
-
-
-def test_the_script_gives_the_same_functions() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "warmup_helper", ROOT / "scripts" / "warmup_helper.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.warmup_loader is warmup_loader
-    assert script.warmup_loader_with_first_batch is warmup_loader_with_first_batch

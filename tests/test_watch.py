@@ -14,7 +14,6 @@ import subprocess
 import sys
 import termios
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -105,31 +104,6 @@ def test_a_stuck_step_is_shown_with_its_stage_and_file_until_the_next_step() -> 
     assert view.verdict(NOW) == "fine"
 
 
-def test_a_run_that_does_not_say_when_it_is_steady_is_watched_for_it() -> None:
-    run = Recording(steps=120, bare=True, warmup=12, ended=False)
-    view = view_of(run)
-    assert "steady_state" not in {found["msg"] for found in lines(run)}
-    assert view.ranks[0].steady_at is not None
-    assert 2 <= view.ranks[0].steady_at <= 20
-    few = view_of(Recording(steps=20, bare=True, ended=False))
-    assert few.warmth() == "warming up"
-
-
-def test_a_recompilation_and_a_new_process_are_warmed_up_again() -> None:
-    view = RunView()
-    view.add(line("progress", step=1, compiles=2, dt_step_s=0.1))
-    view.add(line("steady_state", step=40, at_step=10))
-    view.add(line("progress", step=41, compiles=2, dt_step_s=0.1))
-    assert view.warmth() == "steady since step 10"
-    view.add(line("progress", step=42, compiles=3, dt_step_s=9.0))
-    assert view.warmth() == "warming up"
-    view.add(line("steady_state", step=80, at_step=45))
-    view.add(line("boot", rotated=True))
-    assert view.warmth() == "steady since step 45"
-    view.add(line("boot", resumed=True))
-    assert view.warmth() == "warming up"
-
-
 def test_progress_and_arrival_come_from_the_tokens_that_were_asked_for() -> None:
     run = Recording(steps=100, ranks=2, ended=False)
     view = view_of(run, total_tokens=400 * run.tokens)
@@ -212,22 +186,6 @@ def test_the_screen_fits_and_has_the_verdict_and_the_slowest_rank(
     assert any(re.match(rf" *{slowest.rank} ", text) for text in table)
     if len(table) < ranks:
         assert f"and {ranks - len(table)} more ranks" in "\n".join(shown)
-
-
-def test_a_stale_rank_an_ended_one_and_one_that_is_missing_are_shown_as_such() -> None:
-    view = RunView()
-    view.add(line("boot", world_size=4, host="a"))
-    view.add(line("progress", step=5, ts=NOW - 30))
-    view.add(line("shutdown", rank=1, step=9, reason="finished"))
-    for width in (60, 120):
-        shown = "\n".join(drawn(view, NOW, Look(width=width)))
-        assert "2 of 4 ranks" in shown
-        assert "stale" in shown
-        assert "ended" in shown
-    said = plain(view, NOW)
-    assert "last line 30 s ago  stale" in said[0]
-    assert said[1].endswith("ended: finished")
-    assert "2 of 4 ranks have not been heard of" in said[2]
 
 
 def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
@@ -508,17 +466,3 @@ def test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_o
         assert child.wait(PATIENCE_S) == 0
         assert CURSOR in terminal.seen
         assert "Traceback" not in terminal.seen
-
-
-def test_it_serves_the_metrics_of_the_run_beside_it(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(steps=50, ranks=2, ended=False))
-    with watching([str(tmp_path), "--metrics-port", "0"]) as (terminal, child):
-        terminal.until("tokens/s", child)
-        url = re.search(r"http://127\.0\.0\.1:\d+/metrics", terminal.seen)
-        assert url is not None
-        with urllib.request.urlopen(url[0], timeout=PATIENCE_S) as reply:
-            text = reply.read().decode()
-        assert 'penstock_steps_total{rank="0"} 50.0' in text
-        assert 'penstock_steps_total{rank="1"} 50.0' in text
-        os.write(terminal.ours, b"\x03")
-        assert child.wait(PATIENCE_S) == 0

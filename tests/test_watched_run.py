@@ -440,6 +440,3 @@ def test_training_and_validation_are_measured_apart(corpus: Path) -> None:
     assert not theirs.paused_s
     assert theirs.wait_s <= ours.paused_s["eval"]
     assert ours.wait_s <= ours.wall_s
-
-
-# Beside the run

@@ -126,18 +126,3 @@ def test_minutes_of_random_faults_do_not_change_the_stream(
 ) -> None:
     struck = rounds(seeds_for(180.0), hub, expected, tmp_path, monkeypatch)
     assert len(struck) >= 12, f"nearly every kind of fault: {struck}"
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_same_seed_is_the_same_round(
-    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    one = Round(seed, hub, tmp_path)
-    assert one.run(monkeypatch) == expected(one.form or CHOSEN), str(one)
-    again = Round(seed, hub, tmp_path)
-    assert (one.url, one.how, one.stops, one.chaos.rate) == (
-        again.url,
-        again.how,
-        again.stops,
-        again.chaos.rate,
-    )

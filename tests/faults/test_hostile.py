@@ -5,12 +5,8 @@ from __future__ import annotations
 import io
 import json
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.errors import BadRecord, CorruptFile, NoData, RemoteError, SourceError
+from penstock.errors import CorruptFile, NoData, RemoteError, SourceError
 from penstock.feed.spare import SpareThreads
 from penstock.read.attempt import Patience
 from penstock.read.connect import dial_directly
@@ -29,7 +25,6 @@ from penstock.types import FileRef
 from tests.faults.serving import (
     CHOSEN,
     DEADLINE_S,
-    IMPATIENT,
     QUICK,
     content,
     documents,
@@ -101,19 +96,6 @@ def test_a_redirect_from_a_public_server_never_leads_astray(to: str) -> None:
         assert set(dialled) == {PUBLIC}
 
 
-def test_a_redirect_through_a_public_server_does_not_come_back_into_the_private_network() -> None:
-    # The user named a private server; what that one names is trusted, but not what a public one names then.
-    with FileServer({"a": DATA}) as server, public(server) as (files, dialled):
-        port = port_of(server)
-        server.put("b", DATA)
-        server.fault(Fault("redirect", path="/a", to=f"http://cdn.example:{port}/b", times=None))
-        server.fault(Fault("redirect", path="/b", to="http://10.0.0.9/b", times=None))
-        NAMES["private.example"] = PUBLIC
-        with pytest.raises(RemoteError, match=r"10\.0\.0\.9"):
-            files.read(FileRef(f"http://private.example:{port}/a", "a", len(DATA), "text"), 0, 50)
-        assert "10.0.0.9" not in dialled
-
-
 def test_an_answer_that_sends_elsewhere_in_mid_run_is_asked_for_at_its_origin_again(
     hub: HubServer, expected: Expected
 ) -> None:
@@ -177,13 +159,11 @@ def odd(**headers: str) -> Fault:
 
 
 def test_a_bit_flipped_on_the_way_is_fetched_again(hub: HubServer, expected: Expected) -> None:
-    for n in range(3):
-        hub.fault(Fault("flip", port="cdn", skip=2 + 5 * n, bits=3, seed=n))
-    hub.fault(
-        Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4)
-    )  # its footer comes with it
+    hub.fault(Fault("flip", port="cdn", path="*a.parquet", skip=1, bits=3, seed=1))
+    # Its footer comes with it.
+    hub.fault(Fault("flip", port="cdn", path="*b.parquet", bits=40, seed=4))
     outcome = run(hf("parquet"))
-    assert sum(r.fault == "flip" for r in hub.log) == 4
+    assert sum(r.fault == "flip" for r in hub.log) == 2
     assert outcome.error is None
     assert outcome.ledger == expected("parquet")
 
@@ -257,87 +237,6 @@ def test_a_bomb_is_noticed_before_it_fills_the_memory(hub: HubServer) -> None:
     assert outcome.stats.bad == {"bomb": 1}
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        (pa.table({"content": ["a", "b"]}), ("has no column 'text'", "content")),
-        (pa.table({"text": [1, 2]}), ("column 'text' is int64",)),
-        (pa.table({"text": [{"a": "x"}, {"a": "y"}]}), ("column 'text' is struct",)),
-        (pa.table({"text": [["x"], ["y"]]}), ("column 'text' is list",)),
-    ],
-    ids=["missing", "number", "struct", "list"],
-)
-def test_a_file_with_another_schema_is_an_error_that_names_it_and_what_to_do(
-    hub: HubServer, table: pa.Table, words: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    name = f"org/drift-{request.node.callspec.id}"
-    hub.add(name, {"a.parquet": GOOD, "b.parquet": sink.getvalue()})
-    outcome = run(f"hf://datasets/{name}", {"shuffle": False})
-    assert isinstance(outcome.error, SourceError)
-    for word in (*words, "b.parquet", "text_field"):
-        assert word in str(outcome.error)
-
-
-FLIPS = """
-import random, sys, tempfile
-from pathlib import Path
-from penstock import PenstockError
-from tests.reading import bytes_of, documents
-good = Path(sys.argv[1]).read_bytes()
-length = int.from_bytes(good[-8:-4], "little")
-path = Path(sys.argv[1]).with_name("flipped.parquet")
-path.write_bytes(good)
-whole = documents(bytes_of(path))
-counts = {"equal": 0, "refused": 0, "wrong": 0}
-for seed in range(int(sys.argv[2]), int(sys.argv[3])):
-    rng = random.Random(seed)
-    data = bytearray(good)
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        data[rng.randrange(len(good) - 8 - length, len(good))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-    print(seed, file=sys.stderr, flush=True)
-    try:
-        got = documents(bytes_of(path))
-    except PenstockError:
-        counts["refused"] += 1
-    else:
-        counts["equal" if got == whole else "wrong"] += 1
-print(counts)
-"""
-
-
-def flip_footers(path: Path, seeds: range) -> dict[str, int]:
-    """Flip bits of a file's footer and read it, in a process of its own: what would end the process is seen."""
-    command = [sys.executable, "-c", FLIPS, str(path), str(seeds.start), str(seeds.stop)]
-    root = Path(__file__).parent.parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, f"seed {done.stderr.split()[-400:]}"
-    counts: dict[str, int] = json.loads(done.stdout.replace("'", '"'))
-    return counts
-
-
-@pytest.fixture
-def lean(tmp_path: Path) -> Path:
-    """A file whose footer has little in it that does not matter."""
-    texts = [text[:200] for text in documents()[:24]]
-    table = pa.table(
-        {"other": [t[::-1] for t in texts], "text": texts, "third": [t.upper() for t in texts]}
-    )
-    pq.write_table(
-        table, tmp_path / "lean.parquet", row_group_size=4, compression="none", use_dictionary=False,
-        write_page_checksum=True, write_statistics=False, store_schema=False,
-    )  # fmt: skip
-    return tmp_path / "lean.parquet"
-
-
-def test_no_flip_in_a_footer_crashes_hangs_or_is_read_as_something_else(lean: Path) -> None:
-    counts = flip_footers(lean, range(250))
-    assert counts["wrong"] == 0
-    assert min(counts["equal"], counts["refused"]) > 20
-
-
 # Other formats: damaged
 
 
@@ -353,20 +252,6 @@ def test_a_compressed_file_cut_short_is_an_error_that_names_it(hub: HubServer, f
     assert outcome.error is None
     assert outcome.stats is not None
     assert outcome.stats.bad == {"corrupt": 1}
-
-
-def test_bad_lines_are_refused_by_file_and_place_or_left_out(hub: HubServer) -> None:
-    lines = content()["docs.jsonl"].splitlines(keepends=True)
-    lines[3] = b'{"text": \xff}\n'
-    lines[7] = b"not json\n"
-    hub.add("org/lines", {"a.jsonl": b"".join(lines)})
-    outcome = run("hf://datasets/org/lines", {"shuffle": False})
-    assert isinstance(outcome.error, BadRecord)
-    assert f"a.jsonl, byte {sum(map(len, lines[:3]))}" in str(outcome.error)
-    outcome = run("hf://datasets/org/lines", on_bad_record="skip")
-    assert outcome.error is None
-    assert outcome.stats is not None
-    assert sum(outcome.stats.bad.values()) == 2
 
 
 # Names
@@ -399,31 +284,3 @@ def test_a_listing_that_leads_elsewhere_is_refused_and_nothing_is_written_outsid
         sorted(p for p in outside.parent.rglob("*") if outside not in p.parents and p != outside)
         == before
     )
-
-
-def test_the_time_that_hostile_answers_take_is_bounded(outside: Path) -> None:
-    # Informational answers for ever, each of which is sound by itself.
-    with socket.create_server(("127.0.0.1", 0)) as listener, SpareThreads(1, "flood") as threads:
-
-        def flood() -> None:
-            for _ in range(3):
-                sock, _ = listener.accept()
-                with sock:
-                    sock.settimeout(5)
-                    try:
-                        while True:
-                            sock.sendall(b"HTTP/1.1 102 Processing\r\n\r\n" * 1000)
-                    except OSError:
-                        pass
-
-        done = threads.submit(flood)
-        client = Client(replace(IMPATIENT, request_timeout=0.3, retry_budget=0.7))
-        file = FileRef(f"http://127.0.0.1:{listener.getsockname()[1]}/a", "a", 100, "text")
-        began = time.monotonic()
-        with pytest.raises(RemoteError):
-            RemoteFiles(client, {}).read(file, 0, 10)
-        assert time.monotonic() - began < 30.0
-        client.close()
-        while not done.done():
-            socket.create_connection(listener.getsockname()[:2], timeout=5).close()
-            time.sleep(0.01)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import email.utils
 import gc
 import json
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock import PenstockError
-from penstock.errors import AccessDenied, RemoteError, SourceChanged
+from penstock.errors import RemoteError, SourceChanged
 from tests.contracts import take
 from tests.faults.serving import (
     CALM,
@@ -107,20 +106,6 @@ def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(
     assert "attempts in" in text
 
 
-@pytest.mark.parametrize("value", ["0.15", "86400", "in an hour", "inf", "soon"])
-def test_retry_after_is_honoured_up_to_its_cap(
-    hub: HubServer, expected: Expected, value: str
-) -> None:
-    if value == "in an hour":
-        value = email.utils.formatdate(time.time() + 3600, usegmt=True)
-    hub.fault(Fault("status", code=429, retry_after=value, **PLACES["data"]))
-    outcome = run(WHOLE, remote=replace(QUICK, backoff=0.0))
-    survived(outcome, expected(CHOSEN))
-    assert outcome.stats is not None
-    waited = outcome.stats.retry_wait_ms
-    assert waited == {"0.15": 150, "soon": 0}.get(value, 200), "the cap is 0.2 s"
-
-
 # Connections
 
 
@@ -172,13 +157,6 @@ def test_a_server_that_goes_away_and_comes_back_is_waited_for(
                 server.close()
     survived(outcome, expected(CHOSEN))
     assert outcome.faults["refused"] > 0
-
-
-def test_a_closed_port_is_an_error_that_says_so(outside: Path) -> None:
-    with closing(socket.socket()) as held:  # it has the port, and does not listen
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}/a.parquet"
-        failed(run(f"http://{address}", remote=IMPATIENT), RemoteError, address, "refused")
 
 
 # Answers that are not what was asked for
@@ -299,38 +277,6 @@ def test_an_address_that_expires_in_mid_run_is_asked_for_again(
     assert 2 <= tries_of_a_read(hub) <= 4
 
 
-@pytest.mark.parametrize(
-    ("code", "error"), [(400, AccessDenied), (403, AccessDenied), (404, SourceChanged)]
-)
-def test_an_address_that_is_always_refused_is_an_error(
-    hub: HubServer, code: int, error: type[PenstockError]
-) -> None:
-    hub.fault(Fault("status", code=code, port="cdn", times=None, skip=3))
-    failed(run(hf(CHOSEN), remote=CALM), error, "parquet/a.parquet", str(code))
-    assert tries_of_a_read(hub) <= 4, "the known address and three new ones"
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (400, RemoteError),
-        (401, AccessDenied),
-        (403, AccessDenied),
-        (404, SourceChanged),
-        (410, SourceChanged),
-        (405, RemoteError),
-    ],
-)
-def test_a_refusal_of_a_plain_server_is_typed_and_comes_at_once(
-    outside: Path, code: int, error: type[PenstockError]
-) -> None:
-    with FileServer({"a.parquet": content()[CHOSEN]}) as files:
-        files.fault(Fault("status", code=code, times=None, skip=2))
-        outcome = run(files.url_of("a.parquet"), remote=CALM)
-        assert tries_of_a_read(files) == 1
-    failed(outcome, error, "/a.parquet", str(code))
-
-
 # Every format
 
 PATTERN = {form: f"*{form}" for form in FORMS} | {"parquet": "*.parquet", "texts": "*.txt"}
@@ -356,73 +302,7 @@ def test_every_format_gets_over_faults_in_its_middle(
     assert sum(outcome.faults.values()) >= 4
 
 
-@pytest.mark.parametrize("form", ["parquet", "docs.jsonl.gz"])
-@pytest.mark.parametrize(
-    "how", [{"n_workers": 0}, {"n_workers": 2, "workers": "process"}], ids=["none", "process"]
-)
-def test_faults_are_survived_for_any_kind_of_workers(
-    hub: HubServer, expected: Expected, form: str, how: dict[str, Any]
-) -> None:
-    for kind in ("reset", "status", "short", "html"):
-        hub.fault(Fault(kind, path=PATTERN[form]))
-        hub.fault(Fault(kind, path=PATTERN[form], skip=4))
-    survived(run(hf(form), how), expected(form))
-
-
-def test_an_error_reaches_the_trainer_from_a_worker_process(hub: HubServer) -> None:
-    hub.fault(Fault("status", path="*docs.jsonl.gz", times=None))
-    failed(
-        run(hf("docs.jsonl.gz"), {"workers": "process", "n_workers": 1}, remote=IMPATIENT),
-        RemoteError,
-        reason="status_503",
-    )
-
-
-# Slow answers
-
-
-def test_a_few_slow_answers_are_not_waited_for(
-    outside: Path, expected: Expected, tmp_path: Path
-) -> None:
-    data = parquet(documents() * 6, rows=2)
-    (tmp_path / "b.parquet").write_bytes(data)
-    patient = replace(QUICK, stall_timeout=80, request_timeout=100, retry_budget=100)
-    # Slow for longer than the whole test may take: whoever waits for one of them is too late.
-    with FileServer({"b.parquet": data}) as files:
-        slow = [Fault("slow", delay_s=90.0, skip=120 + 40 * n) for n in range(3)]
-        for fault in slow:
-            files.fault(fault)
-        outcome = run(files.url_of("b.parquet"), remote=patient)
-        sent, asked = sum(request.sent for request in files.log), len(files.log)
-    survived(outcome, run(tmp_path / "b.parquet").ledger)
-    assert sum(fault.struck for fault in slow) == 3
-    assert outcome.stats is not None
-    # Of a busy machine's own slowness some, up to what is allowed: a tenth, and those that were under way.
-    assert 3 <= outcome.stats.hedges <= 8 + asked // 10 + patient.fetches
-    assert sent < 1.3 * len(data)
-
-
 # Ending
-
-
-@contextmanager
-def unanswered() -> Iterator[int]:
-    """A port on which connections are not even accepted."""
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        port = listener.getsockname()[1]
-        waiting = []
-        try:
-            for _ in range(8):
-                sock = socket.socket()
-                sock.setblocking(False)
-                sock.connect_ex(("127.0.0.1", port))
-                waiting.append(sock)
-            yield port
-        finally:
-            for sock in waiting:
-                sock.close()
 
 
 PATIENT = replace(
@@ -461,19 +341,6 @@ def test_shutdown_does_not_wait_for_the_network(
     assert time.monotonic() - began < AT_ONCE_S
 
 
-def test_shutdown_does_not_wait_for_a_connection(outside: Path) -> None:
-    files = FileServer({"a.parquet": content()[CHOSEN]})
-    with unanswered() as port:
-        files.fault(Fault("redirect", to=f"http://127.0.0.1:{port}/a", times=None))
-        with files:
-            loader = loader_of(dataset(files.url_of("a.parquet"), remote=PATIENT)).start()
-            wait_until(lambda: any(request.fault for request in files.log))
-            time.sleep(0.1)
-            began = time.monotonic()
-            loader.shutdown()
-            assert time.monotonic() - began < AT_ONCE_S
-
-
 def test_a_loader_that_nobody_holds_ends_its_fetches(hub: HubServer) -> None:
     hub.fault(Fault("silence", path="*a.parquet", times=None, skip=1))
     loader = loader_of(dataset(hf("parquet"), remote=PATIENT)).start()
@@ -488,29 +355,3 @@ def wait_until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
-
-
-# Leaks
-
-
-@pytest.mark.slow
-def test_hundreds_of_requests_and_faults_leave_no_socket_and_no_memory_behind(
-    outside: Path,
-) -> None:
-    psutil = pytest.importorskip("psutil")
-    process = psutil.Process()
-    data = parquet(documents() * 3, rows=1)
-
-    def once() -> None:
-        with FileServer({"a.parquet": data}) as files:
-            for kind in ("reset", "short", "status", "no_range", "html", "garbage", "fin"):
-                files.fault(Fault(kind, skip=10, times=3))
-            assert run(files.url_of("a.parquet")).error is None
-            assert len(files.log) > 250
-        gc.collect()
-
-    once()
-    before, memory = process.num_fds(), process.memory_info().rss
-    once()
-    assert process.num_fds() <= before
-    assert process.memory_info().rss - memory < 64 << 20
