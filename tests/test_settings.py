@@ -225,7 +225,6 @@ def test_a_broken_file_is_named_with_its_line(write: Write, tmp_path: Path) -> N
     broken = '{ // one\n"loader": { // two\n"seed": x}}'
     refused(r"a.json: is not valid JSON: .*line 3 column 9", write("a.json", broken))
     refused("must be an object", write("c.json", "[]"))
-    refused("'seed' appears twice", write("d.json", '{"loader": {"seed": 1, "seed": 2}}'))
     refused("loader = 3: must be a table", write("f.toml", "loader = 3"))
 
 
@@ -245,13 +244,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(write: Write) -> None:
     refused("PENSTOCK_SEEED: unknown; .* PENSTOCK_SEED", environment={"PENSTOCK_SEEED": "1"})
     refused("NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
     refused("command line --shufle: unknown; .* shuffle", overrides={"shufle": True})
-    refused("zzz: unknown; known are batch_size, cpus, ", overrides={"zzz": True})
+    refused("zzz: unknown; known are async_n_workers, ", overrides={"zzz": True})
 
 
 def test_names_outside_their_table_are_refused(write: Write) -> None:
     refused("a.toml seed: must be in a table", write("a.toml", "seed = 3\n"))
     refused("traning: unknown; did you mean training", write("b.toml", toml("traning", seed=3)))
-    refused("has none of the tables", write("c.toml", toml("model", layers=3)))
     assert load(write("empty.toml", "# nothing yet\n"), environment={})["seed"] == 0
 
 
@@ -273,10 +271,10 @@ def test_two_names_of_one_setting_may_agree_and_must_not_differ(write: Write) ->
         ("prefetch_size", 0, "an integer ≥ 1, or 'auto'"),
         ("prefetch_size", 8.0, "an integer ≥ 1, or 'auto'"),
         ("n_workers", "-1", "an integer ≥ 0, or 'auto'"),
-        ("prefetch", "maybe", "True or False"),
+        ("prefetch", "maybe", "true or false"),
         ("warmup_timeout", -1, "a number ≥ 0"),
         ("warmup_timeout", "nan", "a number ≥ 0"),
-        ("learning_rate", {}, "a number ≥ 0, or None"),
+        ("learning_rate", {}, "a number ≥ 0, or 'none'"),
         ("memory_limit", "512 MiBs", "a size such as 512MiB"),
         ("workers", 4, "one of 'thread', 'process'"),
         ("cpus", "3-0", "CPU numbers"),
@@ -410,7 +408,7 @@ MIXTURE = """
 kind = "text"
 tokenizer = "byte"
 seq_len = 8
-on_end = "leave"
+on_end = "stop"
 [data.mixture.web]
 weight = 0.7
 urls = "web"
@@ -424,7 +422,7 @@ vocab_size = 257
 def test_parts_of_a_mixture_inherit_what_applies_to_them(write: Write, tmp_path: Path) -> None:
     data = load(write("a.toml", MIXTURE), environment={}).data
     assert data is not None
-    assert (data.kind, data.parameters) == ("mixture", {"on_end": "leave"})
+    assert (data.kind, data.parameters) == ("mixture", {"on_end": "stop"})
     (web, web_weight), (made, made_weight) = data.parts["web"], data.parts["made"]
     assert (web.kind, web_weight, made.kind, made_weight) == ("text", 0.7, "synthetic", 1.0)
     assert web.parameters == {"tokenizer": "byte", "seq_len": 8, "urls": str(tmp_path / "web")}
@@ -449,10 +447,8 @@ def test_what_data_does_not_take_is_refused(write: Write) -> None:
             r"\[data\]: kind = 'text' needs tokenizer and seq_len",
         ),
         (toml("data", **text, seqlen=8), r"\[data\] seqlen: unknown; did you mean seq_len"),
-        (toml("data", **text, doc_batch=8), r"doc_batch: is a setting; put it into \[loader\]"),
-        (toml("data", **text, chunk_bytes="4 MIBS"), r"chunk_bytes = '4 MIBS': must be a number"),
-        (toml("data", **text, on_end="stop"), r"on_end: needs a table data.mixture"),
-        (MIXTURE.replace("weight = 1\n", ""), r"mixture.made\] weight = None: must be a number"),
+        (toml("data", **text, doc_batch=8), r"\[data\] doc_batch: unknown"),
+        (toml("data", **text, on_end="stop"), r"\[data\] on_end: unknown"),
         (MIXTURE.replace("seq_len", "seqlen"), r"needs seq_len"),
     ):
         refused(says, write("a.toml", table))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import StateError as StateError
-    from penstock.watch.heartbeat import Heartbeat as Heartbeat
     from penstock.feed.warmup import warmup_loader as warmup_loader
     from penstock.feed.warmup import (
         warmup_loader_with_first_batch as warmup_loader_with_first_batch,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.train.prewarm import prewarm as prewarm
     from penstock.types import Shard as Shard
     from penstock.types import Span as Span
+    from penstock.watch.heartbeat import Heartbeat as Heartbeat
     from penstock.watch.steady import analyze_steps as analyze_steps
     from penstock.watch.telemetry import Telemetry as Telemetry
 

@@ -56,9 +56,7 @@ def choose_data(
     `penstock.settings.load`. batch_size: used if none is set. token_cache: False turns the cache
     of tokens off. given: parameters of the dataset (tokenizer, seq_len, …); None means not given.
     """
-    resolved = load(
-        settings_file, overrides=overrides, preset=preset, origin="command line --set {}"
-    )
+    resolved = load(settings_file, overrides=overrides, preset=preset, origin="command line --set ")
     settings = resolved.settings
     if settings.batch_size is None:
         settings = replace(settings, batch_size=batch_size)
