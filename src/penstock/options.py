@@ -60,15 +60,10 @@ def options(cls: type[T]) -> type[T]:
     dataclass(frozen=True)(made)
     hints = typing.get_type_hints(made)
     helps = _helps(made.__doc__ or "")
-    made.__options__ = {
-        each.name: Option(
-            each.name,
-            hints[each.name],
-            each.default,
-            **{"help": helps.get(each.name, ""), **each.metadata},
-        )
-        for each in fields(made)
-    }
+    made.__options__ = {}
+    for each in fields(made):
+        about = {"help": helps.get(each.name, ""), **each.metadata}
+        made.__options__[each.name] = Option(each.name, hints[each.name], each.default, **about)
     return cls
 
 

@@ -149,7 +149,8 @@ def load(
     variables = {name: environment[name] or None for name in sorted(ours - config.OTHER_VARIABLES)}
     where, file_from = _find_file(path, environment)
     file = ConfigFile(Path(), {}) if where is None else read_file(where)
-    chosen: dict[str, RawSetting] = {}
+    chosen = {name: RawSetting(name, each.default, "default") for name, each in SETTINGS.items()}
+    chosen["batch_size"] = RawSetting("batch_size", None, "default")
     for layer in (_from_file(file), from_source(variables, VARIABLES, "environment "), given):
         read = each_once(layer, SETTINGS)
         if "preset" in read:
@@ -157,17 +158,14 @@ def load(
             for setting, value in zip(("n_workers", "prefetch_size"), PRESETS[name], strict=True):
                 chosen[setting] = RawSetting(setting, value, f"preset {name}")
         chosen |= read
-    defaults = {
-        name: None if name == "batch_size" else each.default for name, each in SETTINGS.items()
-    }
     data = None
     if file.table("data") is not None:
         from penstock.dataset_config import read_data
 
         data = read_data(file)
     return Settings(
-        values=defaults | {name: one.value for name, one in chosen.items()},
-        sources={name: chosen[name].where if name in chosen else "default" for name in SETTINGS},
+        values={name: one.value for name, one in chosen.items()},
+        sources={name: one.where for name, one in chosen.items()},
         file=where,
         file_from=file_from,
         data=data,
