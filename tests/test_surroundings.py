@@ -17,46 +17,23 @@ def written(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def told(folder: Path, *lines: str) -> Path:
-    path = folder / "own"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
 def test_without_a_quota_nothing_bounds_the_cores(tmp_path: Path) -> None:
-    assert cgroup_cores(tmp_path / "own", tmp_path / "mounted") is None
-    written(tmp_path / "mounted", cpu__max="max 100000\n")
-    assert cgroup_cores(told(tmp_path, "0::/"), tmp_path / "mounted") is None
+    assert cgroup_cores(tmp_path) is None
+    for text in ("max 100000\n", "nonsense\n"):
+        written(tmp_path, cpu__max=text)
+        assert cgroup_cores(tmp_path) is None
 
 
-def test_a_quota_of_the_group_or_of_one_around_it_bounds_the_cores(tmp_path: Path) -> None:
-    mounted = tmp_path / "mounted"
-    own = told(tmp_path, "0::/job/step/task")
-    written(mounted / "job" / "step" / "task", cpu__max="max 100000\n")
-    written(mounted / "job", cpu__max="250000 100000\n")
-    assert cgroup_cores(own, mounted) == 2.5
-    written(mounted / "job" / "step" / "task", cpu__max="150000 100000\n")
-    assert cgroup_cores(own, mounted) == 1.5
+def test_the_quota_of_a_container_bounds_the_cores(tmp_path: Path) -> None:
+    written(tmp_path, cpu__max="250000 100000\n")
+    assert cgroup_cores(tmp_path) == 2.5
 
 
-def test_in_a_container_that_sees_only_its_own_mount_the_root_counts(tmp_path: Path) -> None:
-    written(tmp_path / "mounted", cpu__max="400000 100000\n")
-    assert cgroup_cores(told(tmp_path, "0::/docker/of/the/host"), tmp_path / "mounted") == 4.0
-
-
-@pytest.mark.parametrize("controllers", ["cpu,cpuacct", "cpu"])
-def test_the_first_version_of_cgroups_is_asked_too(tmp_path: Path, controllers: str) -> None:
-    mounted = tmp_path / "mounted"
-    own = told(tmp_path, "5:memory:/job", f"4:{controllers}:/job", "0::/")
-    written(mounted / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
-    assert cgroup_cores(own, mounted) is None
-    written(mounted / "cpu" / "job", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
-    assert cgroup_cores(own, mounted) == 3.0
-
-
-def test_what_cannot_be_read_bounds_nothing(tmp_path: Path) -> None:
-    written(tmp_path / "mounted", cpu__max="nonsense\n")
-    assert cgroup_cores(told(tmp_path, "not a line of its"), tmp_path / "mounted") is None
+def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
+    written(tmp_path / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+    assert cgroup_cores(tmp_path) is None
+    written(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    assert cgroup_cores(tmp_path) == 3.0
 
 
 def test_settings_of_the_environment_apply_to_data_given_by_address(

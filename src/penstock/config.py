@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import operator
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,18 +23,11 @@ OTHER_VARIABLES = frozenset(
     {"PENSTOCK_CACHE", "PENSTOCK_CONFIG", "PENSTOCK_BENCH_DIR", "PENSTOCK_BENCH_DATA"}
 )
 """Variables that are not settings of the loader; any other `PENSTOCK_…` is one, or a mistake."""
-ACCESS = (
-    "HF_",
-    "HUGGING_FACE_",
-    "AWS_",
-    "GOOGLE_",
-    "AZURE_",
-    "SSL_CERT_",
-    "XDG_CACHE_HOME",
-    "HOME",
-    "PENSTOCK_CACHE",
+ACCESS = re.compile(
+    r"(HF|HUGGING_FACE|AWS|GOOGLE|AZURE|SSL_CERT)_|HOME$|XDG_CACHE_HOME$|PENSTOCK_CACHE$|.*_proxy$",
+    re.IGNORECASE,
 )
-"""Prefixes of variables that say where data is and how to log in."""
+"""Variables that say where data is and how to log in."""
 
 
 def environment() -> Mapping[str, str]:
@@ -72,31 +66,12 @@ def available_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def cgroup_cores(
-    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> float | None:
-    """Return the smallest CPU quota of this process's cgroup and its parents, or None.
-
-    In a container the path in `membership` may be the host's; then only the mount's root is readable.
-    """
-    folders = [mount, mount / "cpu"]
-    with suppress(OSError, ValueError):  # not Linux
-        for line in membership.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            path = Path(name.lstrip("/"))
-            if not controllers:  # version 2
-                folders += [mount / part for part in (path, *path.parents)]
-            elif "cpu" in controllers.split(","):
-                folders += [mount / "cpu" / part for part in (path, *path.parents)]
-    return min((q for folder in folders if (q := _cpu_quota(folder)) is not None), default=None)
-
-
-def _cpu_quota(folder: Path) -> float | None:
-    """Return the quota of one cgroup, in the files of either version."""
-    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            if quota != "max" and int(quota) > 0:
+def cgroup_cores(mount: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the CPU quota of this container, in the files of either version of cgroups, or None."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no limit
+            quota, period = " ".join((mount / name).read_text() for name in names).split()
+            if int(quota) > 0:
                 return int(quota) / int(period)
     return None
 
@@ -153,9 +128,9 @@ def installed_version(package: str) -> str | None:
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None
-    beside = Path(spec.origin).parent.parent if spec.origin else Path(os.devnull)
-    found = list(beside.glob(f"{package}-*")) if beside.is_dir() else []
-    if len(found) == 1 and found[0].suffix == ".dist-info":
+    beside = Path(spec.origin or os.devnull).parent.parent
+    found = list(beside.glob(f"{package}-*.dist-info"))
+    if len(found) == 1:
         return found[0].stem.removeprefix(f"{package}-")
     from importlib.metadata import PackageNotFoundError, version
 
@@ -181,33 +156,25 @@ def hub_endpoint() -> str:
 
 def hub_token() -> str | None:
     """Return the Hub's token from the places its own tools use; importing those takes 0.2 s."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := os.environ.get(name, "").strip():
-            return token
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
-    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
-    try:
-        return path.expanduser().read_text().strip() or None
-    except OSError:
-        return None
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if not token:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
+        path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+        with suppress(OSError):
+            token = path.expanduser().read_text()
+    return (token or "").strip() or None
 
 
 def offline() -> bool:
     """Return True if the environment forbids the network."""
-    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    return any(
-        os.environ.get(name, "").strip().upper() in {"1", "ON", "YES", "TRUE"} for name in names
-    )
+    values = [os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")]
+    return any(value.strip().upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 def access_variables() -> dict[str, str]:
     """Return the variables that say where data is and how to log in: endpoints, tokens, proxies."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(ACCESS) or name.lower().endswith("_proxy")
-    }
+    return {name: value for name, value in os.environ.items() if ACCESS.match(name)}
 
 
 def adopt(variables: Mapping[str, str]) -> None:
@@ -235,7 +202,7 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
     """
     # Not tempfile: its files are readable by their owner only, whatever the umask.
     temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
-    try:
+    with suppress(*[OSError] if best_effort else []):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "x", encoding="utf-8") as file:
@@ -243,12 +210,8 @@ def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> Non
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:  # also Ctrl-C: no partial file is left
+        finally:  # also after Ctrl-C: no partial file is left
             temporary.unlink(missing_ok=True)
-            raise
-    except OSError:
-        if not best_effort:
-            raise
 
 
 def _int(name: str, default: int) -> int:

@@ -1,8 +1,8 @@
 """The [data] table of a configuration file: which dataset to read.
 
 A table names a `kind` and that dataset's own parameters, or has a table for each part of a mixture.
-The parameters are those of the dataset's signature. Paths are relative to the file's folder; parts of
-a mixture inherit the parameters above them that fit.
+The parameters are those of the dataset's signature, which checks the values. Paths are relative to
+the file's folder; parts of a mixture inherit the parameters above them that fit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.options import TextOptions, options_of
 from penstock.settings import TEXT_SETTINGS, ConfigFile, unknown
 
 KINDS = {
     "text": ("penstock.dataset", "TextDataset"),
     "tokens": ("penstock.read.tokens", "TokenFileDataset.from_binary_file"),
     "synthetic": ("penstock.read.synthetic", "SyntheticDataset"),
+    "mixture": ("penstock.sources.mixture", "Mixture"),
 }
 VOCABULARY_FILES = (".json", ".tiktoken", ".model")
 QUARANTINE = "quarantine:"
@@ -36,116 +36,94 @@ class DatasetConfig:
     """"text", "tokens", "synthetic" or "mixture"."""
     where: str
     parameters: Mapping[str, Any]
-    parts: Mapping[str, tuple[DatasetConfig, float]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[DatasetConfig, Any]] = field(default_factory=dict)
+    """Parts of a mixture with their weights."""
 
     def build(self, text_arguments: Mapping[str, Any]) -> Any:
         """Make the dataset. `text_arguments` are added to text datasets."""
         arguments = dict(self.parameters)
-        make = _maker(self.kind)
         if self.kind == "text":
             arguments |= text_arguments
+        if self.kind == "mixture":
+            arguments["parts"] = {
+                name: (part.build(text_arguments), weight)
+                for name, (part, weight) in self.parts.items()
+            }
         try:
-            if self.kind != "mixture":
-                return make(**arguments)
-            parts = {name: (one.build(text_arguments), w) for name, (one, w) in self.parts.items()}
-            return make(parts, **arguments)
+            return _maker(self.kind)(**arguments)
         except ConfigError as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
 
 def read_data(file: ConfigFile) -> DatasetConfig:
-    """Check the table [data] against the datasets' parameters."""
-    table = file.table("data") or {}
-    if "mixture" in table:
-        return _read_mixture(file, table)
-    if "on_end" in table:
-        raise ConfigError(f"{file.where('data', 'on_end')}: needs a table data.mixture")
-    return _read_single(file, "data", table)
+    """Check the names in the table [data] against the datasets' parameters."""
+    shared = dict(file.table("data") or {})
+    if "mixture" not in shared:
+        return _read_table(file, "data", shared)
+    tables = shared.pop("mixture")
+    if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
+        raise ConfigError(f"{file.where('data', 'mixture')}: must have a table for each part")
+    parameters = {"on_end": shared.pop("on_end")} if "on_end" in shared else {}
+    parts: dict[str, tuple[DatasetConfig, Any]] = {}
+    used = {"kind", "on_end"}
+    for part, own in tables.items():
+        name = f"data.mixture.{part}"
+        known = _parameters(file, name, (shared | own).get("kind")).keys() | {"kind"}
+        used |= known
+        inherited = {key: value for key, value in shared.items() if key in known}
+        own = {key: value for key, value in own.items() if key != "weight"}
+        parts[part] = (_read_table(file, name, inherited | own), tables[part].get("weight"))
+    for key in shared.keys() - used:
+        raise unknown(file.where("data", key), key, used)
+    where = file.where("data")
+    return DatasetConfig(kind="mixture", where=where, parameters=parameters, parts=parts)
 
 
-def _read_single(file: ConfigFile, name: str, table: Mapping[str, Any]) -> DatasetConfig:
+def _read_table(file: ConfigFile, name: str, table: Mapping[str, Any]) -> DatasetConfig:
     kind = table.get("kind")
     known = _parameters(file, name, kind)
     written = {key: value for key, value in table.items() if key != "kind"}
     for key in written:
-        if key in TEXT_SETTINGS:
-            raise ConfigError(f"{file.where(name, key)}: is a setting; put it into [loader]")
         if key not in known:
             raise unknown(file.where(name, key), key, ["kind", *known])
     required = [key for key, each in known.items() if each.default is each.empty]
     if missing := [key for key in required if key not in written]:
         raise ConfigError(f"{file.where(name)}: kind = {kind!r} needs {' and '.join(missing)}")
-    parameters = {
-        key: _value(file.path.parent.absolute(), key, value, file.where(name, key))
-        for key, value in written.items()
-    }
+    folder = file.path.parent.absolute()
+    parameters = {key: _resolve(folder, key, value) for key, value in written.items()}
     return DatasetConfig(kind=str(kind), where=file.where(name), parameters=parameters)
 
 
-def _read_mixture(file: ConfigFile, table: Mapping[str, Any]) -> DatasetConfig:
-    tables = table["mixture"]
-    if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
-        raise ConfigError(f"{file.where('data', 'mixture')}: must have a table for each part")
-    shared = {key: value for key, value in table.items() if key not in ("mixture", "on_end")}
-    if shared.get("kind") == "mixture":
-        del shared["kind"]
-    parts: dict[str, tuple[DatasetConfig, float]] = {}
-    unused = shared.keys() - {"kind"}
-    for part, own in tables.items():
-        name = f"data.mixture.{part}"
-        weight = own.get("weight")
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or weight < 0:
-            raise ConfigError(f"{file.where(name, 'weight')} = {weight!r}: must be a number ≥ 0")
-        known = _parameters(file, name, (shared | own).get("kind"))
-        inherited = {key: value for key, value in shared.items() if key in {*known, "kind"}}
-        unused -= inherited.keys()
-        own = {key: value for key, value in own.items() if key != "weight"}
-        parts[part] = (_read_single(file, name, inherited | own), float(weight))
-    for key in sorted(unused):
-        raise unknown(
-            file.where("data", key), key, ["kind", "on_end", *_parameters(file, "data", "text")]
-        )
-    ends = {"on_end": table["on_end"]} if "on_end" in table else {}
-    return DatasetConfig(kind="mixture", where=file.where("data"), parameters=ends, parts=parts)
-
-
 def _maker(kind: str) -> Callable[..., Any]:
-    module, name = {**KINDS, "mixture": ("penstock.sources.mixture", "Mixture")}[kind]
+    module, name = KINDS[kind]
     maker: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module))
     return maker
 
 
 def _parameters(file: ConfigFile, name: str, kind: Any) -> dict[str, inspect.Parameter]:
     """Return what a dataset of this kind takes, without the settings of a run."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        kinds = ", ".join(map(repr, KINDS))
+    kinds = [each for each in KINDS if each != "mixture"]
+    if kind not in kinds:
         raise ConfigError(
-            f"{file.where(name, 'kind')} = {kind!r}: must be one of {kinds}; a mixture has a table "
-            "data.mixture.… for each part"
+            f"{file.where(name, 'kind')} = {kind!r}: must be one of {', '.join(map(repr, kinds))}; "
+            "a mixture has a table data.mixture.… for each part"
         )
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {
-        name: each
-        for name, each in inspect.signature(_maker(kind)).parameters.items()
-        if each.kind not in variable and name not in TEXT_SETTINGS
-    }
+    taken = dict(inspect.signature(_maker(kind)).parameters)
+    return {key: each for key, each in taken.items() if key not in TEXT_SETTINGS}
 
 
-def _value(folder: Path, key: str, value: Any, where: str) -> Any:
+def _resolve(folder: Path, key: str, value: Any) -> Any:
+    """Resolve a parameter that is a path against the file's folder."""
     if key in ("urls", "path"):
         many = isinstance(value, list)
         return [_beside(folder, one) for one in value] if many else _beside(folder, value)
-    if not isinstance(value, str):
-        return value
-    if key == "on_bad_record" and value.startswith(QUARANTINE):
+    if key == "on_bad_record" and str(value).startswith(QUARANTINE):
         return QUARANTINE + _beside(folder, value.removeprefix(QUARANTINE))
-    if key == "tokenizer":
+    if key == "tokenizer" and isinstance(value, str) and value != "byte":
         # A Hub name may look like a path, so only an existing or an unmistakable path is one.
         is_path = value.endswith(VOCABULARY_FILES) or value.startswith((".", "~"))
-        is_path = is_path or (value != "byte" and (folder / value).exists())
-        return _beside(folder, value) if is_path else value
-    option = options_of(TextOptions).get(key)
-    return value if option is None else option.read(value, where)
+        return _beside(folder, value) if is_path or (folder / value).exists() else value
+    return value
 
 
 def _beside(folder: Path, value: Any) -> Any:
@@ -156,6 +134,5 @@ def _beside(folder: Path, value: Any) -> Any:
     if value.isidentifier() and not path.exists():
         from penstock.read.hub import SHORT_NAMES
 
-        if value in SHORT_NAMES:
-            return value
+        return value if value in SHORT_NAMES else str(path)
     return str(path)

@@ -1,14 +1,14 @@
 """Every option, written once: its type, default, bounds and what it does.
 
-`LoaderOptions`, `TextOptions` and `RemoteOptions` are frozen dataclasses. `option()` adds bounds and
-a help text to a field; values are checked against annotation and bounds when an object is made.
-Signatures, docstrings, settings files, environment variables and `penstock config` derive from them.
+`LoaderOptions`, `TextOptions` and `RemoteOptions` are frozen dataclasses. Their docstrings say what
+each option does and what a larger value costs; values are checked against annotation and bounds when
+an object is made. Signatures, settings files, environment variables, `penstock config` and the
+settings page derive from them.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 import re
 import types
@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
@@ -27,15 +28,23 @@ P = ParamSpec("P")
 Owner = TypeVar("Owner")
 First = TypeVar("First")
 
-MAX_CPUS = 1 << 16
 REFUSED = (ValueError, TypeError, LookupError, ArithmeticError)
+FLAGS = dict.fromkeys(("1", "true", "on", "yes"), True)
+FLAGS |= dict.fromkeys(("0", "false", "off", "no"), False)
+NAMES: dict[Any, str] = {
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    Any: "anything",
+    Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
+}
 
 # Declaring options
 
 
-def option(*, help: str, default: Any = MISSING, **about: Any) -> Any:
+def option(*, default: Any = MISSING, **about: Any) -> Any:
     """Declare an option as a dataclass field; `about` has further fields of `Option`."""
-    return field(default=default, metadata={"help": help, **about})
+    return field(default=default, metadata=about)
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(option,))
@@ -43,18 +52,27 @@ def options(cls: type[T]) -> type[T]:
     """Make a frozen dataclass that checks and normalises every field when it is created."""
 
     def check_all(self: Any) -> None:
-        for each in made.__options__.values():
-            object.__setattr__(self, each.name, each.check(getattr(self, each.name)))
+        for name, each in made.__options__.items():
+            object.__setattr__(self, name, each.read(getattr(self, name)))
 
     made: Any = cls
     made.__post_init__ = check_all
     dataclass(frozen=True)(made)
     hints = typing.get_type_hints(made)
-    made.__options__ = {
-        each.name: Option(each.name, hints[each.name], each.default, **each.metadata)
-        for each in fields(made)
-    }
+    helps = _helps(made.__doc__ or "")
+    made.__options__ = {}
+    for each in fields(made):
+        about = {"help": helps.get(each.name, ""), **each.metadata}
+        made.__options__[each.name] = Option(each.name, hints[each.name], each.default, **about)
     return cls
+
+
+def _helps(doc: str) -> dict[str, str]:
+    """Return what a docstring says about each option, in paragraphs such as "seed: The order."."""
+    parts = re.split(r"^(\w+): ", inspect.cleandoc(doc), flags=re.MULTILINE)
+    return {
+        name: " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 def options_of(cls: Any) -> Mapping[str, Option]:
@@ -65,17 +83,19 @@ def options_of(cls: Any) -> Mapping[str, Option]:
 
 @dataclass(frozen=True)
 class Option:
-    """A declared option: what it accepts, and how its values are read from text and shown."""
+    """A declared option: what it accepts, and how its values are read and shown.
+
+    Every value can be written as text: "on", "512MiB", "0-3,8", and `none` for None.
+    """
 
     name: str
     hint: Any
     default: Any
     help: str
     """What it does, and what a larger value costs."""
-    minimum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    """Bounds of a number; `above` and `below` are exclusive."""
+    minimum: float = -inf
+    below: float = inf
+    """Bounds of a number; `below` is exclusive."""
     size: bool = False
     """A number of bytes; as text also "512MiB"."""
     none: str = "none"
@@ -88,33 +108,30 @@ class Option:
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
-        """The alternatives of the annotation; None comes first."""
+        """The alternatives of the annotation; None comes first, so that "none" is not a text."""
         union = get_origin(self.hint) in (typing.Union, types.UnionType)
         kinds = get_args(self.hint) if union else (self.hint,)
-        return tuple(sorted(kinds, key=lambda kind: kind is not type(None)))
+        return tuple(sorted(kinds, key=lambda kind: kind is not types.NoneType))
 
     @property
     def words(self) -> tuple[str, ...]:
         """The words that are accepted literally."""
-        return tuple(word for kind in self.kinds for word in get_args(kind) if _is_literal(kind))
+        literals = [kind for kind in self.kinds if get_origin(kind) is Literal]
+        return tuple(word for kind in literals for word in get_args(kind))
 
-    @property
-    def has_text(self) -> bool:
-        """Whether a value can be written as text."""
-        return not any(kind is Shard or get_origin(kind) is Callable_ for kind in self.kinds)
-
-    def check(self, value: Any) -> Any:
-        """Return the value, normalised, or raise ConfigError with the name, value and what fits."""
-        return self._read(value, False, f"{self.name}={value!r}")
-
-    def read(self, value: Any, where: str) -> Any:
-        """Return a value written at `where`: text is parsed unless the option accepts text."""
-        parse = isinstance(value, str) and str not in self.kinds
-        return self._read(value.strip() if parse else value, parse, f"{where} = {value!r}")
+    def read(self, value: Any, where: str = "") -> Any:
+        """Return the value, normalised, or raise ConfigError with its place and what would fit."""
+        for kind in self.kinds:
+            try:
+                return self._read_as(kind, value)
+            except REFUSED:
+                continue
+        written = f"{where} = {value!r}" if where else f"{self.name}={value!r}"
+        raise ConfigError(f"{written}: must be {self.needs()}")
 
     def show(self, value: Any) -> str:
         """Return the value as text that `read` takes back."""
-        if value is None or value is MISSING:
+        if value is None:
             return self.none
         if isinstance(value, bool):
             return str(value).lower()
@@ -122,107 +139,68 @@ class Option:
             return ",".join(map(str, value))
         return _show_size(value) if self.size else str(value)
 
-    def _read(self, value: Any, text: bool, where: str) -> Any:
-        for kind in self.kinds:
-            try:
-                return self._read_as(kind, value, text)
-            except REFUSED:
-                continue
-        raise ConfigError(f"{where}: must be {self.needs(text)}")
-
-    def _read_as(self, kind: Any, value: Any, text: bool) -> Any:
-        if kind is type(None):
-            return _require(value is None or (text and value.lower() in ("none", self.none)), None)
-        if _is_literal(kind):
-            word = value.lower() if text else value
-            return _require(isinstance(word, str) and word in get_args(kind), word)
+    def _read_as(self, kind: Any, value: Any) -> Any:
+        """Return the value as one of `kinds`, or raise one of REFUSED."""
+        word = str(value).strip().lower() if isinstance(value, str | int | None) else ""
+        if kind is types.NoneType:
+            return {"none": None, self.none: None}[word]
         if kind is bool:
-            return FLAGS[value.lower()] if text else _require(isinstance(value, bool), value)
+            return FLAGS[word]
+        if get_origin(kind) is Literal:
+            return {each: each for each in get_args(kind)}[word]
         if kind is int or kind is float:
-            return self._read_number(kind, value, text)
+            return self._read_number(kind, value)
         if kind == Iterable[int]:
             return _read_cpus(value)
         if kind is Path:
             return Path(value).expanduser()
         if kind is str:
-            return _require(re.fullmatch(self.pattern, value, re.DOTALL) is not None, value)
-        if get_origin(kind) is Callable_:
-            return _require(callable(value), value)
-        return _require(kind is Any or isinstance(value, get_origin(kind) or kind), value)
-
-    def _read_number(self, kind: type, value: Any, text: bool) -> Any:
-        _require(not isinstance(value, bool) and (text or not isinstance(value, str)), value)
-        if self.size and text:
-            number: Any = read_size(value)
-        elif kind is int:
-            number = int(value) if text else operator.index(value)
+            fits = re.fullmatch(self.pattern, value, re.DOTALL) is not None
         else:
-            number = float(value)
-        fits = (
-            math.isfinite(number)
-            and (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
-        return _require(fits, number)
+            fits = kind is Any or isinstance(value, get_origin(kind) or kind)
+        if not fits:
+            raise ValueError
+        return value
 
-    def needs(self, text: bool = False) -> str:
+    def _read_number(self, kind: type, value: Any) -> Any:
+        if self.size and isinstance(value, str):
+            value = read_size(value)
+        number = kind(value) if isinstance(value, str) or kind is float else operator.index(value)
+        if isinstance(value, bool) or not self.minimum <= number < self.below:
+            raise ValueError
+        return number
+
+    def needs(self) -> str:
         """Say what would fit."""
-        parts = [part for kind in self.kinds if (part := self._needs(kind, text))]
-        return ", or ".join([*parts[1:], parts[0]] if self.kinds[0] is type(None) else parts)
+        none_last = sorted(self.kinds, key=lambda kind: kind is types.NoneType)
+        return ", or ".join(map(self._needs, none_last))
 
-    def _needs(self, kind: Any, text: bool) -> str:
-        if kind is type(None):
-            return f"'{self.none}'" if text else "None"
-        if _is_literal(kind):
-            words = [repr(word) for word in get_args(kind)]
-            return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    def _needs(self, kind: Any) -> str:
+        if kind is types.NoneType:
+            return repr(self.none)
+        if get_origin(kind) is Literal:
+            words = ", ".join(map(repr, get_args(kind)))
+            return f"one of {words}" if "," in words else words
         if kind is int or kind is float:
-            bounds = [(" ≥", self.minimum), (" >", self.above), (" <", self.below)]
-            limits = " and".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
-            unit = " of bytes (or a size such as 512MiB)" if self.size else ""
-            return f"{'an integer' if kind is int and not unit else 'a number'}{unit}{limits}"
+            noun = "an integer" if kind is int else "a number"
+            unit = " (or a size such as 512MiB)" if self.size else ""
+            low = f" ≥ {self.minimum:g}" if self.minimum > -inf else ""
+            return noun + low + (f" and < {self.below:g}" if self.below < inf else "") + unit
         if kind is str and self.pattern != ".+":
             return f"text that matches {self.pattern}"
-        origin = get_origin(kind) or kind
-        return NAMES.get(kind) or NAMES.get(origin) or f"a value of type {origin.__name__}"
+        return NAMES.get(kind) or f"a value of type {(get_origin(kind) or kind).__name__}"
 
 
-Callable_ = get_origin(Callable[..., Any])
-NAMES: dict[Any, str] = {
-    bool: "True or False",
-    str: "text",
-    bytes: "bytes",
-    Path: "a path",
-    Any: "anything",
-    Callable_: "a function",
-    Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
-}
-FLAGS = dict.fromkeys(("1", "true", "on", "yes"), True)
-FLAGS |= dict.fromkeys(("0", "false", "off", "no"), False)
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
-
-
-def _require(fits: bool, value: T) -> T:
-    if not fits:
-        raise ValueError
-    return value
-
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", re.IGNORECASE | re.ASCII)
-UNITS = {"": 1} | {unit: 10 ** (3 * n) for n, unit in enumerate("kmgt", 1)}
-UNITS |= {f"{unit}i": 1 << (10 * n) for n, unit in enumerate("kmgt", 1)}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", re.ASCII)
 
 
 def read_size(text: str) -> int:
     """Return the bytes of a text such as "512MiB", "2 GB" or "1024"."""
-    match = SIZE.fullmatch(text.strip())
+    match = SIZE.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(text)
-    return int(float(match[1]) * UNITS[(match[2] or "").lower()])
+    number, unit, binary = match.groups(default="")
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit or " ")))
 
 
 def _show_size(size: int) -> str:
@@ -233,15 +211,11 @@ def _show_size(size: int) -> str:
 
 
 def _read_cpus(value: Any) -> tuple[int, ...]:
-    """Return the CPUs of a list, of a number, or of a text such as "0-3,8"."""
-    if isinstance(value, str):
-        ranges = [part.partition("-") for part in value.split(",")]
-        cpus = [cpu for a, dash, b in ranges for cpu in range(int(a), int(b if dash else a) + 1)]
-    else:
-        cpus = [operator.index(cpu) for cpu in ([value] if isinstance(value, int) else value)]
-    return _require(
-        bool(cpus) and min(cpus) >= 0 and max(cpus) < MAX_CPUS, tuple(dict.fromkeys(cpus))
-    )
+    """Return the CPUs of a list, or of a text such as "0-3,8"."""
+    if not isinstance(value, str):
+        return tuple(map(operator.index, value))
+    ranges = [part.partition("-") for part in value.split(",")]
+    return tuple(cpu for a, _, b in ranges for cpu in range(int(a), int(b or a) + 1))
 
 
 # Signatures
@@ -258,8 +232,8 @@ def accepts(
         own = list(inspect.signature(init).parameters.values())[:2]
         declared = list(inspect.signature(cls).parameters.values())
         init.__signature__ = inspect.Signature([*own, *declared])  # type: ignore[attr-defined]
-        helps = [f"{each.name}: {each.help}" for each in options_of(cls).values()]
-        init.__doc__ = "\n".join([inspect.cleandoc(init.__doc__ or ""), *helps])
+        about = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[2]
+        init.__doc__ = f"{inspect.cleandoc(init.__doc__ or '')}\n{about}"
         return init
 
     return decorate
@@ -270,221 +244,156 @@ def accepts(
 
 @options
 class LoaderOptions:
-    """How a loader runs."""
+    """How a loader runs.
 
-    batch_size: int = option(
-        minimum=1, help="Rows of a batch on this rank. More take memory, in the queue too."
-    )
-    shuffle: bool | None = option(
-        default=None,
-        none="auto",
-        help="A new order in each epoch. Defaults to True for map-style data, False for streams. "
-        "Text is shuffled within windows, which take memory.",
-    )
-    seed: int = option(default=0, minimum=0, help="The order to use. Costs nothing.")
-    n_workers: int | None = option(
-        default=None,
-        minimum=0,
-        none="auto",
-        help="Workers that read and tokenize; 0: `next()` makes each batch. Defaults to this rank's "
-        "share of the cores. Each holds a chunk in memory.",
-    )
-    prefetch_size: int | Literal["auto"] = option(
-        default=8,
-        minimum=1,
-        help="Batches in the queue. More hide longer hiccups and take memory, 16 bytes a token. "
-        '"auto" starts at 8; workers, requests, read-ahead and queue then follow measurements.',
-    )
-    device: Any | None = option(
-        default=None,
-        help='Where batches are copied, such as "cuda", ahead of their step. Takes device memory.',
-    )
+    batch_size: Rows of a batch on this rank. More take memory, in the queue too.
+    shuffle: A new order in each epoch. Defaults to True for map-style data, False for streams.
+        Text is shuffled within windows, which take memory.
+    seed: The order to use. Costs nothing.
+    n_workers: Workers that read and tokenize; 0: `next()` makes each batch. Defaults to this
+        rank's share of the cores. Each holds a chunk in memory.
+    prefetch_size: Batches in the queue. More hide longer hiccups and take memory, 16 bytes a
+        token. "auto" starts at 8; workers, requests, read-ahead and queue then follow
+        measurements.
+    device: Where batches are copied, such as "cuda", ahead of their step. Takes device memory.
+    shard: This reader's part. Defaults to this rank's. An explicit shard disables coordination
+        between ranks, which may then get different numbers of batches.
+    lanes: Independent sequences, dealt to ranks. A state loads on every world size that divides
+        them. Defaults to the first world size. Each has a shuffle window in memory.
+    epochs: Passes over the data. Defaults to an endless stream.
+    drop_last: End a finite stream with its last full batch. Defaults to True with several
+        ranks; False then fills the last batch of map-style data with its first rows.
+    preprocess: Called by workers on each sample of map-style or iterable data. A parameter
+        named `rng` gets a generator seeded by the sample.
+    collate: Makes a batch of a list of samples, instead of the default rules.
+    workers: "process" is for Python code that holds the GIL or is not thread-safe. Processes
+        start later and copy each batch; one that dies is replaced once.
+    cpus: Cores that workers run on. Fewer leave more to the trainer.
+    numa_node: NUMA node whose cores workers run on.
+    memory_limit: Bytes for read-ahead and queue. More reads ahead.
+    device_preprocess: Called on each batch on the device, on the copy stream. Needs device.
+    warmup_batches: Batches to wait for before the first; 0: off. "auto" decides by the first
+        batch's latency. More start later, and take memory beyond prefetch_size.
+    warmup_timeout: Longest wait for them, in seconds; 0: no warmup.
+    """
+
+    batch_size: int = option(minimum=1)
+    shuffle: bool | None = option(default=None, none="auto")
+    seed: int = option(default=0, minimum=0)
+    n_workers: int | None = option(default=None, minimum=0, none="auto")
+    prefetch_size: int | Literal["auto"] = option(default=8, minimum=1)
+    device: Any | None = None
     _: KW_ONLY
-    shard: Shard | None = option(
-        default=None,
-        help="This reader's part. Defaults to this rank's. An explicit shard disables coordination "
-        "between ranks, which may then get different numbers of batches.",
-    )
-    lanes: int | None = option(
-        default=None,
-        minimum=1,
-        none="auto",
-        help="Independent sequences, dealt to ranks. A state loads on every world size that divides "
-        "them. Defaults to the first world size. Each has a shuffle window in memory.",
-    )
-    epochs: int | None = option(
-        default=None, minimum=1, help="Passes over the data. Defaults to an endless stream."
-    )
-    drop_last: bool | None = option(
-        default=None,
-        none="auto",
-        help="End a finite stream with its last full batch. Defaults to True with several ranks; "
-        "False then fills the last batch of map-style data with its first rows.",
-    )
-    preprocess: Callable[..., Any] | None = option(
-        default=None,
-        help="Called by workers on each sample of map-style or iterable data. A parameter named "
-        "`rng` gets a generator seeded by the sample.",
-    )
-    collate: Callable[[list[Any]], Any] | None = option(
-        default=None, help="Makes a batch of a list of samples, instead of the default rules."
-    )
-    workers: Literal["thread", "process"] = option(
-        default="thread",
-        help='"process" is for Python code that holds the GIL or is not thread-safe. Processes '
-        "start later and copy each batch; one that dies is replaced once.",
-    )
-    cpus: Iterable[int] | None = option(
-        default=None, help="Cores that workers run on. Fewer leave more to the trainer."
-    )
-    numa_node: int | None = option(
-        default=None, minimum=0, help="NUMA node whose cores workers run on."
-    )
-    memory_limit: int = option(
-        default=GiB, minimum=1, size=True, help="Bytes for read-ahead and queue. More reads ahead."
-    )
-    device_preprocess: Callable[[Any], Any] | None = option(
-        default=None, help="Called on each batch on the device, on the copy stream. Needs device."
-    )
-    warmup_batches: int | Literal["auto"] = option(
-        default=0,
-        minimum=0,
-        help='Batches to wait for before the first; 0: off. "auto" decides by the first batch\'s '
-        "latency. More start later, and take memory beyond prefetch_size.",
-    )
-    warmup_timeout: float = option(
-        default=30.0, minimum=0, help="Longest wait for them, in seconds; 0: no warmup."
-    )
+    shard: Shard | None = None
+    lanes: int | None = option(default=None, minimum=1, none="auto")
+    epochs: int | None = option(default=None, minimum=1)
+    drop_last: bool | None = option(default=None, none="auto")
+    preprocess: Callable[..., Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: Literal["thread", "process"] = "thread"
+    cpus: Iterable[int] | None = None
+    numa_node: int | None = option(default=None, minimum=0)
+    memory_limit: int = option(default=GiB, minimum=1, size=True)
+    device_preprocess: Callable[[Any], Any] | None = None
+    warmup_batches: int | Literal["auto"] = option(default=0, minimum=0)
+    warmup_timeout: float = option(default=30.0, minimum=0)
 
 
 @options
 class RemoteOptions:
-    """How remote data is fetched. Nothing here but `config` changes the stream."""
+    """How remote data is fetched. Nothing here but `config` changes the stream.
+
+    connect_timeout: Seconds to reach a server. More wait longer for a dead one.
+    request_timeout: Seconds of a request in all. More let slow servers finish.
+    stall_timeout: Seconds to measure min_bytes_per_s over. More notice a stall later.
+    min_bytes_per_s: Slowest accepted rate. More give up on slow connections.
+    retry_budget: Seconds to retry a read. Keep it below the collectives' timeout.
+    metadata_budget: Seconds to retry listings and revisions. More start later.
+    retry_after_cap: Longest `Retry-After` that is honoured, in seconds.
+    backoff: Seconds before the first retry; doubled each time, up to 10.
+    fetches: Requests in flight. More hide latency and take memory.
+    hedge: Send unusually slow reads a second time. Costs a few more requests.
+    cache_bytes: Disk for the token cache.
+    share_listing: Rank 0 lists the files for all; all ranks must create the dataset.
+    config: Configuration of a Hub dataset's card, such as sample-10BT.
+    """
 
     _: KW_ONLY
-    connect_timeout: float = option(
-        default=10.0, above=0, help="Seconds to reach a server. More wait longer for a dead one."
-    )
-    request_timeout: float = option(
-        default=120.0, above=0, help="Seconds of a request in all. More let slow servers finish."
-    )
-    stall_timeout: float = option(
-        default=10.0,
-        above=0,
-        help="Seconds to measure min_bytes_per_s over. More notice a stall later.",
-    )
-    min_bytes_per_s: int = option(
-        default=4 * KiB, minimum=0, help="Slowest accepted rate. More give up on slow connections."
-    )
-    retry_budget: float = option(
-        default=180.0,
-        above=0,
-        help="Seconds to retry a read. Keep it below the collectives' timeout.",
-    )
-    metadata_budget: float = option(
-        default=60.0, above=0, help="Seconds to retry listings and revisions. More start later."
-    )
-    retry_after_cap: float = option(
-        default=30.0, minimum=0, help="Longest `Retry-After` that is honoured, in seconds."
-    )
-    backoff: float = option(
-        default=0.2, minimum=0, help="Seconds before the first retry; doubled each time, up to 10."
-    )
-    fetches: int = option(
-        default=16, minimum=1, help="Requests in flight. More hide latency and take memory."
-    )
-    hedge: bool = option(
-        default=True, help="Send unusually slow reads a second time. Costs a few more requests."
-    )
-    cache_bytes: int = option(
-        default=50 * GiB, minimum=0, size=True, help="Disk for the token cache."
-    )
-    share_listing: bool = option(
-        default=False, help="Rank 0 lists the files for all; all ranks must create the dataset."
-    )
-    config: str | None = option(
-        default=None, help="Configuration of a Hub dataset's card, such as sample-10BT."
-    )
+    connect_timeout: float = option(default=10.0, minimum=0.001)
+    request_timeout: float = option(default=120.0, minimum=0.001)
+    stall_timeout: float = option(default=10.0, minimum=0.001)
+    min_bytes_per_s: int = option(default=4 * KiB, minimum=0)
+    retry_budget: float = option(default=180.0, minimum=0.001)
+    metadata_budget: float = option(default=60.0, minimum=0.001)
+    retry_after_cap: float = option(default=30.0, minimum=0)
+    backoff: float = option(default=0.2, minimum=0)
+    fetches: int = option(default=16, minimum=1)
+    hedge: bool = True
+    cache_bytes: int = option(default=50 * GiB, minimum=0, size=True)
+    share_listing: bool = False
+    config: str | None = None
 
     @classmethod
     def of(cls, value: RemoteOptions | Mapping[str, Any] | None) -> RemoteOptions:
         """Return the options that a user gave: an object, a table, or None for the defaults."""
-        if isinstance(value, cls):
+        if isinstance(value, RemoteOptions):
             return value
-        given, known = {} if value is None else value, options_of(cls)
-        if not isinstance(given, Mapping) or not set(given) <= set(known):
+        try:
+            return cls(**(value or {}))
+        except TypeError:
+            names = ", ".join(options_of(cls))
             raise ConfigError(
-                f"remote={value!r}: must be RemoteOptions(…) or a table of {', '.join(known)}"
-            )
-        return cls(**{name: known[name].read(one, f"remote.{name}") for name, one in given.items()})
+                f"remote={value!r}: must be RemoteOptions(…) or a table of {names}"
+            ) from None
 
 
 @options
 class TextOptions:
-    """How text is read, tokenized and packed."""
+    """How text is read, tokenized and packed.
+
+    tokenizer: "byte"; a tokenizer.json or its folder; a .tiktoken file; a Hub name; an object
+        of tokenizers, transformers or tiktoken; or the result of load_tokenizer().
+    seq_len: Ids of a row. Attention's cost grows with its square.
+    text_field: Column or field that holds the text.
+    packing: "concat" loses no token; "bos" starts each row with a document and crops the rest;
+        "best_fit" cuts only documents longer than a row, and pads.
+    split: Documents chosen by a hash of their addresses. Defaults to all. Either part reads all
+        files and tokenizes its own documents.
+    val_fraction: Share of the documents in "val".
+    format: Format of the files. Defaults to what their names say.
+    separator: Text between the documents of a plain-text file. Default: one a file.
+    eos: Token after each document, by name or id. "auto": the tokenizer's own.
+    bos: Token before each document.
+    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
+    chunk_bytes: Bytes of JSONL or plain text read at once. More take memory in each worker.
+    shuffle_chunks: Chunks of a shuffle window. More mix better and take memory.
+    on_bad_record: "raise", "skip" a record that cannot be used, or "quarantine:FILE" to also
+        write its address and the reason to a JSONL file.
+    skip: Documents to leave out: spans or addresses of `batch.provenance()`.
+    doc_batch: Documents tokenized at once. Defaults to a whole chunk.
+    report_docs: Documents between two log lines; 0: no lines.
+    remote: RemoteOptions, or a table of them.
+    cache: Keep tokens on disk, so that the next epoch and run need neither network nor
+        tokenizer. "auto": for remote data.
+    """
 
     _: KW_ONLY
-    tokenizer: Any = option(
-        help='"byte"; a tokenizer.json or its folder; a .tiktoken file; a Hub name; an object of '
-        "tokenizers, transformers or tiktoken; or the result of load_tokenizer()."
-    )
-    seq_len: int = option(minimum=1, help="Ids of a row. Attention's cost grows with its square.")
-    text_field: str = option(default="text", help="Column or field that holds the text.")
-    packing: Packing = option(
-        default="concat",
-        help='"concat" loses no token; "bos" starts each row with a document and crops the rest; '
-        '"best_fit" cuts only documents longer than a row, and pads.',
-    )
-    split: Literal["train", "val"] | None = option(
-        default=None,
-        help="Documents chosen by a hash of their addresses. Defaults to all. Either part reads "
-        "all files and tokenizes its own documents.",
-    )
-    val_fraction: float = option(
-        default=0.005, above=0, below=1, help='Share of the documents in "val".'
-    )
-    format: Format | None = option(
-        default=None, help="Format of the files. Defaults to what their names say."
-    )
-    separator: str | bytes | None = option(
-        default=None, help="Text between the documents of a plain-text file. Default: one a file."
-    )
-    eos: str | int | None = option(
-        default=AUTO, help='Token after each document, by name or id. "auto": the tokenizer\'s own.'
-    )
-    bos: str | int | None = option(default=None, help="Token before each document.")
-    positions: bool = option(
-        default=False, help="Add positions and cu_seqlens to batches: 8 bytes more a token."
-    )
-    chunk_bytes: int = option(
-        default=4 * MiB,
-        minimum=KiB,
-        size=True,
-        help="Bytes of JSONL or plain text read at once. More take memory in each worker.",
-    )
-    shuffle_chunks: int = option(
-        default=16, minimum=1, help="Chunks of a shuffle window. More mix better and take memory."
-    )
-    on_bad_record: str = option(
-        default="raise",
-        pattern="raise|skip|quarantine:.+",
-        help='"raise", "skip" a record that cannot be used, or "quarantine:FILE" to also write its '
-        "address and the reason to a JSONL file.",
-    )
-    skip: Iterable[Any] = option(
-        default=(), help="Documents to leave out: spans or addresses of `batch.provenance()`."
-    )
-    doc_batch: int | None = option(
-        default=None, minimum=1, help="Documents tokenized at once. Defaults to a whole chunk."
-    )
-    report_docs: int = option(
-        default=2000, minimum=0, help="Documents between two log lines; 0: no lines."
-    )
-    remote: RemoteOptions | dict[str, Any] | None = option(
-        default=None, help="RemoteOptions, or a table of them."
-    )
-    cache: bool | Literal["auto"] = option(
-        default="auto",
-        help="Keep tokens on disk, so that the next epoch and run need neither network nor "
-        'tokenizer. "auto": for remote data.',
-    )
+    tokenizer: Any
+    seq_len: int = option(minimum=1)
+    text_field: str = "text"
+    packing: Packing = "concat"
+    split: Literal["train", "val"] | None = None
+    val_fraction: float = option(default=0.005, below=1, minimum=1e-9)
+    format: Format | None = None
+    separator: str | bytes | None = None
+    eos: str | int | None = AUTO
+    bos: str | int | None = None
+    positions: bool = False
+    chunk_bytes: int = option(default=4 * MiB, minimum=KiB, size=True)
+    shuffle_chunks: int = option(default=16, minimum=1)
+    on_bad_record: str = option(default="raise", pattern="raise|skip|quarantine:.+")
+    skip: Iterable[Any] = ()
+    doc_batch: int | None = option(default=None, minimum=1)
+    report_docs: int = option(default=2000, minimum=0)
+    remote: RemoteOptions | dict[str, Any] | None = None
+    cache: bool | Literal["auto"] = "auto"

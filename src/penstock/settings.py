@@ -2,7 +2,7 @@
 
 Precedence: command line > environment > file > default. A preset ranks just below what its own
 source sets explicitly. The settings are the options of `LoaderOptions` that can be written as text,
-two of `TextOptions`, and the two below; names used by other projects are aliases.
+two of `TextOptions`, and the three below; names used by other projects are aliases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,37 +50,39 @@ NSA_FWE = {
     "NSA_FWE_WARMUP_BATCHES": "warmup_batches",
     "NSA_FWE_WARMUP_TIMEOUT": "warmup_timeout",
 }
-TABLES = ("loader", "training", "data", "train")
-"""The tables of a file that Penstock reads; `penstock train` reads the last. Others are ignored."""
+TABLES = ("loader", "training", "data", "train", "preset")
+"""What Penstock reads of a file; `penstock train` reads [train]. Other tables are ignored."""
 DEFAULT_FILE = "penstock.toml"
 
 
 @options
 class RunSettings:
-    """Settings that are not an option of the loader or of a dataset."""
+    """Settings that are not an option of the loader or of a dataset.
 
-    prefetch: bool = option(
-        default=True,
-        help="Off: the synchronous path (n_workers=0). The same batches, each made inside `next()`.",
-    )
-    learning_rate: float | None = option(
-        default=None, minimum=0, help="For the trainer; the loader ignores it."
-    )
-    preset: str | None = option(
-        default=None, pattern="|".join(PRESETS), help="n_workers and prefetch_size by name."
-    )
+    prefetch: Off: the synchronous path (n_workers=0). The same batches, each made inside `next()`.
+    learning_rate: For the trainer; the loader ignores it.
+    preset: n_workers and prefetch_size by name.
+    """
+
+    prefetch: bool = True
+    learning_rate: float | None = option(default=None, minimum=0)
+    preset: str | None = option(default=None, pattern="|".join(PRESETS))
 
 
 TEXT_SETTINGS = ("doc_batch", "report_docs")
 """Options of `TextOptions` that never change the stream, so they belong to the run."""
+NOT_SETTINGS = ("shard", "preprocess", "collate", "device_preprocess")
+"""Loader arguments that cannot be written as text."""
 
 SETTINGS: dict[str, Option] = {
-    **{name: each for name, each in options_of(LoaderOptions).items() if each.has_text},
+    **{name: each for name, each in options_of(LoaderOptions).items() if name not in NOT_SETTINGS},
     **{name: options_of(TextOptions)[name] for name in TEXT_SETTINGS},
     **options_of(RunSettings),
 }
-NOT_SETTINGS = tuple(options_of(LoaderOptions).keys() - SETTINGS.keys())
-"""Loader arguments that cannot be written as text."""
+NAMES = {**{name: name for name in SETTINGS}, **ALIASES}
+"""The setting that each name means, in files and on the command line."""
+VARIABLES = {f"PENSTOCK_{key.upper()}": name for key, name in NAMES.items()} | NSA_FWE
+"""The same for the environment."""
 
 
 class RawSetting(NamedTuple):
@@ -111,8 +113,7 @@ class Settings:
     def loader_arguments(self, batch_size: int | None = None) -> dict[str, Any]:
         """Return keyword arguments of `AsyncDataLoader`; `batch_size` is used if none is set."""
         arguments = {name: self[name] for name in options_of(LoaderOptions) if name in SETTINGS}
-        if arguments["batch_size"] is None:
-            arguments["batch_size"] = batch_size
+        arguments["batch_size"] = self["batch_size"] or batch_size
         if arguments["batch_size"] is None:
             raise ConfigError(
                 "batch_size is not set: write it in the file, in PENSTOCK_BATCH_SIZE, or pass it"
@@ -132,41 +133,39 @@ def load(
     overrides: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     preset: str | None = None,
-    origin: str = "command line --{}",
+    origin: str = "command line --",
 ) -> Settings:
     """Read the settings from all sources.
 
     path: the file. Defaults to PENSTOCK_CONFIG, then to penstock.toml in the working directory.
     overrides: values by setting, which rank first; None is ignored. environment: defaults to the
-    process's own. origin: how messages name an override.
+    process's own. origin: what messages write before the name of an override.
     """
     environment = config.environment() if environment is None else environment
-    given = from_options(overrides or {}, SETTINGS, origin)
+    given = from_source(overrides or {}, NAMES, origin)
     if preset is not None:
         given.append(RawSetting("preset", preset, "command line --preset"))
+    ours = {name for name in environment if name.startswith(("PENSTOCK_", "NSA_FWE_"))}
+    variables = {name: environment[name] or None for name in sorted(ours - config.OTHER_VARIABLES)}
     where, file_from = _find_file(path, environment)
-    file = None if where is None else read_file(where)
-    layers = [] if file is None else [_from_file(file)]
-    layers += [_from_environment(environment), given]
-    chosen: dict[str, RawSetting] = {}
-    for layer in layers:
+    file = ConfigFile(Path(), {}) if where is None else read_file(where)
+    chosen = {name: RawSetting(name, each.default, "default") for name, each in SETTINGS.items()}
+    chosen["batch_size"] = RawSetting("batch_size", None, "default")
+    for layer in (_from_file(file), from_source(variables, VARIABLES, "environment "), given):
         read = each_once(layer, SETTINGS)
         if "preset" in read:
             name = read["preset"].value
             for setting, value in zip(("n_workers", "prefetch_size"), PRESETS[name], strict=True):
                 chosen[setting] = RawSetting(setting, value, f"preset {name}")
         chosen |= read
-    defaults = {
-        name: None if name == "batch_size" else each.default for name, each in SETTINGS.items()
-    }
     data = None
-    if file is not None and file.table("data") is not None:
+    if file.table("data") is not None:
         from penstock.dataset_config import read_data
 
         data = read_data(file)
     return Settings(
-        values=defaults | {name: one.value for name, one in chosen.items()},
-        sources={name: chosen[name].where if name in chosen else "default" for name in SETTINGS},
+        values={name: one.value for name, one in chosen.items()},
+        sources={name: one.where for name, one in chosen.items()},
         file=where,
         file_from=file_from,
         data=data,
@@ -183,7 +182,7 @@ def build(
     """Return a dataset and the keyword arguments of its loader, for `AsyncDataLoader.from_config`."""
     given = dict(overrides or {})
     passed_on = {name: given.pop(name) for name in NOT_SETTINGS if name in given}
-    settings = load(path, overrides=given, origin="argument {}")
+    settings = load(path, overrides=given, origin="argument ")
     arguments = settings.loader_arguments(batch_size) | passed_on
     if dataset is None:
         if settings.data is None:
@@ -217,16 +216,17 @@ def unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{where}: unknown; known are {', '.join(known)}")
 
 
-def from_options(given: Mapping[str, Any], known: Collection[str], origin: str) -> list[RawSetting]:
-    """Return the options that are not None. Hyphens and underscores are equivalent."""
+def from_source(
+    written: Mapping[str, Any], names: Mapping[str, str], origin: str
+) -> list[RawSetting]:
+    """Return what a source sets, under the settings' own names; None sets nothing."""
     found = []
-    for key, value in given.items():
-        name = key.replace("-", "_")
-        name = ALIASES.get(name, name)
-        if name not in known:
-            raise unknown(origin.format(key), name, known)
+    for key, value in written.items():
+        name = names.get(key) or names.get(key.replace("-", "_"))
+        if name is None:
+            raise unknown(origin + key, key, names)
         if value is not None:
-            found.append(RawSetting(name, value, origin.format(key)))
+            found.append(RawSetting(name, value, origin + key))
     return found
 
 
@@ -244,22 +244,6 @@ def each_once(found: Iterable[RawSetting], known: Mapping[str, Option]) -> dict[
     return read
 
 
-def _from_environment(environment: Mapping[str, str]) -> list[RawSetting]:
-    names = {**{name: name for name in SETTINGS}, **ALIASES}
-    known = {f"PENSTOCK_{key.upper()}": name for key, name in names.items()} | NSA_FWE
-    found = []
-    for variable, value in sorted(environment.items()):
-        if (
-            variable.startswith(("PENSTOCK_", "NSA_FWE_"))
-            and variable not in config.OTHER_VARIABLES
-        ):
-            if variable not in known:
-                raise unknown(f"environment {variable}", variable, known)
-            if value:
-                found.append(RawSetting(known[variable], value, f"environment {variable}"))
-    return found
-
-
 # Files
 
 
@@ -272,9 +256,13 @@ class ConfigFile:
 
     def where(self, table: str, key: str = "") -> str:
         """Name a place in the file, in the file's own notation."""
-        if self.path.suffix == ".toml":
-            return f"file {self.path} {f'[{table}] ' if table else ''}{key}".rstrip()
-        return f"file {self.path} {'.'.join(part for part in (table, key) if part)}"
+        return (self.prefix(table) + key).rstrip(" .")
+
+    def prefix(self, table: str) -> str:
+        """Return what `where` writes before a key."""
+        if table:
+            table = f"[{table}] " if self.path.suffix == ".toml" else f"{table}."
+        return f"file {self.path} {table}"
 
     def table(self, name: str) -> dict[str, Any] | None:
         """Return a table, or None if the file does not have it."""
@@ -290,11 +278,14 @@ def read_file(path: Path) -> ConfigFile:
         raise ConfigError(f"file {path}: the name must end in .toml or .json")
     try:
         text = path.read_text("utf-8-sig")
-        tables = tomllib.loads(text) if path.suffix == ".toml" else _read_json(text)
+        is_toml = path.suffix == ".toml"
+        tables = tomllib.loads(text) if is_toml else json.loads(without_comments(text))
     except OSError as error:
         raise ConfigError(f"file {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"file {path}: is not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(tables, dict):
+        raise ConfigError(f"file {path}: must be an object")
     return ConfigFile(path, tables)
 
 
@@ -308,38 +299,14 @@ def without_comments(text: str) -> str:
     )
 
 
-def _read_json(text: str) -> dict[str, Any]:
-    value = json.loads(without_comments(text), object_pairs_hook=_unique_keys)
-    if not isinstance(value, dict):
-        raise ValueError("must be an object")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise ValueError(f"the key {key!r} appears twice in one object")
-        table[key] = value
-    return table
-
-
 def _from_file(file: ConfigFile) -> list[RawSetting]:
     """Return the settings of [loader] and [training], and a `preset` above both."""
-    names = {**{name: name for name in SETTINGS}, **ALIASES}
-    for key in file.tables.keys() - {*TABLES, "preset"}:
-        if key in names and not isinstance(file.tables[key], dict):
+    for key in file.tables.keys() - TABLES:
+        if key in NAMES and not isinstance(file.tables[key], dict):
             raise ConfigError(f"{file.where('', key)}: must be in a table; put it into [loader]")
-        if difflib.get_close_matches(key, (*TABLES, "preset"), n=1, cutoff=0.85):
-            raise unknown(file.where("", key), key, (*TABLES, "preset"))
-    if file.tables and not {*TABLES, "preset"} & file.tables.keys():
-        raise ConfigError(f"file {file.path}: has none of the tables {', '.join(TABLES)}")
-    found = []
-    if "preset" in file.tables:
-        found.append(RawSetting("preset", file.tables["preset"], file.where("", "preset")))
+        if difflib.get_close_matches(key, TABLES, n=1, cutoff=0.85):
+            raise unknown(file.where("", key), key, TABLES)
+    found = from_source({"preset": file.tables.get("preset")}, NAMES, file.prefix(""))
     for table in ("loader", "training"):
-        for key, value in (file.table(table) or {}).items():
-            if key not in names:
-                raise unknown(file.where(table, key), key, names)
-            found.append(RawSetting(names[key], value, file.where(table, key)))
+        found += from_source(file.table(table) or {}, NAMES, file.prefix(table))
     return found

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.errors import ConfigError, StateFormat
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
-
-T = TypeVar("T")
 
 Format = Literal["parquet", "jsonl", "text"]
 Codec = Literal["", "gz", "zst", "bz2", "xz", "iterable"]
@@ -53,10 +51,6 @@ class Shard:
     def __post_init__(self) -> None:
         if self.mod < 1 or not 0 <= self.rem < self.mod:
             raise ConfigError(f"Shard({self.mod}, {self.rem}): needs mod >= 1 and 0 <= rem < mod")
-
-    def select(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this shard's items, in their order."""
-        return items[self.rem :: self.mod]
 
 
 class Member(NamedTuple):
@@ -259,18 +253,19 @@ class LanePosition(NamedTuple):
     @classmethod
     def from_list(cls, value: Any) -> LanePosition:
         """Parse and check what `to_list` returned."""
-        if not isinstance(value, list | tuple) or not 7 <= len(value) <= 10:
-            raise StateFormat(
-                f"invalid state: a lane's position needs 7 integers, not {value!r:.80}"
+        try:
+            numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
+            counts, parts = tuple(counts or ()), tuple(map(cls.from_list, parts or ()))
+            fits = (
+                len(numbers) == 7 and len(value) <= 10 and all(map(is_count, [*numbers, *counts]))
             )
-        numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
-        counts, parts = counts or (), parts or ()
-        if not all(is_count(n) for n in (*numbers, *counts)) or not isinstance(parts, list | tuple):
+        except TypeError:
+            fits = False
+        if not fits:
             raise StateFormat(
-                f"invalid state: a lane's position needs non-negative integers, not {value!r:.80}"
+                f"invalid state: a lane's position needs 7 integers ≥ 0, not {value!r:.80}"
             )
-        nested = tuple(cls.from_list(part) for part in parts)
-        return cls._make([*numbers, source, tuple(counts), nested])
+        return cls._make([*numbers, source, counts, parts])
 
 
 class StreamPosition(NamedTuple):

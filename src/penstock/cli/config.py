@@ -34,7 +34,7 @@ def config(
     """
     from penstock.settings import load
 
-    resolved = load(file, overrides=overrides(set_), preset=preset, origin="command line --set {}")
+    resolved = load(file, overrides=overrides(set_), preset=preset, origin="command line --set ")
     if as_json:
         typer.echo(json.dumps(_as_json(resolved), indent=2, default=str))
     else:

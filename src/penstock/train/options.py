@@ -22,7 +22,7 @@ from penstock.settings import (
     RawSetting,
     Settings,
     each_once,
-    from_options,
+    from_source,
     load,
     read_file,
     unknown,
@@ -281,7 +281,7 @@ def resolve(
     """Options and the loader's settings, from the command line (`given`, `overrides`), the environment and a file."""
     said = {name: value for name, value in given.items() if value is not None}
     written_out = {spelled(name): value for name, value in said.items()}
-    options = each_once(from_options(written_out, OPTIONS, "--{}"), OPTIONS)
+    options = each_once(from_source(written_out, {name: name for name in OPTIONS}, "--"), OPTIONS)
     more = {name: said[option] for option, name in ELSEWHERE.items() if option in said}
     if twice := more.keys() & (overrides or {}).keys():
         raise ConfigError(
@@ -291,7 +291,7 @@ def resolve(
         config,
         overrides=dict(overrides or {}) | more,
         preset=preset,
-        origin="command line --set {}",
+        origin="command line --set ",
     )
     in_file = _from_file(resolved.file) if resolved.file is not None else {}
     written = _one_stall(in_file) | _one_stall(options)
