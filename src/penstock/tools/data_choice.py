@@ -54,9 +54,7 @@ def choose_data(
     of tokens off. given: parameters of the dataset (tokenizer, seq_len, …), and `config`, a
     configuration of its card; None means not given.
     """
-    settings = load(
-        settings_file, overrides=overrides, preset=preset, origin="command line --set "
-    )
+    settings = load(settings_file, overrides=overrides, preset=preset, origin="command line --set ")
     arguments = settings.loader_arguments(batch_size) | {"shard": Shard(1, 0)}
     given = {name: value for name, value in given.items() if value is not None}
     if local_path is not None:

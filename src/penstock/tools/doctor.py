@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, LoaderTimeout, NoData
 from penstock.loader import AsyncDataLoader
-from penstock.watch.loader_stats import Stats
 from penstock.types import Shard
 from penstock.watch.attribution import advise, band
+from penstock.watch.loader_stats import Stats
 from penstock.watch.page.units import size
 
 GOOD_DATA_WAIT = 0.05
