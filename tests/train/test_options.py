@@ -125,8 +125,8 @@ def test_a_local_path_in_a_file_is_found_from_the_file(tmp_path: Path) -> None:
         ({"size": "huge"}, "--size = 'huge': must be one of 'toy', 'mini'"),
         ({"packing": "tight"}, "--packing = 'tight': must be one of 'concat', 'best_fit', 'bos'"),
         ({"dtype": "float16"}, "--dtype = 'float16': must be one of"),
-        ({"ddp": "2"}, "--ddp = '2': must be True or False"),
-        ({"compile": "maybe"}, "--compile = 'maybe': must be True or False"),
+        ({"ddp": "2"}, "--ddp = '2': must be true or false"),
+        ({"compile": "maybe"}, "--compile = 'maybe': must be true or false"),
         (
             {"loader_timeout": "-1"},
             "--loader-timeout = '-1': must be a number ≥ 0",

@@ -101,10 +101,9 @@ class ParquetReader:
             ):
                 column = batch.column(0)
                 first, at = at, at + len(column)
-                if at <= lo:
-                    continue
-                pieces.append(column[max(0, lo - first) : hi - first])
-                have += _decoded_bytes(pieces[-1])
+                have += _decoded_bytes(column)
+                if at > lo:
+                    pieces.append(column[max(0, lo - first) : hi - first])
                 if have > limit:
                     raise BombError(
                         f"{ref}: {file.size} bytes on disk decode to more than {limit}. "
