@@ -31,6 +31,8 @@ log = logging.getLogger("penstock")
 
 TASK_TOKENS = 1 << 17
 """About how many ids are read by one task: many enough to make the task's own cost small."""
+TASK_SAMPLES = 128
+"""The most samples of a user's own dataset that one task reads: each may take milliseconds."""
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
@@ -127,6 +129,8 @@ class IndexedPacker:
         self._start, self._end, self._repeat = start, end, repeat
         self._next = self._submitted = start.row
         self._size = max(1, TASK_TOKENS // (source.seq_len + 1))
+        if not source.packed:
+            self._size = min(self._size, TASK_SAMPLES)
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
@@ -300,6 +304,8 @@ class MapStyleRows(RowSource):
     def __init__(self, source: MapStyleSource, seq_len: int) -> None:
         self.seq_len, self.dataset, self.positions = seq_len, source.dataset, source.positions
         self.samples = source.length()
+        self.packed = source.rows
+        """True if the dataset reads rows of ids itself, many at once."""
         self.dtype = np.dtype(source.dataset.dtype if source.rows else np.uint32)
         self._source = source
 
