@@ -33,6 +33,8 @@ TASK_TOKENS = 1 << 19
 """Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
 The first tasks read fewer, so that the first batch does not wait."""
 FIRST_ROWS = 32
+TASK_SAMPLES = 128
+"""The most samples of a user's own dataset that one task reads: each may take milliseconds."""
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
@@ -134,6 +136,9 @@ class IndexedPacker:
         self._start, self._end, self._repeat = start, end, repeat
         self._next = self._submitted = start.row
         self._size = FIRST_ROWS
+        self._max_size = max(1, TASK_TOKENS // (source.seq_len + 1))
+        if not source.packed:
+            self._max_size = min(self._max_size, TASK_SAMPLES)
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
@@ -178,7 +183,7 @@ class IndexedPacker:
             return False
         self._ask(*self._order.own(self._submitted, last, self._shard, self._repeat))
         self._submitted = last
-        self._size = max(1, min(2 * self._size, TASK_TOKENS // (self._source.seq_len + 1)))
+        self._size = min(2 * self._size, self._max_size)
         return True
 
     def _ask(self, samples: I64, epochs: I64, urgent: bool = False) -> None:
@@ -289,6 +294,8 @@ class MapStyleRows(RowSource):
     def __init__(self, source: MapStyleSource, seq_len: int) -> None:
         self.seq_len, self.dataset, self.positions = seq_len, source.dataset, source.positions
         self.samples = source.length()
+        self.packed = source.rows
+        """True if the dataset reads rows of ids itself, many at once."""
         self.dtype = np.dtype(source.dataset.dtype if source.rows else np.uint32)
         self._source = source
 
