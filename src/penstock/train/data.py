@@ -95,7 +95,7 @@ def _tokenizer(name: str) -> Any:
     from penstock.encode.tokenizer import load_tokenizer
 
     if name == "stdlib":
-        from penstock.read.stdlib import write_vocabulary
+        from penstock.train.train_bpe import write_vocabulary
 
         return load_tokenizer(write_vocabulary())
     return load_tokenizer(name)
