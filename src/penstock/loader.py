@@ -210,10 +210,10 @@ class AsyncDataLoader:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            from penstock.feed.device import DeviceFeed
+            from penstock.feed.device import DeviceFeed, open_copier
 
             self._feed = DeviceFeed(
-                options.device,
+                open_copier(options.device),
                 pipeline.next,
                 pipeline.poll,
                 options.device_preprocess,
