@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.feed.pool import ThreadPool
-from penstock.feed.prefetch import Prefetcher
 
 from penstock import AsyncDataLoader, SyntheticDataset, TextDataset
 from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
+from penstock.feed.prefetch_queue import PrefetchQueue
+from penstock.feed.worker_pool import ThreadPool
 from penstock.watch.attribution import Known, Verdict, judge
 from tests import contracts
 from tests.servers import HubServer
@@ -240,7 +240,7 @@ def test_a_pool_of_changing_size_loses_no_work(sizes: list[int], seed: int) -> N
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), warm=st.integers(0, 12))
 def test_a_queue_of_changing_size_keeps_order_and_bound(sizes: list[int], warm: int) -> None:
     numbers = iter(range(10_000))
-    queue: Prefetcher[int] = Prefetcher(lambda: [next(numbers)], sizes[0])
+    queue: PrefetchQueue[int] = PrefetchQueue(lambda: [next(numbers)], sizes[0])
     queue.start()
     got: list[Any] = []
     if warm:

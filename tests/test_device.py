@@ -23,8 +23,8 @@ from penstock import (
 )
 from penstock.errors import LoaderClosed, LoaderTimeout
 from penstock.feed import cuda, device
-from penstock.feed.device import DeviceFeed, PlainCopier
-from penstock.watch.stage_timer import Clock
+from penstock.feed.device import Copier, DeviceFeed
+from penstock.watch.stage_timer import Clock, NullClock
 from tests import contracts
 
 
@@ -138,11 +138,11 @@ def test_ids_are_copied_once_and_narrow(
 ) -> None:
     uploaded: list[Any] = []
 
-    def upload(self: PlainCopier, tensor: Any) -> Any:
+    def upload(self: Copier, tensor: Any) -> Any:
         uploaded.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(PlainCopier, "upload", upload)
+    monkeypatch.setattr(Copier, "upload", upload)
     with AsyncDataLoader(data("tokens", corpus, tmp_path), 4, device="cpu") as loader:
         next(loader)
     assert all((t.dtype, t.shape) == (torch.int16, (4, 33)) for t in uploaded)
@@ -211,7 +211,7 @@ def test_what_cannot_be_used_is_refused() -> None:
 # The ring, on a device that logs what it is asked
 
 
-class Log(PlainCopier):
+class Log(Copier):
     """Copies at once, and keeps what happened on which stream."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class Stream:
 
     def feed(self, hook: Any = None, clock: Clock | None = None) -> tuple[Log, DeviceFeed]:
         copier = Log()
-        return copier, DeviceFeed("cpu", self.take, self.poll, hook, clock, copier)
+        return copier, DeviceFeed(copier, self.take, self.poll, hook, clock or NullClock())
 
 
 def number(batch: Batch | None) -> int:
@@ -395,7 +395,7 @@ def test_cuda_copies_from_pinned_memory_on_its_own_stream(monkeypatch: pytest.Mo
         torch.Tensor, "record_stream", lambda t, stream: log(f"keep for {stream.name}")
     )
     stream = Stream(1)
-    feed = DeviceFeed("cuda", stream.take, stream.poll, lambda batch: log("hook"), None, copier)
+    feed = DeviceFeed(copier, stream.take, stream.poll, lambda batch: log("hook"), NullClock())
     assert number(feed.next()) == 0
     assert fake.calls == [
         "copy: wait for trainer", "copy: pin", "copy: copy", "copy: hook", "copy: record",
@@ -409,5 +409,5 @@ def test_the_copier_follows_from_the_kind_of_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda, "cuda", FakeCuda())
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
     assert isinstance(device.open_copier("cuda"), cuda.CudaCopier)
-    assert isinstance(device.open_copier("mps"), PlainCopier)
+    assert isinstance(device.open_copier("mps"), Copier)
     assert device.open_copier("cpu").waited_s() is None

@@ -170,7 +170,7 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(
         for feed in ranks.feeds:
             (substituted,) = feed.state_dict()["substituted"]
             assert (substituted["first"], substituted["last"]) == (2, step - 1)
-            assert substituted["reason"].startswith("rank 1 of 2 had no data: no batch within 1 s")
+            assert substituted["reason"].startswith("1 of 2 ranks had no data; rank 1: no batch within 1 s")
             assert not feed.substituting
 
 
@@ -230,7 +230,7 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
         errors = [each.exception(WAIT_S) for each in ranks.asked(2)]
     assert {type(error) for error in errors} == {FeedStopped}
     (told,) = {str(error) for error in errors}
-    expected = f"rank {culprit} of 2 had no data: OSError: the disk is gone. All ranks stop together before step 2."
+    expected = f"1 of 2 ranks had no data; rank {culprit}: OSError: the disk is gone. All ranks stop together before step 2."
     assert told == expected
     assert isinstance(errors[culprit].__cause__, OSError)
 
@@ -243,7 +243,7 @@ def test_ranks_that_both_fail_are_both_named_with_the_worse_reason(
         errors = [each.exception(WAIT_S) for each in ranks.asked(1)]
         data[0].opened.set()
     (told,) = {str(error) for error in errors}
-    assert told.startswith("2 of 2 ranks had no data, rank 1 among them: OSError: gone")
+    assert told.startswith("2 of 2 ranks had no data; rank 1: OSError: gone")
 
 
 def test_a_single_rank_that_stalls_says_how_long_it_waited_and_for_what(
@@ -480,11 +480,9 @@ def test_a_loader_that_opens_after_close_is_shut_down_with_its_threads() -> None
         return made
 
     opening = BackgroundOpen(create, lambda made: made.shutdown())
-    opening.close(0.0)
-    with pytest.raises(LoaderClosed):
-        opening.result(WAIT_S)
+    opening.close()
     ready.set()
-    opening.close(WAIT_S)
+    opening.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("penstock-")]
 
 

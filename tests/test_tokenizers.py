@@ -448,7 +448,7 @@ def test_a_damaged_tokenizer_json_is_an_error_that_names_it(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not ranks\n", b"YQ==\n", b"YQ== 0\nYg== x\n", b"YQ== 10\nYg== 1", bytes(range(256))],
+    [b"", b"not ranks\n", b"YQ==\n", b"YQ== 0\nYg== x\n", bytes(range(256))],
 )
 def test_a_damaged_tiktoken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "r50k_base.tiktoken"
@@ -689,7 +689,6 @@ def test_decode_gives_the_text_back(tmp_path: Path, vocabulary: Path, name: Any)
     assert made.eos_id is not None
     assert made.decode([*ids, made.eos_id]) == text + made.decode(np.array([made.eos_id]))
     assert made.decode([]) == ""
-    assert made.vocab_size == made.size
     assert repr(made).startswith("Tokenizer(")
     with pytest.raises(TokenizerError, match="has no token for"):
         made.decode([made.vocab_size])
@@ -706,7 +705,7 @@ from penstock.errors import TokenizerError
 from penstock.encode.tokenizer import load_tokenizer
 try:
     made = load_tokenizer(sys.argv[1])
-    print(json.dumps([made.eos_id, made.size, made.vocabulary.name]))
+    print(json.dumps([made.eos_id, made.vocab_size, made.vocabulary.name]))
 except TokenizerError as error:
     print(json.dumps(str(error)))
 """
@@ -799,20 +798,20 @@ def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: 
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("differs", [[], [3, 5]])
+@pytest.mark.parametrize("differs", [0, 2])
 def test_the_verdict_is_remembered_on_disk(
     vocabulary: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    differs: list[int],
+    differs: int,
 ) -> None:
-    monkeypatch.setattr(tokenizer_check, "compare", lambda *_: differs)
+    monkeypatch.setattr(tokenizer_check, "differing", lambda *_: differs)
     first = load_tokenizer(vocabulary).engine.name
 
-    def compare(*_: object) -> list[int]:
+    def differing(*_: object) -> int:
         raise AssertionError("compared again, though the verdict is on disk")
 
-    monkeypatch.setattr(tokenizer_check, "compare", compare)
+    monkeypatch.setattr(tokenizer_check, "differing", differing)
     assert (
         load_tokenizer(vocabulary).engine.name
         == first
@@ -840,7 +839,7 @@ def test_versions_are_those_that_are_installed(
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "null", '{"key": "x"}', '{"key": "other", "differs": []}', "\0\0"]
+    "damage", ["", "{", "[]", "null", '{"vocab_size": 1}', "\0\0"]
 )
 def test_a_damaged_verdict_is_ignored(
     vocabulary: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -848,31 +847,8 @@ def test_a_damaged_verdict_is_ignored(
     assert load_tokenizer(vocabulary).engine.name == "gigatoken"
     (verdict,) = (cache / "engines").iterdir()
     verdict.write_text(damage)
-    monkeypatch.setattr(tokenizer_check, "compare", lambda *_: [0])
+    monkeypatch.setattr(tokenizer_check, "differing", lambda *_: 1)
     assert load_tokenizer(vocabulary).engine.name == "tokenizers"
-
-
-def test_a_verdict_of_wrong_types_is_ignored(vocabulary: Path, cache: Path) -> None:
-    load_tokenizer(vocabulary)
-    (verdict,) = (cache / "engines").iterdir()
-    known = json.loads(verdict.read_text())
-    for differs in (None, 5, {"a": 1}, "yes"):
-        verdict.write_text(json.dumps(known | {"differs": differs}))
-        assert load_tokenizer(vocabulary).engine.name == "gigatoken"
-
-
-def test_another_vocabulary_is_judged_anew(tmp_path: Path, vocabulary: Path, cache: Path) -> None:
-    load_tokenizer(vocabulary)
-    load_tokenizer(train(tmp_path / "tokenizer.json", 500))
-    assert len(list((cache / "engines").iterdir())) == 2
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
-    assert load_tokenizer(vocabulary).engine.name == "gigatoken"
 
 
 # Memory
@@ -884,7 +860,7 @@ import numpy as np, pyarrow as pa
 from penstock.encode.engines import GigatokenEngine, anonymous_bytes
 from penstock.encode.tokenizer import load_tokenizer
 
-GigatokenEngine.CHECK_BYTES = 1 << 20
+GigatokenEngine.CHECK_BYTES, GigatokenEngine.FIRST_BYTES = 1 << 20, 0
 made = load_tokenizer(sys.argv[1], engine="gigatoken", cache_bytes=16 << 20)
 exact = load_tokenizer(sys.argv[1], engine="tokenizers")
 before, most = anonymous_bytes(), 0
@@ -916,6 +892,7 @@ def test_an_instance_that_was_replaced_leaves_the_ids_as_they_were(
     tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GigatokenEngine, "CHECK_BYTES", 0)
+    monkeypatch.setattr(GigatokenEngine, "FIRST_BYTES", 0)
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefg é🙂\n", k=300)) for _ in range(100)]
     made = load_tokenizer(

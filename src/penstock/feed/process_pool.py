@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -165,6 +166,7 @@ class _Processes:
 def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> None:
     """Answer calls until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         if cpus is not None:
             pin(cpus)
@@ -176,6 +178,14 @@ def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> Non
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send_bytes(_answer(work, pipe.recv_bytes()))
+
+
+def _exit_with_parent() -> None:
+    """End this process when the parent is gone, also in the middle of a call."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _answer(work: Any, message: bytes) -> bytes:
@@ -193,11 +203,31 @@ def _answer(work: Any, message: bytes) -> bytes:
         return pickle.dumps((False, portable(error), report))
 
 
-def portable(error: BaseException) -> BaseException:
-    """Return the exception, with its traceback as a note; a RuntimeError if it cannot be pickled."""
+def portable(error: BaseException) -> Any:
+    """Return an object that pickles as this exception, or as a RuntimeError if it cannot be loaded.
+
+    The traceback becomes a note.
+    """
     text = "".join(traceback.format_exception(error))
     error.add_note(f"in worker process {os.getpid()}:\n{text}")
-    with contextlib.suppress(Exception):  # an `__init__` with other arguments raises anything
-        if str(pickle.loads(pickle.dumps(error))) == str(error):
-            return error
+    for form in (error, _Portable(error)):
+        with contextlib.suppress(Exception):  # then the next form is tried
+            if str(pickle.loads(pickle.dumps(form))) == str(error):
+                return form
     return RuntimeError(text)
+
+
+class _Portable:
+    """Pickles as an exception that is rebuilt without its `__init__`, which may take other arguments."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self._error), self._error.args, vars(self._error))
+
+
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error

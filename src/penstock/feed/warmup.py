@@ -194,7 +194,7 @@ def warmup_loader_with_first_batch(
     if batches != "auto":
         batches = whole_number("batches", batches, 0)
     if not timeout >= 0:
-        raise ConfigError(f"timeout={timeout!r}: needs a number of seconds, at least 0")
+        raise ConfigError(f"timeout={timeout!r}: must be a number of seconds ≥ 0")
     warmed = WarmedIterator(iterable, first)
     if batches == 0 or timeout == 0:
         return warmed

@@ -141,7 +141,7 @@ def _make(name: str, local_path: Path | None, given: dict[str, Any]) -> Any:
         from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.synthetic import SyntheticDataset
 
-        return SyntheticDataset(load_tokenizer(given["tokenizer"]).size, given["seq_len"])
+        return SyntheticDataset(load_tokenizer(given["tokenizer"]).vocab_size, given["seq_len"])
     from penstock.dataset import TextDataset
 
     return TextDataset(text_path(name, local_path), **given)
