@@ -54,7 +54,7 @@ def test_a_trained_vocabulary_gives_the_reference_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     from penstock.encode.tokenizer import load_tokenizer
-    from penstock.encode.train_bpe import train_tokenizer
+    from penstock.train.train_bpe import train_tokenizer
 
     text = "def spam(eggs):\n    return 'größer' * 3  # 你好\n" * 50
     path = tmp_path / "tokenizer.json"

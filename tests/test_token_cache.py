@@ -112,7 +112,7 @@ def test_an_entry_takes_hardly_more_than_its_ids_in_the_narrowest_type(tmp_path:
     cache.put(cache.key("a", 0, "r"), tokenizer.encode(REF, documents))
     n_ids = sum(len(doc.encode()) + 1 for doc in docs)
     assert n_ids > 500_000
-    assert tokenizer.size <= 1 << 16
+    assert tokenizer.vocab_size <= 1 << 16
     assert 2 * n_ids <= bytes_in(tmp_path) <= 1.02 * 2 * n_ids
 
 

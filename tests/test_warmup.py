@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import logging
 import multiprocessing
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import AsyncDataLoader, SyntheticDataset, pipeline
-from penstock.errors import ConfigError
-from penstock.feed.warmup import warmup_loader, warmup_loader_with_first_batch
+from penstock.errors import ConfigError, LoaderClosed, StateError
+from penstock.feed import warmup
+from penstock.feed import warmup
+from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
 
+ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60.0
 
 # torchdata 0.11 warns of itself, and DataLoader forks.
@@ -83,6 +91,18 @@ def until(true: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
+def timed_out_in_an_item() -> tuple[Counting, WarmedIterator[int]]:
+    """Return a warmup of 5 whose timeout passed during the third item, however busy the machine."""
+    for timeout in (0.1, 2.0, 30.0):
+        source = Counting(6, hold=2)
+        warmed = warmup_loader(source, 5, timeout)
+        if source.held.is_set() and warmed.result.filled == 2:
+            return source, warmed
+        source.release.set()
+        warmed.close()
+    raise AssertionError("the thread never got as far")
+
+
 # The same items
 
 
@@ -130,10 +150,41 @@ def test_a_dataloader_gives_the_same_batches_for_the_same_seed(num_workers: int)
     plain = [batch.tolist() for batch in loader()]
     before = set(multiprocessing.active_children())
     with warmup_loader(loader(), 4, timeout=DEADLINE_S) as warmed:
-        assert (warmed.result.requested, warmed.result.filled, len(warmed)) == (4, 4, 8)
+        assert (warmed.result.requested, warmed.result.filled) == (4, 4)
         assert [batch.tolist() for batch in warmed] == plain
     gc.collect()
     until(lambda: not set(multiprocessing.active_children()) - before)
+
+
+def test_a_stream_of_datasets_gives_the_same_rows_and_the_state_of_the_last_one() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def stream() -> Any:
+        data = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(12)]})
+        return data.to_iterable_dataset(num_shards=3)
+
+    plain = list(stream())
+    with warmup_loader(stream(), 5, timeout=DEADLINE_S) as warmed:
+        assert warmed.result.filled == 5
+        for n in range(12):
+            resumed = stream()
+            if n:
+                resumed.load_state_dict(warmed.state_dict())
+            assert list(resumed) == plain[n:]
+            assert next(warmed) == plain[n]
+
+
+def test_a_stream_shorter_than_the_warmup_is_ready_as_a_whole() -> None:
+    with warmup_loader(range(3), 8, timeout=1e300) as warmed:
+        assert (warmed.result.requested, warmed.result.filled) == (8, 3)
+        assert list(warmed) == [0, 1, 2]
+
+
+def test_a_validation_iterator_is_warmed_up_beside_the_training_one() -> None:
+    with warmup_loader(Counting(), 4) as train, warmup_loader(Counting(3), 4) as validation:
+        assert [next(train) for _ in range(3)] == [0, 1, 2]
+        assert list(validation) == [0, 1, 2]
+        assert [next(train) for _ in range(3)] == [3, 4, 5]
 
 
 # How far ahead
@@ -147,6 +198,17 @@ def test_the_thread_ends_with_the_warmup_and_nothing_more_is_pulled() -> None:
     assert source.pulled == 6
 
 
+def test_an_item_that_is_being_fetched_at_the_timeout_comes_next() -> None:
+    source, warmed = timed_out_in_an_item()
+    with warmed:
+        assert (warmed.result.requested, warmed.result.filled) == (5, 2)
+        assert [next(warmed), next(warmed)] == [0, 1]
+        source.release.set()
+        until(lambda: not threads())
+        assert source.pulled == 3
+        assert list(warmed) == [2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("off", [{"batches": 0}, {"timeout": 0}], ids=["batches", "timeout"])
 def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
     source, heard = Counting(4), Events()
@@ -154,6 +216,16 @@ def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
     assert (source.pulled, threads(), heard.events) == (0, [], [])
     assert warmed.result == (0, 0, 0.0)
     assert list(warmed) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("quick_s", "wanted"), [(DEADLINE_S, 1), (0.0, 8)])
+def test_auto_fetches_more_only_after_a_slow_first_item(
+    quick_s: float, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "QUICK_S", quick_s)
+    with warmup_loader(Counting(12), "auto", DEADLINE_S) as warmed:
+        assert (warmed.result.requested, warmed.result.filled) == (wanted, wanted)
+        assert list(warmed) == list(range(12))
 
 
 # Faults and the end
@@ -169,6 +241,55 @@ def test_an_exception_comes_at_its_item_and_the_rest_follows(batches: int, fille
             next(warmed)
         assert caught.value is fault
         assert list(warmed) == [4, 5]
+
+
+def test_close_of_a_stuck_iterator_returns_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, warmed = timed_out_in_an_item()
+    monkeypatch.setattr(warmup, "CLOSE_S", 0.01)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert not warmed.close()
+    monkeypatch.undo()
+    assert "still being fetched" in caplog.text
+    with pytest.raises(LoaderClosed, match="closed"):
+        next(warmed)
+    source.release.set()
+    assert warmed.close()
+    assert (source.pulled, threads()) == (3, [])
+
+
+def test_a_process_ends_in_the_middle_of_a_warmup_and_needs_no_torch() -> None:
+    code = (
+        "import sys, time; from penstock.feed.warmup import warmup_loader\n"
+        "def items():\n    yield 0\n    time.sleep(1000)\n"
+        "warmed = warmup_loader(items(), 4, 0.5)\n"
+        "print(next(warmed), [m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "0 []")
+
+
+# The first batch
+
+
+def test_a_first_item_fetched_by_the_caller_comes_first() -> None:
+    source = Counting(6)
+    first = next(source)
+    with warmup_loader_with_first_batch(source, first, 3, DEADLINE_S) as warmed:
+        assert (warmed.result.requested, warmed.result.filled) == (3, 3)
+        assert list(warmed) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_first_item_before_a_new_pass_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "penstock"),
+        warmup_loader_with_first_batch([0, 1], 0, 2) as warmed,
+    ):
+        assert list(warmed) == [0, 0, 1]
+    assert "a list starts a new pass" in caplog.text
 
 
 # State
@@ -202,6 +323,47 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
         assert [batch.tolist() for batch in resumed] == plain[step:], f"after {step} batches"
 
 
+class Stateful(Counting):
+    """Returns a state that it changes later."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.state: dict[str, Any] = {"nested": []}
+
+    def __next__(self) -> int:
+        item = super().__next__()
+        self.state["nested"].append(item)
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def test_a_state_is_kept_as_it_was_even_if_the_loader_changes_it_later() -> None:
+    with warmup_loader(Stateful(end=8), 4, DEADLINE_S) as warmed:
+        assert warmed.state_dict() == {"nested": []}
+        for n in range(8):
+            next(warmed)
+            assert warmed.state_dict() == {"nested": list(range(n + 1))}
+
+
+def test_the_state_before_a_first_item_passed_by_the_caller_is_refused() -> None:
+    source = Stateful(end=4)
+    with warmup_loader_with_first_batch(source, next(source), 2, DEADLINE_S) as warmed:
+        with pytest.raises(StateError, match="before the first batch"):
+            warmed.state_dict()
+        next(warmed)
+        assert warmed.state_dict() == {"nested": [0]}
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_loader_without_a_state_gives_its_items_and_a_typed_error(batches: int) -> None:
+    with warmup_loader(Counting(4), batches) as warmed:
+        with pytest.raises(StateError, match="state_dict"):
+            warmed.state_dict()
+        assert list(warmed) == [0, 1, 2, 3]
+
+
 # Our own loader
 
 
@@ -218,9 +380,8 @@ def test_our_own_loader_fills_its_own_queue_with_the_same_batches() -> None:
     with own() as loader:
         plain = rows(loader)
     with warmup_loader(own(prefetch_size=2), 6, DEADLINE_S) as warmed:
-        assert (warmed.result.requested, warmed.result.filled, warmed.queue_depth()) == (6, 6, 6)
+        assert (warmed.result.requested, warmed.result.filled) == (6, 6)
         assert threads() == []
-        assert len(warmed) == len(plain) == 10
         assert rows(warmed) == plain
 
 
@@ -236,6 +397,13 @@ def test_the_first_batch_of_our_own_loader_comes_first_and_its_state_is_its_own(
     with own() as resumed:
         resumed.load_state_dict(state)
         assert rows(resumed) == plain[4:]
+
+
+def test_our_own_loader_is_not_started_by_a_warmup_that_is_off() -> None:
+    before = threading.active_count()
+    with warmup_loader(own(), timeout=0) as warmed:
+        assert threading.active_count() == before
+        assert len(rows(warmed)) == 10
 
 
 class Held:
@@ -259,9 +427,21 @@ def in_order(data: Held) -> AsyncDataLoader:
 
 
 def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
-    with in_order(Held(0, 3 * pipeline.SOON_S)) as loader:
+    with in_order(Held(0, 3 * pipeline.QUICK_S)) as loader:
         done = loader.warmup("auto", DEADLINE_S)
         assert (done.requested, done.filled, loader.queue_depth()) == (5, 5, 5)
+        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
+
+
+def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "QUICK_S", DEADLINE_S)
+    data = Held(3)  # a full queue would have to wait for it
+    with in_order(data) as loader:
+        done = loader.warmup("auto", DEADLINE_S)
+        assert (done.requested, done.filled) == (1, 1)
+        data.release.set()
         assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
 
 
@@ -301,3 +481,15 @@ def test_invalid_arguments_are_refused_before_anything_is_fetched(
     with pytest.raises(ConfigError, match=message):
         warmup_loader(source, **options)
     assert source.pulled == 0
+
+
+def test_the_script_gives_the_same_functions() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "warmup_helper", ROOT / "scripts" / "warmup_helper.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.warmup_loader is warmup_loader
+    assert script.warmup_loader_with_first_batch is warmup_loader_with_first_batch

@@ -216,11 +216,11 @@ class AsyncDataLoader:
         return self
 
     def _device_feed(self, device: str, pipeline: Pipeline) -> DeviceFeed:
-        from penstock.feed.device import DeviceFeed
+        from penstock.feed.device import DeviceFeed, open_copier
 
         try:
             return DeviceFeed(
-                device,
+                open_copier(device),
                 pipeline.next,
                 pipeline.poll,
                 self._given.device_preprocess,

@@ -313,4 +313,4 @@ def test_a_launch_ends_with_an_error_when_one_rank_hangs(
     assert done.returncode != 0
     messages = {line for line in done.stderr.splitlines() if line.startswith("penstock: ")}
     assert len(messages) == 1, done.stderr[-3000:]
-    assert re.match("penstock: rank 1 of 2 had no data: no batch within 1 s", messages.pop())
+    assert re.match("penstock: 1 of 2 ranks had no data; rank 1: no batch within 1 s", messages.pop())

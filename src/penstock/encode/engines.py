@@ -141,9 +141,10 @@ class GigatokenEngine(Engine):
     """
 
     name = "gigatoken"
-    FIRST_BYTES = 8 * MiB
-    """Text that is encoded document by document. Batches need awkward, whose import (0.2 s) would
-    delay the first batch of a run."""
+    FIRST_BYTES = 64 * MiB
+    """Text that is encoded document by document on one shared instance. Batches are faster, but
+    importing awkward and loading another instance hold the GIL for 0.2 s each, which would delay
+    the first batches of a run. Later the queue covers it."""
     CHECK_BYTES = 8 * MiB
     """Text between two looks at the size of the process."""
 
@@ -160,45 +161,44 @@ class GigatokenEngine(Engine):
         """Size of the process when these instances had seen the common words."""
         self.replaced = 0
         """How often all instances were dropped."""
-        if vocab_size is None:
-            self.prepare()
-            vocab_size = int(self._idle[0].vocab_size)
-        self.vocab_size = vocab_size
+        self.vocab_size = int(self._shared().vocab_size) if vocab_size is None else vocab_size
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GigatokenEngine, (self._vocabulary, self._cache_bytes, self.vocab_size)
 
     def prepare(self) -> None:
         with self._lock:
-            self._idle.append(self._take())
+            self._shared()
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         with self._lock:
-            tokenizer, generation = self._take(), self.replaced
             self._seen_bytes += texts.nbytes
             first = self._seen_bytes <= self.FIRST_BYTES
+            tokenizer, generation = self._shared(), self.replaced
+            if not first:
+                self._idle.pop()
         if first:
-            encoded = _flatten([tokenizer.encode(text) for text in texts.to_pylist()])
-        else:
-            import awkward
+            documents = texts.view(pa.large_binary()).to_pylist()
+            return _flatten([tokenizer.encode(document) for document in documents])
+        import awkward
 
-            batch = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
-            encoded = np.asarray(batch.content.data), np.asarray(batch.offsets.data)
+        batch = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
         with self._lock:
             if generation == self.replaced:
                 self._idle.append(tokenizer)
                 self._bound_cache()
-        return encoded
+        return np.asarray(batch.content.data), np.asarray(batch.offsets.data)
 
     def decode(self, ids: Sequence[int]) -> bytes:
         with self._lock:
-            self._idle.append(tokenizer := self._take())
-            data: bytes = tokenizer.decode(np.array(ids, np.uint32))
+            data: bytes = self._shared().decode(np.array(ids, np.uint32))
         return data
 
-    def _take(self) -> Any:
-        """Return the instance used last, whose cache is warm, or load another."""
-        return self._idle.pop() if self._idle else load_gigatoken(self._vocabulary)
+    def _shared(self) -> Any:
+        """Return the idle instance used last, whose cache is warm. Load one if there is none."""
+        if not self._idle:
+            self._idle.append(load_gigatoken(self._vocabulary))
+        return self._idle[-1]
 
     def _bound_cache(self) -> None:
         if self._seen_bytes - self._checked_bytes < self.CHECK_BYTES:

@@ -38,7 +38,7 @@ class Tokenizer:
 
     vocabulary: Vocabulary
     engine: Engine
-    size: int
+    vocab_size: int
     """One more than the largest id."""
     eos_id: int | None
     bos_id: int | None
@@ -46,18 +46,13 @@ class Tokenizer:
     def __repr__(self) -> str:
         return (
             f"Tokenizer({self.vocabulary.name!r}, engine={self.engine.name!r}, "
-            f"vocab_size={self.size}, eos_id={self.eos_id}, bos_id={self.bos_id})"
+            f"vocab_size={self.vocab_size}, eos_id={self.eos_id}, bos_id={self.bos_id})"
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self.size
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The narrowest type that holds every id."""
-        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @property
     def expansion(self) -> int:
@@ -171,7 +166,7 @@ def load_tokenizer(
     return Tokenizer(
         vocabulary=vocabulary,
         engine=chosen,
-        size=size,
+        vocab_size=size,
         eos_id=vocabulary.token_id(eos, "eos", size),
         bos_id=vocabulary.token_id(bos, "bos", size),
     )

@@ -10,8 +10,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +20,7 @@ from penstock.encode.vocabulary import Vocabulary
 from penstock.errors import TokenizerError
 from penstock.read.columns import binaries
 
-PROBE_VERSION = 3
+PROBE_VERSION = 4
 PROBE = (
     "The quick brown fox can't jump over 12,345.67 lazy dogs — it's they'll WE'VE I'd\n\n\t  trailing   ",
     "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # naïve café\r\n\r\n",
@@ -35,12 +33,6 @@ PROBE = (
 )  # fmt: skip
 
 
-class Verdict(NamedTuple):
-    vocab_size: int
-    differs: list[int]
-    """Numbers of the probe texts on which the ids differ."""
-
-
 def checked_gigatoken(
     vocabulary: Vocabulary, cache_bytes: int, reference: Callable[[], Engine]
 ) -> GigatokenEngine:
@@ -48,39 +40,29 @@ def checked_gigatoken(
     versions = [(name, installed_version(name)) for name in ("gigatoken", vocabulary.reference)]
     key = f"{vocabulary.fingerprint} {versions} {PROBE_VERSION}"
     path = cache_dir() / "engines" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    verdict = _recall(path, key)
-    if verdict is not None:
-        engine = GigatokenEngine(vocabulary, cache_bytes, verdict.vocab_size)
-    else:
+    try:
+        note = json.loads(path.read_text("utf-8"))
+        vocab_size, differs = int(note["vocab_size"]), int(note["differs"])
+        engine = GigatokenEngine(vocabulary, cache_bytes, vocab_size)
+    except (OSError, ValueError, KeyError, TypeError):  # no note, or it is damaged
         engine = GigatokenEngine(vocabulary, cache_bytes)
         # Without the reference's library there is nothing to compare with.
-        differs = compare(engine, reference()) if versions[1][1] is not None else []
-        verdict = Verdict(engine.vocab_size, differs)
-        note = json.dumps({"key": key, **verdict._asdict()})
+        differs = differing(engine, reference()) if versions[1][1] is not None else 0
+        note = json.dumps({"vocab_size": engine.vocab_size, "differs": differs})
         write_atomically(path, note, best_effort=True)
-    if verdict.differs:
+    if differs:
         raise TokenizerError(
             f"gigatoken's ids for {vocabulary.name} differ from those of {vocabulary.reference} "
-            f"on {len(verdict.differs)} of {len(PROBE)} probe texts"
+            f"on {differs} of {len(PROBE)} probe texts"
         )
     return engine
 
 
-def _recall(path: Path, key: str) -> Verdict | None:
-    try:
-        note = json.loads(path.read_text("utf-8"))
-        if note["key"] == key:
-            return Verdict(int(note["vocab_size"]), [int(number) for number in note["differs"]])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is no note, or it is damaged: compare again
-    return None
-
-
-def compare(fast: Engine, reference: Engine) -> list[int]:
-    """Return the numbers of the probe texts on which two engines differ."""
+def differing(fast: Engine, reference: Engine) -> int:
+    """Return the number of probe texts on which two engines differ."""
     texts = binaries([text.encode() for text in PROBE], pa.large_string())
     results = []
     for engine in (fast, reference):
         ids, offsets = engine.encode(texts)
         results.append([ids[a:b] for a, b in itertools.pairwise(offsets)])
-    return [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not np.array_equal(a, b)]
+    return sum(not np.array_equal(a, b) for a, b in zip(*results, strict=True))

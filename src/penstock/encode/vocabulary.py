@@ -14,7 +14,6 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,13 +200,9 @@ def _from_json(text: str, name: str, eos: Any = None) -> Vocabulary:
         ) from error
     head["added_tokens"] = [t for t in added if not t.get("special")]
     head["truncation"] = head["padding"] = None
-    return Vocabulary(
-        name=name,
-        fingerprint=_digest(text.encode("utf-8", "surrogatepass")),
-        specials=specials,
-        eos=_choose_eos(specials, eos),
-        tokenizer_json=f'{json.dumps(head, ensure_ascii=False)[:-1]}, "model": {model}',
-    )
+    content = text.encode("utf-8", "surrogatepass")
+    stripped = f'{json.dumps(head, ensure_ascii=False)[:-1]}, "model": {model}'
+    return _vocabulary(name, content, specials, eos, tokenizer_json=stripped)
 
 
 def _split_model(text: str) -> tuple[dict[str, Any], str]:
@@ -237,19 +232,11 @@ def _from_ranks(ranks: bytes, path: Path) -> Vocabulary:
             "tiktoken.Encoding"
         )
     try:
-        values = list(parse_ranks(ranks).values())
-        if not values or any(a >= b for a, b in pairwise(values)):
-            raise ValueError("it is empty, or its ranks do not increase")
+        if not parse_ranks(ranks):
+            raise ValueError("it is empty")
     except ValueError as error:
         raise TokenizerError(f"{path} is not a .tiktoken file: {error}") from error
-    specials = dict(ENCODINGS[name].specials)
-    return Vocabulary(
-        name=name,
-        fingerprint=_digest(ranks),
-        specials=specials,
-        eos=_choose_eos(specials),
-        ranks=ranks,
-    )
+    return _vocabulary(name, ranks, ENCODINGS[name].specials, ranks=ranks)
 
 
 def parse_ranks(ranks: bytes) -> dict[bytes, int]:
@@ -266,20 +253,15 @@ def _from_tiktoken(encoding: Any) -> Vocabulary:
     if encoding.name in ENCODINGS:
         tokens = sorted((encoding.encode_single_token(t), t) for t in encoding.token_byte_values())
         ranks = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in tokens)
-    return Vocabulary(
-        name=encoding.name,
-        fingerprint=_digest(repr(encoding.__getstate__()).encode()),
-        specials=specials,
-        eos=_choose_eos(specials),
-        ranks=ranks,
-        encoding=encoding,
-    )
+    content = repr(encoding.__getstate__()).encode()
+    return _vocabulary(encoding.name, content, specials, ranks=ranks, encoding=encoding)
 
 
-def _choose_eos(specials: dict[str, int], named: Any = None) -> str | None:
-    candidates = (named, *EOS_NAMES) if isinstance(named, str) else EOS_NAMES
-    return next((token for token in candidates if token in specials), None)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _vocabulary(
+    name: str, content: bytes, specials: dict[str, int], eos: Any = None, **form: Any
+) -> Vocabulary:
+    """Return a vocabulary. `eos` is the token that its configuration names, if any."""
+    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    candidates = (eos, *EOS_NAMES) if isinstance(eos, str) else EOS_NAMES
+    found = next((token for token in candidates if token in specials), None)
+    return Vocabulary(name=name, fingerprint=fingerprint, specials=specials, eos=found, **form)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.config import whole_number
 from penstock.errors import ConfigError
 
 NODES = Path("/sys/devices/system/node")
@@ -22,23 +21,22 @@ def resolve(cpus: Iterable[int] | None, numa_node: int | None) -> frozenset[int]
         return None
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("cpus=… and numa_node=… need Linux. Leave them out.")
-    usable = frozenset(os.sched_getaffinity(0))
-    chosen = usable
+    chosen = usable = frozenset(os.sched_getaffinity(0))
     if cpus is not None:
-        chosen = _core_numbers(cpus)
+        chosen = frozenset(cpus)
         if not chosen <= usable:
             raise ConfigError(
-                f"cpus: this process may not use {sorted(chosen - usable)}, only {sorted(usable)}. Choose among "
-                "these, or start the process with other cores (taskset, the scheduler)."
+                f"cpus={sorted(chosen)}: choose among the cores that this process may use, {sorted(usable)}, "
+                "or start it with other cores (taskset, the scheduler)."
             )
     if numa_node is not None:
-        node = _node_cores(numa_node)
-        if not node & chosen:
+        node, allowed = _node_cores(numa_node), chosen
+        chosen = node & allowed
+        if not chosen:
             raise ConfigError(
                 f"numa_node={numa_node} has the cores {sorted(node)}, and none of them is among "
-                f"{sorted(chosen)}, which cpus and this process allow. Choose another node or other cores."
+                f"{sorted(allowed)}, which cpus and this process allow. Choose another node or other cores."
             )
-        chosen &= node
     return chosen
 
 
@@ -47,17 +45,7 @@ def pin(cpus: frozenset[int]) -> None:
     os.sched_setaffinity(0, cpus)
 
 
-def _core_numbers(cpus: Iterable[int]) -> frozenset[int]:
-    if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
-        raise ConfigError(f"cpus={cpus!r}: needs core numbers, such as range(8) or [0, 2, 4]")
-    numbers = frozenset(whole_number("cpus: a core number", cpu, 0) for cpu in cpus)
-    if not numbers:
-        raise ConfigError("cpus is empty: give at least one core, or None for all of them")
-    return numbers
-
-
 def _node_cores(number: int) -> frozenset[int]:
-    whole_number("numa_node", number, 0)
     try:
         text = (NODES / f"node{number}" / "cpulist").read_text()
     except OSError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import Pool, ThreadPool
@@ -66,13 +66,11 @@ class Observed(Protocol):
     def event(self, msg: str, **fields: Any) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(NamedTuple):
     """A change that is being measured."""
 
     knob: Knob
     before: int
-    after: int
     rate: float
     """Tokens per second before the change."""
 
@@ -104,56 +102,55 @@ class Autotune:
         """Record a batch that was handed out at `now`, `paused_s` of it in evaluation and the like."""
         if self._warm_steps > 0:
             self._warm_steps -= 1
+            self._measure_from(now)
         elif now >= self._begun:
             self._tokens += tokens
             self._steps += 1
             self._paused_s += paused_s
             seconds = now - self._begun - self._paused_s
-            if self._steps < PERIOD_STEPS or seconds < PERIOD_S:
-                return
-            self._decide(now, self._tokens / seconds)
-        else:
-            return
-        self._measure_from(max(now, self._begun))
+            if self._steps >= PERIOD_STEPS and seconds >= PERIOD_S:
+                rate = self._tokens / seconds
+                changed = self._undo_or_keep(now, rate) or self._try_next(now, rate)
+                self._measure_from(now + SETTLE_S if changed else now)
 
     def _measure_from(self, begun: float) -> None:
         self._begun, self._tokens, self._steps, self._paused_s = begun, 0, 0, 0.0
 
-    def _decide(self, now: float, rate: float) -> None:
+    def _undo_or_keep(self, now: float, rate: float) -> bool:
+        """Decide on the change that was measured. Return True if it was undone."""
         trial, self._trial = self._trial, None
-        if trial is not None:
-            why = f"{trial.rate:.0f} → {rate:.0f} tokens/s"
-            if rate < MIN_GAIN * trial.rate:
-                trial.knob.set(trial.before)
-                self._retry_at[trial.knob.name] = now + RETRY_S
-                self._begun = now + SETTLE_S
-                self._report(trial.knob.name, trial.after, trial.before, why, False)
-                return
+        if trial is None:
+            return False
+        why = f"{trial.rate:.0f} → {rate:.0f} tokens/s"
+        if rate >= MIN_GAIN * trial.rate:
             self._retry_at.clear()  # other knobs may help now
-            self._report(trial.knob.name, trial.before, trial.after, why, True)
-        self._try_next(now, rate)
+            self._report(trial.knob, trial.before, why, True)
+            return False
+        raised = trial.knob.get()
+        trial.knob.set(trial.before)
+        self._retry_at[trial.knob.name] = now + RETRY_S
+        self._report(trial.knob, raised, why, False)
+        return True
 
-    def _try_next(self, now: float, rate: float) -> None:
+    def _try_next(self, now: float, rate: float) -> bool:
+        """Raise the knob that may help the stage with the largest share. Return False if none."""
         verdict = self._observed.verdict()
-        if verdict.data_wait < MIN_WAIT:
-            return
-        shares = {stage: share for stage, share in verdict.shares.items() if share >= MIN_WAIT}
-        for stage in sorted(shares, key=lambda stage: -shares[stage]):
+        for stage, share in sorted(verdict.shares.items(), key=lambda item: -item[1]):
             for knob in self.knobs:
-                before, after = knob.get(), knob.raised()
-                waits = now < self._retry_at.get(knob.name, 0.0)
-                if stage in knob.stages and after > before and not waits:
-                    knob.set(after)
-                    self._trial = _Trial(knob, before, after, rate)
-                    self._begun = now + SETTLE_S
-                    why = f"data wait {verdict.data_wait:.0%}, {stage} {shares[stage]:.0%}"
-                    self._report(knob.name, before, after, why, None)
-                    return
+                before, waits = knob.get(), now < self._retry_at.get(knob.name, 0.0)
+                if share < MIN_WAIT or stage not in knob.stages or waits or knob.raised() == before:
+                    continue
+                knob.set(knob.raised())
+                self._trial = _Trial(knob, before, rate)
+                why = f"data wait {verdict.data_wait:.0%}, {stage} {share:.0%}"
+                self._report(knob, before, why, None)
+                return True
+        return False
 
-    def _report(self, what: str, before: int, after: int, why: str, kept: bool | None) -> None:
+    def _report(self, knob: Knob, before: int, why: str, kept: bool | None) -> None:
         word = {None: "tried", True: "kept", False: "undone"}[kept]
-        log.info("autotune: %s %d → %d %s: %s", what, before, after, word, why)
-        fields = {"what": what, "from": before, "to": after, "why": why, "kept": kept}
+        log.info("autotune: %s %d → %d %s: %s", knob.name, before, knob.get(), word, why)
+        fields = {"what": knob.name, "from": before, "to": knob.get(), "why": why, "kept": kept}
         self._observed.event("tune", **fields)
 
 

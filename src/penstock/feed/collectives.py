@@ -52,10 +52,9 @@ class GlooRanks(Ranks):
             two calls, such as a checkpoint or a compilation. A larger value finds a hang later.
         clock: records the time spent here as stage "ranks".
         """
-        import torch
-        import torch.distributed as distributed
+        from torch import distributed
 
-        self._torch, self._distributed = torch, distributed
+        self._distributed = distributed
         self._deadline_s, self._clock = deadline_s, clock or NullClock()
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         with self._reaching():
@@ -64,8 +63,10 @@ class GlooRanks(Ranks):
             )
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        own = self._torch.tensor(list(values), dtype=self._torch.int64)
-        gathered = [self._torch.empty_like(own) for _ in range(self.world)]
+        import torch
+
+        own = torch.tensor(values)
+        gathered = [torch.empty_like(own) for _ in range(self.world)]
         with self._reaching():
             self._distributed.all_gather(gathered, own, group=self.group)
         return [each.tolist() for each in gathered]
@@ -120,11 +121,11 @@ class RankAgreement:
         """Return this rank's batch if every rank has one, or None if the stream of one has ended."""
         try:
             batch = take()
-        except LoaderTimeout:
-            raise  # not reported to the others: the caller asks again
-        except Exception:
-            with suppress(PeerFailed):  # this rank's own error says more
-                self._ranks.gather([FAILED])
+        except Exception as error:
+            # After a LoaderTimeout the caller asks again, so the others need not know of it.
+            if not isinstance(error, LoaderTimeout):
+                with suppress(PeerFailed):  # this rank's own error says more
+                    self._ranks.gather([FAILED])
             raise
         votes = [vote for (vote,) in self._ranks.gather([ENDED if batch is None else READY])]
         if FAILED in votes:
@@ -141,20 +142,19 @@ def from_rank_0(make: Callable[[], bytes]) -> bytes:
             "share_listing=True needs torch.distributed: call init_process_group first, or leave it out"
         )
     ranks = GlooRanks()
-    made: Any = None
-    error: Exception | None = None
-    if ranks.rank == 0:
-        try:
+    made: bytes | str = b""
+    try:
+        if ranks.rank == 0:
             made = make()
-        except Exception as failed:
-            made, error = f"{type(failed).__name__}: {failed}", failed
-    shared: bytes | str = ranks.broadcast(made)
-    ranks.close()
-    if error is not None:
-        raise error
-    if isinstance(shared, str):
-        raise PeerFailed(f"rank 0 could not list the data: {shared}")
-    return shared
+    except BaseException as error:
+        made = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        made = ranks.broadcast(made)
+        ranks.close()
+    if isinstance(made, str):
+        raise PeerFailed(f"rank 0 could not list the data: {made}")
+    return made
 
 
 def _initialised() -> Any:

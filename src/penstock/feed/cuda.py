@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.feed.device import Copier
+
 cuda: Any = torch.cuda  # its streams and events are not typed
 
 MAX_PENDING = 64
 """Pairs of timing events that are kept before those that have occurred are read."""
 
 
-class CudaCopier:
+class CudaCopier(Copier):
     """Copies that overlap the trainer's work, and the time that the device waited for them."""
 
     def __init__(self, device: torch.device) -> None:
         index = cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        super().__init__(torch.device("cuda", index))
         self._stream = cuda.Stream(self._device)
         self._began = False
         self._wait_begun: Any = None
@@ -51,13 +53,11 @@ class CudaCopier:
             yield
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Start the copy of one tensor, through pinned memory."""
         if tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return an event that follows everything queued on the copy stream so far."""
         event = cuda.Event()
         event.record(self._stream)
         return event

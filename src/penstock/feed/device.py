@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.encode.batch import Batch, rebuild
-from penstock.errors import ConfigError, LoaderClosed
+from penstock.errors import ConfigError
 from penstock.types import IGNORE
-from penstock.watch.stage_timer import Clock, NullClock
+from penstock.watch.stage_timer import Clock
 
 Array = np.ndarray[Any, Any]
 Upload = Callable[[Tensor], Tensor]
@@ -35,17 +35,22 @@ FIELDS = ("inputs", "targets", "positions", "cu_seqlens", "data")
 """The fields of a batch that may hold arrays or tensors."""
 
 
-class Copier(Protocol):
-    """How tensors get to a device."""
+class Copier:
+    """Copies with `.to(device)` on the stream that is current. `CudaCopier` has its own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def begin_wait(self) -> None:
         """Note that the trainer asks for a batch."""
 
     def stream(self) -> AbstractContextManager[Any]:
         """Make the copy stream current."""
+        return nullcontext()
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Start the copy of one tensor on the current stream."""
+        return tensor.to(self._device)
 
     def mark(self) -> Any:
         """Return an event that follows everything queued on the copy stream so far."""
@@ -55,27 +60,6 @@ class Copier(Protocol):
 
     def waited_s(self) -> float | None:
         """Return how long the device waited for batches, or None if it cannot be measured."""
-
-
-class PlainCopier:
-    """Copies with `.to(device)` on the stream that is current."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def begin_wait(self) -> None: ...
-
-    def stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)
-
-    def mark(self) -> None: ...
-
-    def hand_over(self, event: None, tensors: Iterable[Tensor]) -> None: ...
-
-    def waited_s(self) -> float | None:
         return None
 
 
@@ -91,7 +75,7 @@ def open_copier(name: str) -> Copier:
             f"CUDA devices on this machine: {torch.cuda.device_count()}."
         ) from None
     if device.type != "cuda":
-        return PlainCopier(device)
+        return Copier(device)
     from penstock.feed.cuda import CudaCopier
 
     return CudaCopier(device)
@@ -102,28 +86,22 @@ class DeviceFeed:
 
     def __init__(
         self,
-        device: str,
+        copier: Copier,
         take: Callable[[float | None], Batch | None],
         poll: Callable[[], Batch | None],
-        hook: Hook | None = None,
-        clock: Clock | None = None,
-        copier: Copier | None = None,
+        hook: Hook | None,
+        clock: Clock,
     ) -> None:
-        """Open the device. Nothing is copied until the first `next`.
+        """Copy nothing until the first `next`.
 
         take: returns the next batch within a timeout in seconds, or None at the end.
         poll: returns the next batch if it is ready, otherwise None.
         hook: changes a batch on the device, on the copy stream, or returns another in its place.
         """
-        self._copier = copier or open_copier(device)
-        self._take = take
-        self._poll = poll
-        self._hook = hook
-        self._clock = clock or NullClock()
+        self._copier, self._take, self._poll = copier, take, poll
+        self._hook, self._clock = hook, clock
         self._sent: deque[tuple[Batch, Any]] = deque()
         self._failed: BaseException | None = None
-        self._ended = False
-        self._closed = False
 
     def next(self, timeout: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end. Waits only if none has been sent.
@@ -131,16 +109,13 @@ class DeviceFeed:
         An error in a later batch is raised once the batches before it have been returned, and by
         every call after that. After a `LoaderTimeout`, call again: nothing is lost.
         """
-        if self._closed:
-            raise LoaderClosed("the device feed was closed")
         self._copier.begin_wait()
-        if not self._sent and not self._ended:
+        if not self._sent:
             if self._failed is not None:
                 raise self._failed
-            self._send(self._take(timeout))
-        if not self._sent:
-            self._ended = True
-            return None
+            if (taken := self._take(timeout)) is None:
+                return None
+            self._send(taken)
         self._top_up()
         batch, event = self._sent[0]
         self._copier.hand_over(event, tensors_of(batch))
@@ -153,7 +128,6 @@ class DeviceFeed:
 
     def close(self) -> None:
         """Drop the batches in flight. May be called again."""
-        self._closed = True
         self._sent.clear()
 
     def _top_up(self) -> None:
@@ -166,9 +140,7 @@ class DeviceFeed:
             except Exception as error:
                 self._failed = error
 
-    def _send(self, batch: Batch | None) -> None:
-        if batch is None:
-            return
+    def _send(self, batch: Batch) -> None:
         try:
             with self._clock.stage("copy") as track, self._copier.stream():
                 nbytes = batch.nbytes
@@ -188,7 +160,7 @@ def _preprocessed(batch: Batch, hook: Hook) -> Batch:
     except Exception as error:
         error.add_note("in stage copy, in device_preprocess")
         raise
-    if made is None or made is batch:
+    if made is None:
         return batch
     if not isinstance(made, Batch):
         raise ConfigError(

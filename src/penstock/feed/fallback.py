@@ -13,13 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from penstock import errors
 from penstock.encode.batch import Batch
 from penstock.feed.collectives import Ranks
+
+if TYPE_CHECKING:
+    from penstock.loader import AsyncDataLoader as Loader
 
 log = logging.getLogger("penstock")
 
@@ -43,6 +46,7 @@ FIRST_MISTAKES = (*MISTAKES, errors.NoData, errors.AccessDenied)
 RETRY_S = 10.0
 """A loader that failed is reopened after this time."""
 
+CLOSE_S = 1.0
 OPEN_THREAD = "penstock-open"
 
 
@@ -59,15 +63,9 @@ class BackgroundOpen(Generic[T]):
 
     def _run(self) -> None:
         try:
-            opened = self._make()
+            self._opened.set_result(self._make())
         except BaseException as error:
-            if self._opened.set_running_or_notify_cancel():
-                self._opened.set_exception(error)
-            return
-        if self._opened.set_running_or_notify_cancel():
-            self._opened.set_result(opened)
-        elif self._dispose is not None:
-            self._dispose(opened)
+            self._opened.set_exception(error)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Return what was opened, or raise its error. `LoaderTimeout` means: ask again."""
@@ -78,25 +76,16 @@ class BackgroundOpen(Generic[T]):
                 f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, or its vocabulary "
                 "is being loaded. Check that the server can be reached, or allow more time."
             ) from None
-        except CancelledError:
-            raise errors.LoaderClosed("it was closed before it was open") from None
         return self._opened.result()
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Dispose of what was opened, now or when it comes. Wait `timeout_s` for the thread."""
-        if not self._opened.cancel() and self._dispose and self._opened.exception() is None:
-            self._dispose(self._opened.result())
-        self._thread.join(timeout_s)
+    def close(self) -> None:
+        """Dispose of what was opened, now or when it comes. Wait a second for the thread."""
+        self._opened.add_done_callback(self._dispose_of)
+        self._thread.join(CLOSE_S)
 
-
-class Loader(Protocol):
-    """The methods of an `AsyncDataLoader` that are used here."""
-
-    def start(self) -> Any: ...
-    def next_batch(self, timeout: float | None = None) -> Batch | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any) -> None: ...
-    def shutdown(self) -> None: ...
+    def _dispose_of(self, opened: Future[T]) -> None:
+        if self._dispose is not None and opened.exception() is None:
+            self._dispose(opened.result())
 
 
 class Interrupted(BaseException):
@@ -211,9 +200,11 @@ class SharedFeed:
                 return self._failure
             self._failure = None
             self._open()
-        limits = self._limits
-        limit_s = limits.stall_timeout_s if self._started else limits.first_timeout_s
-        left_s = 0.0 if self.substituting else limit_s if self._started else self.left_s()
+        limit_s, left_s = self._limits.first_timeout_s, self.left_s()
+        if self._started:
+            limit_s = left_s = self._limits.stall_timeout_s
+        if self.substituting:
+            left_s = 0.0
         try:
             self._fill(count, time.monotonic() + left_s)
         except Interrupted:
@@ -276,12 +267,10 @@ class SharedFeed:
         """Return the same sentence on all ranks: which have no data, and why the worst has none."""
         worst, world = codes.index(min(codes)), len(codes)
         why = self._ranks.gather_texts(vote.text)[worst].rstrip(".")
-        without = sum(code < ENDED for code in codes)
         if world == 1:
             return f"no data: {why}"
-        if without == 1:
-            return f"rank {worst} of {world} had no data: {why}"
-        return f"{without} of {world} ranks had no data, rank {worst} among them: {why}"
+        without = sum(code < ENDED for code in codes)
+        return f"{without} of {world} ranks had no data; rank {worst}: {why}"
 
     def _real(self, step: int, count: int) -> list[Batch]:
         batches = [self._held.popleft() for _ in range(count)]

@@ -60,7 +60,6 @@ class WarmedIterator(Iterator[T]):
                 "a %s starts a new pass, so a first batch that was taken from it comes again. "
                 "Pass the iterator that it was taken from.", type(iterable).__name__,
             )  # fmt: skip
-        self._own = _is_own(iterable)
         self._wanted = 0
         self._thread: threading.Thread | None = None
         self._fetched: deque[_Fetched] = deque()
@@ -85,18 +84,6 @@ class WarmedIterator(Iterator[T]):
             raise fetched.error
         return fetched.item  # type: ignore[no-any-return]
 
-    def __len__(self) -> int:
-        return len(self._iterable)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True  # also without a length
-
-    def queue_depth(self) -> int:
-        """Return how many items are ready, not counting a first one passed by the caller."""
-        if self._own:
-            return self._iterable.queue_depth()  # type: ignore[attr-defined, no-any-return]
-        return sum(each.error is None for each in list(self._fetched))
-
     def state_dict(self) -> Any:
         """Return the loader's state after the last item handed out, however far it was read ahead."""
         if self._first is not _NOTHING:
@@ -109,19 +96,19 @@ class WarmedIterator(Iterator[T]):
             raise StateError(f"the loader's state cannot be saved: {state!r}") from state
         return state
 
-    def close(self, timeout: float = CLOSE_S) -> bool:
+    def close(self) -> bool:
         """Release the loader and the buffer, and join the thread. Safe to call again.
 
         A stuck iterator cannot be interrupted: then this logs a warning and returns False after
-        the timeout. A loader of ours is shut down.
+        5 s. A loader of ours is shut down.
         """
         self._wanted, self._first, self._iterator = 0, _NOTHING, None
-        if self._own:
+        if _is_own(self._iterable):
             self._iterable.shutdown()  # type: ignore[attr-defined]
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                log.warning("an item was still being fetched %.0f s after close", timeout)
+                log.warning("an item was still being fetched %.0f s after close", CLOSE_S)
                 return False
         self._fetched.clear()
         return True
@@ -141,7 +128,7 @@ class WarmedIterator(Iterator[T]):
         if batches == "auto" and QUICK_S < time.monotonic() - begun < timeout:
             requested = BATCHES
             self._fetch_until(requested, deadline)
-        filled = min(self.queue_depth(), requested)
+        filled = sum(each.error is None for each in list(self._fetched)[:requested])
         self.result = Warmup(requested, filled, 1e3 * (time.monotonic() - begun))
 
     def _fetch_until(self, count: int, deadline: float) -> None:
@@ -157,15 +144,14 @@ class WarmedIterator(Iterator[T]):
             self._wanted = 0
 
     def _fetch(self, iterator: Iterator[T]) -> None:
-        while len(self._fetched) < self._wanted:
-            item, error = None, None
+        error: BaseException | None = None
+        while error is None and len(self._fetched) < self._wanted:
+            item = None
             try:
                 item = next(iterator)
             except BaseException as raised:  # for the `next` that asks for this item
                 error = raised
             self._fetched.append(_Fetched(item, error, self._loader_state()))
-            if error is not None:
-                return
 
     def _loader_state(self) -> Any:
         """Return a copy of the loader's state, or the exception that prevents it."""

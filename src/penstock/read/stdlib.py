@@ -18,10 +18,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.config import cache_dir, write_atomically
+from penstock.config import cache_dir
 
 ROW_GROUP = 256
-VOCABULARY = 8192
 SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
 
@@ -57,15 +56,4 @@ def write_stdlib(folder: Path | None = None) -> Path:
         write_page_checksum=True,
     )  # fmt: skip
     os.replace(half_done, path)
-    return path
-
-
-def write_vocabulary() -> Path:
-    """A byte-level BPE of that text, trained on first use and kept beside it."""
-    from penstock.encode.train_bpe import train_tokenizer
-
-    path = write_stdlib().with_suffix(".tokenizer.json")
-    if not path.exists():
-        text = "\n".join(text for _, text in documents()).encode()
-        write_atomically(path, train_tokenizer(text, VOCABULARY))
     return path

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.encode.batch import Batch
-from penstock.encode.collate import Collated, as_array, of_mapping, plain, put_together
+from penstock.encode.collate import Collated, as_array, default_collate, of_mapping, plain
 from penstock.errors import BadRecord, ConfigError
 from penstock.order.shuffle import I64, mix
 from penstock.sources.base import Work
@@ -95,7 +95,7 @@ class SampleWork(Work):
         timeline.count("decode", len(samples))
         with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(indices)}"):
             if self._collate is None:
-                made = put_together(prepared)
+                made = default_collate(prepared)
             else:
                 made = _of_value(self._collate(list(prepared)))
         ids = getattr(made.inputs, "size", None)

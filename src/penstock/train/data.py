@@ -73,7 +73,7 @@ def recipe(options: TrainOptions, resolved: Settings) -> Recipe:
         title=title,
         prefix=prefix,
         seq_len=options.seq_len,
-        vocabulary=lambda: int(shared().size),
+        vocabulary=lambda: int(shared().vocab_size),
         dataset=dataset,
     )
 
@@ -95,7 +95,7 @@ def _tokenizer(name: str) -> Any:
     from penstock.encode.tokenizer import load_tokenizer
 
     if name == "stdlib":
-        from penstock.read.stdlib import write_vocabulary
+        from penstock.train.train_bpe import write_vocabulary
 
         return load_tokenizer(write_vocabulary())
     return load_tokenizer(name)
@@ -163,7 +163,9 @@ def _from_table(options: TrainOptions, resolved: Settings) -> Recipe:
     return Recipe(
         *_called(table.parameters.get("urls")),
         seq_len,
-        lambda: int(shared().size) if shared is not None else _ids(made(), options, table.where),
+        lambda: (
+            int(shared().vocab_size) if shared is not None else _ids(made(), options, table.where)
+        ),
         lambda split: made() if split != "val" else dataset(split),
     )
 
@@ -188,7 +190,7 @@ def _ids(dataset: Any, options: TrainOptions, where: str) -> int:
     if isinstance(dataset, Mixture):
         return max(_ids(part, options, where) for part, _ in dataset.parts.values())
     if hasattr(dataset, "tokenizer"):
-        return int(dataset.tokenizer.size)
+        return int(dataset.tokenizer.vocab_size)
     known = getattr(dataset, "vocab_size", options.vocab_size)
     if known is None:
         raise ConfigError(

@@ -10,8 +10,22 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.config import write_atomically
+from penstock.read.stdlib import documents, write_stdlib
 
 EOS = "<|endoftext|>"
+STDLIB_VOCABULARY = 8192
+
+
+def write_vocabulary() -> Path:
+    """Return the vocabulary of the standard library's text, trained on first use."""
+    path = write_stdlib().with_suffix(".tokenizer.json")
+    if not path.exists():
+        text = "\n".join(text for _, text in documents()).encode()
+        write_atomically(path, train_tokenizer(text, STDLIB_VOCABULARY))
+    return path
 
 
 def train_tokenizer(text: bytes, vocab_size: int) -> str:
