@@ -120,7 +120,9 @@ def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any
         from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.synthetic import SyntheticDataset
 
-        return SyntheticDataset(load_tokenizer(parameters["tokenizer"]).vocab_size, parameters["seq_len"])
+        return SyntheticDataset(
+            load_tokenizer(parameters["tokenizer"]).vocab_size, parameters["seq_len"]
+        )
     from penstock.dataset import TextDataset
 
     return TextDataset(text_path(name, local_path), **parameters)
