@@ -17,6 +17,7 @@ from penstock.feed.autotune import RETRY_S, WARM_STEPS, Autotune, Knob
 from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import ThreadPool
 from penstock.watch.attribution import Known, Verdict, judge
+from penstock.watch.stage_timer import NullClock
 from tests import contracts
 from tests.servers import HubServer
 
@@ -205,9 +206,9 @@ def test_memory_for_a_longer_queue_comes_out_of_read_ahead(corpus: Path) -> None
         batch = 8 * 1024 * 16
         assert knob.max() * batch <= (8 << 20) // 2
         lanes: Any = loader._pipeline._producer.lanes  # type: ignore[union-attr]
-        before = lanes._budget
+        before = lanes.read_ahead_bytes
         knob.set(knob.max())
-        assert before - lanes._budget == (knob.max() - 8) * batch
+        assert before - lanes.read_ahead_bytes == (knob.max() - 8) * batch
         contracts.take(loader, 5)
 
 
@@ -240,7 +241,7 @@ def test_a_pool_of_changing_size_loses_no_work(sizes: list[int], seed: int) -> N
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), warm=st.integers(0, 12))
 def test_a_queue_of_changing_size_keeps_order_and_bound(sizes: list[int], warm: int) -> None:
     numbers = iter(range(10_000))
-    queue: PrefetchQueue[int] = PrefetchQueue(lambda: [next(numbers)], sizes[0])
+    queue: PrefetchQueue[int] = PrefetchQueue(lambda: next(numbers), sizes[0], clock=NullClock())
     queue.start()
     got: list[Any] = []
     if warm:

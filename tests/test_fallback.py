@@ -19,7 +19,6 @@ from penstock.encode.batch import Batch
 from penstock.errors import (
     ConfigError,
     FeedStopped,
-    LoaderClosed,
     LoaderTimeout,
     SourceChanged,
     StateMismatch,
@@ -170,7 +169,9 @@ def test_batches_that_one_rank_has_are_kept_until_all_have_theirs(
         for feed in ranks.feeds:
             (substituted,) = feed.state_dict()["substituted"]
             assert (substituted["first"], substituted["last"]) == (2, step - 1)
-            assert substituted["reason"].startswith("1 of 2 ranks had no data; rank 1: no batch within 1 s")
+            assert substituted["reason"].startswith(
+                "1 of 2 ranks had no data; rank 1: no batch within 1 s"
+            )
             assert not feed.substituting
 
 

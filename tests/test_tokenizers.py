@@ -662,7 +662,8 @@ def test_tokens_of_another_engine_are_not_taken_from_the_cache(
     path = write_jsonl(tmp_path / "a.jsonl", HOSTILE.values())
     hits = []
     for engine in ("gigatoken", "tokenizers", "tokenizers"):
-        data = TextDataset(path, tokenizer=vocabulary, seq_len=64, engine=engine, cache=True)
+        made = load_tokenizer(vocabulary, engine=engine)  # type: ignore[arg-type]
+        data = TextDataset(path, tokenizer=made, seq_len=64, cache=True)
         with open_loader(data) as loader:
             list(loader)
             hits.append(loader.stats().cache_hits)
@@ -838,9 +839,7 @@ def test_versions_are_those_that_are_installed(
     assert installed_version("alone") == importlib.metadata.version("alone")
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "null", '{"vocab_size": 1}', "\0\0"]
-)
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"vocab_size": 1}', "\0\0"])
 def test_a_damaged_verdict_is_ignored(
     vocabulary: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -956,10 +955,10 @@ def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_beg
     monkeypatch.setattr(type(data.tokenizer.engine), "encode", encode)
     loader = AsyncDataLoader(data, 4, n_workers=1).start()
     assert begun.wait(60)
-    stopping = threading.Thread(target=loader.shutdown)
-    stopping.start()
     assert loader._pipeline is not None
     work: Any = loader._pipeline._work
+    stopping = threading.Thread(target=loader.shutdown)
+    stopping.start()
     deadline = time.monotonic() + 30
     while not work._stopped and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -19,8 +19,6 @@ import pytest
 
 from penstock import AsyncDataLoader, SyntheticDataset, pipeline
 from penstock.errors import ConfigError, LoaderClosed, StateError
-from penstock.feed import warmup
-from penstock.feed import warmup
 from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
 
 ROOT = Path(__file__).parent.parent
@@ -222,7 +220,7 @@ def test_off_means_no_thread_and_nothing_pulled(off: dict[str, Any]) -> None:
 def test_auto_fetches_more_only_after_a_slow_first_item(
     quick_s: float, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "QUICK_S", quick_s)
+    monkeypatch.setattr("penstock.feed.warmup.QUICK_S", quick_s)
     with warmup_loader(Counting(12), "auto", DEADLINE_S) as warmed:
         assert (warmed.result.requested, warmed.result.filled) == (wanted, wanted)
         assert list(warmed) == list(range(12))
@@ -247,7 +245,7 @@ def test_close_of_a_stuck_iterator_returns_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, warmed = timed_out_in_an_item()
-    monkeypatch.setattr(warmup, "CLOSE_S", 0.01)
+    monkeypatch.setattr("penstock.feed.warmup.CLOSE_S", 0.01)
     with caplog.at_level(logging.WARNING, "penstock"):
         assert not warmed.close()
     monkeypatch.undo()
@@ -427,7 +425,7 @@ def in_order(data: Held) -> AsyncDataLoader:
 
 
 def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
-    with in_order(Held(0, 3 * pipeline.QUICK_S)) as loader:
+    with in_order(Held(0, 3 * pipeline.SOON_S)) as loader:
         done = loader.warmup("auto", DEADLINE_S)
         assert (done.requested, done.filled, loader.queue_depth()) == (5, 5, 5)
         assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
@@ -436,7 +434,7 @@ def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch(
 def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "QUICK_S", DEADLINE_S)
+    monkeypatch.setattr(pipeline, "SOON_S", DEADLINE_S)
     data = Held(3)  # a full queue would have to wait for it
     with in_order(data) as loader:
         done = loader.warmup("auto", DEADLINE_S)

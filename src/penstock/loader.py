@@ -201,6 +201,10 @@ class AsyncDataLoader:
         options, begun = self._options, time.perf_counter()
         if self._agreement is None and options.must_agree(self._source.even):
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
+        if options.device is not None:
+            from penstock.feed.device import DeviceFeed, open_copier
+
+            copier = open_copier(options.device)  # before a thread starts: it may fail
         pipeline = self._pipeline = Pipeline(self._source, self._run_context(), options.cpus)
         # The threads know the pipeline and not the loader: a loader that is no longer referenced
         # is collected, and its threads end with it.
@@ -210,10 +214,8 @@ class AsyncDataLoader:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            from penstock.feed.device import DeviceFeed, open_copier
-
             self._feed = DeviceFeed(
-                open_copier(options.device),
+                copier,
                 pipeline.next,
                 pipeline.poll,
                 options.device_preprocess,

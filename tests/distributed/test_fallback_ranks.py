@@ -191,9 +191,9 @@ def test_all_ranks_stop_with_one_message_that_names_the_rank_and_the_reason(
     steps = [max(run.losses(rank), default=0) for rank in (0, 1)]
     assert steps[0] == steps[1]
     assert (steps[0] == 0) == (moment == "at the start")
-    assert message.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), (
-        message
-    )
+    assert message.startswith(
+        f"1 of 2 ranks had no data; rank {RANKS[fault]}: {reason(fault, moment)}"
+    ), message
     assert message.endswith(f". All ranks stop together before step {steps[0] + 1}.")
 
 
@@ -224,7 +224,9 @@ def test_all_ranks_go_on_without_data_and_with_it_again_at_the_same_steps(
         assert substituted(run, rank) == expected
     began = run.of("fallback", 0)[0]["reason"]
     assert began == run.of("fallback", 1)[0]["reason"]
-    assert began.startswith(f"rank {RANKS[fault]} of 2 had no data: {reason(fault, moment)}"), began
+    assert began.startswith(
+        f"1 of 2 ranks had no data; rank {RANKS[fault]}: {reason(fault, moment)}"
+    ), began
 
 
 @pytest.fixture(scope="module")
@@ -313,4 +315,6 @@ def test_a_launch_ends_with_an_error_when_one_rank_hangs(
     assert done.returncode != 0
     messages = {line for line in done.stderr.splitlines() if line.startswith("penstock: ")}
     assert len(messages) == 1, done.stderr[-3000:]
-    assert re.match("penstock: 1 of 2 ranks had no data; rank 1: no batch within 1 s", messages.pop())
+    assert re.match(
+        "penstock: 1 of 2 ranks had no data; rank 1: no batch within 1 s", messages.pop()
+    )
