@@ -129,7 +129,7 @@ def test_every_rank_gets_its_rows(tmp_path: Path, corpus: Path) -> None:
     def make(**how: Any) -> AsyncDataLoader:
         return AsyncDataLoader(made, device="cpu", **{"batch_size": 4, "n_workers": 1, **how})
 
-    contracts.same_for_any_world(make, 3, 6, [1, 2, 3])
+    contracts.same_for_any_world_size(make, 3, 6, [1, 2, 3])
     with make(shard=Shard(2, 1)) as loader:
         assert len(next(loader).provenance()) == 4
 
@@ -201,8 +201,8 @@ def test_what_cannot_be_used_is_refused() -> None:
     ]
     for how, message in cases:
         with (
-            AsyncDataLoader(synthetic(), 4, **how) as loader,
             pytest.raises(ConfigError, match=message),
+            AsyncDataLoader(synthetic(), 4, **how) as loader,
         ):
             next(loader)
     with pytest.raises(ConfigError, match="device_preprocess"):

@@ -664,7 +664,7 @@ def test_tokens_of_another_engine_are_not_taken_from_the_cache(
     for engine in ("gigatoken", "tokenizers", "tokenizers"):
         made = load_tokenizer(vocabulary, engine=engine)  # type: ignore[arg-type]
         data = TextDataset(path, tokenizer=made, seq_len=64, cache=True)
-        with open_loader(data) as loader:
+        with AsyncDataLoader(data, 1, n_workers=1, epochs=1) as loader:
             list(loader)
             hits.append(loader.stats().cache_hits)
     assert hits == [0, 0, 1]
