@@ -84,7 +84,7 @@ def test_ids_beyond_65535_are_not_cut_even_where_the_vocabulary_is_small() -> No
     tokenizer = Tokenizer(models.WordLevel({"a": 70_000, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     loaded = load_tokenizer(tokenizer, eos=1)
-    assert (loaded.size, loaded.dtype) == (70_001, np.dtype(np.uint32))
+    assert (loaded.vocab_size, loaded.dtype) == (70_001, np.dtype(np.uint32))
 
 
 def test_a_vocabulary_by_another_name_goes_on(corpus: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from penstock import (
 from penstock.encode.collate import pad_with
 from penstock.errors import LoaderTimeout
 from penstock.feed import cuda
-from penstock.feed.device import DeviceFeed, Copier
+from penstock.feed.device import Copier, DeviceFeed
 from penstock.watch.stage_timer import Clock, NullClock
 from tests import contracts
 

@@ -266,6 +266,7 @@ UNBOUNDED = {
     "cli/demo.py: run.wait()": "a training run, which ends when it does; and one that was just killed",
     "feed/autotune.py: knob.get()": "reads a value",
     "feed/autotune.py: self.get()": "reads a value",
+    "feed/autotune.py: trial.knob.get()": "reads a value",
     "feed/process_pool.py: self._idle.get()": "there is a process for each thread that asks",
     "feed/process_pool.py: self.process.join()": "a process that was just killed",
     "feed/worker_pool.py: self._changed.wait()": "an idle worker; stop() wakes it",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -466,3 +467,17 @@ def test_on_a_terminal_it_follows_the_run_and_the_size_and_ctrl_c_leaves_it_in_o
         assert child.wait(PATIENCE_S) == 0
         assert CURSOR in terminal.seen
         assert "Traceback" not in terminal.seen
+
+
+def test_it_serves_the_metrics_of_the_run_beside_it(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(steps=50, ranks=2, ended=False))
+    with watching([str(tmp_path), "--metrics-port", "0"]) as (terminal, child):
+        terminal.until("tokens/s", child)
+        url = re.search(r"http://127\.0\.0\.1:\d+/metrics", terminal.seen)
+        assert url is not None
+        with urllib.request.urlopen(url[0], timeout=PATIENCE_S) as reply:
+            text = reply.read().decode()
+        assert 'penstock_steps_total{rank="0"} 50.0' in text
+        assert 'penstock_steps_total{rank="1"} 50.0' in text
+        os.write(terminal.ours, b"\x03")
+        assert child.wait(PATIENCE_S) == 0

@@ -202,6 +202,10 @@ class AsyncDataLoader:
         together = options.shard.mod > 1 and not options.alone and not self._source.even
         if self._agreement is None and together and options.epochs is not None:
             self._agreement = RankAgreement(options.shard, self.telemetry.clock)
+        if options.device is not None:
+            from penstock.feed.device import DeviceFeed, open_copier
+
+            copier = open_copier(options.device)  # before a thread starts: it may fail
         pipeline = self._pipeline = Pipeline(self._source, self._run_context())
         # The threads know the pipeline and not the loader: a loader that is no longer referenced
         # is collected, and its threads end with it.
@@ -211,24 +215,15 @@ class AsyncDataLoader:
             self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            self._feed = self._device_feed(options.device, pipeline)
-            self.telemetry.device = self._feed.waited_s
-        return self
-
-    def _device_feed(self, device: str, pipeline: Pipeline) -> DeviceFeed:
-        from penstock.feed.device import DeviceFeed, open_copier
-
-        try:
-            return DeviceFeed(
-                open_copier(device),
+            self._feed = DeviceFeed(
+                copier,
                 pipeline.next,
                 pipeline.poll,
                 self._given.device_preprocess,
                 self.telemetry.clock,
             )
-        except BaseException:  # without a device there are no batches, and no threads
-            self._close()
-            raise
+            self.telemetry.device = self._feed.waited_s
+        return self
 
     def _run_context(self) -> RunContext:
         """Return how a run from the current state goes."""
