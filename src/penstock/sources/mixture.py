@@ -23,7 +23,7 @@ from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weigh
 from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
 from penstock.sources.base import Lanes, RowSource, RunContext, Source
-from penstock.sources.map_style import MapStyleRows, MapStyleSource
+from penstock.sources.map_style import MapStyleSource
 from penstock.state import State
 from penstock.types import Address, LanePosition
 
@@ -248,7 +248,7 @@ class MixtureSource(RowSource):
         self.parts: list[RowSource] = []
         for name, source in sources.items():
             if isinstance(source, MapStyleSource):
-                source = MapStyleRows(source, self.seq_len)
+                source.seq_len = self.seq_len
             if not hasattr(source, "open_lanes"):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
             data = getattr(source, "data", None)
@@ -263,7 +263,7 @@ class MixtureSource(RowSource):
         without = [
             repr(name)
             for name, part in zip(self.names, self.parts, strict=True)
-            if not part.positions and not isinstance(part, MapStyleRows)
+            if not part.positions and not isinstance(part, MapStyleSource)
         ]
         if self.positions and without:
             raise ConfigError(
@@ -371,10 +371,9 @@ class MixtureSource(RowSource):
             )
             stream["shuffle"] = state.stream.get("shuffle")
             lane_positions = {lane: at.parts[i] for lane, at in positions.items()}
-            if hasattr(source, "open_lanes"):
-                source.check_state(
-                    replace(state, lane_positions=lane_positions, data=data, stream=stream)
-                )
+            source.check_state(
+                replace(state, lane_positions=lane_positions, data=data, stream=stream)
+            )
 
     def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
         """Return a state with other weights from `row` on, or from the next round of lanes.
