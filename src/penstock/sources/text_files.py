@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config import access_variables, adopt
-from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import (
     CorruptFile,
@@ -40,7 +39,7 @@ from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
 from penstock.sources.base import RowSource, RunContext, Work
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
 
@@ -58,8 +57,6 @@ FORMAT = 2
 """Increased when the same text would give other token chunks than before."""
 LOOKED_UP = 64
 """Files whose chunks are remembered, beyond those of the current group."""
-SHUFFLE_BYTES = 256 * MiB
-"""Bytes of text after which a shuffle window is full, however few chunks it has."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
 WRITE_S = 120.0
@@ -482,16 +479,14 @@ class TextSource(RowSource):
             if change is not None:
                 raise SourceChanged(f"the data changed since the state was saved: {change}")
         if state.data.get("files") == files:
-            plan = self._plan(state.lanes, bool(state.stream.get("shuffle")), 0)
+            shuffle = bool(state.stream.get("shuffle"))
+            plan = Plan(files=self.dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
             for lane, at in state.lane_positions.items():
                 if at.group > (groups := len(plan.groups(lane, at.epoch))):
                     raise StateMismatch(
                         f"the state continues lane {lane} at group {at.group} of {groups} groups of "
                         "files: it belongs to other data"
                     )
-
-    def _plan(self, lanes: int, shuffle: bool, seed: int) -> Plan:
-        return Plan(files=self.dataset.files, lanes=lanes, shuffle=shuffle, seed=seed)
 
     def work(self, run: RunContext) -> TextWork:
         dataset = self.dataset
@@ -507,29 +502,11 @@ class TextSource(RowSource):
         )
 
     def open_lanes(self, run: RunContext, pool: Pool, work: TextWork) -> ChunkLanes:
-        dataset, tokenizer = self.dataset, self.dataset.tokenizer
+        dataset = self.dataset
         reader = FileChunks(dataset, run, pool, work)
-        compressed = any(file.sequential for file in dataset.files)
-        decompressors = work.lane_bytes * len(run.own_lanes) if compressed else 0
+        if any(file.sequential for file in dataset.files):
+            decompressors = work.lane_bytes * len(run.own_lanes)
+            run = replace(run, read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors))
         return ChunkLanes(
-            plan=self._plan(run.lanes, run.shuffle, run.seed),
-            options=LaneOptions(
-                chunk_bytes=dataset.read.chunk_bytes,
-                window_chunks=dataset.options.shuffle_chunks if run.shuffle else 1,
-                window_bytes=SHUFFLE_BYTES,
-                expansion=tokenizer.expansion,
-                pack=PackOptions(
-                    packing=dataset.options.packing,
-                    seq_len=self.seq_len,
-                    pad_id=tokenizer.pad_id,
-                    dtype=tokenizer.dtype,
-                    positions=self.positions,
-                    keep_tail=not run.drop_last,
-                ),
-            ),
-            reader=reader,
-            run=run,
-            pool=pool,
-            report_docs=dataset.options.report_docs,
-            read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors),
+            self, dataset.files, dataset.options, dataset.tokenizer, reader, run, pool
         )

@@ -12,32 +12,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.config import one_of, whole_number
+from penstock.config import whole_number
 from penstock.encode.collate import plain
-from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import BadRecord, ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
-from penstock.order.plan import Plan
+from penstock.options import TextOptions
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RowSource, RunContext, Work
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.state import State
-from penstock.types import (
-    AUTO,
-    ChunkRef,
-    Documents,
-    FileRef,
-    LanePosition,
-    MiB,
-    Packing,
-    TokenChunk,
-    is_count,
-)
+from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
 IDS = np.dtype(np.uint32)
 """The type of ids if there is no tokenizer."""
+OPTIONS = frozenset(
+    ["text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks", "doc_batch"]
+)
+"""The options of text in files that apply here too."""
 
 
 class TextIterable:
@@ -52,16 +45,9 @@ class TextIterable:
         *,
         tokenizer: Any,
         seq_len: int,
-        text_field: str = "text",
-        packing: Packing = "concat",
         name: str | None = None,
-        eos: str | int | None = AUTO,
-        bos: str | int | None = None,
-        positions: bool = False,
         chunk_docs: int = 512,
-        chunk_bytes: int = 4 * MiB,
-        shuffle_chunks: int = 16,
-        doc_batch: int | None = None,
+        **more: Any,
     ) -> None:
         """See `TextDataset.from_iterable`."""
         iterable = callable(source) or hasattr(source, "__iter__")
@@ -69,17 +55,16 @@ class TextIterable:
             raise ConfigError(
                 f"source={source!r}: must be an iterable of documents, or a function that returns one"
             )
-        one_of("packing", packing, ("concat", "best_fit", "bos"))
+        if unknown := sorted(more.keys() - OPTIONS):
+            raise TypeError(f"from_iterable() has no argument {unknown[0]!r}")
+        self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, report_docs=0, **more)
         self.source, self.shared = source, shared_position(source)
         self.name = name or name_of(source)
-        self.text_field, self.packing, self.positions = text_field, packing, bool(positions)
-        self.seq_len = whole_number("seq_len", seq_len, 1)
+        self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
-        self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, 1)
-        self.shuffle_chunks = whole_number("shuffle_chunks", shuffle_chunks, 1)
-        self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:
+            eos, bos = self.options.eos, self.options.bos
             self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
 
     def __repr__(self) -> str:
@@ -117,10 +102,7 @@ class DocumentReader:
             try:
                 self._read_chunk()
             except Exception as error:
-                error.add_note(
-                    f"in stage fetch, reading {self._data.name}, document {self._items.taken}"
-                )
-                self._failed = error
+                self._fail(error)
         return self._ready.pop(wanted)
 
     def _read_chunk(self) -> None:
@@ -135,7 +117,7 @@ class DocumentReader:
         state, first = items.state(), items.taken
         documents: list[Any] = []
         size = 0
-        while len(documents) < data.chunk_docs and size < data.chunk_bytes:
+        while len(documents) < data.chunk_docs and size < data.options.chunk_bytes:
             try:
                 item = items.take()
                 if item is END:
@@ -145,8 +127,7 @@ class DocumentReader:
             except Exception as error:
                 if not documents or not self._partial:
                     raise
-                error.add_note(f"in stage fetch, reading {data.name}, document {items.taken}")
-                self._failed = error  # raised after the documents that came before it
+                self._fail(error)  # raised after the documents that came before it
                 break
             size += len(documents[-1] or "")
         if self._is_own():
@@ -154,6 +135,10 @@ class DocumentReader:
             chunk.source = {"taken": first} if state is None else {"taken": first, "state": state}
             self._ready[self._epoch, self._number] = chunk
         self._number += 1
+
+    def _fail(self, error: Exception) -> None:
+        error.add_note(f"in stage fetch, reading {self._data.name}, document {self._items.taken}")
+        self._failed = error
 
     def _is_own(self) -> bool:
         """Return True if a lane of this rank will ask for the chunk just read."""
@@ -163,7 +148,7 @@ class DocumentReader:
 
     def _document(self, item: Any) -> Any:
         """Return a text, or the bytes of some ids."""
-        tokenizer, field = self._data.tokenizer, self._data.text_field
+        tokenizer, field = self._data.tokenizer, self._data.options.text_field
         if isinstance(item, Mapping):
             if field not in item:
                 known = ", ".join(map(repr, list(item)[:8]))
@@ -266,7 +251,7 @@ class TextIterableSource(RowSource):
     """A `TextIterable` as the loader sees it."""
 
     def __init__(self, data: TextIterable) -> None:
-        self.data, self.seq_len, self.positions = data, data.seq_len, data.positions
+        self.data, self.seq_len, self.positions = data, data.seq_len, data.options.positions
         self.dtype = IDS if data.tokenizer is None else data.tokenizer.dtype
 
     def data_id(self) -> dict[str, Any]:
@@ -277,8 +262,9 @@ class TextIterableSource(RowSource):
         return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
-        names = ("seq_len", "packing", "text_field", "chunk_docs", "chunk_bytes", "shuffle_chunks")
-        return {name: getattr(self.data, name) for name in names}
+        names = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
+        settings = {name: getattr(self.data.options, name) for name in names}
+        return settings | {"chunk_docs": self.data.chunk_docs}
 
     def check_state(self, state: State) -> None:
         for at in state.lane_positions.values():
@@ -290,28 +276,10 @@ class TextIterableSource(RowSource):
                 )
 
     def work(self, run: RunContext) -> IterableWork:
-        return IterableWork(self.data.tokenizer, self.data.doc_batch, run.clock)
+        return IterableWork(self.data.tokenizer, self.data.options.doc_batch, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        data, tokenizer = self.data, self.data.tokenizer
+        data = self.data
         file = FileRef(data.name, data.name, 0, "text", "iterable")
-        return ChunkLanes(
-            plan=Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
-            options=LaneOptions(
-                chunk_bytes=data.chunk_bytes,
-                window_chunks=data.shuffle_chunks if run.shuffle else 1,
-                window_bytes=data.shuffle_chunks * data.chunk_bytes,
-                expansion=2 if tokenizer is None else tokenizer.expansion,
-                pack=PackOptions(
-                    packing=data.packing,
-                    seq_len=data.seq_len,
-                    pad_id=0 if tokenizer is None else tokenizer.pad_id,
-                    dtype=self.dtype,
-                    positions=data.positions,
-                    keep_tail=not run.drop_last,
-                ),
-            ),
-            reader=IterableChunks(data, run, pool),
-            run=run,
-            pool=pool,
-        )
+        reader = IterableChunks(data, run, pool)
+        return ChunkLanes(self, [file], data.options, data.tokenizer, reader, run, pool)
