@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -287,14 +287,8 @@ class MapStyleSource(RowSource):
             return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
         start = LanePosition(row=first)
         packer = IndexedPacker(self, order, pool, run.shard, start, n_rows, total)
-        return RowProducer(
-            self,
-            run,
-            OneLane(packer),
-            n_lanes=run.shard.mod,
-            drop_last=False,
-            total_rows=total,
-        )
+        run = replace(run, lanes=run.shard.mod, drop_last=False)
+        return RowProducer(self, run, OneLane(packer), total)
 
     def _batches(
         self,

@@ -11,6 +11,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,7 +63,7 @@ class RemoteConfig:
 
 
 class RemoteSession:
-    """An open client and its threads. A context manager."""
+    """An open client and its threads."""
 
     def __init__(self, config: RemoteConfig, threads: bool) -> None:
         fetches = config.limits.fetches
@@ -109,12 +110,6 @@ class RemoteSession:
             if threads is not None:
                 threads.join(5.0)
 
-    def __enter__(self) -> RemoteSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class OfflineFiles(RemoteFiles):
     """Remote files while the network must not be used."""
@@ -137,7 +132,7 @@ def list_remote(
 ) -> tuple[Files, Tokenizer, RemoteConfig]:
     """List files and load the tokenizer at the same time."""
     remote = RemoteConfig(limits=limits, folder=cache_dir())
-    with remote.open(threads=True) as session:
+    with closing(remote.open(threads=True)) as session:
         listing = RemoteListing(
             client=session.client, kept=session.kept, config=limits.config, offline=offline()
         )

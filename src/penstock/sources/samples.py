@@ -20,7 +20,7 @@ from penstock.encode.collate import Collated, as_array, default_collate, of_mapp
 from penstock.errors import BadRecord, ConfigError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Producer, RunContext, Work
+from penstock.sources.base import Producer, RunContext, Work, noted
 from penstock.types import MiB, Span, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
 
@@ -234,16 +234,6 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in functions have no signature
         return {}
-
-
-@contextmanager
-def noted(note: str) -> Iterator[None]:
-    """Add a note to an exception."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -28,7 +27,6 @@ from penstock.errors import (
     CorruptFile,
     LoaderClosed,
     SourceChanged,
-    SourceError,
     StateMismatch,
 )
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
@@ -38,7 +36,7 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
-from penstock.sources.base import RowSource, RunContext, Work
+from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
@@ -96,7 +94,6 @@ class TextWork(Work):
         """Memory for the decompressed parts of compressed files, for each lane."""
         self.cache: TokenCache | None = None if remote is None else remote.cache()
         self._stopped = False
-        self._lock = threading.Lock()
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,23 +106,17 @@ class TextWork(Work):
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks, and why it is left out if it cannot be read."""
-        try:
-            with self.clock.stage("fetch", file):
-                return self._reader.inspect(file)
-        except BaseException as error:
-            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
-            raise
+        note = f"in stage fetch, listing the chunks of {file.path}"
+        with noted(note), self.clock.stage("fetch", file):
+            return self._reader.inspect(file)
 
     def fetch(self, ref: ChunkRef) -> list[Bytes]:
         """Fetch what is needed to decode a chunk of a remote file."""
-        try:
-            with self.clock.stage("fetch", ref) as timeline:
-                fetched = self._reader.fetch(ref)
-            timeline.count("fetch", 1, sum(map(len, fetched)))
-            return fetched
-        except BaseException as error:
-            error.add_note(f"in stage fetch, reading {ref}")
-            raise
+        note = f"in stage fetch, reading {ref}"
+        with noted(note), self.clock.stage("fetch", ref) as timeline:
+            fetched = self._reader.fetch(ref)
+        timeline.count("fetch", 1, sum(map(len, fetched)))
+        return fetched
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
         """Return a chunk's tokens: from the cache, or decoded and tokenized."""
@@ -135,7 +126,7 @@ class TextWork(Work):
 
     def cached(self, ref: ChunkRef) -> TokenChunk | None:
         """Return a chunk's tokens from the cache, if they are there."""
-        if self.cache is None or not self.cacheable(ref.file):
+        if self.cache is None or not self.caches(ref.file):
             return None
         with self.clock.stage("fetch", ref) as timeline:
             chunk = self.cache.get(self.key(ref), ref)
@@ -152,25 +143,19 @@ class TextWork(Work):
 
     def decode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
         """Return a chunk's documents."""
-        try:
-            with self.clock.stage("decode", ref) as timeline:
-                documents = self._documents(ref, fetched)
-            timeline.count("decode", len(documents.rows), documents.texts.nbytes)
-            return documents
-        except BaseException as error:
-            error.add_note(f"in stage fetch, decode, reading {ref}")
-            raise
+        note = f"in stage fetch, decode, reading {ref}"
+        with noted(note), self.clock.stage("decode", ref) as timeline:
+            documents = self._documents(ref, fetched)
+        timeline.count("decode", len(documents.rows), documents.texts.nbytes)
+        return documents
 
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         """Return the tokens of documents."""
-        try:
-            with self.clock.stage("tokenize", ref) as timeline:
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_stopped)
-            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-            return chunk
-        except BaseException as error:
-            error.add_note(f"in stage tokenize, reading {ref}")
-            raise
+        note = f"in stage tokenize, reading {ref}"
+        with noted(note), self.clock.stage("tokenize", ref) as timeline:
+            chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_stopped)
+        timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
+        return chunk
 
     def _check_stopped(self) -> None:
         if self._stopped:
@@ -219,12 +204,15 @@ class TextWork(Work):
         }
         return self.cache.key(self._identity(file), ref.index, json.dumps(settings, sort_keys=True))
 
-    def cacheable(self, file: FileRef) -> bool:
-        """Return True if a later change of the file would be noticed: by its ETag or date."""
+    def caches(self, file: FileRef) -> bool:
+        """Return True if there is a cache, and a change of the file would be noticed: a server that
+        sends neither an ETag nor a date gives no way to tell."""
+        if self.cache is None:
+            return False
         return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
 
     def has_cached(self, ref: ChunkRef) -> bool:
-        return self.cache is not None and self.cacheable(ref.file) and self.cache.has(self.key(ref))
+        return self.cache is not None and self.caches(ref.file) and self.cache.has(self.key(ref))
 
     def save(self, chunk: TokenChunk) -> None:
         """Write a chunk to the cache. A cache that fails turns itself off, and the run continues."""
@@ -236,9 +224,7 @@ class TextWork(Work):
 
     def _identity(self, file: FileRef) -> str:
         """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
-        with self._lock:
-            known = self._identities.get(file.path)
-        if known is not None:
+        if (known := self._identities.get(file.path)) is not None:
             return known
         path, version = file.path, file.etag
         if path.startswith("hf://"):
@@ -255,8 +241,7 @@ class TextWork(Work):
             names = repr([(member.name, member.size) for member in file.members])
             digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
             identity += f"\n{digest[:16]}"
-        with self._lock:
-            self._identities[file.path] = identity
+        self._identities[file.path] = identity
         return identity
 
     def stop(self) -> None:
@@ -289,7 +274,6 @@ class FileChunks(ChunkReader):
         """By lane: the chunk before the next one of the sequential file that the lane reads."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._writes: list[tuple[int, Task[None]]] = []
-        self._warned = False
         self.skipped_writes = 0
         self.wait_for_cache = False
         """True to wait for the disk instead of skipping a chunk that cannot be written in time."""
@@ -378,22 +362,8 @@ class FileChunks(ChunkReader):
     def used(self, chunk: TokenChunk) -> None:
         if chunk.last and chunk.ref.file.sequential:
             self._before.pop(chunk.ref.lane, None)  # its next epoch begins with nothing before it
-        if self._work.cache is None or chunk.cached or self.io is None:
+        if self.io is None or chunk.cached or not self._work.caches(chunk.ref.file):
             return
-        if self._work.cacheable(chunk.ref.file):
-            self._write(chunk)
-        elif self.wait_for_cache or not self._warned:
-            self._warned = True
-            reason = (
-                f"{chunk.ref.file.path}: its server sends neither an ETag nor a date, so a change "
-                "would not be noticed, and its tokens are not cached"
-            )
-            if self.wait_for_cache:
-                raise SourceError(f"{reason}. Use another server, or copy the file to disk.")
-            log.warning("%s (further files like it are not named)", reason)
-
-    def _write(self, chunk: TokenChunk) -> None:
-        assert self.io is not None
         self._writes = [write for write in self._writes if not write[1].done()]
         while self._writes and sum(n for n, _ in self._writes) + chunk.nbytes > UNWRITTEN_BYTES:
             if not self.wait_for_cache:

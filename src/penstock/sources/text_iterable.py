@@ -19,7 +19,7 @@ from penstock.errors import BadRecord, ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work
+from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.state import State
 from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
@@ -28,7 +28,16 @@ from penstock.watch.stage_timer import Clock
 IDS = np.dtype(np.uint32)
 """The type of ids if there is no tokenizer."""
 OPTIONS = frozenset(
-    ["text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks", "doc_batch"]
+    [
+        "text_field",
+        "packing",
+        "eos",
+        "bos",
+        "positions",
+        "chunk_bytes",
+        "shuffle_chunks",
+        "doc_batch",
+    ]
 )
 """The options of text in files that apply here too."""
 
@@ -194,20 +203,17 @@ class IterableWork(Work):
         self.clock, self._tokenizer, self._doc_batch = clock, tokenizer, doc_batch
 
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
-        try:
-            texts = documents.texts
-            if self._tokenizer is not None and not pa.types.is_large_binary(texts.type):
-                with self.clock.stage("tokenize", ref) as timeline:
-                    chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
-                timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-            else:
-                docs = texts.cast(pa.large_binary())
-                chunk = TokenChunk(
-                    ref, docs, documents.rows, documents.last, [], documents.empty, 0
-                )
-        except BaseException as error:
-            error.add_note(f"in stage tokenize, {ref}")
-            raise
+        texts = documents.texts
+        if self._tokenizer is None or pa.types.is_large_binary(texts.type):
+            docs = texts.cast(pa.large_binary())
+            chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
+        else:
+            with (
+                noted(f"in stage tokenize, {ref}"),
+                self.clock.stage("tokenize", ref) as timeline,
+            ):
+                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         chunk.source = documents.source
         return chunk
 
