@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.encode.batch import Batch
 from penstock.encode.batching import Batcher
+from penstock.errors import BadRecord
 from penstock.feed.worker_pool import Pool
 from penstock.types import Address, LanePosition, Shard, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
@@ -84,6 +85,15 @@ def noted(note: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(note)
         raise
+
+
+def narrowed(ids: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return ids in another type."""
+    if ids.dtype != dtype and ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high > np.iinfo(dtype).max:
+            raise BadRecord(f"ids from {low} to {high} do not fit in {dtype}")
+    return ids.astype(dtype, copy=False)
 
 
 class Counted(Protocol):

@@ -48,7 +48,7 @@ class ChunkReader(Counted, Protocol):
         return 0
 
     def look_up(self, files: tuple[int, ...]) -> None:
-        """Start to find the chunks of some files."""
+        """Start to find the chunks of some files, apart from sequential ones."""
         return
 
     def known(self, files: tuple[int, ...]) -> bool:
@@ -146,8 +146,7 @@ class ChunkLane:
         if not upcoming or self._is_sequential(upcoming[0]) or self._reader.known(upcoming[0]):
             return False
         for group in upcoming:
-            if not self._is_sequential(group):
-                self._reader.look_up(group)
+            self._reader.look_up(group)
         return True
 
     def submit(self) -> bool:
@@ -192,8 +191,7 @@ class ChunkLane:
             chunks = self._reader.chunks_of(group)
             self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
             for later in groups[self._group + 1 : self._group + 2]:
-                if not self._is_sequential(later):
-                    self._reader.look_up(later)
+                self._reader.look_up(later)
         return self._refs[self._chunk] if self._chunk < len(self._refs) else None
 
     # Windows

@@ -110,13 +110,7 @@ class IterableSource(Source):
             )
 
     def work(self, run: RunContext) -> SampleWork:
-        return SampleWork(
-            None,
-            preprocess=self._preprocess,
-            collate=self._collate,
-            seed=run.seed,
-            clock=run.clock,
-        )
+        return SampleWork(None, self._preprocess, self._collate, run)
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> SampleProducer:
         if run.shuffle:

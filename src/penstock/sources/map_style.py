@@ -9,10 +9,12 @@ batcher as text (`RowLanes`); samples of the user's own are collated by the work
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from penstock.errors import ConfigError, NoData
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext
+from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, narrowed
 from penstock.sources.samples import SampleProducer, Samples, SampleWork, is_rows, span_of
 from penstock.types import LanePosition, Shard, Span
 
@@ -157,7 +159,7 @@ class IndexedPacker:
         while self._tasks and self.failed is None:
             samples, epochs, task = self._tasks.popleft()
             try:
-                ids = self._source.narrowed(task.result())
+                ids = narrowed(np.asarray(task.result()), self._source.dtype)
                 return IndexedRows(ids, samples, epochs, self._source.dataset)
             except Exception as error:
                 if len(samples) == 1:
@@ -228,8 +230,8 @@ class MapStyleSource(RowSource):
         self.rows = is_rows(dataset) and preprocess is None and collate is None
         """True if the dataset reads rows of ids itself, many at once."""
         self.positions = bool(getattr(dataset, "positions", False)) and self.rows
-        self.seq_len = int(dataset.seq_len) if self.rows else 0
-        """A mixture sets that of other datasets."""
+        self.seq_len = int(getattr(dataset, "seq_len", None) or 0)
+        """0 if it is not known: a mixture then sets it."""
         self.dtype = np.dtype(dataset.dtype if self.rows else np.uint32)
         self._length = len(dataset)
         if self._length < 1:
@@ -258,13 +260,7 @@ class MapStyleSource(RowSource):
         return self._length
 
     def work(self, run: RunContext) -> SampleWork:
-        return SampleWork(
-            self.dataset,
-            preprocess=self._preprocess,
-            collate=self._collate,
-            seed=run.seed,
-            clock=run.clock,
-        )
+        return SampleWork(self.dataset, self._preprocess, self._collate, run)
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
         total = None if run.end_epoch is None else (run.end_epoch - run.first_epoch) * self._length
@@ -283,37 +279,19 @@ class MapStyleSource(RowSource):
         # The rank's first row at or after the global one of the state.
         first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
         if not self.rows:
-            tasks = self._batches(order, run, pool, first, n_rows, total)
-            return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
+
+            def tasks() -> Iterator[Task[Any]]:
+                for begin in count(first, run.batch_size):
+                    end = min(begin + run.batch_size, sys.maxsize if n_rows is None else n_rows)
+                    if end <= begin:
+                        return
+                    yield pool.submit("batch", Samples(*order.own(begin, end, run.shard, total)))
+
+            return SampleProducer(run, pool, tasks(), partial(spans_of, self.dataset), total)
         start = LanePosition(row=first)
         packer = IndexedPacker(self, order, pool, run.shard, start, n_rows, total)
         run = replace(run, lanes=run.shard.mod, drop_last=False)
         return RowProducer(self, run, OneLane(packer), total)
 
-    def _batches(
-        self,
-        order: RowOrder,
-        run: RunContext,
-        pool: Pool,
-        first: int,
-        n_rows: int | None,
-        total: int | None,
-    ) -> Iterator[Task[Any]]:
-        while n_rows is None or first < n_rows:
-            last = first + run.batch_size
-            last = last if n_rows is None else min(last, n_rows)
-            yield pool.submit("batch", Samples(*order.own(first, last, run.shard, total)))
-            first = last
-
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
         return RowLanes(self, run, pool)
-
-    def narrowed(self, read: Any) -> Ids:
-        """Return rows in this source's type of id."""
-        ids: Ids = np.asarray(read)
-        if ids.dtype == self.dtype:
-            return ids
-        limit = np.iinfo(self.dtype).max
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limit):
-            raise ConfigError(f"ids from {ids.min()} to {ids.max()} do not fit in {self.dtype}")
-        return ids.astype(self.dtype)

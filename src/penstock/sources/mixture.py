@@ -238,13 +238,10 @@ class MixtureSource(RowSource):
 
     def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
         self.mixture = mixture
-        self.seq_len = self._common_seq_len(sources)
         self.parts: dict[str, RowSource] = {}
         for name, source in sources.items():
             if not isinstance(source, RowSource):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
-            if isinstance(source, MapStyleSource):
-                source.seq_len = self.seq_len
             data = getattr(source, "data", None)
             if mixture.on_end == "stop" and data is not None and only_one(data.source):
                 raise ConfigError(
@@ -253,10 +250,13 @@ class MixtureSource(RowSource):
                 )
             self.parts[name] = source
         parts = self.parts.items()
+        self.seq_len = self._common_seq_len()
         self._check_vocabularies()
         self.positions = any(part.positions for _, part in parts)
         for name, part in parts:
-            if self.positions and not (part.positions or isinstance(part, MapStyleSource)):
+            if isinstance(part, MapStyleSource):
+                part.seq_len = self.seq_len
+            elif self.positions and not part.positions:
                 raise ConfigError(
                     f"positions=True holds for a whole batch: give it to {name!r} too"
                 )
@@ -267,12 +267,8 @@ class MixtureSource(RowSource):
             for address in part.skip
         )
 
-    def _common_seq_len(self, sources: Mapping[str, Source]) -> int:
-        known: dict[str, int] = {}
-        for name, source in sources.items():
-            data = source.dataset if isinstance(source, MapStyleSource) else source
-            if hasattr(data, "seq_len"):
-                known[name] = int(data.seq_len)
+    def _common_seq_len(self) -> int:
+        known = {name: part.seq_len for name, part in self.parts.items() if part.seq_len}
         lengths = set(known.values()) | {self.mixture.seq_len or 0} - {0}
         if len(lengths) != 1:
             shown = ", ".join(f"{name}: {n}" for name, n in known.items()) or "no part has one"

@@ -70,6 +70,7 @@ class RemoteSession:
         self._side = SpareThreads(fetches, "side") if threads else None
         # Each fetch, and each that runs beside one, may have two attempts under way.
         self._second = SpareThreads(4 * fetches, "attempt") if threads else None
+        self._threads = [pool for pool in (self._side, self._second) if pool is not None]
         http = Http(resolve=resolve_in_time)
         self.client = Client(config.limits, http=http, side=self._side, second=self._second)
         files = OfflineFiles if offline() else RemoteFiles
@@ -99,16 +100,14 @@ class RemoteSession:
     def stop(self) -> None:
         """Cancel every request, without waiting."""
         self.client.stop()
-        for threads in (self._side, self._second):
-            if threads is not None:
-                threads.stop()
+        for threads in self._threads:
+            threads.stop()
 
     def close(self) -> None:
         self.stop()
         self.client.close()
-        for threads in (self._side, self._second):
-            if threads is not None:
-                threads.join(5.0)
+        for threads in self._threads:
+            threads.join(5.0)
 
 
 class OfflineFiles(RemoteFiles):

@@ -22,7 +22,6 @@ from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
 from penstock.sources.base import Producer, RunContext, Work, noted
 from penstock.types import MiB, Span, StreamPosition
-from penstock.watch.stage_timer import Clock, NullClock
 
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
@@ -52,15 +51,13 @@ class SampleWork(Work):
     def __init__(
         self,
         dataset: Any,
-        *,
-        preprocess: Callable[..., Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-        clock: Clock | None = None,
+        preprocess: Callable[..., Any] | None,
+        collate: Callable[[list[Any]], Any] | None,
+        run: RunContext,
     ) -> None:
-        self.clock = clock or NullClock()
+        self.clock = run.clock
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
-        self._seed = seed
+        self._seed = run.seed
         self._takes_rng = preprocess is not None and "rng" in _parameters(preprocess)
 
     def __str__(self) -> str:

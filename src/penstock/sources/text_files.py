@@ -166,22 +166,16 @@ class TextWork(Work):
             return self._reader.read(ref)
         if fetched is None:
             fetched = self.fetch(ref)
-        damage: CorruptFile | None = None
         try:
             documents = self._reader.read(ref, fetched)
-        except CorruptFile as error:
-            damage = error
-        else:
             if not any(bad.reason in DAMAGE for bad in documents.bad):
                 return documents
+        except CorruptFile:  # raised again below, if it is still there
+            pass
         # Data from the network is fetched a second time before its damage is believed.
         with self.clock.stage("fetch", ref):
             again = self._reader.fetch(ref, again=True)
-        if again != fetched:
-            return self._reader.read(ref, again)
-        if damage is not None:
-            raise damage
-        return documents
+        return self._reader.read(ref, again)
 
     # The token cache
 
@@ -277,15 +271,8 @@ class FileChunks(ChunkReader):
         self.skipped_writes = 0
         self.wait_for_cache = False
         """True to wait for the disk instead of skipping a chunk that cannot be written in time."""
-        # Compressed files are read in this process: a worker process could not pass its
-        # decompressor on to the next one.
-        sequential = any(file.sequential for file in dataset.files)
-        self._reads_here = run.workers == "process" and sequential
-        fetches = dataset.fetches() if pool.n_workers else 0
-        threads = fetches or int(
-            pool.n_workers > 0 and (self._reads_here or work.cache is not None)
-        )
-        self.fetches = fetches
+        self.fetches = dataset.fetches() if pool.n_workers else 0
+        threads = self.fetches or int(pool.n_workers > 0 and work.cache is not None)
         self.io: ThreadPool | None = None
         if threads:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
@@ -298,8 +285,8 @@ class FileChunks(ChunkReader):
 
     def look_up(self, files: tuple[int, ...]) -> None:
         for index in files:
-            if index not in self._looked_up:
-                file = self._files[index]
+            file = self._files[index]
+            if index not in self._looked_up and not file.sequential:
                 pool = self.io if self.io is not None and file.remote else self._pool
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
 
@@ -385,9 +372,7 @@ class FileChunks(ChunkReader):
         work = self._work
         network = work.session.counts() if work.session is not None else {}
         cache = work.cache.counts() if work.cache is not None else {}
-        # Hits count when a chunk is used, in whichever process it was found.
-        kept = {name: n for name, n in cache.items() if name not in ("cache_hits", "cache_misses")}
-        return network | kept | {"cache_skipped": self.skipped_writes}
+        return network | cache | {"cache_skipped": self.skipped_writes}
 
     def gauges(self) -> dict[str, Any]:
         session = self._work.session
@@ -441,22 +426,20 @@ class TextSource(RowSource):
         return [] if told else [self.dataset.listed]
 
     def check_state(self, state: State) -> None:
-        files = self.data_id()["files"]
-        if self.dataset.remote_config is not None and state.data.get("files") != files:
-            change = self.dataset.remote_config.explain_change(
-                str(state.data.get("files")), self.dataset.files
-            )
-            if change is not None:
-                raise SourceChanged(f"the data changed since the state was saved: {change}")
-        if state.data.get("files") == files:
+        dataset, files = self.dataset, str(state.data.get("files"))
+        if files == self.data_id()["files"]:
             shuffle = bool(state.stream.get("shuffle"))
-            plan = Plan(files=self.dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
+            plan = Plan(files=dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
             for lane, at in state.lane_positions.items():
                 if at.group > (groups := len(plan.groups(lane, at.epoch))):
                     raise StateMismatch(
                         f"the state continues lane {lane} at group {at.group} of {groups} groups of "
                         "files: it belongs to other data"
                     )
+        elif dataset.remote_config is not None:
+            change = dataset.remote_config.explain_change(files, dataset.files)
+            if change is not None:
+                raise SourceChanged(f"the data changed since the state was saved: {change}")
 
     def work(self, run: RunContext) -> TextWork:
         dataset = self.dataset

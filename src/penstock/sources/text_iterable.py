@@ -19,7 +19,7 @@ from penstock.errors import BadRecord, ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work, noted
+from penstock.sources.base import RowSource, RunContext, Work, narrowed, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.state import State
 from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
@@ -84,10 +84,11 @@ class DocumentReader:
     """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
 
     def __init__(
-        self, data: TextIterable, lanes: int, positions: Mapping[int, LanePosition], partial: bool
+        self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
     ) -> None:
-        """`partial`: documents before a failure may come without those after it."""
-        self._data, self._lanes, self._positions, self._partial = data, lanes, positions, partial
+        self._data, self._lanes, self._positions = data, run.lanes, positions
+        self._shuffle = run.shuffle
+        lanes = run.lanes
         self._items = ResumableIterator(data.source, data.name, data.shared)
         self._ready: dict[tuple[int, int], Documents] = {}
         """Chunks that were read for other lanes of this rank, by epoch and number."""
@@ -134,7 +135,7 @@ class DocumentReader:
                     break
                 documents.append(self._document(item))
             except Exception as error:
-                if not documents or not self._partial:
+                if not documents or self._shuffle:
                     raise
                 self._fail(error)  # raised after the documents that came before it
                 break
@@ -175,12 +176,7 @@ class DocumentReader:
                 f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
                 "one dimension"
             )
-        dtype = IDS if tokenizer is None else tokenizer.dtype
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(dtype).max):
-            raise BadRecord(
-                f"a document has ids from {ids.min()} to {ids.max()}, which do not fit in {dtype}"
-            )
-        return ids.astype(dtype).tobytes()
+        return narrowed(ids, IDS if tokenizer is None else tokenizer.dtype).tobytes()
 
     def _documents(self, items: list[Any], first: int) -> Documents:
         ids = any(isinstance(item, bytes) for item in items)
@@ -224,7 +220,7 @@ class IterableChunks(ChunkReader):
     def __init__(self, data: TextIterable, run: RunContext, pool: Pool) -> None:
         self._data, self._run, self._pool = data, run, pool
         own = {lane: run.positions[lane] for lane in run.own_lanes}
-        reader = DocumentReader(data, run.lanes, own, partial=not run.shuffle)
+        reader = DocumentReader(data, run, own)
         self._readers = dict.fromkeys(own, reader)
         self._last: dict[DocumentReader, Task[Documents]] = {}
 
@@ -248,9 +244,7 @@ class IterableChunks(ChunkReader):
     def reopen(self, lane: int, epoch: int) -> None:
         # A reader of its own: the other lanes may still be in the epoch before.
         start = {lane: LanePosition(epoch=epoch)}
-        self._readers[lane] = DocumentReader(
-            self._data, self._run.lanes, start, partial=not self._run.shuffle
-        )
+        self._readers[lane] = DocumentReader(self._data, self._run, start)
 
 
 class TextIterableSource(RowSource):
