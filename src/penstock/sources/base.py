@@ -225,11 +225,7 @@ class RowProducer(Producer):
     """Deals batches from the lanes of a run."""
 
     def __init__(
-        self,
-        source: RowSource,
-        run: RunContext,
-        lanes: Lanes,
-        total_rows: int | None = None,
+        self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None
     ) -> None:
         """`total_rows` is for map-style data: see `Batcher`."""
         self.lanes = lanes

@@ -21,6 +21,7 @@ from penstock.sources.samples import (
     Samples,
     SampleWork,
     refuse_stop_iteration,
+    refuse_text,
     span_of,
 )
 from penstock.state import State
@@ -62,11 +63,8 @@ class SampleReader:
                 if not self._ended:
                     items.next_epoch()
                 continue
-            if isinstance(item, str) and not self._texts_allowed:
-                raise ConfigError(
-                    "these are texts, which need a tokenizer: "
-                    "TextDataset.from_iterable(…, tokenizer=…, seq_len=…)"
-                )
+            if not self._texts_allowed:
+                refuse_text(item)
             if count % run.shard.mod == run.shard.rem:
                 own.append((item, items.taken - 1, items.epoch))
             count += 1

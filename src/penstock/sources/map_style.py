@@ -8,28 +8,30 @@ batcher as text (`RowLanes`); samples of the user's own are collated by the work
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from penstock.encode.rows import FixedMark, Mark, PackCounts, Packer, Rows
 from penstock.encode.window import Ids
-from penstock.errors import ConfigError, NoData
+from penstock.errors import NoData
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
 from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, narrowed
-from penstock.sources.samples import SampleProducer, Samples, SampleWork, is_rows, span_of
+from penstock.sources.samples import (
+    SampleProducer,
+    Samples,
+    SampleWork,
+    is_rows,
+    refuse_text,
+    span_of,
+)
 from penstock.types import LanePosition, Shard, Span
-
-log = logging.getLogger("penstock")
 
 TASK_TOKENS = 1 << 19
 """Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
@@ -61,11 +63,18 @@ class RowOrder:
                 samples[there] = permute(self.length, key, samples[there])
         return samples, epochs
 
-    def own(self, first: int, last: int, shard: Shard, repeat: int | None) -> tuple[I64, I64]:
-        """Return the samples and epochs of a shard's own rows [first, last). From the global row
-        `repeat` on, the first rows are repeated."""
-        rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
-        return self.samples(rows if repeat is None else rows % repeat)
+    def parts(
+        self, first: int, end: int | None, shard: Shard, repeat: int | None, sizes: tuple[int, int]
+    ) -> Iterator[tuple[I64, I64]]:
+        """Yield the samples and epochs of a shard's own rows [first, end), part by part. Parts grow
+        from the first size to the second. From the global row `repeat` on, the first rows are
+        repeated."""
+        size, largest = sizes
+        while end is None or first < end:
+            last = first + size if end is None else min(first + size, end)
+            rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
+            yield self.samples(rows if repeat is None else rows % repeat)
+            first, size = last, min(2 * size, largest)
 
 
 def spans_of(dataset: Any, index: int) -> list[Span]:
@@ -120,22 +129,13 @@ class IndexedPacker:
     def __init__(
         self,
         source: MapStyleSource,
-        order: RowOrder,
         pool: Pool,
-        shard: Shard,
+        parts: Iterator[tuple[I64, I64]],
         start: LanePosition,
-        end: int | None,
-        repeat: int | None = None,
     ) -> None:
-        """`start.row` and `end` count the lane's own rows. `repeat`: rows from there on are the
-        first ones again."""
-        self._source, self._order, self._pool, self._shard = source, order, pool, shard
-        self._start, self._end, self._repeat = start, end, repeat
-        self._next = self._submitted = start.row
-        self._size = FIRST_ROWS
-        self._max_size = max(1, TASK_TOKENS // (source.seq_len + 1))
-        if not source.rows:
-            self._max_size = min(self._max_size, TASK_SAMPLES)
+        """`parts`: the samples and epochs to ask for. `start.row` counts the lane's own rows."""
+        self._source, self._pool, self._parts = source, pool, parts
+        self._start, self._next = start, start.row
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
@@ -171,14 +171,10 @@ class IndexedPacker:
 
     def _submit_ahead(self) -> None:
         while len(self._tasks) <= self._pool.n_workers:
-            last = self._submitted + self._size
-            last = last if self._end is None else min(last, self._end)
-            if last <= self._submitted:
+            part = next(self._parts, None)
+            if part is None:
                 return
-            own = self._order.own(self._submitted, last, self._shard, self._repeat)
-            self._tasks.append(self._ask(*own))
-            self._submitted = last
-            self._size = min(2 * self._size, self._max_size)
+            self._tasks.append(self._ask(*part))
 
     def _ask(self, samples: I64, epochs: I64) -> tuple[I64, I64, Task[Any]]:
         width = self._source.seq_len + 1
@@ -199,7 +195,9 @@ class RowLanes(Lanes):
         run, length = self._run, self._source.length()
         order = RowOrder(length, run.shuffle, run.seed, start.epoch)
         end = len(range(lane, length, run.lanes)) if run.by_epoch else None
-        return IndexedPacker(self._source, order, self._pool, Shard(run.lanes, lane), start, end)
+        shard, sizes = Shard(run.lanes, lane), self._source.task_rows()
+        parts = order.parts(start.row, end, shard, None, sizes)
+        return IndexedPacker(self._source, self._pool, parts, start)
 
     def reopen(self, index: int, epoch: int) -> None:
         lane = self._run.own_lanes[index]
@@ -236,12 +234,8 @@ class MapStyleSource(RowSource):
         self._length = len(dataset)
         if self._length < 1:
             raise NoData(f"{type(dataset).__name__} has no samples: its length is {self._length}")
-        texts = isinstance(dataset, list | tuple) and isinstance(dataset[0], str)
-        if texts and preprocess is None and collate is None:
-            raise ConfigError(
-                "these are texts, which need a tokenizer: "
-                "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
-            )
+        if isinstance(dataset, list | tuple) and preprocess is None and collate is None:
+            refuse_text(dataset[0])
 
     def data_id(self) -> dict[str, Any]:
         known = getattr(self.dataset, "data_id", None)
@@ -272,26 +266,22 @@ class MapStyleSource(RowSource):
                     f"{total} samples do not fill one batch of {run.batch_size} on each of "
                     f"{run.shard.mod} ranks. Use a smaller batch_size, more epochs, or drop_last=False."
                 )
-            if n_rows * run.shard.mod > total and run.shard.mod > 1 and not run.alone:
-                again = n_rows * run.shard.mod - total
-                log.warning("the last batch of a pass repeats the first %d of its rows", again)
         order = RowOrder(self._length, run.shuffle, run.seed, run.first_epoch)
         # The rank's first row at or after the global one of the state.
         first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
+        sizes = self.task_rows() if self.rows else (run.batch_size, run.batch_size)
+        parts = order.parts(first, n_rows, run.shard, total, sizes)
         if not self.rows:
-
-            def tasks() -> Iterator[Task[Any]]:
-                for begin in count(first, run.batch_size):
-                    end = min(begin + run.batch_size, sys.maxsize if n_rows is None else n_rows)
-                    if end <= begin:
-                        return
-                    yield pool.submit("batch", Samples(*order.own(begin, end, run.shard, total)))
-
-            return SampleProducer(run, pool, tasks(), partial(spans_of, self.dataset), total)
-        start = LanePosition(row=first)
-        packer = IndexedPacker(self, order, pool, run.shard, start, n_rows, total)
+            tasks = (pool.submit("batch", Samples(*part)) for part in parts)
+            return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
+        packer = IndexedPacker(self, pool, parts, LanePosition(row=first))
         run = replace(run, lanes=run.shard.mod, drop_last=False)
         return RowProducer(self, run, OneLane(packer), total)
+
+    def task_rows(self) -> tuple[int, int]:
+        """Return how many rows the first tasks read, and how many later ones."""
+        most = max(1, TASK_TOKENS // (self.seq_len + 1))
+        return FIRST_ROWS, most if self.rows else min(most, TASK_SAMPLES)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
         return RowLanes(self, run, pool)

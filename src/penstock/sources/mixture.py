@@ -145,11 +145,10 @@ class MixturePacker:
         rows = self._parts[part].packers[self._index].rows(wanted)
         out += rows
         got = sum(len(each.ids) for each in rows)
-        if got:
-            self.row += got
-            self._given += got
-            self.part_rows[part] += got
-            self._before_end = None
+        self.row += got
+        self._given += got
+        self.part_rows[part] += got
+        self._before_end = None if got else self._before_end
         return got
 
     def _end(self, part: int) -> None:

@@ -245,6 +245,14 @@ def refuse_stop_iteration() -> Iterator[None]:
         raise raised from None  # with a cause, contextlib would raise the StopIteration again
 
 
+def refuse_text(sample: Any) -> None:
+    if isinstance(sample, str):
+        raise ConfigError(
+            "these are texts, which need a tokenizer: "
+            "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
+        )
+
+
 def is_rows(dataset: Any) -> bool:
     """Return True if a dataset gives rows of ids, a whole batch in one array."""
     return all(hasattr(dataset, name) for name in ("boundaries", "dtype", "seq_len"))

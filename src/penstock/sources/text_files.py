@@ -83,12 +83,9 @@ class TextWork(Work):
         self.clock = clock or NullClock()
         self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock)
         self._read, self._tokenizer, self._doc_batch = read, tokenizer, doc_batch
-        self.session: RemoteSession | None = (
-            None if remote is None else remote.open(threads=threads)
-        )
-        files, kept = (
-            (None, None) if self.session is None else (self.session.files, self.session.kept)
-        )
+        session = None if remote is None else remote.open(threads=threads)
+        self.session: RemoteSession | None = session
+        files, kept = (None, None) if session is None else (session.files, session.kept)
         self._reader = Reader(read, n_workers, lanes, files, kept, self.clock)
         self.lane_bytes = self._reader.lane_bytes
         """Memory for the decompressed parts of compressed files, for each lane."""
@@ -120,20 +117,14 @@ class TextWork(Work):
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
         """Return a chunk's tokens: from the cache, or decoded and tokenized."""
-        if fetched is None and (cached := self.cached(ref)) is not None:
-            return cached
+        if fetched is None and self.cache is not None and self.caches(ref.file):
+            with self.clock.stage("fetch", ref) as timeline:
+                chunk = self.cache.get(self.key(ref), ref)
+            if chunk is not None:
+                chunk.cached = True
+                timeline.count("fetch", 1, chunk.nbytes)
+                return chunk
         return self.tokenize(ref, self.decode(ref, fetched))
-
-    def cached(self, ref: ChunkRef) -> TokenChunk | None:
-        """Return a chunk's tokens from the cache, if they are there."""
-        if self.cache is None or not self.caches(ref.file):
-            return None
-        with self.clock.stage("fetch", ref) as timeline:
-            chunk = self.cache.get(self.key(ref), ref)
-        if chunk is not None:
-            chunk.cached = True
-            timeline.count("fetch", 1, chunk.nbytes)
-        return chunk
 
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
         """Return the documents of a chunk of a sequential file; `before` is the chunk before it."""
@@ -311,23 +302,18 @@ class FileChunks(ChunkReader):
         return bad
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        remote = self.io is not None and ref.file.remote and not ref.file.codec
-        if remote:
-            self._prepare()
-        if ref.file.sequential:
-            return self._submit_sequential(ref)
-        if not remote or self._work.has_cached(ref):
-            task = self._pool.submit("encode", ref)
-            self._prepare()
-            return task
-        assert self.io is not None
-        return self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
-
-    def _prepare(self) -> None:
-        """Load the vocabulary on a worker that has nothing else to do yet."""
-        if not self._prepared:
+        task = self._submit(ref)
+        if not self._prepared:  # the vocabulary is loaded while the first chunk is read
             self._prepared = True
             self._pool.submit("prepare")
+        return task
+
+    def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
+        if ref.file.sequential:
+            return self._submit_sequential(ref)
+        if self.io is None or not ref.file.remote or ref.file.codec or self._work.has_cached(ref):
+            return self._pool.submit("encode", ref)
+        return self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
 
     def _submit_sequential(self, ref: ChunkRef) -> Task[TokenChunk]:
         """Read the next chunk of a file after the one before it, and tokenize it on any worker."""

@@ -227,11 +227,9 @@ class IterableChunks(ChunkReader):
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
-        last = self._last.get(reader)
-        after = None if last is None or last.done() else last
         # A function runs in this process, also if workers are processes.
         read = self._last[reader] = self._pool.submit(
-            self._read, reader, ref, position.epoch, after=after
+            self._read, reader, ref, position.epoch, after=self._last.get(reader)
         )
         return self._pool.submit("tokenize", ref, after=read)
 
