@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.rows import FixedMark, Mark, NextWindow, PackCounts, PackOptions, Rows
+from penstock.encode.rows import FixedMark, LaneOptions, Mark, NextWindow, PackCounts, Rows
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -35,7 +35,7 @@ class GroupMark:
 class BestFitPacker:
     """Rows of whole documents."""
 
-    def __init__(self, options: PackOptions, next_window: NextWindow, start: LanePosition) -> None:
+    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
         self._next_window, self._start = next_window, start
         self._seq_len, self._pad_id, self._dtype = options.seq_len, options.pad_id, options.dtype
         self._window: Window | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from penstock.encode.rows import FixedMark, Mark, NextWindow, PackCounts, PackOptions, Rows
+from penstock.encode.rows import FixedMark, LaneOptions, Mark, NextWindow, PackCounts, Rows
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -77,7 +77,7 @@ class ConcatRows:
 class ConcatPacker:
     """Rows as stretches of one stream of tokens."""
 
-    def __init__(self, options: PackOptions, next_window: NextWindow, start: LanePosition) -> None:
+    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
         self._next_window, self._start = next_window, start
         self._seq_len, self._pad_id = options.seq_len, options.pad_id
         self._aligned = options.packing == "bos"

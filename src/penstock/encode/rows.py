@@ -86,9 +86,13 @@ class FixedMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackOptions:
-    """How documents become rows."""
+class LaneOptions:
+    """How chunks of documents become rows."""
 
+    chunk_bytes: int
+    window_chunks: int
+    expansion: int
+    """Memory that a chunk takes while it is worked on, in multiples of its text."""
     packing: str
     seq_len: int
     pad_id: int
@@ -99,7 +103,7 @@ class PackOptions:
     """Whether the unfinished row at the end of a finite stream is given out, padded."""
 
 
-def make_packer(options: PackOptions, next_window: NextWindow, start: LanePosition) -> Packer:
+def make_packer(options: LaneOptions, next_window: NextWindow, start: LanePosition) -> Packer:
     """Return the packer for a lane that continues at `start`."""
     if options.packing == "best_fit":
         from penstock.encode.best_fit import BestFitPacker

@@ -7,14 +7,16 @@ a `Producer` of batches. Sources of packed rows open `Lanes`, which a mixture ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from penstock.encode.batch import Batch
 from penstock.encode.batching import Batcher
+from penstock.errors import BadRecord
 from penstock.feed.worker_pool import Pool
 from penstock.types import Address, LanePosition, Shard, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
@@ -73,6 +75,25 @@ class RunContext:
     def wraps(self) -> bool:
         """True if batches are made of tensors here. On the way to a device, ids are widened there."""
         return self.tensors and self.device is None
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Add a note to an exception."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def narrowed(ids: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return ids in another type."""
+    if ids.dtype != dtype and ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high > np.iinfo(dtype).max:
+            raise BadRecord(f"ids from {low} to {high} do not fit in {dtype}")
+    return ids.astype(dtype, copy=False)
 
 
 class Counted(Protocol):
@@ -181,6 +202,7 @@ class Source(Protocol):
         """Begin a run. `work` is this process's copy of what the pool's workers call."""
 
 
+@runtime_checkable
 class RowSource(Source, Protocol):
     """A source whose rows all have `seq_len + 1` ids."""
 
@@ -203,31 +225,24 @@ class RowProducer(Producer):
     """Deals batches from the lanes of a run."""
 
     def __init__(
-        self,
-        source: RowSource,
-        run: RunContext,
-        lanes: Lanes,
-        *,
-        n_lanes: int | None = None,
-        drop_last: bool | None = None,
-        total_rows: int | None = None,
+        self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None
     ) -> None:
-        """`n_lanes`, `drop_last` and `total_rows` are for map-style data: see `Batcher`."""
+        """`total_rows` is for map-style data: see `Batcher`."""
         self.lanes = lanes
         self._batcher = Batcher(
             lanes.packers,
             shard=run.shard,
-            lanes=run.lanes if n_lanes is None else n_lanes,
+            lanes=run.lanes,
             batch_size=run.batch_size,
             seq_len=source.seq_len,
-            drop_last=run.drop_last if drop_last is None else drop_last,
+            drop_last=run.drop_last,
             positions=source.positions,
             tensors=run.wraps,
             narrow=None if run.device is None else source.dtype,
             start=run.start,
             state=run.state,
             clock=run.clock,
-            by_lane=n_lanes is None,
+            by_lane=source.by_lane,
             total_rows=total_rows,
         )
 

@@ -14,23 +14,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from penstock.encode.rows import Packer, PackOptions, add_counts, make_packer
+from penstock.encode.rows import LaneOptions, Packer, add_counts, make_packer
+from penstock.encode.tokenizer import Tokenizer
 from penstock.encode.window import Window
 from penstock.errors import NoData
 from penstock.feed.worker_pool import Pool, Task
+from penstock.options import TextOptions
 from penstock.order.plan import Plan
 from penstock.order.shuffle import permutation, window_chunks
 from penstock.read.records import where
-from penstock.sources.base import Counted, Lanes, RunContext
-from penstock.types import Bad, ChunkRef, LanePosition, TokenChunk
+from penstock.sources.base import Counted, Lanes, RowSource, RunContext
+from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
 
 log = logging.getLogger("penstock")
 
 EMPTY_EPOCHS = 8
 """A lane that found no text in this many epochs in a row has too little of it."""
+SHUFFLE_BYTES = 256 * MiB
+"""Bytes of text after which a shuffle window is full, however few chunks it has."""
 LOOK_AHEAD = 8
 """Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
 _DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
@@ -45,7 +48,7 @@ class ChunkReader(Counted, Protocol):
         return 0
 
     def look_up(self, files: tuple[int, ...]) -> None:
-        """Start to find the chunks of some files."""
+        """Start to find the chunks of some files, apart from sequential ones."""
         return
 
     def known(self, files: tuple[int, ...]) -> bool:
@@ -84,18 +87,6 @@ class Ahead(NamedTuple):
     task: Task[TokenChunk]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneOptions:
-    """What decides a lane's order, apart from the plan."""
-
-    chunk_bytes: int
-    window_chunks: int
-    window_bytes: int
-    expansion: int
-    """Memory that a chunk takes while it is worked on, in multiples of its text."""
-    pack: PackOptions
-
-
 class ChunkLane:
     """The chunks of one lane, from a position on."""
 
@@ -121,8 +112,9 @@ class ChunkLane:
         self._refs: list[ChunkRef] | None = None
         self._submitted = 0 if start == LanePosition(epoch=start.epoch) else 1
         """Chunks submitted in this epoch, or earlier by the run that saved the position."""
-        self._tokens, self._empty_epochs = self._submitted, 0
         self.found_text = bool(self._submitted)
+        self._text_epoch = start.epoch if self.found_text else start.epoch - 1
+        """The last epoch that had text."""
         self.finished = False
 
     # Read-ahead
@@ -154,8 +146,7 @@ class ChunkLane:
         if not upcoming or self._is_sequential(upcoming[0]) or self._reader.known(upcoming[0]):
             return False
         for group in upcoming:
-            if not self._is_sequential(group):
-                self._reader.look_up(group)
+            self._reader.look_up(group)
         return True
 
     def submit(self) -> bool:
@@ -181,10 +172,8 @@ class ChunkLane:
         return False
 
     def _next_epoch(self) -> None:
-        if self._submitted == 0:
-            self._empty_epochs += 1
-            if self._empty_epochs >= EMPTY_EPOCHS:
-                raise self.no_data()
+        if self._submitted == 0 and self._end_epoch is None:
+            raise self.no_data()
         self._epoch, self._group, self._chunk = self._epoch + 1, 0, 0
         self._submitted = 0
         self._groups = self._refs = None
@@ -202,8 +191,7 @@ class ChunkLane:
             chunks = self._reader.chunks_of(group)
             self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
             for later in groups[self._group + 1 : self._group + 2]:
-                if not self._is_sequential(later):
-                    self._reader.look_up(later)
+                self._reader.look_up(later)
         return self._refs[self._chunk] if self._chunk < len(self._refs) else None
 
     # Windows
@@ -216,7 +204,8 @@ class ChunkLane:
                 return None
             start = self._ahead[0].position
             if start.epoch != self._window_epoch:
-                self._check_empty()
+                if start.epoch - self._text_epoch > EMPTY_EPOCHS:
+                    raise self.no_data()
                 self._window_epoch, self._window = start.epoch, 0
             number, chunks = self._window, self._take_window(start)
             self._window += 1
@@ -228,9 +217,9 @@ class ChunkLane:
                 documents = sum(len(chunk.docs) for chunk in chunks)
                 key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
                 order = permutation(documents, *key)
-            window = Window(start, chunks, order, self._options.pack.dtype)
-            self._tokens += window.map.tokens
-            self.found_text = self.found_text or self._tokens > 0
+            window = Window(start, chunks, order, self._options.dtype)
+            if window.map.tokens:
+                self.found_text, self._text_epoch = True, start.epoch
             return window
 
     def next_chunk(self) -> TokenChunk | None:
@@ -250,7 +239,7 @@ class ChunkLane:
         limit = window_chunks(start.epoch, self._window, options.window_chunks)
         chunks: list[TokenChunk] = []
         size = 0
-        while len(chunks) < limit and size < options.window_bytes:
+        while len(chunks) < limit and size < SHUFFLE_BYTES:
             if not self._ahead and not self.submit():
                 break
             if self._ahead[0].position.epoch != start.epoch:
@@ -271,13 +260,6 @@ class ChunkLane:
         if (self._epoch, self._group) == file:
             self._group, self._chunk, self._refs = self._group + 1, 0, None
 
-    def _check_empty(self) -> None:
-        """Raise after several epochs without text: more of them would give none either."""
-        self._empty_epochs = 0 if self._tokens else self._empty_epochs + 1
-        self._tokens = 0
-        if self._empty_epochs >= EMPTY_EPOCHS:
-            raise self.no_data()
-
     def no_data(self) -> NoData:
         files, lanes = len(self._plan.files), self._plan.lanes
         if lanes == 1:
@@ -288,41 +270,42 @@ class ChunkLane:
         )
 
 
-@dataclass(slots=True)
-class Counts:
-    """What has entered the stream. Written by the producer thread."""
-
-    documents: int = 0
-    empty: int = 0
-    text_bytes: int = 0
-    chunks: int = 0
-    cache_hits: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-
-
 class ChunkLanes(Lanes):
     """The lanes of one rank, which share workers and memory."""
 
     def __init__(
         self,
-        *,
-        plan: Plan,
-        options: LaneOptions,
+        source: RowSource,
+        files: Sequence[FileRef],
+        options: TextOptions,
+        tokenizer: Tokenizer | None,
         reader: ChunkReader,
         run: RunContext,
         pool: Pool,
-        report_docs: int = 0,
-        read_ahead_bytes: int | None = None,
     ) -> None:
-        self._plan, self._run, self._pool, self.reader = plan, run, pool, reader
-        self.read_ahead_bytes = read_ahead_bytes or run.read_ahead_bytes
+        self._plan = Plan(files=tuple(files), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+        self._run, self._pool, self.reader = run, pool, reader
+        self.read_ahead_bytes = run.read_ahead_bytes
         self.min_read_ahead = 0
         """Chunks to have under way beyond the next window, at least: set by autotune."""
         self.memory_bound = False
         """True if more would be read ahead with more memory."""
-        self.counts = Counts()
-        self._report_docs, self._reported_docs = report_docs, 0
-        self._options = options
+        names = ("documents", "empty", "text_bytes", "cache_hits", "cache_misses")
+        self._counts = dict.fromkeys(names, 0)
+        """What has entered the stream. Written by the producer thread."""
+        self._bad: dict[str, int] = {}
+        self._report_docs, self._reported_docs = options.report_docs, 0
+        self._options = LaneOptions(
+            chunk_bytes=options.chunk_bytes,
+            window_chunks=options.shuffle_chunks if run.shuffle else 1,
+            expansion=2 if tokenizer is None else tokenizer.expansion,
+            packing=options.packing,
+            seq_len=options.seq_len,
+            pad_id=0 if tokenizer is None else tokenizer.pad_id,
+            dtype=source.dtype,
+            positions=options.positions,
+            keep_tail=not run.drop_last,
+        )
         opened = [self._open(n, run.positions[n]) for n in run.own_lanes]
         self.lanes = [lane for lane, _ in opened]
         self.packers = [packer for _, packer in opened]
@@ -330,7 +313,7 @@ class ChunkLanes(Lanes):
     def _open(self, number: int, start: LanePosition) -> tuple[ChunkLane, Packer]:
         end = start.epoch + 1 if self._run.by_epoch else self._run.end_epoch
         lane = ChunkLane(number, self._plan, self._options, self.reader, start, end, self._use)
-        return lane, make_packer(self._options.pack, self._windows_of(lane), start)
+        return lane, make_packer(self._options, self._windows_of(lane), start)
 
     def reopen(self, index: int, epoch: int) -> None:
         for task in self.lanes[index].ahead():
@@ -342,17 +325,10 @@ class ChunkLanes(Lanes):
         self.packers[index] = packer
 
     def totals(self) -> dict[str, int]:
-        counts = self.counts
-        return self.reader.totals() | {
-            "documents": counts.documents,
-            "empty": counts.empty,
-            "text_bytes": counts.text_bytes,
-            "cache_hits": counts.cache_hits,
-            "cache_misses": counts.chunks - counts.cache_hits,
-        }
+        return self.reader.totals() | self._counts
 
     def bad(self) -> dict[str, int]:
-        return dict(self.counts.bad)
+        return dict(self._bad)
 
     def gauges(self) -> dict[str, Any]:
         tasks = [task for lane in self.lanes for task in lane.ahead()]
@@ -375,16 +351,11 @@ class ChunkLanes(Lanes):
 
         None before the first chunk was used: the first batch has workers and link to itself.
         """
-        if not self.counts.chunks:
+        if not self._counts["cache_hits"] + self._counts["cache_misses"]:
             return 0
         return max(self.min_read_ahead, 2 * self._pool.n_workers + self.reader.read_ahead)
 
     # On the producer thread
-
-    def all_chunks(self) -> Sequence[ChunkLane]:
-        """Return the lanes, after reading ahead: for those who take chunks instead of rows."""
-        self.submit_ahead()
-        return self.lanes
 
     def submit_ahead(self) -> None:
         """Submit chunks, for the lane with the fewest first, within the budget of bytes."""
@@ -426,30 +397,28 @@ class ChunkLanes(Lanes):
 
     def _use(self, chunk: TokenChunk) -> None:
         """Count a chunk that enters the stream, and what was found in it."""
-        counts = self.counts
-        counts.documents += len(chunk.docs)
-        counts.empty += chunk.empty
-        counts.text_bytes += chunk.text_bytes
-        counts.chunks += 1
-        counts.cache_hits += chunk.cached
+        counts = self._counts
+        counts["documents"] += len(chunk.docs)
+        counts["empty"] += chunk.empty
+        counts["text_bytes"] += chunk.text_bytes
+        counts["cache_hits" if chunk.cached else "cache_misses"] += 1
         if bad := [*self.reader.take_bad(), *chunk.bad]:
-            self.count_bad(bad)
-        if self._report_docs and counts.documents - self._reported_docs >= self._report_docs:
-            self._reported_docs = counts.documents
-            log.info(
-                "%d documents, %.1f MB of text read", counts.documents, counts.text_bytes / 1e6
-            )
+            self._count_bad(bad)
+        documents, size = counts["documents"], counts["text_bytes"]
+        if self._report_docs and documents - self._reported_docs >= self._report_docs:
+            self._reported_docs = documents
+            log.info("%d documents, %.1f MB of text read", documents, size / 1e6)
         self.reader.used(chunk)
         self.submit_ahead()
 
-    def count_bad(self, bad: Sequence[Bad]) -> None:
+    def _count_bad(self, bad: Sequence[Bad]) -> None:
         """Count rejected records, and log the first of each kind."""
         for record in bad:
-            if record.reason not in self.counts.bad:
+            if record.reason not in self._bad:
                 log.warning(
                     "left out %s: %s (further ones are counted, not logged)",
                     where(record.address),
                     record.detail,
                 )
-            self.counts.bad[record.reason] = self.counts.bad.get(record.reason, 0) + 1
+            self._bad[record.reason] = self._bad.get(record.reason, 0) + 1
         self.reader.rejected(bad)

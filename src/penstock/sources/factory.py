@@ -24,24 +24,20 @@ def as_source(
                     "of ids. Use device_preprocess=…, or pass a map-style dataset."
                 )
         return _packed(dataset)
-    if isinstance(dataset, str | bytes | dict):
-        raise ConfigError(
-            f"dataset={dataset!r}: must be a dataset, not {type(dataset).__name__}. For text on disk: "
-            "TextDataset(path, tokenizer=…, seq_len=…)"
-        )
-    map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if map_style and not _is_iterable_dataset(dataset):
-        from penstock.sources.map_style import MapStyleSource
+    if not isinstance(dataset, str | bytes | dict):
+        map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if map_style and not _is_iterable_dataset(dataset):
+            from penstock.sources.map_style import MapStyleSource
 
-        return MapStyleSource(dataset, preprocess, collate)
-    if callable(dataset) or isinstance(dataset, Iterable):
-        from penstock.sources.iterable import IterableSource
+            return MapStyleSource(dataset, preprocess, collate)
+        if callable(dataset) or isinstance(dataset, Iterable):
+            from penstock.sources.iterable import IterableSource
 
-        return IterableSource(dataset, preprocess, collate)
+            return IterableSource(dataset, preprocess, collate)
     raise ConfigError(
-        f"dataset: cannot take batches from {type(dataset).__name__}. It must be a TextDataset, a "
-        "TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and __getitem__, or "
-        "an iterable."
+        f"dataset={dataset!r:.80}: must be a TextDataset, as in TextDataset(path, tokenizer=…, "
+        "seq_len=…), a TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and "
+        "__getitem__, or an iterable"
     )
 
 

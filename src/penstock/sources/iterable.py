@@ -6,52 +6,26 @@ rank reads the whole iterable and keeps its own samples. Nothing is shuffled.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, can_wrap
 from penstock.errors import ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
-from penstock.order.shuffle import I64
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import Producer, RunContext, Source
-from penstock.sources.samples import SampleWork, refuse_stop_iteration
+from penstock.sources.base import RunContext, Source
+from penstock.sources.samples import (
+    SampleProducer,
+    Samples,
+    SampleWork,
+    refuse_stop_iteration,
+    refuse_text,
+    span_of,
+)
 from penstock.state import State
-from penstock.types import Span, StreamPosition, is_count
-
-
-@dataclass(slots=True)
-class ReadSamples:
-    """The samples of one batch, and the iterable's position after it."""
-
-    samples: list[Any]
-    numbers: I64
-    epochs: I64
-    after: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class IterableOrigin:
-    """Which samples a batch was made of."""
-
-    name: str
-    row: int
-    batch: int
-    numbers: I64
-    after: dict[str, Any]
-
-    def position(self) -> StreamPosition:
-        return StreamPosition(self.row, self.batch, (), self.after)
-
-    def spans(self) -> list[list[Span]]:
-        return [
-            [Span(self.name, None, None, number, (0, 0), (0, 0))]
-            for number in self.numbers.tolist()
-        ]
+from penstock.types import is_count
 
 
 class SampleReader:
@@ -61,7 +35,7 @@ class SampleReader:
         self._items, self._run, self._texts_allowed = items, run, texts_allowed
         self._opened = self._ended = False
 
-    def read(self, _previous: Any = None) -> ReadSamples:
+    def read(self, _previous: Any = None) -> Samples:
         """Return the samples of the next batch; none after the end."""
         try:
             with self._run.clock.stage("fetch"), refuse_stop_iteration():
@@ -71,7 +45,7 @@ class SampleReader:
             error.add_note(f"in stage fetch, sample {items.taken} of epoch {items.epoch}")
             raise
 
-    def _read(self) -> ReadSamples:
+    def _read(self) -> Samples:
         run, items = self._run, self._items
         if not self._opened:
             self._opened = True
@@ -89,11 +63,8 @@ class SampleReader:
                 if not self._ended:
                     items.next_epoch()
                 continue
-            if isinstance(item, str) and not self._texts_allowed:
-                raise ConfigError(
-                    "these are texts, which need a tokenizer: "
-                    "TextDataset.from_iterable(…, tokenizer=…, seq_len=…)"
-                )
+            if not self._texts_allowed:
+                refuse_text(item)
             if count % run.shard.mod == run.shard.rem:
                 own.append((item, items.taken - 1, items.epoch))
             count += 1
@@ -101,7 +72,7 @@ class SampleReader:
             own = []
         numbers = np.array([number for _, number, _ in own], np.int64)
         epochs = np.array([epoch for *_, epoch in own], np.int64)
-        return ReadSamples([item for item, *_ in own], numbers, epochs, self._position())
+        return Samples(numbers, epochs, [item for item, *_ in own], self._position())
 
     def _position(self) -> dict[str, Any]:
         if self._ended:
@@ -109,65 +80,6 @@ class SampleReader:
         state = self._items.state()
         position = {"epoch": self._items.epoch, "taken": self._items.taken}
         return position if state is None else position | {"state": state}
-
-
-class IterableSampleWork(SampleWork):
-    """What workers do with samples that were read."""
-
-    def collate_read(self, read: ReadSamples) -> tuple[Batch | None, ReadSamples]:
-        """Return the batch, or None if there are no samples, and the rest of what was read."""
-        batch = None
-        if read.samples:
-            with refuse_stop_iteration():
-                batch = self.collated(read.samples, read.numbers, read.epochs)
-        read.samples = []
-        return batch, read
-
-
-class IterableProducer(Producer):
-    """Has batches made ahead, and gives them out in order."""
-
-    def __init__(
-        self, name: str, items: ResumableIterator, run: RunContext, pool: Pool, texts_allowed: bool
-    ) -> None:
-        self._name, self._run, self._pool = name, run, pool
-        self._reader = SampleReader(items, run, texts_allowed)
-        self._last: Task[ReadSamples] | None = None
-        self._tasks: deque[Task[tuple[Batch | None, ReadSamples]]] = deque()
-        self._row, self._batch = run.start.row, run.start.batch
-        self._samples = self._batch_bytes = 0
-
-    def next(self) -> Batch | None:
-        self._submit_ahead()
-        batch, read = self._tasks.popleft().result()
-        if batch is None:
-            return None
-        self._batch_bytes = batch.nbytes
-        self._submit_ahead()
-        run = self._run
-        self._row += run.batch_size * run.shard.mod
-        batch.index, self._batch = self._batch, self._batch + 1
-        self._samples += len(read.numbers)
-        batch._origin = IterableOrigin(self._name, self._row, self._batch, read.numbers, read.after)
-        batch._state = run.state
-        if run.wraps and can_wrap():
-            batch.to_torch()
-        return batch
-
-    def _submit_ahead(self) -> None:
-        while len(self._tasks) <= self._pool.n_workers:
-            full = (len(self._tasks) + 1) * self._batch_bytes > self._run.read_ahead_bytes
-            if self._tasks and full:
-                return
-            # A function runs in this process, also if workers are processes.
-            self._last = self._pool.submit(self._reader.read, after=self._last)
-            self._tasks.append(self._pool.submit("collate_read", after=self._last))
-
-    def totals(self) -> dict[str, int]:
-        return {"documents": self._samples}
-
-    def gauges(self) -> dict[str, Any]:
-        return {"python": True}
 
 
 class IterableSource(Source):
@@ -195,20 +107,23 @@ class IterableSource(Source):
                 f"invalid state: 'source' must have the iterable's epoch and taken, not {at!r:.80}"
             )
 
-    def work(self, run: RunContext) -> IterableSampleWork:
-        return IterableSampleWork(
-            None,
-            preprocess=self._preprocess,
-            collate=self._collate,
-            seed=run.seed,
-            clock=run.clock,
-        )
+    def work(self, run: RunContext) -> SampleWork:
+        return SampleWork(None, self._preprocess, self._collate, run)
 
-    def open(self, run: RunContext, pool: Pool, work: Any) -> IterableProducer:
+    def open(self, run: RunContext, pool: Pool, work: Any) -> SampleProducer:
         if run.shuffle:
             raise ConfigError(
                 "shuffle=True: an iterable of samples keeps its own order. Shuffle it at its source."
             )
         items = ResumableIterator(self._source, self._name, self._shared)
         texts_allowed = self._preprocess is not None or self._collate is not None
-        return IterableProducer(self._name, items, run, pool, texts_allowed)
+        reader = SampleReader(items, run, texts_allowed)
+
+        def tasks() -> Iterator[Task[Any]]:
+            last: Task[Any] | None = None
+            while True:
+                # A function runs in this process, also if workers are processes.
+                last = pool.submit(reader.read, after=last)
+                yield pool.submit("batch", after=last)
+
+        return SampleProducer(run, pool, tasks(), partial(span_of, self._name))

@@ -8,26 +8,30 @@ batcher as text (`RowLanes`); samples of the user's own are collated by the work
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, can_wrap
 from penstock.encode.rows import FixedMark, Mark, PackCounts, Packer, Rows
 from penstock.encode.window import Ids
-from penstock.errors import ConfigError, NoData
+from penstock.errors import NoData
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, Source
-from penstock.sources.samples import SampleWork, is_rows
-from penstock.types import LanePosition, MiB, Shard, Span, StreamPosition
-
-log = logging.getLogger("penstock")
+from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, narrowed
+from penstock.sources.samples import (
+    SampleProducer,
+    Samples,
+    SampleWork,
+    is_rows,
+    refuse_text,
+    span_of,
+)
+from penstock.types import LanePosition, Shard, Span
 
 TASK_TOKENS = 1 << 19
 """Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
@@ -35,8 +39,6 @@ The first tasks read fewer, so that the first batch does not wait."""
 FIRST_ROWS = 32
 TASK_SAMPLES = 128
 """The most samples of a user's own dataset that one task reads: each may take milliseconds."""
-PROBE_BYTES = 256 * MiB
-"""If memory is tighter than this, the first batch shows how large batches are before more are made."""
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
 
 
@@ -61,11 +63,18 @@ class RowOrder:
                 samples[there] = permute(self.length, key, samples[there])
         return samples, epochs
 
-    def own(self, first: int, last: int, shard: Shard, repeat: int | None) -> tuple[I64, I64]:
-        """Return the samples and epochs of a shard's own rows [first, last). From the global row
-        `repeat` on, the first rows are repeated."""
-        rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
-        return self.samples(rows if repeat is None else rows % repeat)
+    def parts(
+        self, first: int, end: int | None, shard: Shard, repeat: int | None, sizes: tuple[int, int]
+    ) -> Iterator[tuple[I64, I64]]:
+        """Yield the samples and epochs of a shard's own rows [first, end), part by part. Parts grow
+        from the first size to the second. From the global row `repeat` on, the first rows are
+        repeated."""
+        size, largest = sizes
+        while end is None or first < end:
+            last = first + size if end is None else min(first + size, end)
+            rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
+            yield self.samples(rows if repeat is None else rows % repeat)
+            first, size = last, min(2 * size, largest)
 
 
 def spans_of(dataset: Any, index: int) -> list[Span]:
@@ -73,7 +82,7 @@ def spans_of(dataset: Any, index: int) -> list[Span]:
     if hasattr(dataset, "spans"):
         spans: list[Span] = dataset.spans(index)
         return spans
-    return [Span(type(dataset).__name__, None, None, index, (0, 0), (0, 0))]
+    return span_of(type(dataset).__name__, index)
 
 
 def own_rows(total: int, run: RunContext) -> int:
@@ -97,6 +106,9 @@ class IndexedRows:
     dataset: Any
     valid: None = None
 
+    def __getitem__(self, part: slice) -> IndexedRows:
+        return IndexedRows(self.ids[part], self.samples[part], self.epochs[part], self.dataset)
+
     @property
     def epoch(self) -> int:
         return min(int(self.epochs[0]), int(self.epochs[-1]))
@@ -110,35 +122,20 @@ class IndexedRows:
     def spans(self, row: int) -> list[Span]:
         return spans_of(self.dataset, int(self.samples[row]))
 
-    def split(self, n: int) -> tuple[IndexedRows, IndexedRows]:
-        """Return the first `n` rows and the others."""
-        ids, samples, epochs = self.ids, self.samples, self.epochs
-        first = IndexedRows(ids[:n], samples[:n], epochs[:n], self.dataset)
-        return first, IndexedRows(ids[n:], samples[n:], epochs[n:], self.dataset)
-
 
 class IndexedPacker:
     """The rows l, l + n, l + 2n, … of a stream: lane l of n. Read by workers, a few tasks ahead."""
 
     def __init__(
         self,
-        source: MapStyleRows,
-        order: RowOrder,
+        source: MapStyleSource,
         pool: Pool,
-        shard: Shard,
+        parts: Iterator[tuple[I64, I64]],
         start: LanePosition,
-        end: int | None,
-        repeat: int | None,
     ) -> None:
-        """`start.row` and `end` count the lane's own rows. `repeat`: rows from there on are the
-        first ones again."""
-        self._source, self._order, self._pool, self._shard = source, order, pool, shard
-        self._start, self._end, self._repeat = start, end, repeat
-        self._next = self._submitted = start.row
-        self._size = FIRST_ROWS
-        self._max_size = max(1, TASK_TOKENS // (source.seq_len + 1))
-        if not source.packed:
-            self._max_size = min(self._max_size, TASK_SAMPLES)
+        """`parts`: the samples and epochs to ask for. `start.row` counts the lane's own rows."""
+        self._source, self._pool, self._parts = source, pool, parts
+        self._start, self._next = start, start.row
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
         self.counts = PackCounts()
@@ -147,70 +144,77 @@ class IndexedPacker:
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (rows := self._rest or self._read()) is not None:
-            self._rest = None
-            if len(rows.ids) > n:
-                rows, self._rest = rows.split(n)
-            out.append(rows)
-            self._next += len(rows.ids)
-            n -= len(rows.ids)
+            taken = rows[:n]
+            self._rest = rows[n:] if len(rows.ids) > n else None
+            out.append(taken)
+            self._next += len(taken.ids)
+            n -= len(taken.ids)
         return out
 
     def mark(self) -> Mark:
         return FixedMark(self._start._replace(row=self._next))
 
     def _read(self) -> IndexedRows | None:
-        while len(self._tasks) <= self._pool.n_workers and self._submit():
-            pass
-        if not self._tasks:
-            return None
-        samples, epochs, task = self._tasks.popleft()
-        try:
-            ids = self._source.narrowed(task.result())
-        except Exception as error:  # raised by the batcher, after the rows that came before it
-            self.failed = error
-            self._tasks.clear()
-            return None
-        n = len(ids)
-        if n < len(samples):  # the rest begins with a row that cannot be read: ask for its error
-            self._ask(samples[n:], epochs[n:], urgent=True)
-            self._tasks.rotate(1)
-        return IndexedRows(ids, samples[:n], epochs[:n], self._source.dataset)
+        self._submit_ahead()
+        while self._tasks and self.failed is None:
+            samples, epochs, task = self._tasks.popleft()
+            try:
+                ids = narrowed(np.asarray(task.result()), self._source.dtype)
+                return IndexedRows(ids, samples, epochs, self._source.dataset)
+            except Exception as error:
+                if len(samples) == 1:
+                    self.failed = error  # raised by the batcher, after the rows that came before it
+                    break
+                for i in reversed(range(len(samples))):
+                    self._tasks.appendleft(self._ask(samples[i : i + 1], epochs[i : i + 1]))
+        return None
 
-    def _submit(self) -> bool:
-        last = self._submitted + self._size
-        last = last if self._end is None else min(last, self._end)
-        if last <= self._submitted:
-            return False
-        self._ask(*self._order.own(self._submitted, last, self._shard, self._repeat))
-        self._submitted = last
-        self._size = min(2 * self._size, self._max_size)
-        return True
+    def _submit_ahead(self) -> None:
+        while len(self._tasks) <= self._pool.n_workers:
+            part = next(self._parts, None)
+            if part is None:
+                return
+            self._tasks.append(self._ask(*part))
 
-    def _ask(self, samples: I64, epochs: I64, urgent: bool = False) -> None:
+    def _ask(self, samples: I64, epochs: I64) -> tuple[I64, I64, Task[Any]]:
         width = self._source.seq_len + 1
-        task = self._pool.submit("rows", samples, epochs, width, urgent=urgent)
-        self._tasks.append((samples, epochs, task))
+        return samples, epochs, self._pool.submit("rows", samples, epochs, width)
 
 
 class RowLanes(Lanes):
-    """A rank's lanes of map-style rows. Outside of a mixture there is one, the rank itself."""
+    """A rank's lanes of map-style rows, as part of a mixture."""
 
-    def __init__(
-        self, source: MapStyleRows, run: RunContext, pool: Pool, packers: list[IndexedPacker]
-    ) -> None:
+    def __init__(self, source: MapStyleSource, run: RunContext, pool: Pool) -> None:
         self._source, self._run, self._pool = source, run, pool
-        self.packers: list[Packer] = [*packers]
+        self.packers: list[Packer] = [
+            self._packer(lane, run.positions[lane]) for lane in run.own_lanes
+        ]
+
+    def _packer(self, lane: int, start: LanePosition) -> IndexedPacker:
+        """Return a lane's packer. Its position counts rows from the beginning of an epoch."""
+        run, length = self._run, self._source.length()
+        order = RowOrder(length, run.shuffle, run.seed, start.epoch)
+        end = len(range(lane, length, run.lanes)) if run.by_epoch else None
+        shard, sizes = Shard(run.lanes, lane), self._source.task_rows()
+        parts = order.parts(start.row, end, shard, None, sizes)
+        return IndexedPacker(self._source, self._pool, parts, start)
 
     def reopen(self, index: int, epoch: int) -> None:
         lane = self._run.own_lanes[index]
-        self.packers[index] = self._source.lane_packer(
-            self._run, self._pool, lane, LanePosition(epoch=epoch)
-        )
+        self.packers[index] = self._packer(lane, LanePosition(epoch=epoch))
 
 
-class MapStyleSource(Source):
-    """A map-style dataset as the loader sees it."""
+class OneLane(Lanes):
+    """All rows of a rank, outside of a mixture."""
 
+    def __init__(self, packer: Packer) -> None:
+        self.packers = [packer]
+
+
+class MapStyleSource(RowSource):
+    """A map-style dataset as the loader sees it. In a mixture its samples must be rows of ids."""
+
+    by_lane = False
     shuffles = True
     even = True
 
@@ -222,16 +226,16 @@ class MapStyleSource(Source):
     ) -> None:
         self.dataset, self._preprocess, self._collate = dataset, preprocess, collate
         self.rows = is_rows(dataset) and preprocess is None and collate is None
+        """True if the dataset reads rows of ids itself, many at once."""
         self.positions = bool(getattr(dataset, "positions", False)) and self.rows
+        self.seq_len = int(getattr(dataset, "seq_len", None) or 0)
+        """0 if it is not known: a mixture then sets it."""
+        self.dtype = np.dtype(dataset.dtype if self.rows else np.uint32)
         self._length = len(dataset)
         if self._length < 1:
             raise NoData(f"{type(dataset).__name__} has no samples: its length is {self._length}")
-        texts = isinstance(dataset, list | tuple) and isinstance(dataset[0], str)
-        if texts and preprocess is None and collate is None:
-            raise ConfigError(
-                "these are texts, which need a tokenizer: "
-                "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
-            )
+        if isinstance(dataset, list | tuple) and preprocess is None and collate is None:
+            refuse_text(dataset[0])
 
     def data_id(self) -> dict[str, Any]:
         known = getattr(self.dataset, "data_id", None)
@@ -244,19 +248,13 @@ class MapStyleSource(Source):
         return settings
 
     def row_bytes(self) -> int:
-        return MapStyleRows(self, int(self.dataset.seq_len)).row_bytes() if self.rows else 0
+        return super().row_bytes() if self.rows else 0
 
     def length(self) -> int:
         return self._length
 
     def work(self, run: RunContext) -> SampleWork:
-        return SampleWork(
-            self.dataset,
-            preprocess=self._preprocess,
-            collate=self._collate,
-            seed=run.seed,
-            clock=run.clock,
-        )
+        return SampleWork(self.dataset, self._preprocess, self._collate, run)
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
         total = None if run.end_epoch is None else (run.end_epoch - run.first_epoch) * self._length
@@ -268,149 +266,22 @@ class MapStyleSource(Source):
                     f"{total} samples do not fill one batch of {run.batch_size} on each of "
                     f"{run.shard.mod} ranks. Use a smaller batch_size, more epochs, or drop_last=False."
                 )
-            if n_rows * run.shard.mod > total and run.shard.mod > 1 and not run.alone:
-                again = n_rows * run.shard.mod - total
-                log.warning("the last batch of a pass repeats the first %d of its rows", again)
         order = RowOrder(self._length, run.shuffle, run.seed, run.first_epoch)
-        if not self.rows:
-            return SampleProducer(self.dataset, order, run, pool, n_rows, total)
-        rows = MapStyleRows(self, int(self.dataset.seq_len))
         # The rank's first row at or after the global one of the state.
-        start = LanePosition(row=-(-(run.start.row - run.shard.rem) // run.shard.mod))
-        packer = IndexedPacker(rows, order, pool, run.shard, start, n_rows, total)
-        return RowProducer(
-            rows,
-            run,
-            RowLanes(rows, run, pool, [packer]),
-            n_lanes=run.shard.mod,
-            drop_last=False,
-            total_rows=total,
-        )
+        first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
+        sizes = self.task_rows() if self.rows else (run.batch_size, run.batch_size)
+        parts = order.parts(first, n_rows, run.shard, total, sizes)
+        if not self.rows:
+            tasks = (pool.submit("batch", Samples(*part)) for part in parts)
+            return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
+        packer = IndexedPacker(self, pool, parts, LanePosition(row=first))
+        run = replace(run, lanes=run.shard.mod, drop_last=False)
+        return RowProducer(self, run, OneLane(packer), total)
 
-
-class MapStyleRows(RowSource):
-    """Map-style data whose samples are rows of ids: by itself or, by lane, as part of a mixture."""
-
-    def __init__(self, source: MapStyleSource, seq_len: int) -> None:
-        self.seq_len, self.dataset, self.positions = seq_len, source.dataset, source.positions
-        self.samples = source.length()
-        self.packed = source.rows
-        """True if the dataset reads rows of ids itself, many at once."""
-        self.dtype = np.dtype(source.dataset.dtype if source.rows else np.uint32)
-        self._source = source
-
-    def data_id(self) -> dict[str, Any]:
-        return self._source.data_id()
-
-    def settings_id(self) -> dict[str, Any]:
-        return self._source.settings_id()
-
-    def work(self, run: RunContext) -> SampleWork:
-        return self._source.work(run)
-
-    def narrowed(self, read: Any) -> Ids:
-        """Return rows in this source's type of id."""
-        ids: Ids = np.asarray(read)
-        if ids.dtype == self.dtype:
-            return ids
-        limit = np.iinfo(self.dtype).max
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limit):
-            raise ConfigError(f"ids from {ids.min()} to {ids.max()} do not fit in {self.dtype}")
-        return ids.astype(self.dtype)
-
-    def lane_packer(
-        self, run: RunContext, pool: Pool, lane: int, start: LanePosition
-    ) -> IndexedPacker:
-        """Return a lane's packer. Its position counts rows from the beginning of an epoch."""
-        order = RowOrder(self.samples, run.shuffle, run.seed, start.epoch)
-        shard = Shard(run.lanes, lane)
-        end = None
-        if run.by_epoch:
-            end = len(range(lane, self.samples, run.lanes))
-        return IndexedPacker(self, order, pool, shard, start, end, None)
+    def task_rows(self) -> tuple[int, int]:
+        """Return how many rows the first tasks read, and how many later ones."""
+        most = max(1, TASK_TOKENS // (self.seq_len + 1))
+        return FIRST_ROWS, most if self.rows else min(most, TASK_SAMPLES)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
-        packers = [self.lane_packer(run, pool, lane, run.positions[lane]) for lane in run.own_lanes]
-        return RowLanes(self, run, pool, packers)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplesOrigin:
-    """Which samples a batch was made of."""
-
-    row: int
-    batch: int
-    dataset: Any
-    samples: I64
-
-    def position(self) -> StreamPosition:
-        return StreamPosition(self.row, self.batch)
-
-    def spans(self) -> list[list[Span]]:
-        return [spans_of(self.dataset, index) for index in self.samples.tolist()]
-
-
-class SampleProducer(Producer):
-    """Has batches of samples made ahead, a task each, and gives them out in order."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        order: RowOrder,
-        run: RunContext,
-        pool: Pool,
-        n_rows: int | None,
-        total: int | None,
-    ) -> None:
-        """`n_rows`: the rows of this rank in a finite stream; `total`: those of all ranks."""
-        self._dataset, self._order, self._run, self._pool = dataset, order, run, pool
-        self._n_rows, self._total = n_rows, total
-        self._row, self._batch = run.start.row, run.start.batch
-        self._next = -(-(run.start.row - run.shard.rem) // run.shard.mod)
-        self._tasks: deque[tuple[I64, Task[Batch]]] = deque()
-        self._batch_bytes = self._samples = 0
-
-    def next(self) -> Batch | None:
-        self._submit_ahead()
-        if not self._tasks:
-            return None
-        samples, task = self._tasks.popleft()
-        batch = task.result()
-        self._batch_bytes = batch.nbytes
-        self._submit_ahead()
-        run = self._run
-        self._row += run.batch_size * run.shard.mod
-        if self._total is not None:
-            self._row = min(self._row, self._total)
-        batch.index, self._batch = self._batch, self._batch + 1
-        self._samples += len(samples)
-        batch._origin = SamplesOrigin(self._row, self._batch, self._dataset, samples)
-        batch._state = run.state
-        if run.wraps and can_wrap():
-            batch.to_torch()
-        return batch
-
-    def _submit_ahead(self) -> None:
-        """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""
-        while len(self._tasks) <= self._pool.n_workers:
-            if self._tasks and self._is_full():
-                return
-            last = self._next + self._run.batch_size
-            last = last if self._n_rows is None else min(last, self._n_rows)
-            if last <= self._next:
-                return
-            samples, epochs = self._order.own(self._next, last, self._run.shard, self._total)
-            self._tasks.append((samples, self._pool.submit("batch", samples, epochs)))
-            self._next = last
-
-    def _is_full(self) -> bool:
-        limit = self._run.read_ahead_bytes
-        if not self._batch_bytes:
-            return limit < PROBE_BYTES
-        return (len(self._tasks) + 2) * self._batch_bytes > limit
-
-    def totals(self) -> dict[str, int]:
-        return {"documents": self._samples}
-
-    def gauges(self) -> dict[str, Any]:
-        return {"python": True}
+        return RowLanes(self, run, pool)

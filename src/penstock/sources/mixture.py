@@ -8,7 +8,7 @@ since the weights changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -23,9 +23,9 @@ from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weigh
 from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
 from penstock.sources.base import Lanes, RowSource, RunContext, Source
-from penstock.sources.map_style import MapStyleRows, MapStyleSource
+from penstock.sources.map_style import MapStyleSource
 from penstock.state import State
-from penstock.types import Address, LanePosition
+from penstock.types import LanePosition
 
 OnEnd = Literal["restart", "stop"]
 OF_PART = "::"
@@ -145,11 +145,10 @@ class MixturePacker:
         rows = self._parts[part].packers[self._index].rows(wanted)
         out += rows
         got = sum(len(each.ids) for each in rows)
-        if got:
-            self.row += got
-            self._given += got
-            self.part_rows[part] += got
-            self._before_end = None
+        self.row += got
+        self._given += got
+        self.part_rows[part] += got
+        self._before_end = None if got else self._before_end
         return got
 
     def _end(self, part: int) -> None:
@@ -189,10 +188,10 @@ class MixtureLanes(Lanes):
     """A rank's lanes of a mixture, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
-        self._names = source.names
+        self._names = list(source.parts)
         self._parts: list[Lanes] = []
         try:
-            for i, (name, part) in enumerate(zip(source.names, source.parts, strict=True)):
+            for i, (name, part) in enumerate(source.parts.items()):
                 own = source.part_run(run, i)
                 self._parts.append(part.open_lanes(own, PartPool(pool, name), work.parts[name]))
         except BaseException:
@@ -217,18 +216,12 @@ class MixtureLanes(Lanes):
         return sum((Counter(part.bad()) for part in self._parts), Counter())
 
     def gauges(self) -> dict[str, Any]:
-        """Return the sums over the parts, and the fetch times of the one that fetches most."""
-        every = [part.gauges() for part in self._parts]
+        """Return those of the part with the most fetches, and sums over the parts."""
+        every = [gauges for part in self._parts if (gauges := part.gauges())]
+        most = max(every, key=lambda gauges: int(gauges.get("fetches", 0)), default={})
         names = ("chunks_ready", "chunks_under_way", "fetches")
-        fetched = [gauges["fetch"] for gauges in every if gauges.get("fetch")]
-        return {name: sum(gauges.get(name, 0) for gauges in every) for name in names} | {
-            "memory_bound": any(gauges.get("memory_bound") for gauges in every),
-            "cached": all(gauges["cached"] for gauges in every if "cached" in gauges),
-            "fetch": max(fetched, key=lambda times: int(times["requests"]), default=None),
-            "lane_balance": min(
-                (g["lane_balance"] for g in every if "lane_balance" in g), default=1.0
-            ),
-        }
+        sums = {name: sum(gauges.get(name, 0) for gauges in every) for name in names}
+        return most | sums | {"memory_bound": any(gauges.get("memory_bound") for gauges in every)}
 
     def stop(self) -> None:
         for part in self._parts:
@@ -243,13 +236,10 @@ class MixtureSource(RowSource):
     """A mixture as the loader sees it."""
 
     def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
-        self.mixture, self.names = mixture, list(sources)
-        self.seq_len = self._common_seq_len(sources)
-        self.parts: list[RowSource] = []
+        self.mixture = mixture
+        self.parts: dict[str, RowSource] = {}
         for name, source in sources.items():
-            if isinstance(source, MapStyleSource):
-                source = MapStyleRows(source, self.seq_len)
-            if not hasattr(source, "open_lanes"):
+            if not isinstance(source, RowSource):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
             data = getattr(source, "data", None)
             if mixture.on_end == "stop" and data is not None and only_one(data.source):
@@ -257,32 +247,27 @@ class MixtureSource(RowSource):
                     f"part {name!r} keeps its own position or can be read once, and with "
                     "on_end='stop' lanes read it side by side. Pass a function that returns a new one."
                 )
-            self.parts.append(source)  # type: ignore[arg-type]
+            self.parts[name] = source
+        parts = self.parts.items()
+        self.seq_len = self._common_seq_len()
         self._check_vocabularies()
-        self.positions = any(part.positions for part in self.parts)
-        without = [
-            repr(name)
-            for name, part in zip(self.names, self.parts, strict=True)
-            if not part.positions and not isinstance(part, MapStyleRows)
-        ]
-        if self.positions and without:
-            raise ConfigError(
-                f"positions=True holds for a whole batch: give it to {', '.join(without)} too"
-            )
-        self.dtype = np.result_type(*(part.dtype for part in self.parts))
+        self.positions = any(part.positions for _, part in parts)
+        for name, part in parts:
+            if isinstance(part, MapStyleSource):
+                part.seq_len = self.seq_len
+            elif self.positions and not part.positions:
+                raise ConfigError(
+                    f"positions=True holds for a whole batch: give it to {name!r} too"
+                )
+        self.dtype = np.result_type(*(part.dtype for _, part in parts))
         self.skip = frozenset(
             address._replace(file=f"{name}{OF_PART}{address.file}")
-            for name, part in zip(self.names, self.parts, strict=True)
+            for name, part in parts
             for address in part.skip
         )
-        self._sources = sources
 
-    def _common_seq_len(self, sources: Mapping[str, Source]) -> int:
-        known: dict[str, int] = {}
-        for name, source in sources.items():
-            data = source.dataset if isinstance(source, MapStyleSource) else source
-            if hasattr(data, "seq_len"):
-                known[name] = int(data.seq_len)
+    def _common_seq_len(self) -> int:
+        known = {name: part.seq_len for name, part in self.parts.items() if part.seq_len}
         lengths = set(known.values()) | {self.mixture.seq_len or 0} - {0}
         if len(lengths) != 1:
             shown = ", ".join(f"{name}: {n}" for name, n in known.items()) or "no part has one"
@@ -295,7 +280,7 @@ class MixtureSource(RowSource):
         """Raise if parts were tokenized with different vocabularies: their ids would not agree."""
         known = {
             name: str(part.tokenizer_id()["fingerprint"]).split("/")[0]
-            for name, part in zip(self.names, self.parts, strict=True)
+            for name, part in self.parts.items()
             if part.tokenizer_id()
         }
         if len(set(known.values())) > 1:
@@ -305,7 +290,7 @@ class MixtureSource(RowSource):
             )
 
     def listings(self) -> list[tuple[float, float]]:
-        return [listed for source in self._sources.values() for listed in source.listings()]
+        return [listed for part in self.parts.values() for listed in part.listings()]
 
     def check_epochs(self, epochs: int | None) -> None:
         """Raise if a mixture that never ends was asked for a number of epochs."""
@@ -330,51 +315,40 @@ class MixtureSource(RowSource):
     def _of_parts(self, method: str, without: str = "") -> dict[str, Any]:
         return {
             f"{name}.{key}": value
-            for name, part in zip(self.names, self.parts, strict=True)
+            for name, part in self.parts.items()
             for key, value in getattr(part, method)().items()
             if key != without
         }
 
     def first_position(self, epoch: int) -> LanePosition:
-        parts = tuple(part.first_position(epoch) for part in self.parts)
+        parts = tuple(part.first_position(epoch) for part in self.parts.values())
         return LanePosition(epoch=epoch, counts=(0,) * len(parts), parts=parts)
 
     def check_state(self, state: State) -> None:
-        n, lanes = len(self.parts), state.lanes
-        for row, weights in state.weights:
-            if len(weights) != n or sum(weights) != UNIT or row % lanes:
-                raise StateFormat(
-                    f"invalid state: weights from row {row} on are not those of {n} parts"
-                )
+        n, lanes, positions = len(self.parts), state.lanes, state.lane_positions
         changes = [row for row, _ in state.weights]
-        positions = state.lane_positions
         first = min((at.row for at in positions.values()), default=0) * lanes
-        if not changes or changes[0] > first or changes != sorted(set(changes)):
-            raise StateFormat(f"invalid state: weights must begin before row {first} and ascend")
+        if (
+            not changes
+            or changes[0] > first
+            or changes != sorted(set(changes))
+            or any(row % lanes for row in changes)
+            or any(len(weights) != n or sum(weights) != UNIT for _, weights in state.weights)
+        ):
+            raise StateFormat(f"invalid state: its weights are not those of {n} parts")
         for lane, at in positions.items():
-            if len(at.parts) != n or len(at.counts) != n:
-                raise StateFormat(f"invalid state: lane {lane} needs a position in {n} parts")
             since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
-            if since and sum(at.counts) != since:
-                raise StateFormat(
-                    f"invalid state: the counts of lane {lane} must add up to {since}"
+            if len(at.parts) != n or len(at.counts) != n or (since and sum(at.counts) != since):
+                raise StateFormat(f"invalid state: lane {lane} needs a position in {n} parts")
+        for i, (name, part) in enumerate(self.parts.items()):
+            part.check_state(
+                replace(
+                    state,
+                    lane_positions={lane: at.parts[i] for lane, at in positions.items()},
+                    data=_of_part(state.data, name),
+                    stream=state.stream | _of_part(state.stream, name),
                 )
-        for i, (name, source) in enumerate(self._sources.items()):
-            own = f"{name}."
-            data, stream = (
-                {
-                    key.removeprefix(own): value
-                    for key, value in table.items()
-                    if key.startswith(own)
-                }
-                for table in (state.data, state.stream)
             )
-            stream["shuffle"] = state.stream.get("shuffle")
-            lane_positions = {lane: at.parts[i] for lane, at in positions.items()}
-            if hasattr(source, "open_lanes"):
-                source.check_state(
-                    replace(state, lane_positions=lane_positions, data=data, stream=stream)
-                )
 
     def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
         """Return a state with other weights from `row` on, or from the next round of lanes.
@@ -391,7 +365,7 @@ class MixtureSource(RowSource):
             for begin, weights in state.weights
             if begin != row and (begin in held or begin > now * lanes)
         ]
-        schedule = tuple(sorted([*kept, (row, whole_weights(changed, self.names))]))
+        schedule = tuple(sorted([*kept, (row, whole_weights(changed, list(self.parts)))]))
         none = (0,) * len(self.parts)
         positions = {
             lane: at._replace(counts=none) if at.row * lanes == row else at
@@ -406,6 +380,7 @@ class MixtureSource(RowSource):
 
         Parts keep their last row also if the last batch is dropped: it is within the stream.
         """
+        own = f"{list(self.parts)[i]}{OF_PART}"
         return replace(
             run,
             seed=mix(run.seed, 5, i) >> 1,
@@ -413,7 +388,11 @@ class MixtureSource(RowSource):
             end_epoch=None,
             by_epoch=self.mixture.on_end == "stop",
             drop_last=False,
-            skip=_of_part(run.skip, self.names[i]),
+            skip=frozenset(
+                address._replace(file=address.file.removeprefix(own))
+                for address in run.skip
+                if address.file.startswith(own)
+            ),
             positions={lane: at.parts[i] for lane, at in run.positions.items()},
         )
 
@@ -421,7 +400,7 @@ class MixtureSource(RowSource):
         return PartWorks(
             {
                 name: part.work(self.part_run(run, i))
-                for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True))
+                for i, (name, part) in enumerate(self.parts.items())
             }
         )
 
@@ -429,10 +408,6 @@ class MixtureSource(RowSource):
         return MixtureLanes(self, run, pool, work)
 
 
-def _of_part(skip: Collection[Address], name: str) -> frozenset[Address]:
-    prefix = f"{name}{OF_PART}"
-    return frozenset(
-        address._replace(file=address.file.removeprefix(prefix))
-        for address in skip
-        if address.file.startswith(prefix)
-    )
+def _of_part(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    own = f"{name}."
+    return {k.removeprefix(own): value for k, value in table.items() if k.startswith(own)}

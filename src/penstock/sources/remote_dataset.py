@@ -11,6 +11,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,13 +63,14 @@ class RemoteConfig:
 
 
 class RemoteSession:
-    """An open client and its threads. A context manager."""
+    """An open client and its threads."""
 
     def __init__(self, config: RemoteConfig, threads: bool) -> None:
         fetches = config.limits.fetches
         self._side = SpareThreads(fetches, "side") if threads else None
         # Each fetch, and each that runs beside one, may have two attempts under way.
         self._second = SpareThreads(4 * fetches, "attempt") if threads else None
+        self._threads = [pool for pool in (self._side, self._second) if pool is not None]
         http = Http(resolve=resolve_in_time)
         self.client = Client(config.limits, http=http, side=self._side, second=self._second)
         files = OfflineFiles if offline() else RemoteFiles
@@ -98,22 +100,14 @@ class RemoteSession:
     def stop(self) -> None:
         """Cancel every request, without waiting."""
         self.client.stop()
-        for threads in (self._side, self._second):
-            if threads is not None:
-                threads.stop()
+        for threads in self._threads:
+            threads.stop()
 
     def close(self) -> None:
         self.stop()
         self.client.close()
-        for threads in (self._side, self._second):
-            if threads is not None:
-                threads.join(5.0)
-
-    def __enter__(self) -> RemoteSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        for threads in self._threads:
+            threads.join(5.0)
 
 
 class OfflineFiles(RemoteFiles):
@@ -137,7 +131,7 @@ def list_remote(
 ) -> tuple[Files, Tokenizer, RemoteConfig]:
     """List files and load the tokenizer at the same time."""
     remote = RemoteConfig(limits=limits, folder=cache_dir())
-    with remote.open(threads=True) as session:
+    with closing(remote.open(threads=True)) as session:
         listing = RemoteListing(
             client=session.client, kept=session.kept, config=limits.config, offline=offline()
         )

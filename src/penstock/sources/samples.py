@@ -1,24 +1,42 @@
-"""What workers do with samples of the user's own: fetch, preprocess, collate.
+"""Samples of the user's own: fetch, preprocess, collate.
 
-Pure functions of sample numbers and epochs, on worker threads or in worker processes. Random numbers
-depend on the sample only.
+`SampleWork` has pure functions of sample numbers and epochs, for worker threads or processes. Random
+numbers depend on the sample only. `SampleProducer` has batches made ahead.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch
+from penstock.encode.batch import Batch, can_wrap
 from penstock.encode.collate import Collated, as_array, default_collate, of_mapping, plain
 from penstock.errors import BadRecord, ConfigError
+from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Work
-from penstock.watch.stage_timer import Clock, NullClock
+from penstock.sources.base import Producer, RunContext, Work, noted
+from penstock.types import MiB, Span, StreamPosition
+
+PROBE_BYTES = 256 * MiB
+"""If memory is tighter than this, the first batch shows how large batches are before more are made."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Which samples a batch is made of."""
+
+    numbers: I64
+    epochs: I64
+    values: Sequence[Any] | None = None
+    """The samples themselves, if they were read already."""
+    after: Any = None
+    """For iterables: the position after them."""
 
 
 def batched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,45 +51,30 @@ class SampleWork(Work):
     def __init__(
         self,
         dataset: Any,
-        *,
-        preprocess: Callable[..., Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
-        clock: Clock | None = None,
+        preprocess: Callable[..., Any] | None,
+        collate: Callable[[list[Any]], Any] | None,
+        run: RunContext,
     ) -> None:
-        self.clock = clock or NullClock()
+        self.clock = run.clock
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
-        self._seed = seed
+        self._seed = run.seed
         self._takes_rng = preprocess is not None and "rng" in _parameters(preprocess)
 
     def __str__(self) -> str:
         return type(self._dataset).__name__
 
-    def batch(self, indices: I64, epochs: I64) -> Batch:
-        """Return a batch of samples."""
+    def batch(self, samples: Samples) -> tuple[Batch | None, Samples]:
+        """Return a batch, or None of no samples, and which samples it is made of."""
+        if not len(samples.numbers):
+            return None, samples
+        numbers, values = samples.numbers, samples.values
         with refuse_stop_iteration():
-            return self.collated(self._fetch(indices), indices, epochs)
+            values = self._fetch(numbers) if values is None else values
+            samples.values = None
+            return self._collated(values, numbers, samples.epochs), samples
 
     def rows(self, indices: I64, epochs: I64, width: int) -> Any:
-        """Return samples as rows of `width` ids: as many as can be read, one at least.
-
-        If the first one cannot be read, raise its error. So an error comes after the rows before
-        it, for any number of rows that are asked for at once.
-        """
-        try:
-            return self._rows(indices, epochs, width)
-        except Exception:
-            if len(indices) == 1:
-                raise
-        good = [self._rows(indices[:1], epochs[:1], width)]
-        for i in range(1, len(indices)):
-            try:
-                good.append(self._rows(indices[i : i + 1], epochs[i : i + 1], width))
-            except Exception:  # raised by the next call, which begins with this row
-                break
-        return np.concatenate(good)
-
-    def _rows(self, indices: I64, epochs: I64, width: int) -> Any:
+        """Return samples as rows of `width` ids."""
         if is_rows(self._dataset) and self._preprocess is None:
             with self.clock.stage("fetch", self) as timeline:
                 ids = self._dataset.__getitems__(indices)
@@ -88,8 +91,7 @@ class SampleWork(Work):
                 )
         return np.stack(rows)
 
-    def collated(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
-        """Return a batch of samples that were fetched."""
+    def _collated(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
         with self.clock.stage("decode") as timeline:
             prepared = self._prepared(samples, indices, epochs)
         timeline.count("decode", len(samples))
@@ -150,21 +152,85 @@ class SampleWork(Work):
         return {"rng": np.random.Generator(np.random.Philox(mix(self._seed, epoch, index)))}
 
 
+@dataclass(frozen=True, slots=True)
+class SamplesOrigin:
+    """Which samples a batch was made of."""
+
+    at: StreamPosition
+    numbers: I64
+    spans_of: Callable[[int], list[Span]]
+
+    def position(self) -> StreamPosition:
+        return self.at
+
+    def spans(self) -> list[list[Span]]:
+        return [self.spans_of(number) for number in self.numbers.tolist()]
+
+
+class SampleProducer(Producer):
+    """Has batches of samples made ahead, and gives them out in order."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        pool: Pool,
+        tasks: Iterator[Task[tuple[Batch | None, Samples]]],
+        spans_of: Callable[[int], list[Span]],
+        total: int | None = None,
+    ) -> None:
+        """`tasks` submits the next batch. `total`: the rows of all ranks, if that is known."""
+        self._run, self._pool, self._tasks = run, pool, tasks
+        self._spans_of, self._total = spans_of, total
+        self._ahead: deque[Task[tuple[Batch | None, Samples]]] = deque()
+        self._row, self._batch = run.start.row, run.start.batch
+        self._batch_bytes = self._samples = 0
+
+    def next(self) -> Batch | None:
+        self._submit_ahead()
+        batch, samples = self._ahead.popleft().result() if self._ahead else (None, None)
+        if batch is None or samples is None:
+            return None
+        self._batch_bytes = batch.nbytes
+        self._submit_ahead()
+        run = self._run
+        self._row += run.batch_size * run.shard.mod
+        if self._total is not None:
+            self._row = min(self._row, self._total)
+        batch.index, self._batch = self._batch, self._batch + 1
+        self._samples += len(samples.numbers)
+        after = StreamPosition(self._row, self._batch, (), samples.after)
+        batch._origin = SamplesOrigin(after, samples.numbers, self._spans_of)
+        batch._state = run.state
+        if run.wraps and can_wrap():
+            batch.to_torch()
+        return batch
+
+    def _submit_ahead(self) -> None:
+        """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""
+        while len(self._ahead) <= self._pool.n_workers and not (self._ahead and self._is_full()):
+            task = next(self._tasks, None)
+            if task is None:
+                return
+            self._ahead.append(task)
+
+    def _is_full(self) -> bool:
+        limit = self._run.read_ahead_bytes
+        if not self._batch_bytes:
+            return limit < PROBE_BYTES
+        return (len(self._ahead) + 2) * self._batch_bytes > limit
+
+    def totals(self) -> dict[str, int]:
+        return {"documents": self._samples}
+
+    def gauges(self) -> dict[str, Any]:
+        return {"python": True}
+
+
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in functions have no signature
         return {}
-
-
-@contextmanager
-def noted(note: str) -> Iterator[None]:
-    """Add a note to an exception."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
 
 
 @contextmanager
@@ -179,9 +245,22 @@ def refuse_stop_iteration() -> Iterator[None]:
         raise raised from None  # with a cause, contextlib would raise the StopIteration again
 
 
+def refuse_text(sample: Any) -> None:
+    if isinstance(sample, str):
+        raise ConfigError(
+            "these are texts, which need a tokenizer: "
+            "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
+        )
+
+
 def is_rows(dataset: Any) -> bool:
     """Return True if a dataset gives rows of ids, a whole batch in one array."""
     return all(hasattr(dataset, name) for name in ("boundaries", "dtype", "seq_len"))
+
+
+def span_of(name: str, number: int) -> list[Span]:
+    """Return where a sample comes from: its number is all that is known."""
+    return [Span(name, None, None, number, (0, 0), (0, 0))]
 
 
 def _of_value(value: Any) -> Collated:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -23,13 +22,11 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config import access_variables, adopt
-from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import (
     CorruptFile,
     LoaderClosed,
     SourceChanged,
-    SourceError,
     StateMismatch,
 )
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
@@ -39,8 +36,8 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
-from penstock.sources.base import RowSource, RunContext, Work
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
+from penstock.sources.base import RowSource, RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
 
@@ -58,8 +55,6 @@ FORMAT = 2
 """Increased when the same text would give other token chunks than before."""
 LOOKED_UP = 64
 """Files whose chunks are remembered, beyond those of the current group."""
-SHUFFLE_BYTES = 256 * MiB
-"""Bytes of text after which a shuffle window is full, however few chunks it has."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
 WRITE_S = 120.0
@@ -88,18 +83,14 @@ class TextWork(Work):
         self.clock = clock or NullClock()
         self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock)
         self._read, self._tokenizer, self._doc_batch = read, tokenizer, doc_batch
-        self.session: RemoteSession | None = (
-            None if remote is None else remote.open(threads=threads)
-        )
-        files, kept = (
-            (None, None) if self.session is None else (self.session.files, self.session.kept)
-        )
+        session = None if remote is None else remote.open(threads=threads)
+        self.session: RemoteSession | None = session
+        files, kept = (None, None) if session is None else (session.files, session.kept)
         self._reader = Reader(read, n_workers, lanes, files, kept, self.clock)
         self.lane_bytes = self._reader.lane_bytes
         """Memory for the decompressed parts of compressed files, for each lane."""
         self.cache: TokenCache | None = None if remote is None else remote.cache()
         self._stopped = False
-        self._lock = threading.Lock()
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,40 +103,28 @@ class TextWork(Work):
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks, and why it is left out if it cannot be read."""
-        try:
-            with self.clock.stage("fetch", file):
-                return self._reader.inspect(file)
-        except BaseException as error:
-            error.add_note(f"in stage fetch, listing the chunks of {file.path}")
-            raise
+        note = f"in stage fetch, listing the chunks of {file.path}"
+        with noted(note), self.clock.stage("fetch", file):
+            return self._reader.inspect(file)
 
     def fetch(self, ref: ChunkRef) -> list[Bytes]:
         """Fetch what is needed to decode a chunk of a remote file."""
-        try:
-            with self.clock.stage("fetch", ref) as timeline:
-                fetched = self._reader.fetch(ref)
-            timeline.count("fetch", 1, sum(map(len, fetched)))
-            return fetched
-        except BaseException as error:
-            error.add_note(f"in stage fetch, reading {ref}")
-            raise
+        note = f"in stage fetch, reading {ref}"
+        with noted(note), self.clock.stage("fetch", ref) as timeline:
+            fetched = self._reader.fetch(ref)
+        timeline.count("fetch", 1, sum(map(len, fetched)))
+        return fetched
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
         """Return a chunk's tokens: from the cache, or decoded and tokenized."""
-        if fetched is None and (cached := self.cached(ref)) is not None:
-            return cached
+        if fetched is None and self.cache is not None and self.caches(ref.file):
+            with self.clock.stage("fetch", ref) as timeline:
+                chunk = self.cache.get(self.key(ref), ref)
+            if chunk is not None:
+                chunk.cached = True
+                timeline.count("fetch", 1, chunk.nbytes)
+                return chunk
         return self.tokenize(ref, self.decode(ref, fetched))
-
-    def cached(self, ref: ChunkRef) -> TokenChunk | None:
-        """Return a chunk's tokens from the cache, if they are there."""
-        if self.cache is None or not self.cacheable(ref.file):
-            return None
-        with self.clock.stage("fetch", ref) as timeline:
-            chunk = self.cache.get(self.key(ref), ref)
-        if chunk is not None:
-            chunk.cached = True
-            timeline.count("fetch", 1, chunk.nbytes)
-        return chunk
 
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
         """Return the documents of a chunk of a sequential file; `before` is the chunk before it."""
@@ -155,25 +134,19 @@ class TextWork(Work):
 
     def decode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
         """Return a chunk's documents."""
-        try:
-            with self.clock.stage("decode", ref) as timeline:
-                documents = self._documents(ref, fetched)
-            timeline.count("decode", len(documents.rows), documents.texts.nbytes)
-            return documents
-        except BaseException as error:
-            error.add_note(f"in stage fetch, decode, reading {ref}")
-            raise
+        note = f"in stage fetch, decode, reading {ref}"
+        with noted(note), self.clock.stage("decode", ref) as timeline:
+            documents = self._documents(ref, fetched)
+        timeline.count("decode", len(documents.rows), documents.texts.nbytes)
+        return documents
 
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         """Return the tokens of documents."""
-        try:
-            with self.clock.stage("tokenize", ref) as timeline:
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_stopped)
-            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-            return chunk
-        except BaseException as error:
-            error.add_note(f"in stage tokenize, reading {ref}")
-            raise
+        note = f"in stage tokenize, reading {ref}"
+        with noted(note), self.clock.stage("tokenize", ref) as timeline:
+            chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_stopped)
+        timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
+        return chunk
 
     def _check_stopped(self) -> None:
         if self._stopped:
@@ -184,22 +157,16 @@ class TextWork(Work):
             return self._reader.read(ref)
         if fetched is None:
             fetched = self.fetch(ref)
-        damage: CorruptFile | None = None
         try:
             documents = self._reader.read(ref, fetched)
-        except CorruptFile as error:
-            damage = error
-        else:
             if not any(bad.reason in DAMAGE for bad in documents.bad):
                 return documents
+        except CorruptFile:  # raised again below, if it is still there
+            pass
         # Data from the network is fetched a second time before its damage is believed.
         with self.clock.stage("fetch", ref):
             again = self._reader.fetch(ref, again=True)
-        if again != fetched:
-            return self._reader.read(ref, again)
-        if damage is not None:
-            raise damage
-        return documents
+        return self._reader.read(ref, again)
 
     # The token cache
 
@@ -222,12 +189,15 @@ class TextWork(Work):
         }
         return self.cache.key(self._identity(file), ref.index, json.dumps(settings, sort_keys=True))
 
-    def cacheable(self, file: FileRef) -> bool:
-        """Return True if a later change of the file would be noticed: by its ETag or date."""
+    def caches(self, file: FileRef) -> bool:
+        """Return True if there is a cache, and a change of the file would be noticed: a server that
+        sends neither an ETag nor a date gives no way to tell."""
+        if self.cache is None:
+            return False
         return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
 
     def has_cached(self, ref: ChunkRef) -> bool:
-        return self.cache is not None and self.cacheable(ref.file) and self.cache.has(self.key(ref))
+        return self.cache is not None and self.caches(ref.file) and self.cache.has(self.key(ref))
 
     def save(self, chunk: TokenChunk) -> None:
         """Write a chunk to the cache. A cache that fails turns itself off, and the run continues."""
@@ -239,9 +209,7 @@ class TextWork(Work):
 
     def _identity(self, file: FileRef) -> str:
         """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
-        with self._lock:
-            known = self._identities.get(file.path)
-        if known is not None:
+        if (known := self._identities.get(file.path)) is not None:
             return known
         path, version = file.path, file.etag
         if path.startswith("hf://"):
@@ -258,8 +226,7 @@ class TextWork(Work):
             names = repr([(member.name, member.size) for member in file.members])
             digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
             identity += f"\n{digest[:16]}"
-        with self._lock:
-            self._identities[file.path] = identity
+        self._identities[file.path] = identity
         return identity
 
     def stop(self) -> None:
@@ -292,19 +259,11 @@ class FileChunks(ChunkReader):
         """By lane: the chunk before the next one of the sequential file that the lane reads."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._writes: list[tuple[int, Task[None]]] = []
-        self._warned = False
         self.skipped_writes = 0
         self.wait_for_cache = False
         """True to wait for the disk instead of skipping a chunk that cannot be written in time."""
-        # Compressed files are read in this process: a worker process could not pass its
-        # decompressor on to the next one.
-        sequential = any(file.sequential for file in dataset.files)
-        self._reads_here = run.workers == "process" and sequential
-        fetches = dataset.fetches() if pool.n_workers else 0
-        threads = fetches or int(
-            pool.n_workers > 0 and (self._reads_here or work.cache is not None)
-        )
-        self.fetches = fetches
+        self.fetches = dataset.fetches() if pool.n_workers else 0
+        threads = self.fetches or int(pool.n_workers > 0 and work.cache is not None)
         self.io: ThreadPool | None = None
         if threads:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
@@ -317,8 +276,8 @@ class FileChunks(ChunkReader):
 
     def look_up(self, files: tuple[int, ...]) -> None:
         for index in files:
-            if index not in self._looked_up:
-                file = self._files[index]
+            file = self._files[index]
+            if index not in self._looked_up and not file.sequential:
                 pool = self.io if self.io is not None and file.remote else self._pool
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
 
@@ -343,23 +302,18 @@ class FileChunks(ChunkReader):
         return bad
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        remote = self.io is not None and ref.file.remote and not ref.file.codec
-        if remote:
-            self._prepare()
-        if ref.file.sequential:
-            return self._submit_sequential(ref)
-        if not remote or self._work.has_cached(ref):
-            task = self._pool.submit("encode", ref)
-            self._prepare()
-            return task
-        assert self.io is not None
-        return self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
-
-    def _prepare(self) -> None:
-        """Load the vocabulary on a worker that has nothing else to do yet."""
-        if not self._prepared:
+        task = self._submit(ref)
+        if not self._prepared:  # the vocabulary is loaded while the first chunk is read
             self._prepared = True
             self._pool.submit("prepare")
+        return task
+
+    def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
+        if ref.file.sequential:
+            return self._submit_sequential(ref)
+        if self.io is None or not ref.file.remote or ref.file.codec or self._work.has_cached(ref):
+            return self._pool.submit("encode", ref)
+        return self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
 
     def _submit_sequential(self, ref: ChunkRef) -> Task[TokenChunk]:
         """Read the next chunk of a file after the one before it, and tokenize it on any worker."""
@@ -381,22 +335,8 @@ class FileChunks(ChunkReader):
     def used(self, chunk: TokenChunk) -> None:
         if chunk.last and chunk.ref.file.sequential:
             self._before.pop(chunk.ref.lane, None)  # its next epoch begins with nothing before it
-        if self._work.cache is None or chunk.cached or self.io is None:
+        if self.io is None or chunk.cached or not self._work.caches(chunk.ref.file):
             return
-        if self._work.cacheable(chunk.ref.file):
-            self._write(chunk)
-        elif self.wait_for_cache or not self._warned:
-            self._warned = True
-            reason = (
-                f"{chunk.ref.file.path}: its server sends neither an ETag nor a date, so a change "
-                "would not be noticed, and its tokens are not cached"
-            )
-            if self.wait_for_cache:
-                raise SourceError(f"{reason}. Use another server, or copy the file to disk.")
-            log.warning("%s (further files like it are not named)", reason)
-
-    def _write(self, chunk: TokenChunk) -> None:
-        assert self.io is not None
         self._writes = [write for write in self._writes if not write[1].done()]
         while self._writes and sum(n for n, _ in self._writes) + chunk.nbytes > UNWRITTEN_BYTES:
             if not self.wait_for_cache:
@@ -418,9 +358,7 @@ class FileChunks(ChunkReader):
         work = self._work
         network = work.session.counts() if work.session is not None else {}
         cache = work.cache.counts() if work.cache is not None else {}
-        # Hits count when a chunk is used, in whichever process it was found.
-        kept = {name: n for name, n in cache.items() if name not in ("cache_hits", "cache_misses")}
-        return network | kept | {"cache_skipped": self.skipped_writes}
+        return network | cache | {"cache_skipped": self.skipped_writes}
 
     def gauges(self) -> dict[str, Any]:
         session = self._work.session
@@ -474,24 +412,20 @@ class TextSource(RowSource):
         return [] if told else [self.dataset.listed]
 
     def check_state(self, state: State) -> None:
-        files = self.data_id()["files"]
-        if self.dataset.remote_config is not None and state.data.get("files") != files:
-            change = self.dataset.remote_config.explain_change(
-                str(state.data.get("files")), self.dataset.files
-            )
-            if change is not None:
-                raise SourceChanged(f"the data changed since the state was saved: {change}")
-        if state.data.get("files") == files:
-            plan = self._plan(state.lanes, bool(state.stream.get("shuffle")), 0)
+        dataset, files = self.dataset, str(state.data.get("files"))
+        if files == self.data_id()["files"]:
+            shuffle = bool(state.stream.get("shuffle"))
+            plan = Plan(files=dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
             for lane, at in state.lane_positions.items():
                 if at.group > (groups := len(plan.groups(lane, at.epoch))):
                     raise StateMismatch(
                         f"the state continues lane {lane} at group {at.group} of {groups} groups of "
                         "files: it belongs to other data"
                     )
-
-    def _plan(self, lanes: int, shuffle: bool, seed: int) -> Plan:
-        return Plan(files=self.dataset.files, lanes=lanes, shuffle=shuffle, seed=seed)
+        elif dataset.remote_config is not None:
+            change = dataset.remote_config.explain_change(files, dataset.files)
+            if change is not None:
+                raise SourceChanged(f"the data changed since the state was saved: {change}")
 
     def work(self, run: RunContext) -> TextWork:
         dataset = self.dataset
@@ -507,29 +441,11 @@ class TextSource(RowSource):
         )
 
     def open_lanes(self, run: RunContext, pool: Pool, work: TextWork) -> ChunkLanes:
-        dataset, tokenizer = self.dataset, self.dataset.tokenizer
+        dataset = self.dataset
         reader = FileChunks(dataset, run, pool, work)
-        compressed = any(file.sequential for file in dataset.files)
-        decompressors = work.lane_bytes * len(run.own_lanes) if compressed else 0
+        if any(file.sequential for file in dataset.files):
+            decompressors = work.lane_bytes * len(run.own_lanes)
+            run = replace(run, read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors))
         return ChunkLanes(
-            plan=self._plan(run.lanes, run.shuffle, run.seed),
-            options=LaneOptions(
-                chunk_bytes=dataset.read.chunk_bytes,
-                window_chunks=dataset.options.shuffle_chunks if run.shuffle else 1,
-                window_bytes=SHUFFLE_BYTES,
-                expansion=tokenizer.expansion,
-                pack=PackOptions(
-                    packing=dataset.options.packing,
-                    seq_len=self.seq_len,
-                    pad_id=tokenizer.pad_id,
-                    dtype=tokenizer.dtype,
-                    positions=self.positions,
-                    keep_tail=not run.drop_last,
-                ),
-            ),
-            reader=reader,
-            run=run,
-            pool=pool,
-            report_docs=dataset.options.report_docs,
-            read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors),
+            self, dataset.files, dataset.options, dataset.tokenizer, reader, run, pool
         )

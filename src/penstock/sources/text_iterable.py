@@ -12,32 +12,34 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.config import one_of, whole_number
+from penstock.config import whole_number
 from penstock.encode.collate import plain
-from penstock.encode.rows import PackOptions
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import BadRecord, ConfigError, StateFormat
 from penstock.feed.worker_pool import Pool, Task
-from penstock.order.plan import Plan
+from penstock.options import TextOptions
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, LaneOptions
+from penstock.sources.base import RowSource, RunContext, Work, narrowed, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.state import State
-from penstock.types import (
-    AUTO,
-    ChunkRef,
-    Documents,
-    FileRef,
-    LanePosition,
-    MiB,
-    Packing,
-    TokenChunk,
-    is_count,
-)
+from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
 IDS = np.dtype(np.uint32)
 """The type of ids if there is no tokenizer."""
+OPTIONS = frozenset(
+    [
+        "text_field",
+        "packing",
+        "eos",
+        "bos",
+        "positions",
+        "chunk_bytes",
+        "shuffle_chunks",
+        "doc_batch",
+    ]
+)
+"""The options of text in files that apply here too."""
 
 
 class TextIterable:
@@ -52,16 +54,9 @@ class TextIterable:
         *,
         tokenizer: Any,
         seq_len: int,
-        text_field: str = "text",
-        packing: Packing = "concat",
         name: str | None = None,
-        eos: str | int | None = AUTO,
-        bos: str | int | None = None,
-        positions: bool = False,
         chunk_docs: int = 512,
-        chunk_bytes: int = 4 * MiB,
-        shuffle_chunks: int = 16,
-        doc_batch: int | None = None,
+        **more: Any,
     ) -> None:
         """See `TextDataset.from_iterable`."""
         iterable = callable(source) or hasattr(source, "__iter__")
@@ -69,17 +64,16 @@ class TextIterable:
             raise ConfigError(
                 f"source={source!r}: must be an iterable of documents, or a function that returns one"
             )
-        one_of("packing", packing, ("concat", "best_fit", "bos"))
+        if unknown := sorted(more.keys() - OPTIONS):
+            raise TypeError(f"from_iterable() has no argument {unknown[0]!r}")
+        self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, report_docs=0, **more)
         self.source, self.shared = source, shared_position(source)
         self.name = name or name_of(source)
-        self.text_field, self.packing, self.positions = text_field, packing, bool(positions)
-        self.seq_len = whole_number("seq_len", seq_len, 1)
+        self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
-        self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, 1)
-        self.shuffle_chunks = whole_number("shuffle_chunks", shuffle_chunks, 1)
-        self.doc_batch = None if doc_batch is None else whole_number("doc_batch", doc_batch, 1)
         self.tokenizer: Tokenizer | None = None
         if tokenizer is not None:
+            eos, bos = self.options.eos, self.options.bos
             self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
 
     def __repr__(self) -> str:
@@ -90,10 +84,11 @@ class DocumentReader:
     """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
 
     def __init__(
-        self, data: TextIterable, lanes: int, positions: Mapping[int, LanePosition], partial: bool
+        self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
     ) -> None:
-        """`partial`: documents before a failure may come without those after it."""
-        self._data, self._lanes, self._positions, self._partial = data, lanes, positions, partial
+        self._data, self._lanes, self._positions = data, run.lanes, positions
+        self._shuffle = run.shuffle
+        lanes = run.lanes
         self._items = ResumableIterator(data.source, data.name, data.shared)
         self._ready: dict[tuple[int, int], Documents] = {}
         """Chunks that were read for other lanes of this rank, by epoch and number."""
@@ -117,10 +112,7 @@ class DocumentReader:
             try:
                 self._read_chunk()
             except Exception as error:
-                error.add_note(
-                    f"in stage fetch, reading {self._data.name}, document {self._items.taken}"
-                )
-                self._failed = error
+                self._fail(error)
         return self._ready.pop(wanted)
 
     def _read_chunk(self) -> None:
@@ -135,7 +127,7 @@ class DocumentReader:
         state, first = items.state(), items.taken
         documents: list[Any] = []
         size = 0
-        while len(documents) < data.chunk_docs and size < data.chunk_bytes:
+        while len(documents) < data.chunk_docs and size < data.options.chunk_bytes:
             try:
                 item = items.take()
                 if item is END:
@@ -143,10 +135,9 @@ class DocumentReader:
                     break
                 documents.append(self._document(item))
             except Exception as error:
-                if not documents or not self._partial:
+                if not documents or self._shuffle:
                     raise
-                error.add_note(f"in stage fetch, reading {data.name}, document {items.taken}")
-                self._failed = error  # raised after the documents that came before it
+                self._fail(error)  # raised after the documents that came before it
                 break
             size += len(documents[-1] or "")
         if self._is_own():
@@ -154,6 +145,10 @@ class DocumentReader:
             chunk.source = {"taken": first} if state is None else {"taken": first, "state": state}
             self._ready[self._epoch, self._number] = chunk
         self._number += 1
+
+    def _fail(self, error: Exception) -> None:
+        error.add_note(f"in stage fetch, reading {self._data.name}, document {self._items.taken}")
+        self._failed = error
 
     def _is_own(self) -> bool:
         """Return True if a lane of this rank will ask for the chunk just read."""
@@ -163,7 +158,7 @@ class DocumentReader:
 
     def _document(self, item: Any) -> Any:
         """Return a text, or the bytes of some ids."""
-        tokenizer, field = self._data.tokenizer, self._data.text_field
+        tokenizer, field = self._data.tokenizer, self._data.options.text_field
         if isinstance(item, Mapping):
             if field not in item:
                 known = ", ".join(map(repr, list(item)[:8]))
@@ -181,12 +176,7 @@ class DocumentReader:
                 f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
                 "one dimension"
             )
-        dtype = IDS if tokenizer is None else tokenizer.dtype
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(dtype).max):
-            raise BadRecord(
-                f"a document has ids from {ids.min()} to {ids.max()}, which do not fit in {dtype}"
-            )
-        return ids.astype(dtype).tobytes()
+        return narrowed(ids, IDS if tokenizer is None else tokenizer.dtype).tobytes()
 
     def _documents(self, items: list[Any], first: int) -> Documents:
         ids = any(isinstance(item, bytes) for item in items)
@@ -209,20 +199,17 @@ class IterableWork(Work):
         self.clock, self._tokenizer, self._doc_batch = clock, tokenizer, doc_batch
 
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
-        try:
-            texts = documents.texts
-            if self._tokenizer is not None and not pa.types.is_large_binary(texts.type):
-                with self.clock.stage("tokenize", ref) as timeline:
-                    chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
-                timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-            else:
-                docs = texts.cast(pa.large_binary())
-                chunk = TokenChunk(
-                    ref, docs, documents.rows, documents.last, [], documents.empty, 0
-                )
-        except BaseException as error:
-            error.add_note(f"in stage tokenize, {ref}")
-            raise
+        texts = documents.texts
+        if self._tokenizer is None or pa.types.is_large_binary(texts.type):
+            docs = texts.cast(pa.large_binary())
+            chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
+        else:
+            with (
+                noted(f"in stage tokenize, {ref}"),
+                self.clock.stage("tokenize", ref) as timeline,
+            ):
+                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         chunk.source = documents.source
         return chunk
 
@@ -233,18 +220,16 @@ class IterableChunks(ChunkReader):
     def __init__(self, data: TextIterable, run: RunContext, pool: Pool) -> None:
         self._data, self._run, self._pool = data, run, pool
         own = {lane: run.positions[lane] for lane in run.own_lanes}
-        reader = DocumentReader(data, run.lanes, own, partial=not run.shuffle)
+        reader = DocumentReader(data, run, own)
         self._readers = dict.fromkeys(own, reader)
         self._last: dict[DocumentReader, Task[Documents]] = {}
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
-        last = self._last.get(reader)
-        after = None if last is None or last.done() else last
         # A function runs in this process, also if workers are processes.
         read = self._last[reader] = self._pool.submit(
-            self._read, reader, ref, position.epoch, after=after
+            self._read, reader, ref, position.epoch, after=self._last.get(reader)
         )
         return self._pool.submit("tokenize", ref, after=read)
 
@@ -257,16 +242,14 @@ class IterableChunks(ChunkReader):
     def reopen(self, lane: int, epoch: int) -> None:
         # A reader of its own: the other lanes may still be in the epoch before.
         start = {lane: LanePosition(epoch=epoch)}
-        self._readers[lane] = DocumentReader(
-            self._data, self._run.lanes, start, partial=not self._run.shuffle
-        )
+        self._readers[lane] = DocumentReader(self._data, self._run, start)
 
 
 class TextIterableSource(RowSource):
     """A `TextIterable` as the loader sees it."""
 
     def __init__(self, data: TextIterable) -> None:
-        self.data, self.seq_len, self.positions = data, data.seq_len, data.positions
+        self.data, self.seq_len, self.positions = data, data.seq_len, data.options.positions
         self.dtype = IDS if data.tokenizer is None else data.tokenizer.dtype
 
     def data_id(self) -> dict[str, Any]:
@@ -277,8 +260,9 @@ class TextIterableSource(RowSource):
         return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
-        names = ("seq_len", "packing", "text_field", "chunk_docs", "chunk_bytes", "shuffle_chunks")
-        return {name: getattr(self.data, name) for name in names}
+        names = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
+        settings = {name: getattr(self.data.options, name) for name in names}
+        return settings | {"chunk_docs": self.data.chunk_docs}
 
     def check_state(self, state: State) -> None:
         for at in state.lane_positions.values():
@@ -290,28 +274,10 @@ class TextIterableSource(RowSource):
                 )
 
     def work(self, run: RunContext) -> IterableWork:
-        return IterableWork(self.data.tokenizer, self.data.doc_batch, run.clock)
+        return IterableWork(self.data.tokenizer, self.data.options.doc_batch, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        data, tokenizer = self.data, self.data.tokenizer
+        data = self.data
         file = FileRef(data.name, data.name, 0, "text", "iterable")
-        return ChunkLanes(
-            plan=Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed),
-            options=LaneOptions(
-                chunk_bytes=data.chunk_bytes,
-                window_chunks=data.shuffle_chunks if run.shuffle else 1,
-                window_bytes=data.shuffle_chunks * data.chunk_bytes,
-                expansion=2 if tokenizer is None else tokenizer.expansion,
-                pack=PackOptions(
-                    packing=data.packing,
-                    seq_len=data.seq_len,
-                    pad_id=0 if tokenizer is None else tokenizer.pad_id,
-                    dtype=self.dtype,
-                    positions=data.positions,
-                    keep_tail=not run.drop_last,
-                ),
-            ),
-            reader=IterableChunks(data, run, pool),
-            run=run,
-            pool=pool,
-        )
+        reader = IterableChunks(data, run, pool)
+        return ChunkLanes(self, [file], data.options, data.tokenizer, reader, run, pool)

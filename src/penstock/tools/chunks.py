@@ -36,7 +36,8 @@ def read_chunks(lanes: ChunkLanes) -> Iterator[TokenChunk]:
     more = True
     while more:
         more = False
-        for lane in lanes.all_chunks():
+        lanes.submit_ahead()
+        for lane in lanes.lanes:
             chunk = lane.next_chunk()
             if chunk is not None:
                 more = True

@@ -50,6 +50,13 @@ def stage(
             raise ConfigError(
                 "there is no cache to stage into: use cache=True, and cache_bytes above 0"
             )
+        for file in source.dataset.files:
+            if not work.caches(file):
+                raise SourceError(
+                    f"{file.path}: its server sends neither an ETag nor a date, so a change would not "
+                    "be noticed, and its tokens are not cached. Use another server, or copy the file "
+                    "to disk."
+                )
         reader = lanes.reader
         assert isinstance(reader, FileChunks)
         reader.wait_for_cache = True
