@@ -25,7 +25,7 @@ from penstock.pipeline import Pipeline
 from penstock.run_options import batches_of_pass, check_warmup, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
-from penstock.state import State, StateMaker, check_lanes, parse
+from penstock.state import State, check_lanes, parse
 from penstock.watch.loader_stats import LoaderStats, Stats
 from penstock.watch.telemetry import Telemetry, attach
 
@@ -151,17 +151,17 @@ class AsyncDataLoader:
                 raise
 
     def _timed(self, timeout: float | None) -> Batch | None:
-        begun = time.perf_counter()
+        begun, tokens = time.perf_counter(), None
         self.telemetry.entering(begun)
         try:
             batch = self._take(timeout)
+            tokens = None if batch is None else batch.tokens
         except BaseException as error:
-            now = time.perf_counter()
-            self._stats.took(begun, now, None)
-            self.telemetry.failed(begun, now, error)
+            self.telemetry.failed(begun, time.perf_counter(), error)
             raise
-        now, tokens = time.perf_counter(), None if batch is None else batch.tokens
-        self._stats.took(begun, now, tokens)
+        finally:
+            now = time.perf_counter()
+            self._stats.took(begun, now, tokens)
         self.telemetry.took(begun, now, tokens, self.queue_depth())
         if self._tuner is not None and tokens is not None:
             self._tuner.step(now, tokens, self.telemetry.consumer.paused.last_s)
@@ -242,7 +242,8 @@ class AsyncDataLoader:
             end_epoch=None if options.epochs is None else state.first + options.epochs,
             positions=state.lane_positions,
             start=state.position,
-            state=StateMaker(state),
+            # It must not hold on to the loader.
+            state=lambda position: state.at(position).to_dict(),
             clock=self.telemetry.clock,
         )
 
@@ -347,20 +348,16 @@ class AsyncDataLoader:
         shard = self._options.shard
         return range(shard.rem, lanes if self._source.by_lane else 0, shard.mod)
 
-    def _stream_id(self) -> dict[str, Any]:
-        options = self._options
-        return self._source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
-
     def _fresh_state(self, lanes: int, first: int = 0, batch: int = 0) -> State:
         """Return the state before the first row of the epoch `first`."""
-        source = self._source
+        source, options = self._source, self._options
         return State(
             row=0,
             batch=batch,
             first=first,
             lanes=lanes,
             lane_positions={n: source.first_position(first) for n in self._own_lanes(lanes)},
-            stream=self._stream_id(),
+            stream=source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed},
             data=source.data_id(),
             tokenizer=source.tokenizer_id(),
             skip=source.skip,
@@ -372,9 +369,7 @@ class AsyncDataLoader:
         """Return this rank's part of a state, or raise if it does not fit data and options."""
         source, options = self._source, self._options
         source.check_state(loaded)
-        loaded.require(
-            stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id()
-        )
+        loaded.require_stream_of(self._state)
         if source.by_lane:
             check_lanes(loaded.lanes, options.shard.mod, StateMismatch)
             if self._given.lanes not in (None, loaded.lanes):

@@ -72,17 +72,14 @@ class GlooRanks(Ranks):
         return [each.tolist() for each in gathered]
 
     def gather_texts(self, text: str) -> list[str]:
+        return self.gather_objects(text[:MAX_TEXT])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, pickled on the way."""
         gathered: list[Any] = [None] * self.world
         with self._reaching():
-            self._distributed.all_gather_object(gathered, text[:MAX_TEXT], group=self.group)
+            self._distributed.all_gather_object(gathered, value, group=self.group)
         return gathered
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value that rank 0 passed. The other ranks pass None."""
-        values: list[Any] = [value]
-        with self._reaching():
-            self._distributed.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
 
     def close(self) -> None:
         """Destroy the group once every rank is done with it."""
@@ -150,7 +147,7 @@ def from_rank_0(make: Callable[[], bytes]) -> bytes:
         made = f"{type(error).__name__}: {error}"
         raise
     finally:
-        made = ranks.broadcast(made)
+        made = ranks.gather_objects(made)[0]
         ranks.close()
     if isinstance(made, str):
         raise PeerFailed(f"rank 0 could not list the data: {made}")
