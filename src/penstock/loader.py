@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, BatchOrigin
@@ -32,7 +32,6 @@ from penstock.watch.telemetry import Telemetry, attach
 if TYPE_CHECKING:
     from penstock.feed.autotune import Autotune
     from penstock.feed.device import DeviceFeed
-    from penstock.sources.mixture import MixtureSource
     from penstock.torch_dataset import TorchDataset
 
 
@@ -54,10 +53,9 @@ class AsyncDataLoader:
         self._dataset = dataset
         self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)
-        self._mixture: MixtureSource | None = None
-        if hasattr(self._source, "mixture"):
-            self._mixture = self._source  # type: ignore[assignment]
-            self._mixture.check_epochs(self._options.epochs)  # type: ignore[union-attr]
+        self._mixture = cast(Any, self._source) if hasattr(self._source, "mixture") else None
+        if self._mixture is not None:
+            self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._finalizer: Any = None
         self._feed: DeviceFeed | None = None
@@ -208,27 +206,20 @@ class AsyncDataLoader:
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
         if self._given.prefetch_size == "auto":
-            self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
+            self._tuner = pipeline.tuner(self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            self._feed = self._device_feed(options.device, pipeline)
+            from penstock.feed.device import DeviceFeed, open_copier
+
+            try:
+                copier = open_copier(options.device)
+            except BaseException:  # without a device there are no batches, and no threads
+                self._close()
+                raise
+            hook, clock = self._given.device_preprocess, self.telemetry.clock
+            self._feed = DeviceFeed(copier, pipeline.next, pipeline.poll, hook, clock)
             self.telemetry.device = self._feed.waited_s
         return self
-
-    def _device_feed(self, device: str, pipeline: Pipeline) -> DeviceFeed:
-        from penstock.feed.device import DeviceFeed, open_copier
-
-        try:
-            return DeviceFeed(
-                open_copier(device),
-                pipeline.next,
-                pipeline.poll,
-                self._given.device_preprocess,
-                self.telemetry.clock,
-            )
-        except BaseException:  # without a device there are no batches, and no threads
-            self._close()
-            raise
 
     def _run_context(self) -> RunContext:
         """Return how a run from the current state goes."""

@@ -19,7 +19,7 @@ from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Autotune, pipeline_knobs
-from penstock.feed.prefetch_queue import PrefetchQueue, one_slot
+from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import make_pool
 from penstock.sources.base import Producer, RunContext, Source
 from penstock.watch.attribution import Known
@@ -60,14 +60,13 @@ class Pipeline:
             raise
         if run.n_workers > 0:
             slot_bytes = max(1, run.queue_bytes // run.prefetch_size)
-            # Batches whose size is not known beforehand take slots by their bytes.
-            slots = one_slot if run.row_bytes else (lambda batch: -(-batch.nbytes // slot_bytes))
             self._queue = PrefetchQueue(
                 self._producer.next,
                 run.prefetch_size,
                 clock=run.clock,
                 cpus=run.cpus,
-                slots=slots,
+                # Batches whose size is not known beforehand take slots by their bytes.
+                slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
             )
             self._queue.start()
 
@@ -180,19 +179,12 @@ class Pipeline:
 
     # Autotune
 
-    def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
+    def tuner(self, telemetry: Telemetry) -> Autotune:
         """Return what changes workers, requests, read-ahead and queue while this runs."""
         if self._queue is None:
             return Autotune([], telemetry)
-        knobs = pipeline_knobs(
-            self._pool,
-            self._queue,
-            getattr(self._producer, "lanes", None),
-            cores=self._cores,
-            batch_bytes=batch_bytes,
-            queue_bytes=self._run.queue_bytes,
-            read_ahead_bytes=self._run.read_ahead_bytes,
-        )
+        lanes = getattr(self._producer, "lanes", None)
+        knobs = pipeline_knobs(self._pool, self._queue, lanes, self._run, self._cores)
         return Autotune(knobs, telemetry)
 
     # The end

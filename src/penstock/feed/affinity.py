@@ -41,9 +41,10 @@ def resolve(cpus: Iterable[int] | None, numa_node: int | None) -> frozenset[int]
     return chosen
 
 
-def pin(cpus: frozenset[int]) -> None:
+def pin(cpus: frozenset[int] | None) -> None:
     """Restrict the calling thread, and threads and processes it starts, to these cores."""
-    os.sched_setaffinity(0, cpus)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
 
 
 def _node_cores(number: int) -> frozenset[int]:

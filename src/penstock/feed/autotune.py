@@ -16,6 +16,7 @@ from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import Pool, ThreadPool
 
 if TYPE_CHECKING:
+    from penstock.sources.base import RunContext
     from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
@@ -153,16 +154,14 @@ def pipeline_knobs(
     pool: Pool,
     queue: PrefetchQueue[Any],
     lanes: Any,
-    *,
+    run: RunContext,
     cores: int,
-    batch_bytes: int,
-    queue_bytes: int,
-    read_ahead_bytes: int,
 ) -> Iterator[Knob]:
     """Yield the knobs of a pipeline. Lanes of chunks have more of them than other data.
 
-    batch_bytes: 0 if the size of a batch is not known; then the queue is not resized.
+    The queue is resized only if the size of a batch is known.
     """
+    batch_bytes = run.row_bytes * run.batch_size
     reader: Any = getattr(lanes, "reader", None)
     if getattr(reader, "fetches", 0):
         yield Knob(
@@ -184,12 +183,15 @@ def pipeline_knobs(
         )
     if batch_bytes:
         size = queue.capacity
-        largest = min(MAX_PREFETCH, max(size, (queue_bytes + read_ahead_bytes) // 2 // batch_bytes))
+        largest = min(
+            MAX_PREFETCH, max(size, (run.queue_bytes + run.read_ahead_bytes) // 2 // batch_bytes)
+        )
 
         def resize(batches: int) -> None:
             queue.resize(batches)
             if reader is not None:  # memory for a longer queue comes out of read-ahead
-                lanes.read_ahead_bytes = read_ahead_bytes - max(0, batches - size) * batch_bytes
+                more = max(0, batches - size) * batch_bytes
+                lanes.read_ahead_bytes = run.read_ahead_bytes - more
 
         stages = READ_STAGES | {"pack", "batch", "copy"}
         yield Knob("prefetch_size", lambda: queue.capacity, resize, lambda: largest, stages)

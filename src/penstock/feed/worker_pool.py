@@ -175,8 +175,7 @@ class ThreadPool:
             return heapq.heappop(self._jobs)
 
     def _serve(self, number: int) -> None:
-        if self._cpus is not None:
-            pin(self._cpus)
+        pin(self._cpus)
         timeline = self._clock.timeline()
         while (job := self._take(number)) is not None:
             if job.task.set_running_or_notify_cancel():
