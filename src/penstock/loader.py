@@ -136,9 +136,8 @@ class AsyncDataLoader:
             before = self._origin
             try:
                 batch = self._timed(timeout)
-                if batch is None:
-                    self._exhausted = True
-                else:
+                self._exhausted = batch is None
+                if batch is not None:
                     self._origin = batch._origin
                 return batch
             except BaseException as error:

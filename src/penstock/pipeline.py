@@ -68,7 +68,6 @@ class Pipeline:
                 # Batches whose size is not known beforehand take slots by their bytes.
                 slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
             )
-            self._queue.start()
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream."""
@@ -167,14 +166,12 @@ class Pipeline:
             cores=self._cores,
             workers=self._run.workers,
             remote=bool(times),
-            fetches=gauges.get("fetches", 0),
             fetch_p95_ms=times.get("p95_ms", 0.0),
             retries=times.get("retries", 0),
             link_bound=spent_s > 0 and times.get("body_s", 0.0) > 0.7 * spent_s,
             tight=gauges.get("memory_bound", False),
-            cached=gauges.get("cached", False),
             text="chunks_ready" in gauges,
-            python=gauges.get("python", False),
+            **{name: gauges[name] for name in ("fetches", "cached", "python") if name in gauges},
         )
 
     # Autotune

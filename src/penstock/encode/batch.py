@@ -28,9 +28,9 @@ def can_wrap() -> bool:
     Only once torch was imported: its import holds the GIL for seconds, which is the trainer's
     decision. Not in inference mode: tensors made there cannot be trained on.
     """
-    torch = sys.modules.get("torch")
-    ready = torch is not None and hasattr(torch, "is_inference_mode_enabled")
-    return ready and hasattr(torch, "from_numpy") and not torch.is_inference_mode_enabled()  # type: ignore[union-attr]
+    torch: Any = sys.modules.get("torch")  # perhaps without its functions: it is being imported
+    ready = hasattr(torch, "is_inference_mode_enabled") and hasattr(torch, "from_numpy")
+    return ready and not torch.is_inference_mode_enabled()
 
 
 @dataclass(slots=True)

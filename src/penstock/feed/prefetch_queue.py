@@ -49,8 +49,6 @@ class PrefetchQueue(Generic[T]):
         self.first_made: float | None = None
         """When the first item was there, in monotonic time."""
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -99,7 +97,7 @@ class PrefetchQueue(Generic[T]):
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        return self._thread.ident is None or join_all([self._thread], timeout_s)
+        return join_all([self._thread], timeout_s)
 
     def _waited(self, items: int, timeout_s: float | None) -> bool:
         """Wait for items. Return False after a timeout, True also at the end of the stream."""

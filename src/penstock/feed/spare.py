@@ -25,11 +25,9 @@ class SpareThreads(ThreadPool):
         """Allow more threads than before."""
         self._limit = max(self._limit, limit)
 
-    def submit(
-        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
-    ) -> Task[Any]:
+    def submit(self, call: Call, *args: Any, **how: Any) -> Task[Any]:
         with self._changed:
-            task = super().submit(call, *args, after=after, urgent=urgent)
+            task = super().submit(call, *args, **how)
             self._unfinished += 1
             if self.n_workers < min(self._unfinished, self._limit):
                 self.resize(self.n_workers + 1)
