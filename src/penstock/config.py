@@ -85,10 +85,16 @@ def default_workers() -> int:
 # Ranks
 
 
+def torch_distributed() -> Any:
+    """Return torch.distributed if it is initialised, else None. Never imports it."""
+    distributed = sys.modules.get("torch.distributed")
+    ready = distributed and distributed.is_available() and distributed.is_initialized()
+    return distributed if ready else None
+
+
 def current_shard() -> Shard:
     """Return this rank's shard, from torch.distributed if initialised, else from the launcher."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if (distributed := torch_distributed()) is not None:
         return Shard(distributed.get_world_size(), distributed.get_rank())
     world, rank = _int("WORLD_SIZE", 1), _int("RANK", 0)
     if not 0 <= rank < world or (world > 1 and not os.environ.get("RANK")):

@@ -137,24 +137,17 @@ class TextDataset:
     def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
         from penstock.state import address
 
-        sizes = {member.name: member.size for file in self.files for member in file.members}
-        sizes |= {file.name: file.size for file in self.files if not file.members}
-        grouped = {file.name for file in self.files if file.format == "parquet"}
-        packed = {file.name for file in self.files if file.codec}
+        formats = {each.name: file.format for file in self.files for each in file.members or [file]}
         try:
             addresses = frozenset(address(entry) for entry in skip)
         except (StateError, TypeError) as error:
             raise ConfigError(f"skip: {error}") from error
         for entry in addresses:
-            if entry.file not in sizes:
-                raise ConfigError(f"skip: {entry.file!r} is not one of the {len(sizes)} files")
-            if (entry.group is not None) != (entry.file in grouped):
+            if entry.file not in formats:
+                raise ConfigError(f"skip: {entry.file!r} is not one of the {len(formats)} files")
+            if (entry.group is not None) != (formats[entry.file] == "parquet"):
                 raise ConfigError(
                     f"skip: {list(entry)} names a row group only if the file is Parquet"
-                )
-            if entry.group is None and entry.file not in packed and entry.row >= sizes[entry.file]:
-                raise ConfigError(
-                    f"skip: {list(entry)} is beyond the {sizes[entry.file]} bytes of it"
                 )
         return addresses
 

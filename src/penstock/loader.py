@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, BatchOrigin
@@ -25,14 +25,13 @@ from penstock.pipeline import Pipeline
 from penstock.run_options import batches_of_pass, check_warmup, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
-from penstock.state import State, StateMaker, check_lanes, parse
+from penstock.state import State, check_lanes, parse
 from penstock.watch.loader_stats import LoaderStats, Stats
 from penstock.watch.telemetry import Telemetry, attach
 
 if TYPE_CHECKING:
     from penstock.feed.autotune import Autotune
     from penstock.feed.device import DeviceFeed
-    from penstock.sources.mixture import MixtureSource
     from penstock.torch_dataset import TorchDataset
 
 
@@ -54,10 +53,9 @@ class AsyncDataLoader:
         self._dataset = dataset
         self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)
-        self._mixture: MixtureSource | None = None
-        if hasattr(self._source, "mixture"):
-            self._mixture = self._source  # type: ignore[assignment]
-            self._mixture.check_epochs(self._options.epochs)  # type: ignore[union-attr]
+        self._mixture = cast(Any, self._source) if hasattr(self._source, "mixture") else None
+        if self._mixture is not None:
+            self._mixture.check_epochs(self._options.epochs)
         self._pipeline: Pipeline | None = None
         self._finalizer: Any = None
         self._feed: DeviceFeed | None = None
@@ -138,9 +136,8 @@ class AsyncDataLoader:
             before = self._origin
             try:
                 batch = self._timed(timeout)
-                if batch is None:
-                    self._exhausted = True
-                else:
+                self._exhausted = batch is None
+                if batch is not None:
                     self._origin = batch._origin
                 return batch
             except BaseException as error:
@@ -151,17 +148,17 @@ class AsyncDataLoader:
                 raise
 
     def _timed(self, timeout: float | None) -> Batch | None:
-        begun = time.perf_counter()
+        begun, tokens = time.perf_counter(), None
         self.telemetry.entering(begun)
         try:
             batch = self._take(timeout)
+            tokens = None if batch is None else batch.tokens
         except BaseException as error:
-            now = time.perf_counter()
-            self._stats.took(begun, now, None)
-            self.telemetry.failed(begun, now, error)
+            self.telemetry.failed(begun, time.perf_counter(), error)
             raise
-        now, tokens = time.perf_counter(), None if batch is None else batch.tokens
-        self._stats.took(begun, now, tokens)
+        finally:
+            now = time.perf_counter()
+            self._stats.took(begun, now, tokens)
         self.telemetry.took(begun, now, tokens, self.queue_depth())
         if self._tuner is not None and tokens is not None:
             self._tuner.step(now, tokens, self.telemetry.consumer.paused.last_s)
@@ -212,16 +209,11 @@ class AsyncDataLoader:
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.follow(pipeline, begun)
         if self._given.prefetch_size == "auto":
-            self._tuner = pipeline.tuner(options.row_bytes * options.batch_size, self.telemetry)
+            self._tuner = pipeline.tuner(self.telemetry)
             self._tuner.adopt(self._tuned)
         if options.device is not None:
-            self._feed = DeviceFeed(
-                copier,
-                pipeline.next,
-                pipeline.poll,
-                self._given.device_preprocess,
-                self.telemetry.clock,
-            )
+            hook, clock = self._given.device_preprocess, self.telemetry.clock
+            self._feed = DeviceFeed(copier, pipeline.next, pipeline.poll, hook, clock)
             self.telemetry.device = self._feed.waited_s
         return self
 
@@ -237,7 +229,8 @@ class AsyncDataLoader:
             end_epoch=None if options.epochs is None else state.first + options.epochs,
             positions=state.lane_positions,
             start=state.position,
-            state=StateMaker(state),
+            # It must not hold on to the loader.
+            state=lambda position: state.at(position).to_dict(),
             clock=self.telemetry.clock,
         )
 
@@ -342,20 +335,16 @@ class AsyncDataLoader:
         shard = self._options.shard
         return range(shard.rem, lanes if self._source.by_lane else 0, shard.mod)
 
-    def _stream_id(self) -> dict[str, Any]:
-        options = self._options
-        return self._source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed}
-
     def _fresh_state(self, lanes: int, first: int = 0, batch: int = 0) -> State:
         """Return the state before the first row of the epoch `first`."""
-        source = self._source
+        source, options = self._source, self._options
         return State(
             row=0,
             batch=batch,
             first=first,
             lanes=lanes,
             lane_positions={n: source.first_position(first) for n in self._own_lanes(lanes)},
-            stream=self._stream_id(),
+            stream=source.settings_id() | {"shuffle": options.shuffle, "seed": options.seed},
             data=source.data_id(),
             tokenizer=source.tokenizer_id(),
             skip=source.skip,
@@ -367,9 +356,7 @@ class AsyncDataLoader:
         """Return this rank's part of a state, or raise if it does not fit data and options."""
         source, options = self._source, self._options
         source.check_state(loaded)
-        loaded.require(
-            stream=self._stream_id(), data=source.data_id(), tokenizer=source.tokenizer_id()
-        )
+        loaded.require_stream_of(self._state)
         if source.by_lane:
             check_lanes(loaded.lanes, options.shard.mod, StateMismatch)
             if self._given.lanes not in (None, loaded.lanes):

@@ -151,7 +151,7 @@ class Option:
         if kind is int or kind is float:
             return self._read_number(kind, value)
         if kind == Iterable[int]:
-            return _read_cpus(value)
+            return read_cpus(value)
         if kind is Path:
             return Path(value).expanduser()
         if kind is str:
@@ -210,7 +210,7 @@ def _show_size(size: int) -> str:
     return str(size)
 
 
-def _read_cpus(value: Any) -> tuple[int, ...]:
+def read_cpus(value: Any) -> tuple[int, ...]:
     """Return the CPUs of a list, or of a text such as "0-3,8"."""
     if not isinstance(value, str):
         return tuple(map(operator.index, value))

@@ -19,7 +19,7 @@ from penstock.config import default_workers
 from penstock.encode.batch import Batch
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Autotune, pipeline_knobs
-from penstock.feed.prefetch_queue import PrefetchQueue, one_slot
+from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import make_pool
 from penstock.sources.base import Producer, RunContext, Source
 from penstock.watch.attribution import Known
@@ -60,16 +60,14 @@ class Pipeline:
             raise
         if run.n_workers > 0:
             slot_bytes = max(1, run.queue_bytes // run.prefetch_size)
-            # Batches whose size is not known beforehand take slots by their bytes.
-            slots = one_slot if run.row_bytes else (lambda batch: -(-batch.nbytes // slot_bytes))
             self._queue = PrefetchQueue(
                 self._producer.next,
                 run.prefetch_size,
                 clock=run.clock,
                 cpus=run.cpus,
-                slots=slots,
+                # Batches whose size is not known beforehand take slots by their bytes.
+                slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
             )
-            self._queue.start()
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream."""
@@ -168,31 +166,22 @@ class Pipeline:
             cores=self._cores,
             workers=self._run.workers,
             remote=bool(times),
-            fetches=gauges.get("fetches", 0),
             fetch_p95_ms=times.get("p95_ms", 0.0),
             retries=times.get("retries", 0),
             link_bound=spent_s > 0 and times.get("body_s", 0.0) > 0.7 * spent_s,
             tight=gauges.get("memory_bound", False),
-            cached=gauges.get("cached", False),
             text="chunks_ready" in gauges,
-            python=gauges.get("python", False),
+            **{name: gauges[name] for name in ("fetches", "cached", "python") if name in gauges},
         )
 
     # Autotune
 
-    def tuner(self, batch_bytes: int, telemetry: Telemetry) -> Autotune:
+    def tuner(self, telemetry: Telemetry) -> Autotune:
         """Return what changes workers, requests, read-ahead and queue while this runs."""
         if self._queue is None:
             return Autotune([], telemetry)
-        knobs = pipeline_knobs(
-            self._pool,
-            self._queue,
-            getattr(self._producer, "lanes", None),
-            cores=self._cores,
-            batch_bytes=batch_bytes,
-            queue_bytes=self._run.queue_bytes,
-            read_ahead_bytes=self._run.read_ahead_bytes,
-        )
+        lanes = getattr(self._producer, "lanes", None)
+        knobs = pipeline_knobs(self._pool, self._queue, lanes, self._run, self._cores)
         return Autotune(knobs, telemetry)
 
     # The end

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from typing import Any, Literal
 
-from penstock.config import current_shard, default_workers, whole_number
+from penstock.config import current_shard, default_workers
 from penstock.errors import ConfigError, MissingExtra
 from penstock.feed.affinity import resolve
+from penstock.feed.warmup import check_arguments
 from penstock.options import LoaderOptions
 from penstock.sources.base import RunContext, Source
 from penstock.types import Shard
@@ -95,15 +95,11 @@ def check_warmup(
     run: RunContext, memory_limit: int, batches: Any, timeout: Any
 ) -> tuple[int | Literal["auto"], float]:
     """Check the arguments of `warmup()`."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 <= timeout <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"timeout={timeout!r}: must be a number of seconds ≥ 0")
-    if batches == "auto":
-        return "auto", float(timeout)
-    batches = run.prefetch_size if batches is None else whole_number("batches", batches, 0)
-    if run.row_bytes * run.batch_size * (batches + 1) > memory_limit:
+    wanted, timeout = check_arguments(run.prefetch_size if batches is None else batches, timeout)
+    batch_bytes = run.row_bytes * run.batch_size
+    if wanted != "auto" and batch_bytes * (wanted + 1) > memory_limit:
         raise ConfigError(
-            f"batches={batches}: take {run.row_bytes * run.batch_size * batches} bytes, more than "
+            f"batches={wanted}: take {batch_bytes * wanted} bytes, more than "
             f"memory_limit={memory_limit}. Ask for fewer, or raise it."
         )
-    return batches, float(timeout)
+    return wanted, timeout

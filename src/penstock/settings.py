@@ -143,8 +143,7 @@ def load(
     """
     environment = config.environment() if environment is None else environment
     given = from_source(overrides or {}, NAMES, origin)
-    if preset is not None:
-        given.append(RawSetting("preset", preset, "command line --preset"))
+    given += from_source({"preset": preset}, NAMES, "command line --")
     ours = {name for name in environment if name.startswith(("PENSTOCK_", "NSA_FWE_"))}
     variables = {name: environment[name] or None for name in sorted(ours - config.OTHER_VARIABLES)}
     where, file_from = _find_file(path, environment)

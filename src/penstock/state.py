@@ -23,9 +23,9 @@ from penstock.errors import ConfigError, StateFormat, StateMismatch
 from penstock.types import Address, LanePosition, StreamPosition, is_count
 
 VERSION = 2
-KEYS = frozenset(
-    {"penstock", "row", "batch", "first", "lanes", "at", "stream", "data", "tokenizer", "skip"}
-)
+COUNTS = ("row", "batch", "first", "lanes")
+TABLES = ("stream", "data", "tokenizer")
+KEYS = {"penstock", "at", "skip", *COUNTS, *TABLES}
 Weights = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -49,14 +49,9 @@ class State:
     def to_dict(self) -> dict[str, Any]:
         state = {
             "penstock": VERSION,
-            "row": self.row,
-            "batch": self.batch,
-            "first": self.first,
-            "lanes": self.lanes,
+            **{name: getattr(self, name) for name in COUNTS},
             "at": {str(lane): at.to_list() for lane, at in self.lane_positions.items()},
-            "stream": dict(self.stream),
-            "data": dict(self.data),
-            "tokenizer": dict(self.tokenizer),
+            **{name: dict(getattr(self, name)) for name in TABLES},
             "skip": [list(address) for address in sorted(self.skip, key=str)],
         }
         if self.weights:
@@ -91,14 +86,12 @@ class State:
             )
         return replace(self, lane_positions={n: self.lane_positions[n] for n in sorted(lanes)})
 
-    def require(
-        self, *, stream: dict[str, Any], data: dict[str, Any], tokenizer: dict[str, Any]
-    ) -> None:
+    def require_stream_of(self, current: State) -> None:
         """Raise if the state belongs to another stream, and name what differs."""
         for what, saved, now in (
-            ("the data", self.data, data),
-            ("the tokenizer", self.tokenizer, tokenizer),
-            ("settings", self.stream, stream),
+            ("the data", self.data, current.data),
+            ("the tokenizer", self.tokenizer, current.tokenizer),
+            ("settings", self.stream, current.stream),
         ):
             # The name of a vocabulary is only for people: it may differ between machines.
             ignored = {"name"} if what == "the tokenizer" else set()
@@ -111,17 +104,7 @@ class State:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class StateMaker:
-    """Makes the state of a batch, without holding on to the loader."""
-
-    start: State
-
-    def __call__(self, position: StreamPosition) -> dict[str, Any]:
-        return self.start.at(position).to_dict()
-
-
-def check_lanes(lanes: int, world: int, error: type[ConfigError | StateMismatch]) -> int:
+def check_lanes(lanes: int, world: int, error: type[ConfigError | StateMismatch]) -> None:
     """Raise if this number of ranks cannot share the lanes, and name the numbers that can."""
     if lanes % world:
         sizes = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
@@ -129,25 +112,17 @@ def check_lanes(lanes: int, world: int, error: type[ConfigError | StateMismatch]
             f"{world} ranks cannot share {lanes} lanes evenly: world sizes that work are {sizes}. "
             "To grow later, start with lanes=… a multiple of the largest size."
         )
-    return lanes
 
 
 def parse(value: Any) -> State:
     """Parse what `state_dict()` returned, or a list of the states of all ranks."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        if not value:
-            raise StateFormat("the list of states is empty: give the state of each rank")
-        return merge([_parse_one(v) for v in value])
-    return _parse_one(value)
-
-
-def merge(states: Sequence[State]) -> State:
-    """Combine the states of all ranks, taken at the same batch."""
+    states = [_parse_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
+    if not states:
+        raise StateFormat("the list of states is empty: give the state of each rank")
     first = states[0]
     positions: dict[int, LanePosition] = {}
-    shared = ("row", "batch", "first", "lanes", "stream", "data", "tokenizer", "skip", "weights")
     for state in states:
-        for name in (*shared, "source"):
+        for name in (*COUNTS, *TABLES, "skip", "weights", "source"):
             if getattr(state, name) != getattr(first, name):
                 raise StateMismatch(
                     "the states of the ranks were not taken at the same batch of the same run: "
@@ -171,28 +146,24 @@ def _parse_one(value: Any) -> State:
             f"the state has version {version!r:.20}, this release reads version {VERSION}. Resume with "
             "the release that saved it, or start a new run."
         )
-    unknown, missing = set(value) - KEYS - {"weights", "source"}, KEYS - set(value)
+    unknown, missing = value.keys() - KEYS - {"weights", "source"}, KEYS - value.keys()
     if unknown or missing:
         raise StateFormat(
             f"invalid state: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
         )
-    for name in ("row", "batch", "first", "lanes"):
+    for name in COUNTS:
         _check(is_count(value[name]), value, name, "must be a non-negative integer")
     _check(value["lanes"] >= 1, value, "lanes", "must be at least 1")
-    for name in ("stream", "data", "tokenizer"):
+    for name in TABLES:
         table = value[name]
         fits = isinstance(table, Mapping) and all(isinstance(key, str) for key in table)
         _check(fits, value, name, "must be a table")
     _check(isinstance(value["skip"], list | tuple), value, "skip", "must be a list")
+    tables: dict[str, Any] = {name: dict(value[name]) for name in TABLES}
     return State(
-        row=value["row"],
-        batch=value["batch"],
-        first=value["first"],
-        lanes=value["lanes"],
+        **{name: value[name] for name in COUNTS},
+        **tables,
         lane_positions=_positions(value),
-        stream=dict(value["stream"]),
-        data=dict(value["data"]),
-        tokenizer=dict(value["tokenizer"]),
         skip=frozenset(address(entry) for entry in value["skip"]),
         weights=_weights(value),
         source=value.get("source"),
@@ -214,15 +185,15 @@ def _positions(state: Mapping[str, Any]) -> dict[int, LanePosition]:
 
 
 def _weights(state: Mapping[str, Any]) -> Weights:
-    value = state.get("weights", [])
-    needs = "must be a list of rows and weights"
+    if "weights" not in state:
+        return ()
+    weights: Weights = ()
     try:
-        weights = tuple((row, tuple(of_row)) for row, of_row in value)
+        weights = tuple((row, tuple(of_row)) for row, of_row in state["weights"])
+        fits = all(is_count(row) and all(map(is_count, of_row)) for row, of_row in weights)
     except (TypeError, ValueError):
-        raise StateFormat(f"invalid state: 'weights' {needs}, not {value!r:.80}") from None
-    fits = all(is_count(row) and all(map(is_count, of_row)) for row, of_row in weights)
-    if weights:
-        _check(fits, state, "weights", needs)
+        fits = False
+    _check(fits, state, "weights", "must be a list of rows and weights")
     return weights
 
 

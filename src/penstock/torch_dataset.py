@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import write_atomically
+from penstock.config import torch_distributed, write_atomically
 from penstock.errors import ConfigError, MissingExtra, StateFormat
 from penstock.types import IGNORE
 
@@ -155,8 +155,8 @@ def _gather(loader: AsyncDataLoader, state: dict[str, Any]) -> list[dict[str, An
     shard = loader._options.shard
     if shard.mod == 1:
         return [state]
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
+    distributed = torch_distributed()
+    if distributed is None:
         raise ConfigError(
             f"the states of {shard.mod} ranks are gathered with torch.distributed, which is not "
             "initialised. Call init_process_group first, or save each rank's state_dict() by itself."

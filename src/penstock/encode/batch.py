@@ -28,9 +28,9 @@ def can_wrap() -> bool:
     Only once torch was imported: its import holds the GIL for seconds, which is the trainer's
     decision. Not in inference mode: tensors made there cannot be trained on.
     """
-    torch = sys.modules.get("torch")
-    ready = torch is not None and hasattr(torch, "is_inference_mode_enabled")
-    return ready and hasattr(torch, "from_numpy") and not torch.is_inference_mode_enabled()  # type: ignore[union-attr]
+    torch: Any = sys.modules.get("torch")  # perhaps without its functions: it is being imported
+    ready = hasattr(torch, "is_inference_mode_enabled") and hasattr(torch, "from_numpy")
+    return ready and not torch.is_inference_mode_enabled()
 
 
 @dataclass(slots=True)
@@ -88,15 +88,6 @@ class Batch:
 
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
-        if self.narrow is None and self._ids and isinstance(self.inputs, np.ndarray):
-            import torch  # the usual case, which needs no search for arrays
-
-            self.inputs = torch.from_numpy(self.inputs)
-            self.targets = torch.from_numpy(self.targets)
-            if self.positions is not None:
-                self.positions = torch.from_numpy(self.positions)
-                self.cu_seqlens = torch.from_numpy(self.cu_seqlens)
-            return
         seen: dict[int, Any] = {}  # inputs may be one of the data's fields, and stay it
         for name in ("data", "inputs", "targets", "positions", "cu_seqlens"):
             if (value := getattr(self, name)) is not None:
@@ -152,8 +143,6 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def memory_of(value: Any) -> int:
     """Return the memory of the arrays in a value."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, dict | list | tuple):

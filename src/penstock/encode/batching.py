@@ -115,13 +115,10 @@ class Batcher:
                 missing.append((int(turns[got]), lane))
         if not missing:
             return pieces, wanted, wanted
-        failed = [at for at in missing if self._packers[at[1]].failed is not None]
-        if self._drop_last:
-            failed = [at for at in failed if at == min(missing)]  # else the stream ends before it
-        for _, lane in failed:
-            error = self._packers[lane].failed
-            assert error is not None
-            raise error
+        # With drop_last the stream ends with the first missing row: later failures do not count.
+        for _, lane in [min(missing)] if self._drop_last else missing:
+            if (error := self._packers[lane].failed) is not None:
+                raise error
         if self._drop_last:
             return [], 0, 0
         return self._without_finished(pieces)

@@ -121,8 +121,7 @@ class TiktokenEngine(Engine):
         return _flatten([self._encoding.encode_ordinary(text) for text in texts.to_pylist()])
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        data: bytes = self._encoding.decode_bytes(ids)
-        return data
+        return bytes(self._encoding.decode_bytes(ids))
 
 
 def _flatten(documents: list[Any]) -> tuple[Ids, I64]:
@@ -191,8 +190,7 @@ class GigatokenEngine(Engine):
 
     def decode(self, ids: Sequence[int]) -> bytes:
         with self._lock:
-            data: bytes = self._shared().decode(np.array(ids, np.uint32))
-        return data
+            return bytes(self._shared().decode(np.array(ids, np.uint32)))
 
     def _shared(self) -> Any:
         """Return the idle instance used last, whose cache is warm. Load one if there is none."""

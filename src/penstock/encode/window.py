@@ -54,10 +54,9 @@ class WindowMap(NamedTuple):
 
     def token_of(self, position: LanePosition) -> int:
         """Return the token of a position."""
-        doc = min(position.doc, len(self.ends))
-        if doc == len(self.ends):
+        if position.doc >= len(self.ends):
             return self.tokens
-        return min(self.begin(doc) + position.token, int(self.ends[doc]))
+        return min(self.begin(position.doc) + position.token, int(self.ends[position.doc]))
 
     def spans(self, token: int, length: int, at: int) -> list[Span]:
         """Return the sources of `length` tokens from `token` on; the first is id `at` of its row."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.options import read_cpus
 
 NODES = Path("/sys/devices/system/node")
 
@@ -40,9 +41,10 @@ def resolve(cpus: Iterable[int] | None, numa_node: int | None) -> frozenset[int]
     return chosen
 
 
-def pin(cpus: frozenset[int]) -> None:
+def pin(cpus: frozenset[int] | None) -> None:
     """Restrict the calling thread, and threads and processes it starts, to these cores."""
-    os.sched_setaffinity(0, cpus)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
 
 
 def _node_cores(number: int) -> frozenset[int]:
@@ -53,13 +55,4 @@ def _node_cores(number: int) -> frozenset[int]:
         raise ConfigError(
             f"numa_node={number}: not found among {', '.join(known) or 'no nodes'} in {NODES}"
         ) from None
-    return _parse_cpu_list(text)
-
-
-def _parse_cpu_list(text: str) -> frozenset[int]:
-    """Parse a kernel list such as `0-3,8-11`. Empty for a node without cores."""
-    numbers: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        low, _, high = part.partition("-")
-        numbers.update(range(int(low), int(high or low) + 1))
-    return frozenset(numbers)
+    return frozenset(read_cpus(text) if text.strip() else ())  # a node may have no cores

@@ -8,13 +8,16 @@ when batches are made and never what is in them, so the stream does not change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.feed.prefetch_queue import PrefetchQueue
 from penstock.feed.worker_pool import Pool, ThreadPool
-from penstock.watch.attribution import Verdict
+
+if TYPE_CHECKING:
+    from penstock.sources.base import RunContext
+    from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
 
@@ -59,13 +62,6 @@ class Knob:
         return max(now, min(2 * max(1, now), self.max()))
 
 
-class Observed(Protocol):
-    """The parts of `Telemetry` that are used here."""
-
-    def verdict(self) -> Verdict: ...
-    def event(self, msg: str, **fields: Any) -> None: ...
-
-
 class _Trial(NamedTuple):
     """A change that is being measured."""
 
@@ -78,8 +74,8 @@ class _Trial(NamedTuple):
 class Autotune:
     """Tunes the knobs of one pipeline."""
 
-    def __init__(self, knobs: Sequence[Knob], observed: Observed) -> None:
-        self.knobs, self._observed = knobs, observed
+    def __init__(self, knobs: Iterable[Knob], observed: Telemetry) -> None:
+        self.knobs, self._observed = list(knobs), observed
         self._trial: _Trial | None = None
         self._retry_at: dict[str, float] = {}
         self._warm_steps = WARM_STEPS
@@ -158,51 +154,44 @@ def pipeline_knobs(
     pool: Pool,
     queue: PrefetchQueue[Any],
     lanes: Any,
-    *,
+    run: RunContext,
     cores: int,
-    batch_bytes: int,
-    queue_bytes: int,
-    read_ahead_bytes: int,
-) -> list[Knob]:
-    """Return the knobs of a pipeline. Lanes of chunks have more of them than other data.
+) -> Iterator[Knob]:
+    """Yield the knobs of a pipeline. Lanes of chunks have more of them than other data.
 
-    batch_bytes: 0 if the size of a batch is not known; then the queue is not resized.
+    The queue is resized only if the size of a batch is known.
     """
-    knobs: list[Knob] = []
+    batch_bytes = run.row_bytes * run.batch_size
     reader: Any = getattr(lanes, "reader", None)
     if getattr(reader, "fetches", 0):
-        knobs.append(
-            Knob(
-                "fetches",
-                get=lambda: reader.fetches,
-                set=reader.set_fetches,
-                max=lambda: 1 if lanes.memory_bound else MAX_FETCHES,
-                stages=frozenset({"fetch"}),
-            )
+        yield Knob(
+            "fetches",
+            get=lambda: reader.fetches,
+            set=reader.set_fetches,
+            max=lambda: 1 if lanes.memory_bound else MAX_FETCHES,
+            stages=frozenset({"fetch"}),
         )
     if type(pool) is ThreadPool:  # processes take long to start
-        knobs.append(
-            Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, WORKER_STAGES)
-        )
+        yield Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, WORKER_STAGES)
     if reader is not None:
-        knobs.append(
-            Knob(
-                "read_ahead",
-                get=lambda: lanes.read_ahead,
-                set=lambda chunks: setattr(lanes, "min_read_ahead", chunks),
-                max=lambda: 0 if lanes.memory_bound else MAX_READ_AHEAD,
-                stages=READ_STAGES,
-            )
+        yield Knob(
+            "read_ahead",
+            get=lambda: lanes.read_ahead,
+            set=lambda chunks: setattr(lanes, "min_read_ahead", chunks),
+            max=lambda: 0 if lanes.memory_bound else MAX_READ_AHEAD,
+            stages=READ_STAGES,
         )
     if batch_bytes:
         size = queue.capacity
-        largest = min(MAX_PREFETCH, max(size, (queue_bytes + read_ahead_bytes) // 2 // batch_bytes))
+        largest = min(
+            MAX_PREFETCH, max(size, (run.queue_bytes + run.read_ahead_bytes) // 2 // batch_bytes)
+        )
 
         def resize(batches: int) -> None:
             queue.resize(batches)
             if reader is not None:  # memory for a longer queue comes out of read-ahead
-                lanes.read_ahead_bytes = read_ahead_bytes - max(0, batches - size) * batch_bytes
+                more = max(0, batches - size) * batch_bytes
+                lanes.read_ahead_bytes = run.read_ahead_bytes - more
 
         stages = READ_STAGES | {"pack", "batch", "copy"}
-        knobs.append(Knob("prefetch_size", lambda: queue.capacity, resize, lambda: largest, stages))
-    return knobs
+        yield Knob("prefetch_size", lambda: queue.capacity, resize, lambda: largest, stages)

@@ -7,12 +7,12 @@ in the same order. A single rank needs neither torch nor a group.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from penstock.config import torch_distributed
 from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
 from penstock.types import Shard
 from penstock.watch.stage_timer import RANKS, Clock, NullClock
@@ -72,17 +72,14 @@ class GlooRanks(Ranks):
         return [each.tolist() for each in gathered]
 
     def gather_texts(self, text: str) -> list[str]:
+        return self.gather_objects(text[:MAX_TEXT])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, pickled on the way."""
         gathered: list[Any] = [None] * self.world
         with self._reaching():
-            self._distributed.all_gather_object(gathered, text[:MAX_TEXT], group=self.group)
+            self._distributed.all_gather_object(gathered, value, group=self.group)
         return gathered
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value that rank 0 passed. The other ranks pass None."""
-        values: list[Any] = [value]
-        with self._reaching():
-            self._distributed.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
 
     def close(self) -> None:
         """Destroy the group once every rank is done with it."""
@@ -108,7 +105,7 @@ class RankAgreement:
     """Ends a finite stream on all ranks after the same number of batches."""
 
     def __init__(self, shard: Shard, clock: Clock | None = None) -> None:
-        distributed = _initialised()
+        distributed = torch_distributed()
         if distributed is None or distributed.get_world_size() != shard.mod:
             raise UnevenRanks(
                 f"epochs=… on {shard.mod} ranks: their shares of the data differ in length, so they must agree where to "
@@ -137,7 +134,7 @@ class RankAgreement:
 
 def from_rank_0(make: Callable[[], bytes]) -> bytes:
     """Call `make` on rank 0 and return its result on every rank. If it fails, it fails everywhere."""
-    if _initialised() is None:
+    if torch_distributed() is None:
         raise ConfigError(
             "share_listing=True needs torch.distributed: call init_process_group first, or leave it out"
         )
@@ -150,15 +147,8 @@ def from_rank_0(make: Callable[[], bytes]) -> bytes:
         made = f"{type(error).__name__}: {error}"
         raise
     finally:
-        made = ranks.broadcast(made)
+        made = ranks.gather_objects(made)[0]
         ranks.close()
     if isinstance(made, str):
         raise PeerFailed(f"rank 0 could not list the data: {made}")
     return made
-
-
-def _initialised() -> Any:
-    """Return torch.distributed if it is initialised. Never imports it."""
-    distributed = sys.modules.get("torch.distributed")
-    ready = distributed and distributed.is_available() and distributed.is_initialized()
-    return distributed if ready else None

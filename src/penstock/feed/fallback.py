@@ -73,8 +73,8 @@ class BackgroundOpen(Generic[T]):
             self._opened.exception(timeout_s)
         except TimeoutError:
             raise errors.LoaderTimeout(
-                f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, or its vocabulary "
-                "is being loaded. Check that the server can be reached, or allow more time."
+                f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, "
+                "or its vocabulary is being loaded. Check that the server can be reached, or allow more time."
             ) from None
         return self._opened.result()
 

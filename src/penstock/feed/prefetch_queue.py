@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from penstock.errors import LoaderTimeout
 from penstock.feed.affinity import pin
@@ -19,11 +19,6 @@ from penstock.feed.worker_pool import closed, join_all
 from penstock.watch.stage_timer import OUT, WAIT, Clock
 
 T = TypeVar("T")
-
-
-def one_slot(item: Any) -> int:
-    """Items of equal size take one slot each."""
-    return 1
 
 
 class PrefetchQueue(Generic[T]):
@@ -35,11 +30,11 @@ class PrefetchQueue(Generic[T]):
         capacity: int,
         *,
         clock: Clock,
-        cpus: frozenset[int] | None = None,
-        slots: Callable[[T], int] = one_slot,
+        cpus: frozenset[int] | None,
+        slots: Callable[[T], int],
     ) -> None:
         """`produce` returns the next item, or None at the end. `slots` returns how much of the
-        capacity an item takes, where items differ in size."""
+        capacity an item takes."""
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
@@ -54,8 +49,6 @@ class PrefetchQueue(Generic[T]):
         self.first_made: float | None = None
         """When the first item was there, in monotonic time."""
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -104,7 +97,7 @@ class PrefetchQueue(Generic[T]):
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        return self._thread.ident is None or join_all([self._thread], timeout_s)
+        return join_all([self._thread], timeout_s)
 
     def _waited(self, items: int, timeout_s: float | None) -> bool:
         """Wait for items. Return False after a timeout, True also at the end of the stream."""
@@ -124,8 +117,7 @@ class PrefetchQueue(Generic[T]):
     def _run(self) -> None:
         self._clock.adopt(self._timeline)
         try:
-            if self._cpus is not None:
-                pin(self._cpus)
+            pin(self._cpus)
             while self._has_room():
                 with self._clock.stage("pack"):
                     item = self._produce()

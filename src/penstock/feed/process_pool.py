@@ -168,8 +168,7 @@ def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
-        if cpus is not None:
-            pin(cpus)
+        pin(cpus)
         work = pickle.loads(pickled)
     except BaseException as error:
         pipe.send_bytes(pickle.dumps(portable(error)))

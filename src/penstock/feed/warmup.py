@@ -13,10 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
-from penstock.config import whole_number
-from penstock.errors import ConfigError, LoaderClosed, StateError
+from penstock.errors import LoaderClosed, StateError
+from penstock.options import LoaderOptions, options_of
 
 log = logging.getLogger("penstock")
 
@@ -191,10 +192,7 @@ def warmup_loader_with_first_batch(
 
     iterable: the iterator that `first` was taken from.
     """
-    if batches != "auto":
-        batches = whole_number("batches", batches, 0)
-    if not timeout >= 0:
-        raise ConfigError(f"timeout={timeout!r}: must be a number of seconds ≥ 0")
+    batches, timeout = check_arguments(batches, timeout)
     warmed = WarmedIterator(iterable, first)
     if batches == 0 or timeout == 0:
         return warmed
@@ -207,6 +205,13 @@ def warmup_loader_with_first_batch(
         same = {"fetch_warmup_batches": result.filled, "fetch_warmup_wait_ms": result.wait_ms}
         heartbeat.event(f"{prefix}warmup", **result._asdict(), **same)
     return warmed
+
+
+def check_arguments(batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:
+    """Check the arguments of a warmup: they are those of the loader's options."""
+    declared = options_of(LoaderOptions)
+    batches = replace(declared["warmup_batches"], name="batches").read(batches)
+    return batches, replace(declared["warmup_timeout"], name="timeout").read(timeout)
 
 
 def _is_own(iterable: Any) -> bool:

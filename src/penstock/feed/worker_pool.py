@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from penstock.errors import LoaderClosed
 from penstock.feed.affinity import pin
@@ -22,6 +22,11 @@ from penstock.watch.stage_timer import WAIT, Clock, NullClock, ThreadTimeline
 T = TypeVar("T")
 Call = str | Callable[..., Any]
 """The name of a method of the work object; threads also take any function."""
+
+
+def method(work: Any, call: Call) -> Callable[..., Any]:
+    """Return the function that a call names."""
+    return getattr(work, call) if isinstance(call, str) else call
 
 
 def closed() -> LoaderClosed:
@@ -44,6 +49,24 @@ class Task(Future[T]):
             return super().result(timeout)
         with self._clock.stage(WAIT, self.timeline):
             return super().result(timeout)
+
+    def run(self, function: Callable[..., T], *args: Any, on: ThreadTimeline | None = None) -> None:
+        """Call the function and store what it returns or raises; `on` records the time."""
+        if not self.set_running_or_notify_cancel():
+            return
+        result, error = None, None
+        if on is not None and self.timeline is not None:
+            on.begin(self.timeline)
+        try:
+            result = function(*args)
+        except BaseException as raised:  # every failure belongs to the one who waits for the task
+            error = raised
+        if on is not None and self.timeline is not None:
+            on.end(self.timeline)
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(cast(T, result))
 
     def ready(self) -> bool:
         """Return True if there is a result: not for a task that failed or was cancelled."""
@@ -68,7 +91,7 @@ class Job:
     """A queued call."""
 
     order: int
-    call: Call
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     task: Task[Any]
 
@@ -126,7 +149,7 @@ class ThreadPool:
                 raise closed()
             self._last += 1
             order = -self._last if urgent else self._last
-        job = Job(order, call, args, Task(self._clock, after))
+        job = Job(order, method(self._work, call), args, Task(self._clock, after))
         if after is None:
             self._push(job)
         else:
@@ -175,29 +198,11 @@ class ThreadPool:
             return heapq.heappop(self._jobs)
 
     def _serve(self, number: int) -> None:
-        if self._cpus is not None:
-            pin(self._cpus)
+        pin(self._cpus)
         timeline = self._clock.timeline()
         while (job := self._take(number)) is not None:
-            if job.task.set_running_or_notify_cancel():
-                self._run(job, timeline)
+            job.task.run(job.function, *job.args, on=timeline)
             del job  # an idle thread must not keep the last result alive
-
-    def _run(self, job: Job, timeline: ThreadTimeline) -> None:
-        task, error, result = job.task, None, None
-        if task.timeline is not None:
-            timeline.begin(task.timeline)
-        try:
-            call = getattr(self._work, job.call) if isinstance(job.call, str) else job.call
-            result = call(*job.args)
-        except BaseException as raised:  # every failure belongs to the one who waits for the task
-            error = raised
-        if task.timeline is not None:
-            timeline.end(task.timeline)
-        if error is not None:
-            task.set_exception(error)
-        else:
-            task.set_result(result)
 
 
 class LazyTask(Task[T]):
@@ -209,13 +214,8 @@ class LazyTask(Task[T]):
 
     def result(self, timeout: float | None = None) -> T:
         function, self._function = self._function, None
-        if function is not None and self.set_running_or_notify_cancel():
-            try:
-                result = function()
-            except BaseException as error:
-                self.set_exception(error)
-            else:
-                self.set_result(result)
+        if function is not None:
+            self.run(function)
         return super().result(timeout)
 
 
@@ -228,10 +228,8 @@ class InlinePool:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def submit(
-        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
-    ) -> Task[Any]:
-        function = getattr(self._work, call) if isinstance(call, str) else call
+    def submit(self, call: Call, *args: Any, after: Task[Any] | None = None, **_: Any) -> Task[Any]:
+        function = method(self._work, call)
         if after is None:
             return LazyTask(lambda: function(*args))
         return LazyTask(lambda: function(*args, after.result()))
@@ -284,12 +282,10 @@ class PartPool:
     def n_workers(self) -> int:
         return self.pool.n_workers
 
-    def submit(
-        self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
-    ) -> Task[Any]:
-        if not isinstance(call, str):
-            return self.pool.submit(call, *args, after=after, urgent=urgent)
-        return self.pool.submit("call", self._part, call, *args, after=after, urgent=urgent)
+    def submit(self, call: Call, *args: Any, **how: Any) -> Task[Any]:
+        if isinstance(call, str):
+            call, args = "call", (self._part, call, *args)
+        return self.pool.submit(call, *args, **how)
 
 
 def join_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
