@@ -161,6 +161,12 @@ def test_a_mixture_of_different_vocabularies_is_refused(corpus: Path, tmp_path: 
             AsyncDataLoader(Mixture({"one": part(one), "two": part(two)}), 2)
 
 
+def test_an_offset_to_skip_beyond_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some"}\n')
+    with pytest.raises(ConfigError, match="skip"):
+        TextDataset(tmp_path, tokenizer="byte", seq_len=8, skip=[("a.jsonl", None, 999)])
+
+
 def test_an_address_to_skip_that_cannot_exist_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "p.parquet", [f"text {row}" for row in range(100)], group=10)
 

@@ -137,17 +137,20 @@ class TextDataset:
     def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
         from penstock.state import address
 
-        formats = {each.name: file.format for file in self.files for each in file.members or [file]}
+        files = {each.name: file for file in self.files for each in file.members or [file]}
         try:
             addresses = frozenset(address(entry) for entry in skip)
         except (StateError, TypeError) as error:
             raise ConfigError(f"skip: {error}") from error
         for entry in addresses:
-            if entry.file not in formats:
-                raise ConfigError(f"skip: {entry.file!r} is not one of the {len(formats)} files")
-            if (entry.group is not None) != (formats[entry.file] == "parquet"):
+            file = files.get(entry.file)
+            if file is None:
+                raise ConfigError(f"skip: {entry.file!r} is not one of the {len(files)} files")
+            if (entry.group is None) == (file.format == "parquet"):
+                raise ConfigError(f"skip: {list(entry)}: a row group goes with Parquet files only")
+            if entry.group is None and not file.codec and entry.row >= file.size:
                 raise ConfigError(
-                    f"skip: {list(entry)} names a row group only if the file is Parquet"
+                    f"skip: {list(entry)} is beyond the {file.size} bytes of the file"
                 )
         return addresses
 
