@@ -67,6 +67,7 @@ class Pipeline:
                 cpus=run.cpus,
                 # Batches whose size is not known beforehand take slots by their bytes.
                 slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
+                burst=run.burst,
             )
 
     def next(self, timeout_s: float | None = None) -> Batch | None:

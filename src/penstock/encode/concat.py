@@ -89,6 +89,7 @@ class ConcatPacker:
         self._base = self._end = self._at = 0
         self._windows: Windows = ()
         self._doc_starts: I64 = np.empty(0, np.int64)
+        self._steps: I64 = np.empty(0, np.int64)
         self._window: Window | None = None
         self._doc = 0
         """The next document of the window to gather."""
@@ -114,7 +115,9 @@ class ConcatPacker:
     def _starts_concat(self, n: int) -> I64:
         self._fill(self._at + n * self._seq_len + 1)
         n = max(0, min(n, (self._end - self._at - 1) // self._seq_len))
-        return self._at + self._seq_len * np.arange(n, dtype=np.int64)
+        if len(self._steps) < n:
+            self._steps = self._seq_len * np.arange(n, dtype=np.int64)
+        return self._at + self._steps[:n]
 
     def _starts_aligned(self, n: int) -> I64:
         starts: list[int] = []

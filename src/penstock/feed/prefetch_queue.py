@@ -32,10 +32,13 @@ class PrefetchQueue(Generic[T]):
         clock: Clock,
         cpus: frozenset[int] | None,
         slots: Callable[[T], int],
+        burst: int = 1,
     ) -> None:
         """`produce` returns the next item, or None at the end. `slots` returns how much of the
-        capacity an item takes."""
+        capacity an item takes. Up to `burst` items are handed over at once: waking the consumer
+        costs as much as making a small one."""
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
+        self._burst = burst
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
         # Taken by itself: Ctrl-C between two lines of `Condition.__exit__` would leave it locked.
@@ -118,35 +121,41 @@ class PrefetchQueue(Generic[T]):
         self._clock.adopt(self._timeline)
         try:
             pin(self._cpus)
-            while self._has_room():
-                with self._clock.stage("pack"):
-                    item = self._produce()
-                if item is None:
-                    break
-                self._timeline.count("batch", 1)
-                self._put(item)
-                del item
+            wanted, more = 1, True  # the first item is not held back for a second one
+            while more and (room := self._room()):
+                more = self._make(min(wanted, room))
+                wanted = min(2 * wanted, self._burst)
         except BaseException as error:  # raised by the `get` that comes to it
             self._error = error
         with self._lock:
             self._ended = True
             self._changed.notify_all()
 
-    def _has_room(self) -> bool:
-        """Wait for room. Return False once the queue was stopped."""
+    def _room(self) -> int:
+        """Wait for room and return how much there is; 0 once the queue was stopped."""
         with self._lock:
             if self._used >= self._limit and not self._stopped:
                 with self._clock.stage(OUT):
                     self._changed.wait_for(lambda: self._used < self._limit or self._stopped)
-            return not self._stopped
+            return 0 if self._stopped else self._limit - self._used
 
-    def _put(self, item: T) -> None:
-        slots = self._slots(item)
-        with self._lock:
-            if self._stopped:
-                return
-            if self.first_made is None:
-                self.first_made = time.monotonic()
-            self._items.append((item, slots))
-            self._used += slots
-            self._changed.notify_all()
+    def _make(self, wanted: int) -> bool:
+        """Make items and hand them over, also those before a failure. Return False at the end."""
+        made: list[tuple[T, int]] = []
+        try:
+            with self._clock.stage("pack"):
+                while len(made) < wanted:
+                    item = self._produce()
+                    if item is None:
+                        return False
+                    made.append((item, self._slots(item)))
+            return True
+        finally:
+            self._timeline.count("batch", len(made))
+            with self._lock:
+                if made and self.first_made is None:
+                    self.first_made = time.monotonic()
+                if not self._stopped:
+                    self._items.extend(made)
+                    self._used += sum(slots for _, slots in made)
+                    self._changed.notify_all()

@@ -18,7 +18,7 @@ from penstock.encode.batch import Batch
 from penstock.encode.batching import Batcher
 from penstock.errors import BadRecord
 from penstock.feed.worker_pool import Pool
-from penstock.types import Address, LanePosition, Shard, StreamPosition
+from penstock.types import Address, LanePosition, MiB, Shard, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 BEGINNING = StreamPosition(0, 0)
+BURST_BYTES = 2 * MiB
+"""Batches are handed over together up to this size: 8 batches of 16 rows of 1024 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,12 @@ class RunContext:
     @property
     def own_lanes(self) -> range:
         return range(self.shard.rem, self.lanes, self.shard.mod)
+
+    @property
+    def burst(self) -> int:
+        """Batches to make before they are handed over: more than one if they are small."""
+        small = BURST_BYTES // max(1, self.row_bytes * self.batch_size) if self.row_bytes else 1
+        return max(1, min(small, self.prefetch_size))
 
     @property
     def wraps(self) -> bool:
