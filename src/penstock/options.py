@@ -36,6 +36,7 @@ NAMES: dict[Any, str] = {
     str: "text",
     Path: "a path",
     Any: "anything",
+    get_origin(Callable[..., Any]): "a function",
     Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
 }
 
@@ -188,7 +189,7 @@ class Option:
             return noun + low + (f" and < {self.below:g}" if self.below < inf else "") + unit
         if kind is str and self.pattern != ".+":
             return f"text that matches {self.pattern}"
-        return NAMES.get(kind) or f"a value of type {(get_origin(kind) or kind).__name__}"
+        return NAMES.get(kind) or NAMES.get(get_origin(kind)) or f"a {kind.__name__}"
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", re.ASCII)
