@@ -1,7 +1,5 @@
 """What do workers gain for a map-style dataset, and what do they cost if there is nothing to gain?
 
-Flat out:   samples that take 1, 5 and 20 ms, of waiting or of Python that holds the GIL. Threads and
-            processes beside PyTorch's DataLoader with as many workers, in the steady state.
 In step:    batches of 4, 16 and 64 whose load is 0.5, 0.4 and 0.3 of the compute time, and one of
             0.54. A timed wait stands in for the accelerator. Sync is n_workers=0; async is 4 workers.
             Ideal is max(compute, load / workers) a step, from the times that sync showed that round.
@@ -13,26 +11,20 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import common
 from common import BATCH_SIZE, SEQ_LEN, Answer
 from report import Report
 from throughput import torch_batches
 
-Kind = Literal["waits", "works"]
-Opened = Callable[[], Any]
-
 IDS = 128
 """Ids of a slow sample."""
 ROWS = 20_000
 """Rows in memory."""
-FLAT_BATCH = 4
-FLAT_WORKERS: dict[Kind, int] = {"waits": 4, "works": 2}
 ASYNC_WORKERS = 4
 SHAPES = {
     # batch size, compute in seconds, load over compute
@@ -44,12 +36,12 @@ SHAPES = {
 
 
 class Slow:
-    """Samples that take a while: `loops` of Python, or else a wait of `seconds`."""
+    """Samples that take a while: a wait of `seconds`."""
 
-    def __init__(self, seconds: float, loops: int) -> None:
+    def __init__(self, seconds: float) -> None:
         import numpy as np
 
-        self._seconds, self._loops = seconds, loops
+        self._seconds = seconds
         self._row = np.arange(IDS)
 
     def __len__(self) -> int:
@@ -59,10 +51,7 @@ class Slow:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        if self._loops:
-            common.count(self._loops * len(indices))
-        else:
-            time.sleep(self._seconds * len(indices))
+        time.sleep(self._seconds * len(indices))
         return [self._row for _ in indices]
 
 
@@ -83,69 +72,23 @@ class RowPairs:
 
 
 @contextmanager
-def penstock(data: Any, batch_size: int, workers: int, kind: Any = "thread") -> Iterator[Any]:
+def penstock(data: Any, batch_size: int, workers: int) -> Iterator[Any]:
     from penstock import AsyncDataLoader
 
-    with AsyncDataLoader(data, batch_size, shuffle=True, n_workers=workers, workers=kind) as loader:
+    with AsyncDataLoader(data, batch_size, shuffle=True, n_workers=workers) as loader:
         yield iter(loader)
 
 
-@contextmanager
-def dataloader(data: Any, batch_size: int, workers: int) -> Iterator[Any]:
-    with warnings.catch_warnings():  # more workers than cores: they mostly wait
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        batches = torch_batches(data, workers, batch_size)
-        yield batches
-        batches.close()  # type: ignore[attr-defined]
-
-
-def flat_out(
-    report: Report, kind: Kind, ms: float, repeats: int, seconds: float, rate: float
-) -> None:
-    """Measure samples a second."""
-    workers = FLAT_WORKERS[kind]
-    data = Slow(ms / 1e3, round(ms / 1e3 * rate) if kind == "works" else 0)
-    # Workers hand over in step, so only whole turns of all of them are counted.
-    batches = workers * max(1, round(seconds / (FLAT_BATCH * ms / 1e3)))
-    opens: dict[str, Opened] = {
-        "threads": partial(penstock, data, FLAT_BATCH, workers),
-        "processes": partial(penstock, data, FLAT_BATCH, workers, "process"),
-        "DataLoader": partial(dataloader, data, FLAT_BATCH, workers),
-    }
-
-    def measure(opened: Opened) -> float:
-        with opened() as source:
-            common.take_steps(source, 2 * workers, lambda: None)
-            told = common.take_steps(source, batches, lambda: None)
-            return float(batches * FLAT_BATCH / told["wall"])
-
-    rates = common.interleave(
-        repeats, {name: partial(measure, opened) for name, opened in opens.items()}
-    )
-    case = f"flat out, a sample {kind} {ms:g} ms, {workers} workers"
-    for name, values in rates.items():
-        report.add(case, name, values, "samples/s")
-    for name in ("threads", "processes"):
-        report.add(
-            case, f"{name} / DataLoader", common.ratios(rates[name], rates["DataLoader"]), "x"
-        )
-
-
-def in_step(
-    report: Report, name: str, kind: Kind, repeats: int, seconds: float, rate: float
-) -> None:
+def in_step(report: Report, name: str, repeats: int, seconds: float) -> None:
     """Measure a loop that computes for a while and takes a batch."""
     batch_size, compute_s, share = SHAPES[name]
-    sample_s = compute_s * share / batch_size
-    data = Slow(sample_s, round(sample_s * rate) if kind == "works" else 0)
+    data = Slow(compute_s * share / batch_size)
     steps = max(2, round(seconds / compute_s))
-    ways: dict[str, tuple[int, str]] = {"sync": (0, "thread"), "threads": (ASYNC_WORKERS, "thread")}
-    if kind == "works":
-        ways["processes"] = (ASYNC_WORKERS, "process")
+    ways = {"sync": 0, "threads": ASYNC_WORKERS}
     seen: dict[str, list[Answer]] = {way: [] for way in ways}
 
     def measure(way: str) -> float:
-        with penstock(data, batch_size, *ways[way]) as batches:
+        with penstock(data, batch_size, ways[way]) as batches:
             common.take_steps(batches, 3, lambda: time.sleep(compute_s))
             told = common.take_steps(batches, steps, lambda: time.sleep(compute_s))
         told["load"] = sum(told["fetches"])
@@ -153,7 +96,7 @@ def in_step(
         return float(steps / told["wall"])
 
     rates = common.interleave(repeats, {way: partial(measure, way) for way in ways})
-    case = f"{name}, load {share:g} of compute, {kind}"
+    case = f"{name}, load {share:g} of compute"
     computed = [told["wall"] - told["load"] for told in seen["sync"]]
     ideals = [
         steps / max(busy, told["load"] / ASYNC_WORKERS)
@@ -188,9 +131,10 @@ def contend(case: Answer) -> None:
     common.silence_warnings()
     rows: Any = list(np.random.default_rng(0).integers(0, 50257, (case["rows"], SEQ_LEN)))
     work = matmul(case["matmul"]) if case["matmul"] else lambda: None
-    opened = dataloader if case["torch"] else penstock
-    data = RowPairs(rows) if case["torch"] else rows
-    with opened(data, BATCH_SIZE, case["workers"]) as batches:
+    opened: Any = penstock(rows, BATCH_SIZE, case["workers"])
+    if case["torch"]:
+        opened = nullcontext(torch_batches(RowPairs(rows), 0))
+    with opened as batches:
         common.take_steps(batches, case["steps"] // 4, work)
         common.serve(lambda: common.take_steps(batches, case["steps"], work))
 
@@ -220,8 +164,7 @@ def in_memory(report: Report, quick: bool, repeats: int) -> None:
 
 def main() -> None:
     options = common.parser(__doc__)
-    options.add_argument("--seconds", type=float, help="how long each is measured a round, about")
-    parts = ("flat", "step", "memory")
+    parts = ("step", "memory")
     options.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = options.parse_args()
     if args.contender is not None:
@@ -231,17 +174,11 @@ def main() -> None:
 
     common.silence_warnings()
     repeats = args.repeats or (1 if args.quick else 5)
-    seconds = args.seconds or (0.05 if args.quick else 0.9)
-    rate = common.loops_per_s()
+    seconds = 0.05 if args.quick else 0.9
     report = Report("mapstyle", args.quick, {"repeats": repeats, "seconds": seconds})
-    if "flat" in args.only:
-        kinds: tuple[Kind, ...] = ("waits", "works")
-        for kind, ms in itertools.product(kinds, (1,) if args.quick else (1, 5, 20)):
-            flat_out(report, kind, ms, repeats, seconds, rate)
     if "step" in args.only:
         for name in SHAPES:
-            in_step(report, name, "waits", repeats, seconds, rate)
-        in_step(report, "slow load, batch 8", "works", repeats, seconds, rate)
+            in_step(report, name, repeats, seconds)
     if "memory" in args.only:
         in_memory(report, args.quick, repeats)
     report.close()

@@ -263,7 +263,7 @@ def requests_by_kind(requests: Iterable[Answer]) -> dict[str, float]:
 
 
 def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table for docs/scale.md."""
+    """Print a table."""
     lines = [head, ["---"] * len(head), *rows]
     print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
 

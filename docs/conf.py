@@ -1,7 +1,6 @@
-"""How the documentation is built: `make docs`.
+"""Build the documentation as HTML (`make docs`) from these pages and the docstrings of `penstock`.
 
-In:    the pages beside this file, and the docstrings of `penstock`.
-Out:   HTML. Nothing is asked of a network: no links to other projects' documentation are resolved.
+Needs no network: links to the documentation of other projects are not resolved.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 PARAMETER = re.compile(r"(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)")
-PAGE = re.compile(r"docs/([a-z-]+)\.md")
 
 
 def bulleted(lines: list[str]) -> Iterator[str]:
-    """A docstring with its parameters, "name: what it is" and further lines indented, as a list."""
+    """Yield a docstring with its parameters ("name: what it is", further lines indented) as a list."""
     within = False
     for line in lines:
         found = PARAMETER.fullmatch(line)
@@ -52,15 +50,15 @@ def bulleted(lines: list[str]) -> Iterator[str]:
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Connect the functions below. Sphinx calls this."""
 
     def listed(
         _: Any, kind: str, name: str, documented: Any, options: Any, lines: list[str]
     ) -> None:
-        lines[:] = [PAGE.sub(r":doc:`\1`", line) for line in bulleted(lines)]
+        lines[:] = bulleted(lines)
 
     def outside(_: Any, name: str, source: list[str]) -> None:
-        # A file that is no page of this site is to be had as it is, whatever its name ends in.
+        # Files outside this folder are not pages of the site: link to them as downloads.
         source[0] = source[0].replace("](../", "](path:../")
 
     app.connect("autodoc-process-docstring", listed)

@@ -1,4 +1,4 @@
-"""Write docs/settings.md: its tables of options derive from the options' own declarations.
+"""Write the option tables of docs/reference.md from the declarations in `penstock.options`.
 
 PYTHONPATH=src python docs/make_settings.py
 """
@@ -6,18 +6,26 @@ PYTHONPATH=src python docs/make_settings.py
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
-from penstock.options import LoaderOptions, RemoteOptions, TextOptions, options_of
+from penstock.options import (
+    LoaderOptions,
+    PreparedOptions,
+    RemoteOptions,
+    TextOptions,
+    options_of,
+)
 
-PAGE = Path(__file__).with_name("settings.md")
+PAGE = Path(__file__).with_name("reference.md")
 SECTIONS = {
     "AsyncDataLoader": (
         LoaderOptions,
         "`AsyncDataLoader(dataset, …)`; the first six may be positional.",
     ),
     "TextDataset": (TextOptions, "`TextDataset(urls, …)`, all by keyword."),
+    "PreparedDataset": (PreparedOptions, "`PreparedDataset(path, …)`, all by keyword."),
     "RemoteOptions": (
         RemoteOptions,
         "`TextDataset(…, remote=RemoteOptions(…))`, or a table of these.",
@@ -25,16 +33,8 @@ SECTIONS = {
 }
 STREAM = {
     *("shuffle", "seed", "lanes", "config", "tokenizer", "seq_len", "text_field", "packing"),
-    *(
-        "split",
-        "val_fraction",
-        "format",
-        "separator",
-        "eos",
-        "bos",
-        "chunk_bytes",
-        "shuffle_chunks",
-    ),
+    *("split", "filter", "transform", "format", "separator", "eos", "bos"),
+    *("chunk_bytes", "shuffle_chunks", "shuffle_blocks"),
 }
 """Options that decide the stream: a state refuses to load if they differ."""
 
@@ -43,8 +43,9 @@ def table(cls: Any) -> str:
     """Return the options of a class as a Markdown table."""
     rows = ["| option | accepts | default | |", "|---|---|---|---|"]
     for name, each in options_of(cls).items():
-        default = "" if each.default is inspect.Parameter.empty else f"`{each.show(each.default)}`"
-        accepts = each.needs().replace("|", "\\|")
+        shown = "" if each.default is inspect.Parameter.empty else each.show(each.default)
+        default = f"`{shown}`" if shown else ""
+        accepts = re.sub(r"text that matches \S+?(?=, or|$)", "text", each.needs())
         mark = " ●" if name in STREAM else ""
         required = type(each.default).__name__ == "_MISSING_TYPE"
         rows.append(
@@ -56,9 +57,9 @@ def table(cls: Any) -> str:
 def page(text: str) -> str:
     """Return the page with its generated sections replaced."""
     for name, (cls, intro) in SECTIONS.items():
-        head, found, rest = text.partition(f"\n## {name}\n")
+        head, found, rest = text.partition(f"\n### {name}\n")
         assert found, name
-        _, heading, tail = rest.partition("\n## ")
+        _, heading, tail = rest.partition("\n##")
         text = f"{head}{found}\n{intro}\n\n{table(cls)}\n{heading}{tail}"
     return text
 

@@ -13,8 +13,16 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-from penstock import AsyncDataLoader, Mixture, Span, SyntheticDataset, TextDataset, TokenFileDataset
-from penstock.sources.samples import batched
+from penstock import (
+    AsyncDataLoader,
+    Mixture,
+    PreparedDataset,
+    Span,
+    SyntheticDataset,
+    TextDataset,
+    TokenFileDataset,
+)
+from penstock.prepare import prepare
 from tests import contracts
 from tests.corpus import texts
 
@@ -76,6 +84,11 @@ def documents() -> list[list[int]]:
 
 def text_kind(source: str, packing: str, shuffle: bool) -> Kind:
     def build(folder: Path) -> Any:
+        if source == "prepared":
+            out, positions = prepared(folder), packing == "best_fit"
+            return PreparedDataset(
+                out, seq_len=SEQ, packing=packing, positions=positions, shuffle_blocks=4
+            )
         about: dict[str, Any] = {
             "tokenizer": "byte",
             "seq_len": SEQ,
@@ -94,6 +107,14 @@ def text_kind(source: str, packing: str, shuffle: bool) -> Kind:
     return Kind(build, {"shuffle": shuffle}, read, lanes=4, text=True)
 
 
+def prepared(folder: Path) -> Path:
+    """Return the Parquet files as a prepared corpus."""
+    out = folder.parent / f"{folder.name}-prepared"  # the corpus holds text only
+    if not (out / "manifest.json").exists():
+        prepare(folder / FILES["parquet"], tokenizer="byte", out=out)
+    return out
+
+
 def items() -> Iterator[str]:
     yield from texts()
 
@@ -108,9 +129,9 @@ def read_text(source: str, folder: Path, span: Span) -> str:
     if source == "iterable":
         assert span.offset is not None
         return texts()[span.offset]
-    if source in ("parquet", "many"):
+    if source in ("parquet", "many", "prepared"):
         assert span.row_group is not None
-        file = folder / FILES[source] / span.file
+        file = folder / FILES.get(source, "parquet") / span.file
         column = pq.ParquetFile(file).read_row_group(span.row_group, ["text"]).column("text")
         return str(column[span.row].as_py())
     rest = content(folder / FILES[source])[span.offset :]
@@ -172,11 +193,6 @@ def iterate_samples() -> Iterator[Any]:
 
 def add_noise(sample: Any, rng: np.random.Generator) -> Any:
     return sample + rng.integers(0, 1000)
-
-
-@batched
-def add_noise_to_all(samples: list[Any], rng: np.random.Generator) -> list[Any]:
-    return [sample + rng.integers(0, 1000) for sample in samples]
 
 
 def collate(samples: list[Any]) -> Any:
@@ -255,7 +271,7 @@ def mixture_kind(on_end: Literal["restart", "stop"], shuffle: bool) -> Kind:
 
 TEXT = {
     f"{source} {packing}{' shuffled' * shuffle}": text_kind(source, packing, shuffle)
-    for source in (*FILES, "iterable")
+    for source in (*FILES, "iterable", "prepared")
     for packing in PACKINGS
     for shuffle in (False, True)
 }
@@ -281,7 +297,6 @@ ITERATED = {
 }
 PROCESSED = {
     "preprocessed": Kind(lambda _: Samples(), {"preprocess": add_noise}),
-    "preprocessed at once": Kind(lambda _: Samples(), {"preprocess": add_noise_to_all}),
     "collated": Kind(lambda _: Samples(), {"collate": collate}),
     "records": Kind(lambda _: Records(), {}),
 }

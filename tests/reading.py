@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock import AsyncDataLoader, Shard, TextDataset
-from penstock.read.manifest import list_files
+from penstock.read.listing import list_files
 from penstock.read.reader import Reader, ReadSettings
 from penstock.types import Bad, ChunkRef, FileRef
 

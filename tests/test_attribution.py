@@ -1,4 +1,4 @@
-"""Whose fault a wait was: known delays are put into one stage at a time, and have to be charged to it."""
+"""Attribution: a delay that is put into one stage is charged to that stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.batching import Batcher
 from penstock.encode.tokenizer import Tokenizer
-from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
+from penstock.read.validation import ChunkValidator
 from penstock.sources.chunk_lanes import ChunkLane
 from penstock.watch.attribution import Known, band, charge, judge
 from penstock.watch.stage_timer import (
@@ -49,7 +49,7 @@ def delay(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, seconds: float
 
 PLACES: dict[str, tuple[type, str]] = {
     "fetch": (PlainFile, "_read"),
-    "decode": (Reader, "_select"),
+    "decode": (ChunkValidator, "documents"),
     "tokenize": (Tokenizer, "encode"),
     "pack": (ChunkLane, "next_window"),
     "batch": (Batcher, "_make"),
@@ -76,9 +76,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shares(loader: AsyncDataLoader) -> dict[str, float]:
     """Of the time in `next` after the first step, by stage."""
-    window = loader.telemetry.window
-    assert sum(window.by_stage.values()) == pytest.approx(window.wait, rel=0.01)
-    return {stage: seconds / window.wait for stage, seconds in window.by_stage.items()}
+    timer = loader.telemetry.timer
+    wait, by_stage = timer.rolling.wait, timer.charges()
+    assert sum(by_stage.values()) == pytest.approx(wait, rel=1e-6)
+    return {stage: seconds / wait for stage, seconds in by_stage.items()}
 
 
 def run(data: Any, steps: int, **how: Any) -> dict[str, float]:
@@ -87,7 +88,7 @@ def run(data: Any, steps: int, **how: Any) -> dict[str, float]:
         for _ in range(steps):
             next(loader)
         shares(loader)
-        return dict(loader.telemetry.window.by_stage)
+        return dict(loader.telemetry.timer.charges())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -128,10 +129,10 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
     with AsyncDataLoader(data, 4, n_workers=1) as loader:
         for _ in range(480):
             next(loader)
-        found, stats = loader.telemetry.window.by_stage, loader.stats()
+        found, stats = loader.telemetry.timer.charges(), loader.stats()
     far.latency_s = 0.0
     exposed = sum(found.values()) - sum(run(data, 480, n_workers=1).values())
-    assert exposed > 0.5
+    assert exposed > 0.3
     assert found["fetch"] >= 0.8 * exposed, (
         found,
         exposed,
@@ -190,7 +191,7 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(
     usual = sum(run(Samples("nowhere"), **how).values())
     found = run(Samples(slow), preprocess=preprocess, **how)
     exposed = sum(found.values()) - usual
-    assert exposed > 0.5
+    assert exposed > 0.3
     assert found[stage] >= 0.9 * exposed, (found, usual)
 
 
@@ -199,7 +200,8 @@ def test_samples_of_the_users_own_are_charged_by_the_same_names(
 
 def task_timeline(begun: float, *done: Segment, before: tuple[Segment, ...] = ()) -> TaskTimeline:
     made = TaskTimeline()
-    made.begun, made.ended, made.done, made.before = begun, done[-1].end, list(done), before
+    made.begun, made.ended, made.done = begun, done[-1].end, list(done)
+    made.thread = timeline_of([*before, *done])
     return made
 
 
@@ -263,7 +265,7 @@ def test_a_run_that_does_not_wait_is_told_nothing_to_do() -> None:
         ("tokenize", Known(n_workers=0, cores=2), "n_workers 0 → 1"),
         ("decode", Known(n_workers=2, cores=2, python=True), 'workers="process"'),
         ("fetch", Known(n_workers=2, remote=True, fetches=4), "fetches=4 → 8"),
-        ("fetch", Known(n_workers=2, remote=True, fetches=4, link_bound=True), "penstock stage"),
+        ("fetch", Known(n_workers=2, remote=True, fetches=4, link_bound=True), "penstock prepare"),
         ("fetch", Known(n_workers=2), "faster disk, or keep tokens: cache=True"),
         ("fetch", Known(n_workers=2, text=False), "read from a faster disk"),
         ("fetch", Known(n_workers=1, cores=4, text=False, python=True), "n_workers 1 → 2"),

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import AsyncDataLoader, Mixture, Shard, SyntheticDataset, TextDataset
-from penstock.errors import BadRecord, CorruptFile
+from penstock.errors import CorruptFile, SourceError
 from tests import contracts
 from tests.kinds import (
     EOS,
@@ -63,7 +63,6 @@ def test_same_for_any_worker_count(kind: Kind, corpus: Path) -> None:
         "gz concat",
         "iterable best_fit shuffled",
         "samples shuffled",
-        "preprocessed at once",
         "iterated samples",
         "mixture restart shuffled",
     ],
@@ -97,7 +96,7 @@ def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_
         )
         return AsyncDataLoader(data, 8, shuffle=True, n_workers=2)
 
-    contracts.same_for_any(make, 30, [{}, {"doc_batch": doc_batch}])
+    contracts.same_for_any(make, 30, [{}, {"remote": {"doc_batch": doc_batch}}])
 
 
 # Resuming
@@ -339,8 +338,8 @@ def broken_mixture(folder: Path) -> Any:
 
 BROKEN = [
     (broken_parquet, CorruptFile, False),
-    (broken_jsonl, BadRecord, False),
-    (broken_text, BadRecord, False),
+    (broken_jsonl, SourceError, False),
+    (broken_text, SourceError, False),
     (broken_iterable, KeyError, False),
     (broken_samples, KeyError, False),
     (broken_samples, KeyError, True),

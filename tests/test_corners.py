@@ -33,14 +33,14 @@ def test_shutdown_ends_a_decompression_that_would_take_long(
     path = write(tmp_path / "a.jsonl.gz", 20_000, words=200)
     passed = threading.Event()
     go_on = threading.Event()
-    real = CompressedFile._decompress
+    real = CompressedFile._advance
 
-    def decompress(self: CompressedFile) -> bytes:
+    def advance(self: CompressedFile) -> None:
         passed.set()
         go_on.wait(30)
-        return real(self)
+        real(self)
 
-    monkeypatch.setattr(CompressedFile, "_decompress", decompress)
+    monkeypatch.setattr(CompressedFile, "_advance", advance)
     loader = AsyncDataLoader(text(path), 4, n_workers=1).start()
     assert passed.wait(30)
     closing = threading.Thread(target=loader.shutdown)
@@ -55,15 +55,15 @@ def test_a_collection_on_a_worker_thread_does_not_wait_for_itself(
 ) -> None:
     path = write(tmp_path / "a.jsonl.gz", 3000)
     entered, dropped = threading.Event(), threading.Event()
-    real = CompressedFile._decompress
+    real = CompressedFile._advance
 
-    def decompress(self: CompressedFile) -> bytes:
+    def advance(self: CompressedFile) -> None:
         entered.set()
         dropped.wait(30)
         gc.collect()
-        return real(self)
+        real(self)
 
-    monkeypatch.setattr(CompressedFile, "_decompress", decompress)
+    monkeypatch.setattr(CompressedFile, "_advance", advance)
     loader = AsyncDataLoader(text(path), 4, n_workers=1)
     loader.cycle = loader  # type: ignore[attr-defined]
     loader.start()

@@ -21,10 +21,9 @@ from penstock import (
     TokenFileDataset,
 )
 from penstock.encode.collate import pad_with
-from penstock.errors import LoaderTimeout
 from penstock.feed import cuda
-from penstock.feed.device import Copier, DeviceFeed
-from penstock.watch.stage_timer import Clock, NullClock
+from penstock.feed.device import DeviceFeed
+from penstock.watch.stage_timer import NullClock
 from tests import contracts
 
 
@@ -149,18 +148,6 @@ def test_a_batch_made_by_device_preprocess_keeps_its_place_in_the_stream() -> No
             assert torch.equal(a.inputs + 1, b.inputs)
 
 
-def test_an_error_in_device_preprocess_comes_after_the_batches_before_it() -> None:
-    def fail(batch: Batch) -> None:
-        if batch.index == 3:
-            raise RuntimeError("no")
-
-    with AsyncDataLoader(synthetic(), 4, device="cpu", device_preprocess=fail) as loader:
-        with pytest.raises(RuntimeError, match="no") as caught:
-            contracts.take(loader, 10)
-        assert loader.stats().batches == 3
-        assert any("device_preprocess" in note for note in caught.value.__notes__)
-
-
 def test_what_cannot_be_used_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"device": "warp"}, r"device='warp' cannot be used.*CUDA devices"),
@@ -179,61 +166,19 @@ def test_what_cannot_be_used_is_refused() -> None:
 # The ring, on a device that logs what it is asked
 
 
-class Log(Copier):
-    """Copies at once, and keeps what happened on which stream."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.current = "trainer"
-        self.events: list[tuple[str, str]] = []
-
-    def log(self, what: str) -> None:
-        self.events.append((self.current, what))
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        self.current = "copy"
-        yield
-        self.current = "trainer"
-
-    def upload(self, tensor: Any) -> Any:
-        self.log(f"upload {tensor.flatten()[0]}")
-        return tensor.clone()
-
-    def mark(self) -> Any:
-        self.log("mark")
-        return len(self.events)
-
-    def hand_over(self, event: Any, tensors: Any) -> None:
-        self.log(f"hand over {len(list(tensors))}")
-
-
 class Stream:
-    """Batches of the numbers 0, 1, …; an exception among them is raised when its turn comes."""
+    """Batches of the numbers 0, 1, …"""
 
-    def __init__(self, n: int, error: Exception | None = None) -> None:
-        self.items: list[Any] = [
+    def __init__(self, n: int) -> None:
+        self.items = [
             Batch(None, None, 0, i, narrow={"ids": np.full((1, 3), i), "valid": np.array([3])})
             for i in range(n)
-        ] + ([error] if error else [])
-        self.late = False
+        ]
 
-    def take(self, timeout: float | None) -> Batch | None:
-        if self.late and timeout is not None:
-            raise LoaderTimeout("not yet")
-        if not self.items:
-            return None
-        if isinstance(self.items[0], Exception):
-            raise self.items[0]
-        batch: Batch = self.items.pop(0)
-        return batch
+    def take(self, timeout: float | None = None) -> Batch | None:
+        return self.items.pop(0) if self.items else None
 
-    def poll(self) -> Batch | None:
-        return None if self.late or not self.items else self.take(None)
-
-    def feed(self, hook: Any = None, clock: Clock | None = None) -> tuple[Log, DeviceFeed]:
-        copier = Log()
-        return copier, DeviceFeed(copier, self.take, self.poll, hook, clock)
+    poll = take
 
 
 def number(batch: Batch | None) -> int:

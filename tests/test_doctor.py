@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from penstock import ConfigError, RemoteOptions, SyntheticDataset, TextDataset, TokenFileDataset
 from penstock.cli.doctor import doctor
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import NoData, PenstockError
+from penstock.errors import PenstockError, SourceError
 from penstock.tools.doctor import diagnose
 from tests.corpus import texts
 from tests.servers import Fault, FileServer, HubServer
@@ -91,7 +91,7 @@ def test_first_line_is_the_rate_without_a_target(corpus: Path) -> None:
 def test_json_has_the_answer_and_every_number(corpus: Path) -> None:
     tokenizer = corpus / "tokenizer.json"
     code, found = run_json(
-        corpus / "parquet", "--tokenizer", tokenizer, "--seq-len", 64, "--shuffle"
+        corpus / "parquet", "--tokenizer", tokenizer, "--seq-len", 64, "--set", "shuffle=on"
     )
     assert code == found["exit_code"] == 0
     assert found["tokens_per_s"] > 0
@@ -183,7 +183,7 @@ def test_unreadable_data_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = run(tmp_path / "missing")
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "NoData" in done.stderr
+    assert "SourceError" in done.stderr
     code, found = run_json(tmp_path / "missing.toml")
     assert code == found["exit_code"] == 2
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not a footer PAR1")
@@ -194,7 +194,7 @@ def test_unreadable_data_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_empty_documents_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 5)
-    with pytest.raises(NoData):
+    with pytest.raises(SourceError):
         diagnose(TextDataset(tmp_path / "empty.jsonl", tokenizer="byte", seq_len=8), 1)
 
 

@@ -1,4 +1,4 @@
-"""A loader inside the real libraries that train: what they see is the loader's own stream, also after a resume."""
+"""A loader inside the real libraries that train: they see the loader's own stream, also after a resume."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
-from penstock.errors import StateFormat, StateMismatch
+from penstock.errors import StateError
 from penstock.torch_dataset import AllRanks, TorchDataset, TrainerMixin, lightning_callback
 
 pytestmark = [
-    pytest.mark.slow,  # `make test` runs the code of docs/integrations.md
     # What each of these libraries says of itself or of a CPU; none is about the data.
     pytest.mark.filterwarnings(
         "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
@@ -33,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-Make = Callable[[], AsyncDataLoader]
+Make = Callable[..., AsyncDataLoader]
 Ids = list[list[list[int]]]
 
 SEQ_LEN = 32
@@ -57,22 +56,20 @@ class Rows:
 def endless(corpus: Path) -> Make:
     """Text without end: no length."""
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
-    return partial(AsyncDataLoader, data, 4, shuffle=True, seed=1, n_workers=1)
+    return partial(AsyncDataLoader, data, batch_size=4, shuffle=True, seed=1, n_workers=1)
 
 
 @pytest.fixture
 def text_pass(corpus: Path) -> Make:
     """One pass over text: finite, but nobody knows the length beforehand."""
-    data = TextDataset(
-        corpus / "docs.jsonl", tokenizer="byte", seq_len=SEQ_LEN, split="val", val_fraction=0.05
-    )
-    return partial(AsyncDataLoader, data, 4, shuffle=True, seed=1, n_workers=1, epochs=1)
+    data = TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=SEQ_LEN, split="val:0.05")
+    return partial(AsyncDataLoader, data, batch_size=4, shuffle=True, seed=1, n_workers=1, epochs=1)
 
 
 @pytest.fixture
 def rows_pass() -> Make:
     """One pass of known length: five batches, the last one short."""
-    return partial(AsyncDataLoader, Rows(18), 4, seed=1, n_workers=1, epochs=1)
+    return partial(AsyncDataLoader, Rows(18), batch_size=4, seed=1, n_workers=1, epochs=1)
 
 
 @pytest.fixture(params=["endless", "text_pass", "rows_pass"])
@@ -113,13 +110,31 @@ def length_of_pass(make: Make) -> int:
         return sum(1 for _ in loader)
 
 
+def rows(batches: Ids) -> list[list[int]]:
+    return [row for batch in batches for row in batch]
+
+
 # torch.utils.data.DataLoader
 
 
-def test_dataloader_hands_out_the_loaders_batches(make: Make) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_dataloader_batches_the_loaders_rows(make: Make, batch_size: int) -> None:
     with make() as loader:
-        seen = take(DataLoader(loader.as_torch_dataset(), batch_size=None), 5)
+        seen = take(DataLoader(loader.as_torch_dataset(), batch_size=batch_size), 4)
+    assert {len(batch) for batch in seen} == {batch_size}
+    assert rows(seen) == rows(own(make, 4))[: 4 * batch_size]
+
+
+def test_dataloader_hands_out_finished_batches(make: Make) -> None:
+    with make() as loader:
+        seen = take(DataLoader(loader.as_torch_dataset(batched=True), batch_size=None), 5)
     assert seen == own(make, 5)
+
+
+def test_samples_that_cannot_be_cut_into_rows_need_batched() -> None:
+    loader = AsyncDataLoader([(1, 2, 3)] * 8, 4)
+    with loader, pytest.raises(ConfigError, match="batched=True"):
+        next(iter(loader.as_torch_dataset()))
 
 
 @pytest.mark.parametrize("name", ["text_pass", "rows_pass"])
@@ -129,48 +144,83 @@ def test_each_for_over_a_dataloader_is_the_next_pass(
     make: Make = request.getfixturevalue(name)
     n = length_of_pass(make)
     with make() as loader:
-        dataloader = DataLoader(loader.as_torch_dataset(), batch_size=None)
+        dataloader = DataLoader(loader.as_torch_dataset(), batch_size=4)
         passes = [take(dataloader, 1000) for _ in range(3)]
     assert [len(p) for p in passes] == [n, n, n]
     assert [batch for p in passes for batch in p] == own(make, 3 * n)
     assert passes[0] != passes[1]
 
 
+def test_an_endless_for_that_ended_within_a_batch_loses_no_row(endless: Make) -> None:
+    with endless() as loader:
+        dataloader = DataLoader(loader.as_torch_dataset(), batch_size=3)
+        seen = take(dataloader, 1) + take(dataloader, 3)
+    assert rows(seen) == rows(own(endless, 3))
+
+
 def test_length_is_given_where_it_is_known_and_a_type_error_elsewhere(
     endless: Make, text_pass: Make, rows_pass: Make
 ) -> None:
-    assert len(DataLoader(rows_pass().as_torch_dataset(), batch_size=None)) == 5
+    assert len(DataLoader(rows_pass().as_torch_dataset(), batch_size=3)) == 6
+    assert len(DataLoader(rows_pass().as_torch_dataset(batched=True), batch_size=None)) == 5
     for make in (endless, text_pass):
         with pytest.raises(TypeError, match="has no len"):
-            len(DataLoader(make().as_torch_dataset(), batch_size=None))
+            len(DataLoader(make().as_torch_dataset(), batch_size=4))
 
 
 def test_workers_of_a_dataloader_are_refused(endless: Make) -> None:
     dataset = endless().as_torch_dataset()
     with pytest.raises(ConfigError, match="num_workers=0"):
-        next(
-            iter(
-                DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
-            )
-        )
+        next(iter(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn")))
 
 
 # State
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("k", [0, 1, 4, 7, 16])
 def test_state_of_a_dataset_restores_the_rest(make: Make, k: int) -> None:
-    whole = own(make, 8)
+    whole = rows(own(make, 6))[:22]
+
+    def resumed(saved: Any, n: int, **how: Any) -> Any:
+        with make(**how) as loader:
+            dataset = loader.as_torch_dataset()
+            dataset.load_state_dict(json.loads(json.dumps(saved)))
+            assert dataset.state_dict() == saved
+            got: Any = []
+            while len(got) < n:
+                got += take(dataset, n - len(got))
+            return got, dataset.state_dict()
+
     with make() as loader:
         dataset = loader.as_torch_dataset()
-        take(dataset, k) if k else None
-        saved = json.loads(json.dumps(dataset.state_dict()))
-    with make() as loader:
-        dataset = loader.as_torch_dataset()
-        dataset.load_state_dict(saved)
-        rest = take(dataset, 8 - k)
-        rest += take(dataset, 8 - k - len(rest)) if len(rest) < 8 - k else []
-    assert rest == whole[k:]
+        first = take(dataset, k) if k else []
+        saved = dataset.state_dict()
+    second, later = resumed(saved, 1)
+    assert first + second + resumed(later, 21 - k)[0] == whole
+    if k % 4:  # in the middle of a batch: smaller batches of the loader continue there, too
+        assert resumed(saved, 18 - k, batch_size=2)[0] == whole[k:18]
+
+
+def test_rows_continue_on_another_number_of_ranks(corpus: Path) -> None:
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
+
+    def dataset(world: int, rank: int) -> TorchDataset:
+        how: Any = {"shard": Shard(world, rank), "lanes": 2, "shuffle": True, "n_workers": 1}
+        return AsyncDataLoader(data, 8 // world, **how).as_torch_dataset()
+
+    whole = take(dataset(1, 0), 24)
+    two = [dataset(2, rank) for rank in range(2)]
+    assert [row for pair in zip(*(take(each, 5) for each in two), strict=True) for row in pair] == (
+        whole[:10]
+    )
+    states = [json.loads(each.state_dict()["loader"]) for each in two]
+    one = dataset(1, 0)
+    one.load_state_dict({"loader": json.dumps(states), "rows": two[0].state_dict()["rows"]})
+    assert take(one, 14) == whole[10:]
+    with pytest.raises(StateError, match="3 rows into a batch"):
+        two[0].load_state_dict({"loader": json.dumps(states), "rows": 3})
+    for each in (one, *two):
+        each.loader.shutdown()
 
 
 def test_a_state_that_is_none_is_refused(endless: Make) -> None:
@@ -181,28 +231,37 @@ def test_a_state_that_is_none_is_refused(endless: Make) -> None:
         {"loader": 3},
         {},
     ):
-        with pytest.raises(StateFormat):
+        with pytest.raises(StateError):
             dataset.load_state_dict(state)
 
 
 # torchdata
 
 
+@pytest.mark.parametrize("batch_size", [None, 3, 4])
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_stateful_dataloader_resumes_exactly(make: Make, k: int) -> None:
+def test_stateful_dataloader_resumes_exactly(make: Make, k: int, batch_size: int | None) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    whole = own(make, 9)
-    with make() as loader:
-        dataloader = StatefulDataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=0)
-        seen = take(dataloader, k) if k else []
-        saved = pickle.loads(pickle.dumps(dataloader.state_dict()))
-    with make() as loader:
-        dataloader = StatefulDataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=0)
-        dataloader.load_state_dict(saved)
+    def dataloader(loader: AsyncDataLoader) -> Any:
+        dataset = loader.as_torch_dataset(batched=batch_size is None)
+        return StatefulDataLoader(dataset, batch_size=batch_size, num_workers=0)
+
+    def passes(stream: Any, seen: Ids) -> Ids:
         while len(seen) < 9:
-            seen += take(dataloader, 9 - len(seen))
-    assert seen == whole
+            seen += take(stream, 9 - len(seen))
+        return seen
+
+    with make() as loader:
+        whole = passes(dataloader(loader), [])
+    with make() as loader:
+        stream = dataloader(loader)
+        seen = take(stream, k) if k else []
+        saved = pickle.loads(pickle.dumps(stream.state_dict()))
+    with make() as loader:
+        stream = dataloader(loader)
+        stream.load_state_dict(saved)
+        assert passes(stream, seen) == whole
 
 
 # torch.distributed.checkpoint
@@ -214,7 +273,7 @@ def test_loader_and_dataset_are_stateful(endless: Make) -> None:
     loader = endless()
     assert isinstance(loader, Stateful)
     assert isinstance(loader.as_torch_dataset(), Stateful)
-    assert isinstance(AllRanks(loader.as_torch_dataset()), Stateful)
+    assert isinstance(AllRanks(loader), Stateful)
 
 
 def whole(loader: AsyncDataLoader) -> Any:
@@ -226,7 +285,7 @@ def as_dataset(loader: AsyncDataLoader) -> Any:
 
 
 def as_all_ranks(loader: AsyncDataLoader) -> Any:
-    return AllRanks(loader.as_torch_dataset())
+    return AllRanks(loader)
 
 
 @pytest.mark.parametrize("form", [whole, as_dataset, as_all_ranks])
@@ -236,13 +295,13 @@ def test_distributed_checkpoint_gives_the_state_back_as_it_was(
     import torch.distributed.checkpoint as dcp
 
     with make() as loader:
-        take(loader.as_torch_dataset(), 3)
+        take(loader, 3)
         saved = loader.state_dict()
         dcp.save({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
     with make() as loader:
         dcp.load({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
         assert loader.state_dict() == saved
-        assert take(loader.as_torch_dataset(), 2) == own(make, 5)[3:]
+        assert take(loader, 2) == own(make, 5)[3:]
 
 
 # transformers
@@ -268,14 +327,23 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop |= state.global_step == self.at
 
-    class Recording(TrainerMixin, Trainer):  # type: ignore[misc]
+    class Plain(Trainer):  # type: ignore[misc]
         seen: Ids
 
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             self.seen.append(ids(inputs))
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def make(loader: AsyncDataLoader, stop: int | None = None, **more: Any) -> Any:
+    class Mixed(TrainerMixin, Plain):
+        pass
+
+    def make(
+        loader: AsyncDataLoader,
+        stop: int | None = None,
+        plain: bool = False,
+        batched: bool = False,
+        **more: Any,
+    ) -> Any:
         torch.manual_seed(0)
         config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
         settings: dict[str, Any] = {"save_strategy": "no", "per_device_train_batch_size": 4} | more
@@ -285,10 +353,9 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
             **settings,
         )  # fmt: skip
-        dataset = loader.as_torch_dataset(shift=False)
-        trainer = Recording(
-            GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)]
-        )
+        dataset = loader.as_torch_dataset(batched=batched)
+        kind = Plain if plain else Mixed
+        trainer = kind(GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)])
         trainer.remove_callback(PrinterCallback)
         trainer.seen = []
         return trainer
@@ -296,10 +363,29 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.slow
+def test_a_model_of_transformers_learns_the_next_id(endless: Make) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
+    model = GPT2LMHeadModel(config).eval()
+    with endless() as loader:
+        batch = next(loader)
+        collated = next(iter(DataLoader(loader.as_torch_dataset(), batch_size=4)))
+    assert torch.equal(collated["labels"][:, 1:], collated["input_ids"][:, 1:])
+    out = model(**batch)
+    # The model shifts the labels: its loss is that of the targets, without the last of each row.
+    expected = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), batch.targets[:, :-1].flatten()
+    )
+    assert torch.allclose(out.loss, expected)
+
+
 def weights(trainer: Any) -> list[float]:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how", "stop"),
     [
@@ -335,17 +421,38 @@ def test_transformers_trainer_sees_the_loaders_batches_and_resumes_exactly(
     assert weights(second) == weights(uninterrupted)
 
 
+@pytest.mark.slow
+def test_a_plain_trainer_trains_on_rows_and_resumes_by_reading_again(
+    endless: Make, hf: Callable[..., Any]
+) -> None:
+    with endless() as loader:
+        first = hf(loader, 3, plain=True, max_steps=3)
+        first.train()
+    with endless() as loader:
+        second = hf(loader, plain=True, max_steps=5)
+        second.train(resume_from_checkpoint=True)
+    assert first.seen + second.seen == own(endless, 5)
+    with endless() as loader, pytest.raises(ConfigError, match="Use batch_size=None"):
+        hf(loader, plain=True, batched=True, max_steps=1).train()
+    with endless() as loader:
+        batches = hf(loader, batched=True, max_steps=2)
+        batches.train()
+    assert batches.seen == own(endless, 2)
+
+
+@pytest.mark.slow
 def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
     endless: Make, rows_pass: Make, hf: Callable[..., Any]
 ) -> None:
     how = {"max_steps": 4}
     with endless() as loader:
         hf(loader, 2, **how).train()
-    with endless() as loader, rows_pass() as val:
+    with endless() as loader, rows_pass(shuffle=False) as val:
         trainer = hf(loader, **how)
         trainer.train(resume_from_checkpoint=True)
         assert trainer.seen == own(endless, 4)[2:]
-        assert trainer.evaluate(val.as_torch_dataset(shift=False))["eval_loss"] > 0
+        losses = [trainer.evaluate(val.as_torch_dataset())["eval_loss"] for _ in range(2)]
+        assert losses[0] == pytest.approx(losses[1])
 
 
 # Lightning
@@ -353,7 +460,7 @@ def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
 
 @pytest.fixture
 def lightning(tmp_path: Path) -> Callable[..., Any]:
-    """Trains a tiny model, and gives it and its dataset back: `seen` are the ids that it was trained on."""
+    """Trains a tiny model and returns it: `seen` are the ids that it was trained on."""
     import logging
 
     import lightning.pytorch as pl
@@ -370,22 +477,15 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.seen.append(ids(batch))
             logits = self.net(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten()
-            )
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(
-        stream: AsyncDataLoader | TorchDataset,
-        ckpt: Path | None = None,
-        save_at: int | None = None,
-        more: Iterable[Any] = (),
-        **how: Any,
+        loader: AsyncDataLoader, ckpt: Path | None = None, save_at: int | None = None, **how: Any
     ) -> Any:
-        dataset = stream.as_torch_dataset() if isinstance(stream, AsyncDataLoader) else stream
-        module, callbacks = Module(), [lightning_callback(dataset), *more]
+        module, callbacks = Module(), [lightning_callback(loader)]
         if save_at is not None:
             callbacks.append(
                 pl.callbacks.ModelCheckpoint(
@@ -396,13 +496,13 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=save_at is not None, callbacks=callbacks, **how,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(dataset, batch_size=None), ckpt_path=ckpt)
-        return module, dataset
+        trainer.fit(module, loader, ckpt_path=ckpt)
+        return module
 
     return fit
 
 
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has", "ignore:You're resuming from")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how", "stop"),
     [
@@ -426,29 +526,22 @@ def test_lightning_sees_the_loaders_batches_and_resumes_exactly(
 ) -> None:
     make: Make = request.getfixturevalue(name)
     with make() as loader:
-        uninterrupted, _ = lightning(loader, **how)
+        uninterrupted = lightning(loader, **how)
     assert uninterrupted.seen == own(make, len(uninterrupted.seen))
 
     with make() as loader:
-        first, _ = lightning(loader, save_at=stop, **how | {"max_steps": stop, "max_epochs": None})
+        first = lightning(loader, save_at=stop, **how | {"max_steps": stop, "max_epochs": None})
     with make() as loader:
-        second, _ = lightning(loader, tmp_path / "ck" / f"step={stop}.ckpt", save_at=stop, **how)
+        second = lightning(loader, tmp_path / "ck" / f"step={stop}.ckpt", save_at=stop, **how)
     assert first.seen + second.seen == uninterrupted.seen
     assert torch.equal(second.net[1].weight, uninterrupted.net[1].weight)
-
-
-def test_lightning_leaves_the_stream_at_the_batch_that_was_trained_last(
-    endless: Make, lightning: Callable[..., Any]
-) -> None:
-    with endless() as loader:
-        module, dataset = lightning(loader, max_steps=3)
-        assert module.seen + take(dataset, 2) == own(endless, 5)
 
 
 # Accelerate
 
 
-def test_accelerate_without_preparing_the_dataloader_resumes_exactly(
+@pytest.mark.slow
+def test_accelerate_prepares_the_loader_itself_and_resumes_exactly(
     make: Make, tmp_path: Path
 ) -> None:
     from accelerate import Accelerator
@@ -457,13 +550,14 @@ def test_accelerate_without_preparing_the_dataloader_resumes_exactly(
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         net = torch.nn.Embedding(257, 4)
-        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        dataset = loader.as_torch_dataset()
-        accelerator.register_for_checkpointing(AllRanks(dataset))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        accelerator.register_for_checkpointing(AllRanks(loader))
         if load:
             accelerator.load_state(str(tmp_path))
         seen: Ids = []
-        for item in DataLoader(dataset, batch_size=None):
+        for item in loader:
+            item = item.to(accelerator.device)
             accelerator.backward(net(item["input_ids"]).sum())
             optimizer.step()
             optimizer.zero_grad()
@@ -487,5 +581,19 @@ def test_the_state_of_another_rank_is_refused(corpus: Path) -> None:
         AsyncDataLoader(data, 4, seed=1, shard=Shard(2, rank)).as_torch_dataset()
         for rank in range(2)
     ]
-    with pytest.raises(StateMismatch, match="Load the states of all ranks"):
+    with pytest.raises(StateError, match="Load the states of all ranks"):
         datasets[1].load_state_dict(datasets[0].state_dict())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_finished_batches_that_are_batched_again_are_refused(
+    endless: Make, batch_size: int
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for kind in (DataLoader, StatefulDataLoader):
+        with (
+            endless() as loader,
+            pytest.raises(ConfigError, match="Use batch_size=None"),
+        ):
+            next(iter(kind(loader.as_torch_dataset(batched=True), batch_size=batch_size)))

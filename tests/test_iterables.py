@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from penstock import AsyncDataLoader, ConfigError, TextDataset
-from penstock.errors import BadRecord, NoData, SourceError
+from penstock.errors import SourceError
 from tests import contracts
 
 SEQ = 8
-REPLAY = re.compile(r"(\S+) has no state_dict: .* first (\d+) items .* took ([\d.]+) s")
+REPLAY = re.compile(r"(\S+) has no usable state_dict: .* first (\d+) items .* in ([\d.]+) s")
 
 
 class Source:
@@ -169,10 +169,10 @@ def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(
     with samples_loader(Odd(Source())) as loader:
         firsts(loader, 10)
         state = loader.state_dict()
-    assert sum("JSON" in record.getMessage() for record in caplog.records) == 1
     with samples_loader(Odd(Source())) as loader:
         loader.load_state_dict(state)
         assert firsts(loader, 2) == list(range(40, 48))
+    assert "no usable state_dict" in caplog.text
 
 
 def test_a_shorter_iterable_than_the_state_was_made_with_is_told_apart() -> None:
@@ -259,7 +259,7 @@ def test_an_iterable_that_gives_nothing_is_refused(
     loader_of: Make, kind: type[Source], n_workers: int
 ) -> None:
     for how in ({}, {"epochs": 1}):
-        with loader_of(kind(0), n_workers=n_workers, **how) as loader, pytest.raises(NoData):
+        with loader_of(kind(0), n_workers=n_workers, **how) as loader, pytest.raises(SourceError):
             firsts(loader, 1)
 
 
@@ -285,16 +285,16 @@ def test_a_document_that_is_none_is_refused_with_its_number(document: Any) -> No
         yield np.arange(5)
         yield document
 
-    with samples_loader(text(documents)) as loader, pytest.raises(BadRecord) as caught:
+    with samples_loader(text(documents)) as loader, pytest.raises(SourceError) as caught:
         firsts(loader, 1)
     assert any("document" in note for note in caught.value.__notes__)
 
 
 def test_text_needs_a_tokenizer_and_ids_do_not_mix_with_it() -> None:
-    with samples_loader(text(["a", "b"])) as loader, pytest.raises(BadRecord, match="tokenizer"):
+    with samples_loader(text(["a", "b"])) as loader, pytest.raises(SourceError, match="tokenizer"):
         firsts(loader, 1)
     mixed = text(["a", np.arange(3)], tokenizer="byte")
-    with samples_loader(mixed) as loader, pytest.raises(BadRecord, match="one or the other"):
+    with samples_loader(mixed) as loader, pytest.raises(SourceError, match="one or the other"):
         firsts(loader, 1)
 
 

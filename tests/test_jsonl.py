@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.read.delimited import read_records
-from penstock.read.manifest import list_files
+from penstock.read.jsonl import parse
+from penstock.read.listing import list_files
 from penstock.read.reader import Reader, ReadSettings
 from penstock.read.storage import PlainFile
+from penstock.read.text import read_records
 from tests.reading import bytes_of, documents, read_chunks, write_jsonl
 
 relaxed = settings(max_examples=100, deadline=None, database=None)
@@ -119,6 +120,17 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, rest: by
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + rest)
     assert documents(bytes_of(path)) == [b"a"]
+
+
+@pytest.mark.parametrize("bad", [b"", b'{"text": 7, "score": 3}\n'])
+def test_other_columns_come_with_the_text(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a", "score": 1}\n' + bad + b'{"score": 2, "text": "b"}\n')
+    records = read_records(PlainFile(list_files(path)[0]), 0, 1000, b"\n", 1000)
+    rejected: list[int] = []
+    table = parse(records, "text", lambda row, *_: rejected.append(row), all_columns=True)
+    assert table["score"].to_pylist() == ([1, 3, 2] if bad else [1, 2])
+    assert rejected == ([26] if bad else [])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])

@@ -16,7 +16,7 @@ import pytest
 
 from penstock import AsyncDataLoader, ConfigError, TextDataset
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import LoaderClosed, LoaderTimeout, NoData
+from penstock.errors import LoaderClosed, LoaderTimeout, SourceError
 from tests import contracts
 
 
@@ -61,12 +61,43 @@ def test_batches_are_int64_tensors_that_share_no_memory(corpus: Path) -> None:
     assert torch.equal(other.inputs, following)
 
 
-def test_a_finite_stream_ends_with_none_and_stays_ended(corpus: Path) -> None:
-    with AsyncDataLoader(dataset(corpus), 4, epochs=1) as loader:
-        n = sum(1 for _ in loader)
-        assert loader.next_batch() is None
-        assert loader.next_batch(timeout=0) is None
-        assert loader.stats().batches == n
+@pytest.mark.parametrize("kind", ["text", "samples"])
+def test_each_for_over_a_finite_loader_is_a_pass(corpus: Path, kind: str) -> None:
+    data = dataset(corpus) if kind == "text" else [np.arange(i, i + 65) for i in range(40)]
+
+    def make(**how: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(data, 4, epochs=1, n_workers=1, **{"shuffle": False, **how})
+
+    def rows(stream: Any, n: int = 1000) -> list[Any]:
+        return [batch.inputs.tolist() for batch, _ in zip(stream, range(n), strict=False)]
+
+    with make() as loader:
+        whole = rows(loader)
+        # Three evaluations of five batches each see the same rows.
+        assert [rows(loader, 5) for _ in range(3)] == [whole[:5]] * 3
+        # The iterator of a `for` continues, and so does `next`.
+        batches = iter(loader)
+        assert [next(batches).inputs.tolist(), *rows(batches)] == whole
+        iter(loader)
+        assert [next(loader).inputs.tolist() for _ in range(2)] == whole[:2]
+    with make(shuffle=True) as loader:
+        assert rows(loader, 3) != rows(loader, 3)
+
+
+def test_the_first_for_after_a_state_was_loaded_is_the_rest_of_its_pass(corpus: Path) -> None:
+    def make() -> AsyncDataLoader:
+        return AsyncDataLoader(dataset(corpus), 4, epochs=1, n_workers=1, shuffle=True)
+
+    with make() as loader:
+        passes = [list(loader), list(loader), list(loader)]
+    digests = [[contracts.digest(batch) for batch in each] for each in passes]
+    for at in (0, 7, len(digests[1]) - 1):
+        with make() as loader:
+            loader.load_state_dict(passes[1][at].state_dict())
+            iter(loader)  # nothing was taken, so this starts nothing
+            rest = [contracts.digest(batch) for batch in loader]
+            # Nothing is left of a pass that was finished: the next one follows.
+            assert rest == (digests[1][at + 1 :] or digests[2])
 
 
 def test_the_last_batch_is_short_or_dropped(corpus: Path) -> None:
@@ -107,17 +138,6 @@ def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(
         assert done.filled < 500
         gate.opened.set()
         assert contracts.take(loader, 40) == whole
-
-
-def test_warmup_leaves_a_fault_to_next(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(*_: Any) -> Any:
-        raise ZeroDivisionError("in the tokenizer")
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    with AsyncDataLoader(dataset(corpus), 4) as loader:
-        assert loader.warmup(batches=4, timeout=60).filled == 0
-        with pytest.raises(ZeroDivisionError):
-            next(loader)
 
 
 def test_the_queue_never_holds_more_than_prefetch_size(corpus: Path) -> None:
@@ -168,7 +188,7 @@ def test_data_without_text_is_an_error_and_not_an_endless_search(
     for epochs in (None, 2):
         with (
             AsyncDataLoader(data, 1, epochs=epochs, n_workers=n_workers) as loader,
-            pytest.raises(NoData, match="no text"),
+            pytest.raises(SourceError, match="no text"),
         ):
             next(loader)
 
@@ -351,7 +371,7 @@ def test_documents_are_reported_every_so_often(
     corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "penstock")
-    with AsyncDataLoader(dataset(corpus, report_docs=50), 4, epochs=1) as loader:
+    with AsyncDataLoader(dataset(corpus, remote={"report_docs": 50}), 4, epochs=1) as loader:
         contracts.take(loader, 10_000)
         documents = loader.stats().documents
     told = [int(r.getMessage().split()[0]) for r in caplog.records if "documents" in r.getMessage()]
@@ -360,15 +380,15 @@ def test_documents_are_reported_every_so_often(
     assert told[-1] <= documents
 
 
-@pytest.mark.parametrize("batches", [3, "auto"])
-def test_a_loader_told_to_warm_up_does_so_before_its_first_batch(
-    corpus: Path, batches: Any
-) -> None:
-    with AsyncDataLoader(dataset(corpus), 4, warmup_batches=batches) as loader:
-        assert loader.queue_depth() >= (1 if batches == "auto" else 3)
-
-
 def test_a_world_without_a_rank_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK=None and WORLD_SIZE=2"):
         AsyncDataLoader(dataset(corpus), 4)
+
+
+def test_a_finite_stream_ends_with_none_and_stays_ended(corpus: Path) -> None:
+    with AsyncDataLoader(dataset(corpus), 4, epochs=1) as loader:
+        n = sum(1 for _ in loader)
+        assert loader.next_batch() is None
+        assert loader.next_batch(timeout=0) is None
+        assert loader.stats().batches == n

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ from penstock import (
     AsyncDataLoader,
     ConfigError,
     Mixture,
-    Shard,
     StateError,
     SyntheticDataset,
     TextDataset,
 )
-from penstock.errors import BadRecord
 from penstock.order.mixture_weights import UNIT, Chooser, whole_weights
 from tests import contracts
+from tests.kinds import FILES
 
 SEQ = 8
 
@@ -37,8 +36,22 @@ class Part:
     def __len__(self) -> int:
         return self.length
 
+    seq_len, dtype = SEQ, np.dtype(np.uint16)
+
     def __getitem__(self, index: int) -> Any:
-        return np.full(SEQ + 1, 1000 * self.part + index)
+        return self.__getitems__(np.array([index]))[0]
+
+    def __getitems__(self, indices: Any) -> Any:
+        return np.repeat(1000 * self.part + indices[:, None], SEQ + 1, 1).astype(np.uint16)
+
+    def boundaries(self, indices: Any) -> Any:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def data_id(self) -> dict[str, Any]:
+        return {"part": self.part}
+
+    def settings_id(self) -> dict[str, Any]:
+        return {}
 
 
 def documents(part: int, length: int) -> Callable[[], Iterator[Any]]:
@@ -61,7 +74,7 @@ def stream(part: int, length: int, **more: Any) -> Any:
 
 
 def mixture(*parts: tuple[Any, float], **more: Any) -> Mixture:
-    return Mixture({f"p{i}": part for i, part in enumerate(parts)}, **{"seq_len": SEQ} | more)
+    return Mixture({f"p{i}": part for i, part in enumerate(parts)}, **more)
 
 
 def loader_of(mixed: Mixture, **how: Any) -> AsyncDataLoader:
@@ -202,35 +215,6 @@ def test_a_resume_before_or_after_a_change_gives_the_same_stream(change: Any, la
     contracts.resumes_repeatedly(make, n=30, steps=[5, 1, 1, 1, 1, 1, 1, 1, 18])
 
 
-def test_the_state_right_after_a_change_has_it() -> None:
-    make = changing(now, 10**9)
-    for rank in (0, 1):
-        with make(shard=Shard(2, rank)) as loader:
-            contracts.take(loader, 3)
-            now(loader)
-            state = json.loads(json.dumps(loader.state_dict()))
-            whole = contracts.take(loader, 8)
-        with make(shard=Shard(2, rank)) as loader:
-            loader.load_state_dict(state)
-            assert contracts.take(loader, 8) == whole
-
-
-def test_weights_that_do_not_fit_leave_the_stream_as_it_is() -> None:
-    make = changing(now, 10**9)
-    whole = contracts.ledger(make, 10)
-    with make() as loader:
-        got = contracts.take(loader, 3)
-        for weights in ({"p0": 1}, {"p0": 1, "p1": -1}, {"p0": 0, "p1": 0}, {"p0": 1, "other": 1}):
-            with pytest.raises(ConfigError):
-                loader.set_weights(weights)
-        assert got + contracts.take(loader, 7) == whole
-
-
-def test_only_a_mixture_has_weights() -> None:
-    with pytest.raises(ConfigError, match="Mixture"):
-        AsyncDataLoader(Part(0, 9), 2).set_weights({"a": 1})
-
-
 # Parts that end
 
 
@@ -265,14 +249,6 @@ def test_an_endless_mixture_begins_its_next_epoch_where_one_ended() -> None:
 # Errors, and where rows come from
 
 
-def test_rows_of_another_length_are_refused_by_sample() -> None:
-    with (
-        loader_of(mixture((np.zeros((30, SEQ + 2), np.int64), 1), (Part(1, 30), 1))) as loader,
-        pytest.raises(BadRecord, match="sample"),
-    ):
-        loader.next_batch(timeout=10)
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -290,18 +266,14 @@ def test_what_is_no_mixture_is_refused(parts: Any) -> None:
 
 
 def test_parts_need_one_seq_len() -> None:
-    short, long = (
-        SyntheticDataset(seq_len=8, num_samples=9),
-        SyntheticDataset(seq_len=16, num_samples=9),
-    )
+    short, long = (SyntheticDataset(seq_len=n, num_samples=9) for n in (8, 16))
     with pytest.raises(ConfigError, match="seq_len"):
         AsyncDataLoader(Mixture({"a": (short, 1), "b": (long, 1)}), 2)
-    with pytest.raises(ConfigError, match="seq_len"):
-        AsyncDataLoader(Mixture({"a": (Part(0, 5), 1)}), 2)
 
 
-def test_stats_count_the_rows_of_each_part() -> None:
-    with loader_of(mixture((Part(0, 70), 3), (stream(1, 90), 1)), n_workers=0) as loader:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stats_count_the_rows_of_each_part_that_were_handed_out(workers: int) -> None:
+    with loader_of(mixture((Part(0, 70), 3), (stream(1, 90), 1)), n_workers=workers) as loader:
         firsts(loader, 10)
         loader.shutdown()
         firsts(loader, 10)
@@ -328,3 +300,44 @@ def test_a_state_that_has_other_weights_than_parts_is_refused() -> None:
         with pytest.raises(StateError):
             loader.load_state_dict(state | {"weights": weights})
         loader.shutdown()
+
+
+# New parts
+
+
+def test_a_new_part_may_join_on_resume(corpus: Path) -> None:
+    def make(*names: str, weights: Sequence[float]) -> AsyncDataLoader:
+        parts = {
+            name: (TextDataset(corpus / FILES[name], tokenizer="byte", seq_len=64), weight)
+            for name, weight in zip(names, weights, strict=True)
+        }
+        return AsyncDataLoader(Mixture(parts), 8, shuffle=True, seed=1, n_workers=1)
+
+    with make("parquet", "jsonl", weights=(0.5, 0.5)) as loader:
+        contracts.take(loader, 10)
+        state = loader.state_dict()
+        expected = {name: loader.stats().parts[name] for name in ("parquet", "jsonl")}
+    assert expected
+
+    def extended() -> AsyncDataLoader:
+        return make("parquet", "jsonl", "many", weights=(0.4, 0.4, 0.2))
+
+    with pytest.raises(StateError, match="weights are not those of 3 parts"):
+        extended().load_state_dict(state)
+    with extended() as loader:
+        loader.load_state_dict(state, extend=True)
+        batches = contracts.take(loader, 20)
+        assert loader.stats().parts["many"] > 0
+    loader = extended()
+    loader.load_state_dict(state, extend=True)
+    with loader:
+        head = contracts.take(loader, 7)
+        later = loader.state_dict()
+    with extended() as loader:
+        loader.load_state_dict(later)  # the change is part of the state
+        assert head + contracts.take(loader, 13) == batches
+    with pytest.raises(StateError, match="same ones first"):
+        make("many", "parquet", weights=(1, 1)).load_state_dict(state, extend=True)
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
+    with pytest.raises(ConfigError, match="for a Mixture"):
+        AsyncDataLoader(data, 8).load_state_dict(state, extend=True)

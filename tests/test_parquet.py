@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 
 from penstock.errors import SourceError
 from penstock.read import reader
-from penstock.read.manifest import list_files
+from penstock.read.listing import list_files
 from penstock.read.parquet import ParquetReader
-from penstock.read.records import Judge
 from penstock.read.storage import Storage
 from tests.reading import bytes_of, documents, ids_of, open_loader, split_ids
 
@@ -113,12 +111,17 @@ def test_a_row_group_too_large_to_decode_at_once_is_split(
     opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", max_chunk_bytes)
     refs = opened.inspect(file)
     assert (len(refs) > 2) == (max_chunk_bytes <= 1000)
-    texts = [
-        text
-        for ref in refs
-        for text in opened.read(ref, Judge("raise", 1 << 20, [])).texts.to_pylist()
-    ]
+    texts = [text for ref in refs for text in opened.read(ref)[1]["text"].to_pylist()]
     assert texts == TEXTS
+
+
+def test_other_columns_come_with_the_text(tmp_path: Path) -> None:
+    (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
+    opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", 200, all_columns=True)
+    parts = [opened.read(ref) for ref in opened.inspect(file)]
+    assert [row for _, table in parts for row in table["id"].to_pylist()] == [*range(100)]
+    assert [lo for lo, _ in parts][:2] == [0, len(parts[0][1])]
+    assert parts[0][1].column_names == ["text", "id", "url"]
 
 
 def test_a_split_row_group_gives_the_same_stream(
@@ -129,18 +132,6 @@ def test_a_split_row_group_gives_the_same_stream(
 
 
 # Compressed as a whole
-
-
-@pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_a_compressed_file_gives_the_same_documents(tmp_path: Path, ending: str) -> None:
-    plain = write(tmp_path / "a.parquet", row_group_size=30).read_bytes()
-    packed = tmp_path / f"b.parquet.{ending}"
-    if ending == "gz":
-        packed.write_bytes(gzip.compress(plain))
-    else:
-        with pa.CompressedOutputStream(str(packed), "zstd") as out:
-            out.write(plain)
-    assert documents(bytes_of(packed)) == WANTED
 
 
 NO_STRANGERS = """

@@ -113,7 +113,7 @@ def test_a_consumer_that_waits_reports_the_time_of_each_next(work: dict[str, str
 
 def test_a_contender_that_fails_reports_the_error(work: dict[str, str]) -> None:
     case = work | {"contender": "ours", "source": "/nowhere"}
-    assert contend("drain", case, code=1)["error"]["kind"] == "NoData"
+    assert contend("drain", case, code=1)["error"]["kind"] == "SourceError"
 
 
 @pytest.mark.slow

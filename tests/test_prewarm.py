@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ConfigError
-from penstock.train.prewarm import Prewarmed, prewarm, verify_prewarm
+from penstock.train.prewarm import Prewarmed, prewarm
 
 VOCABULARY = 23
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -119,7 +119,6 @@ def train(
             data[0],
             accumulate=accumulate,
             autocast=autocast,
-            scheduler=scheduler,
             steps=prewarm_steps,
         )
         assert done.passes == accumulate * prewarm_steps
@@ -186,7 +185,7 @@ def test_five_steps_after_a_prewarm_are_those_without_it(name: str) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batch-norm"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "adamw-fused", "adamw-amsgrad"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
 def test_every_way_to_train_is_the_same_after_a_prewarm(
     name: str, dropout: float, batch_norm: bool, accumulate: int, autocast: torch.dtype | None
 ) -> None:
@@ -264,21 +263,44 @@ def test_the_result_says_what_was_done() -> None:
     done: Prewarmed = unchanged(
         net, optimizer, lambda: prewarm(net, optimizer, batch, accumulate=2)
     )
-    used = sum(
-        p.numel() for name, p in net.named_parameters() if not name.startswith(("frozen", "unused"))
-    )
-    assert done.state_bytes == used * 4 * 2 + sum(
-        s["step"].nbytes for s in optimizer.state.values()
-    )
-    assert done.copied_bytes == net.hidden.weight.nbytes, "the one that holds -0.0"
-    assert done.passes == 2
-    assert done.skipped == {}
-    assert done.total_s >= done.forward_s + done.backward_s + done.optimizer_s > 0
-    assert all(
-        float(value.abs().sum()) == 0
-        for state in optimizer.state.values()
-        for value in state.values()
-    )
+    frozen = ("frozen", "unused")
+    used = [p for name, p in net.named_parameters() if not name.startswith(frozen)]
+    counts = sum(state["step"].nbytes for state in optimizer.state.values())
+    assert done.state_bytes == sum(p.nbytes for p in used) * 2 + counts
+    tensors = [*net.parameters(), *net.buffers(), *batch]
+    assert done.copied_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert (done.passes, done.skipped) == (2, {})
+    assert done.seconds > 0
+    for state in optimizer.state.values():
+        assert all(float(value.abs().sum()) == 0 for value in state.values())
+
+
+def test_an_optimizer_with_state_is_left_alone() -> None:
+    net, optimizer, batch = ready()
+    prewarm(net, optimizer, batch)
+    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
+    assert done.skipped == {"optimizer": "AdamW has state already"}
+
+
+@pytest.mark.parametrize("name", ["adafactor", "asgd", "rprop", "sgd-dampening"])
+def test_an_optimizer_whose_first_state_is_unknown_is_not_stepped(name: str) -> None:
+    net, optimizer, batch = ready(OPTIMIZERS[name])
+    done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
+    assert "is not known" in done.skipped["optimizer"]
+    assert len(optimizer.state) == 0
+
+
+def test_hooks_and_schedulers_of_the_optimizer_do_not_notice() -> None:
+    net, optimizer, batch = ready()
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = repr(scheduler.state_dict())
+    prewarm(net, optimizer, batch)
+    assert steps == []
+    assert repr(scheduler.state_dict()) == before
+    with pytest.warns(UserWarning, match="Detected call of `lr_scheduler.step"):
+        scheduler.step()  # no step was taken yet
 
 
 def test_gradients_that_were_there_are_there_again() -> None:
@@ -289,37 +311,55 @@ def test_gradients_that_were_there_are_there_again() -> None:
     unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
     assert net.out.weight.grad is held
     assert net.hidden.weight.grad is None
-    verify_prewarm(net, optimizer, batch)
-    assert net.out.weight.grad is held
 
 
-def test_the_batch_is_not_touched_and_may_be_anything_a_model_takes() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(4, 4)
+def test_numbers_that_compare_unlike_their_bits_are_kept() -> None:
+    net, optimizer, batch = ready()
+    with torch.no_grad():
+        net.unused.weight[0] = torch.tensor([float("nan"), -0.0])
+        net.hidden.bias[0] = float("nan")
+    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
 
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-            out = self.line(x * 1)
-            x.zero_()
-            return {"loss": out.sum(), "logits": out}
 
-    net = Writes()
-    x = torch.ones(2, 4)
+class Keeps(nn.Module):
+    """Keeps state outside of its parameters and buffers, and writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("rebound", torch.zeros(2))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+        self.plain = torch.zeros(3)
+        self.count = 0
+        self.seen: list[int] = []
+        self.table: dict[str, int] = {}
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        out = self.line(x * 1)
+        x.zero_()
+        self.plain += 1
+        self.rebound = self.rebound + 1
+        self.count += 1
+        self.seen.append(1)
+        self.table["calls"] = self.count
+        self.late = 1
+        return {"loss": out.sum(), "logits": out}
+
+
+def test_attributes_of_modules_and_the_batch_are_restored() -> None:
+    net, x = Keeps(), torch.ones(2, 4)
+    rebound, attributes = net.rebound, set(vars(net))
     for batch in ((x, torch.zeros(2)), [x, torch.zeros(2)], {"x": x}, {"x": x, "labels": x}):
         prewarm(net, torch.optim.AdamW(net.parameters()), batch)
         assert bool((x == 1).all())
-    needs_gradient = torch.ones(2, 4, requires_grad=True)
-    prewarm(
-        net, None, {"x": needs_gradient}, loss=lambda model, batch: model(batch["x"] * 1)["loss"]
-    )
-    assert needs_gradient.grad is None
+        assert net.rebound is rebound
+        assert (net.count, net.seen, net.table) == (0, [], {})
+        assert set(vars(net)) == attributes
+        assert not net.plain.any()
 
 
-@pytest.mark.parametrize("form", ["scalar", "pair", "logits", "object"])
+@pytest.mark.parametrize("form", ["scalar", "logits", "object"])
 def test_the_loss_is_found_in_what_a_model_returns(form: str) -> None:
-    seen: list[Any] = []
-
     class Output:
         def __init__(self, loss: Tensor) -> None:
             self.loss = loss
@@ -329,23 +369,18 @@ def test_the_loss_is_found_in_what_a_model_returns(form: str) -> None:
             super().__init__()
             self.net = Net()
 
-        def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
+        def forward(self, inputs: Tensor) -> Any:
             logits = self.net(inputs)
-            seen.append(targets)
-            if form == "logits" or targets is None:
-                return logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            return {"scalar": loss, "pair": (logits, loss), "object": Output(loss)}[form]
+            loss = logits.mean()
+            forms = {"scalar": loss, "object": Output(loss)}
+            return forms.get(form, logits)
 
     model = Model()
-    inputs, targets = batches(1)[0]
-    targets = targets.clone()
-    targets[0] = -100
-    prewarm(model, torch.optim.AdamW(model.parameters()), (inputs, targets))
-    assert torch.equal(seen[0], targets)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert prewarm(model, optimizer, batches(1)[0]).state_bytes > 0
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "second"])
+@pytest.mark.parametrize("where", ["forward", "backward", "second"])
 def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -354,12 +389,6 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ZeroDivisionError("in the middle")
-
-    class Odd(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            super().step(closure)
-            self.note = 1
             raise ZeroDivisionError("in the middle")
 
     calls: list[int] = []
@@ -371,7 +400,7 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
             raise ZeroDivisionError("in the middle")
         return Breaks.apply(value) if where == "backward" else value
 
-    net, optimizer, batch = ready(Odd if where == "optimizer" else OPTIMIZERS["adamw"])
+    net, optimizer, batch = ready()
     net.out.weight.grad = torch.ones_like(net.out.weight)
 
     def action() -> None:
@@ -380,50 +409,35 @@ def test_after_an_exception_everything_is_as_it_was(where: str) -> None:
 
     unchanged(net, optimizer, action)
     assert len(optimizer.state) == 0
-    assert not hasattr(optimizer, "note")
-
-
-class IgnoresItsRate(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["n"] = 1
-                    p.mul_(0.99)
-
-
-def test_an_optimizer_that_changes_weights_at_rate_zero_is_refused_and_undone() -> None:
-    net, optimizer, batch = ready(IgnoresItsRate)
-
-    def action() -> None:
-        with pytest.raises(
-            ConfigError,
-            match=r"IgnoresItsRate .* changed 'embedding.weight' and 4 more\. Everything",
-        ):
-            prewarm(net, optimizer, batch)
-
-    unchanged(net, optimizer, action)
-    assert len(optimizer.state) == 0
-
-
-def sparse() -> tuple[Any, ...]:
-    net = nn.Sequential(nn.Embedding(VOCABULARY, 4, sparse=True), nn.Linear(4, VOCABULARY))
-    return net, torch.optim.SGD(net.parameters(), lr=0.1), batches(1)[0]
 
 
 def lazy() -> tuple[Any, ...]:
-    net = nn.LazyLinear(4)
-    return net, None, (torch.ones(2, 4), None)
+    return nn.LazyLinear(4), None, (torch.ones(2, 4), None)
 
 
 def steps_in_backward() -> tuple[Any, ...]:
-    net = nn.Linear(4, 4)
+    net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    net.hidden.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    return net, None, batches(1)[0]
+
+
+def renormalized() -> tuple[Any, ...]:
+    net = nn.Sequential(nn.Embedding(VOCABULARY, 4, max_norm=0.1), nn.Linear(4, VOCABULARY))
+    return net, None, batches(1)[0]
+
+
+def extra_state() -> tuple[Any, ...]:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    return nn.Sequential(Extra(4, 4)), None, (torch.ones(2, 4), None)
+
+
+def sparse_buffer() -> tuple[Any, ...]:
+    net = nn.Linear(4, 4)
+    net.register_buffer("table", torch.eye(4).to_sparse())
     return net, None, (torch.ones(2, 4), None)
 
 
@@ -431,20 +445,18 @@ def frozen() -> tuple[Any, ...]:
     return nn.Linear(4, 4).requires_grad_(False), None, (torch.ones(2, 4), None)
 
 
+def foreign() -> tuple[Any, ...]:
+    return Net(), torch.optim.AdamW(nn.Linear(2, 2).parameters()), batches(1)[0]
+
+
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
-    "lbfgs": (
-        lambda: ready(torch.optim.LBFGS),
-        r"LBFGS calls the model as often as it likes.*optimizer=None",
-    ),
-    "sparse-adam": (lambda: ready(torch.optim.SparseAdam), r"SparseAdam wants sparse gradients"),
-    "sparse-gradient": (sparse, r"the gradient of '0.weight' is sparse"),
-    "differentiable": (
-        lambda: ready(lambda p: torch.optim.Adam(p, differentiable=True)),
-        r"differentiable=True",
-    ),
     "lazy": (lazy, r"'weight' has no shape yet"),
-    "hook": (steps_in_backward, r"'weight' has a hook that runs when its gradient is ready"),
+    "hook": (steps_in_backward, r"writes to parameter '.*', perhaps in a hook"),
+    "max-norm": (renormalized, r"writes to parameter '0.weight'"),
+    "extra-state": (extra_state, r"'0' is a Extra: its extra state cannot be restored"),
+    "sparse": (sparse_buffer, r"'table' is a Tensor of torch.sparse_coo"),
     "frozen": (frozen, r"no parameter requires a gradient"),
+    "foreign": (foreign, r"AdamW has parameters that the model has not"),
     "no-optimizer": (lambda: (Net(), "adamw", batches(1)[0]), r"optimizer is a str"),
     "no-model": (lambda: (len, None, batches(1)[0]), r"model is a builtin_function_or_method"),
     "no-loss": (
@@ -457,115 +469,19 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_promised_is_refused_with_a_reason(name: str) -> None:
+def test_what_cannot_be_restored_is_refused_by_name(name: str) -> None:
     make, reason = REFUSED[name]
     net, optimizer, batch = make()
     with pytest.raises(ConfigError, match=reason):
         prewarm(net, optimizer, batch)
 
 
-def test_settings_and_losses_that_do_not_fit_are_refused() -> None:
+def test_arguments_and_losses_that_do_not_fit_are_refused() -> None:
     net, optimizer, batch = ready()
-    with pytest.raises(ConfigError, match="steps=0 must be a whole number from 1 on"):
-        prewarm(net, optimizer, batch, steps=0)
-    with pytest.raises(ConfigError, match="accumulate=0"):
-        prewarm(net, optimizer, batch, accumulate=0)
-    with pytest.raises(ConfigError, match="real_steps=0"):
-        verify_prewarm(net, optimizer, batch, real_steps=0)
-    with pytest.raises(ConfigError, match=r"one element, not a tensor of shape \(3, 5, 23\)"):
-        prewarm(net, optimizer, batch, loss=lambda model, batch: model(batch[0]))
-    with pytest.raises(ConfigError, match="depends on no parameter"):
-        prewarm(net, optimizer, batch, loss=lambda model, batch: torch.zeros(()))
-    assert len(optimizer.state) == 0
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd-nesterov", "nadam", "adafactor"])
-def test_the_proof_holds_and_leaves_nothing_behind(name: str) -> None:
-    net, optimizer, batch = ready(OPTIMIZERS[name])
-    unchanged(
-        net,
-        optimizer,
-        lambda: verify_prewarm(net, optimizer, batch, accumulate=2, autocast=torch.bfloat16),
-    )
-    assert len(optimizer.state) == 0
-
-
-def gradients(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    nn.functional.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten()).backward()
-
-
-def rate_zero_with_real_gradients(net: Net, optimizer: Any, batch: Any) -> None:
-    states, buffers = torch.get_rng_state(), {name: b.clone() for name, b in net.named_buffers()}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    gradients(net, batch)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad()
-    for name, b in net.named_buffers():
-        b.copy_(buffers[name])
-    torch.set_rng_state(states)
-
-
-def rate_zero_and_negative_zeros(net: Net, optimizer: Any, batch: Any) -> None:
-    rate_zero_with_real_gradients(net, optimizer, batch)
-
-
-def only_the_moments_back_to_zero(net: Net, optimizer: Any, batch: Any) -> None:
-    rate_zero_with_real_gradients(net, optimizer, batch)
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-        state["exp_avg_sq"].zero_()
-
-
-def forward_alone(net: Net, optimizer: Any, batch: Any) -> None:
-    states = torch.get_rng_state()
-    net(batch[0])
-    torch.set_rng_state(states)
-
-
-def draws(net: Net, optimizer: Any, batch: Any) -> None:
-    torch.rand(1)
-
-
-def a_real_step(net: Net, optimizer: Any, batch: Any) -> None:
-    gradients(net, batch)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def a_rate(net: Net, optimizer: Any, batch: Any) -> None:
-    optimizer.param_groups[0]["lr"] = 0.0
-
-
-@pytest.mark.parametrize(
-    ("naive", "named"),
-    [
-        (rate_zero_with_real_gradients, r"'embedding.weight'.* differs after 2 real step"),
-        (rate_zero_and_negative_zeros, r"parameter 'hidden.weight' changed"),
-        (only_the_moments_back_to_zero, r"'embedding.weight'.* differs after 2 real step"),
-        (forward_alone, r"buffer 'seen' changed"),
-        (draws, r"state of the random numbers of torch changed"),
-        (a_real_step, r"parameter 'embedding.weight' changed"),
-        (gradients, r"gradient of 'embedding.weight' changed"),
-        (a_rate, r"'lr' of group 0 of AdamW changed"),
-    ],
-)
-def test_a_careless_prewarm_is_caught_by_the_proof(naive: Callable[..., None], named: str) -> None:
-    net, optimizer, batch = ready()
-    if naive is not rate_zero_and_negative_zeros:
-        nn.init.ones_(net.hidden.weight)
-
-    def action() -> None:
-        warm = (
-            (lambda: naive(net, batch))
-            if naive is gradients
-            else (lambda: naive(net, optimizer, batch))
-        )
-        with pytest.raises(ConfigError, match=named):
-            verify_prewarm(net, optimizer, batch, warm=warm, real_steps=2)
-
-    unchanged(net, optimizer, action)
+    for name in ("steps", "accumulate"):
+        with pytest.raises(ConfigError, match=f"{name}=0: must be an integer ≥ 1"):
+            prewarm(net, optimizer, batch, **{name: 0})
+    for loss in (lambda model, batch: model(batch[0]), lambda model, batch: torch.zeros(())):
+        with pytest.raises(ConfigError, match="the loss must be a tensor with one element that"):
+            prewarm(net, optimizer, batch, loss=loss)
     assert len(optimizer.state) == 0

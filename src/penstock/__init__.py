@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader as AsyncDataLoader
     from penstock.options import RemoteOptions as RemoteOptions
     from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
-    from penstock.read.tokens import TokenFileDataset as TokenFileDataset
+    from penstock.read.token_files import TokenFileDataset as TokenFileDataset
     from penstock.sources.mixture import Mixture as Mixture
+    from penstock.sources.prepared import PreparedDataset as PreparedDataset
     from penstock.train.prewarm import prewarm as prewarm
     from penstock.types import Shard as Shard
     from penstock.types import Span as Span
     from penstock.watch.heartbeat import Heartbeat as Heartbeat
     from penstock.watch.loader_stats import Stats as Stats
-    from penstock.watch.steady import analyze_steps as analyze_steps
+    from penstock.watch.steady_state import analyze_steps as analyze_steps
     from penstock.watch.telemetry import Telemetry as Telemetry
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _imported = time.perf_counter()  # for the timing of a start
 
 _MODULES = {
@@ -50,12 +51,13 @@ _MODULES = {
     "loader": ("AsyncDataLoader",),
     "options": ("RemoteOptions",),
     "read.synthetic": ("SyntheticDataset",),
-    "read.tokens": ("TokenFileDataset",),
+    "read.token_files": ("TokenFileDataset",),
     "sources.mixture": ("Mixture",),
+    "sources.prepared": ("PreparedDataset",),
     "watch.loader_stats": ("Stats",),
     "train.prewarm": ("prewarm",),
     "types": ("Shard", "Span"),
-    "watch.steady": ("analyze_steps",),
+    "watch.steady_state": ("analyze_steps",),
     "watch.telemetry": ("Telemetry",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

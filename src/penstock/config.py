@@ -201,18 +201,21 @@ def proxy_for(scheme: str, host: str) -> str | None:
     return None if proxy_bypass(host) else getproxies().get(scheme)
 
 
-def write_atomically(path: Path, text: str, *, best_effort: bool = False) -> None:
-    """Write a file under a temporary name, flush it and rename it.
+def write_atomically(
+    path: Path, content: str | Sequence[Any], *, best_effort: bool = False
+) -> None:
+    """Write a text, or parts of bytes, under a temporary name that begins with a dot; then rename it.
 
     best_effort: ignore an error of the file system.
     """
+    parts: Sequence[Any] = [content.encode()] if isinstance(content, str) else content
     # Not tempfile: its files are readable by their owner only, whatever the umask.
     temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
     with suppress(*[OSError] if best_effort else []):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(temporary, "xb") as file:
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir
 from penstock.errors import ConfigError, StateError
-from penstock.options import RemoteOptions, TextOptions, accepts
-from penstock.read.manifest import fingerprint, list_files
+from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
+from penstock.read.listing import fingerprint, is_remote, list_files
 from penstock.read.settings import ReadSettings
 from penstock.types import Address, FileRef, MiB
 
@@ -29,6 +29,8 @@ Path = str | os.PathLike[str]
 
 MAX_DOC_BYTES = 256 * MiB
 """The longest document; a longer one is a bad record."""
+VAL_FRACTION = 0.005
+"""The default share of the documents in "val"."""
 MAX_RATIO = 1000.0
 """How far a compressed file may expand."""
 
@@ -36,17 +38,7 @@ MAX_RATIO = 1000.0
 def any_remote(urls: Any) -> bool:
     """Return True if some of the data is not on disk."""
     sources = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else []
-    return any(isinstance(url, str) and _is_remote(url) for url in sources)
-
-
-def _is_remote(url: str) -> bool:
-    if "://" in url:
-        return not url.startswith("file://")
-    if not url.isidentifier() or os.path.exists(url):
-        return False
-    from penstock.read.hub import SHORT_NAMES
-
-    return url in SHORT_NAMES
+    return any(isinstance(url, str) and is_remote(url) for url in sources)
 
 
 def _load_tokenizer(options: TextOptions) -> Tokenizer:
@@ -69,7 +61,7 @@ class TextDataset:
         urls: a file, a folder, a glob, or a list of these: on disk, on the Hub (hf://datasets/…), in a
             bucket (s3://, gs://, az://) or on a web server (https://, files only).
         """
-        self.options = options = TextOptions(**kwargs)
+        self.options = options = TextOptions(**from_habit(kwargs))
         self.remote = remote = RemoteOptions.of(options.remote)
         self.seq_len = options.seq_len
         separator = options.separator
@@ -106,18 +98,29 @@ class TextDataset:
             self.remote_config = replace(config, cache_bytes=remote.cache_bytes)
         action, _, quarantine = options.on_bad_record.partition(":")
         on_bad_record: Any = action
+        split: Any
+        split, _, fraction = (options.split or "").partition(":")
+        split = split or None
         self.quarantine = quarantine or None
         self.read = ReadSettings(
             text_field=options.text_field,
             separator=separator,
             chunk_bytes=options.chunk_bytes,
-            split=options.split,
-            val_fraction=options.val_fraction,
+            split=split,
+            val_fraction=float(fraction or VAL_FRACTION),
             on_bad_record=on_bad_record,
             max_doc_bytes=MAX_DOC_BYTES,
             max_ratio=MAX_RATIO,
             skip=self._addresses(options.skip),
         )
+        if options.filter is not None or options.transform is not None:
+            from penstock.read.filters import RowFilter
+
+            name, function = options.transform or ("", len)
+            if not isinstance(name, str) or not callable(function):
+                raise ConfigError(f"transform={options.transform!r}: must be (name, function)")
+            chosen = RowFilter.of(options.filter)
+            self.read = replace(self.read, filter=chosen, transform=options.transform)
 
     @staticmethod
     def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextIterable:
@@ -127,7 +130,7 @@ class TextDataset:
             stream, or an iterator (one epoch only). A resume uses its `state_dict` and
             `load_state_dict`; without them it reads the iterable again up to the position, and warns.
         tokenizer: as for files; None if the documents are ids.
-        more: text_field, packing, eos, bos, positions, shuffle_chunks and doc_batch as for files;
+        more: text_field, packing, eos, bos, positions and shuffle_chunks as for files;
             name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
         """
         from penstock.sources.text_iterable import TextIterable
@@ -148,16 +151,21 @@ class TextDataset:
                 raise ConfigError(f"skip: {entry.file!r} is not one of the {len(files)} files")
             if (entry.group is None) == (file.format == "parquet"):
                 raise ConfigError(f"skip: {list(entry)}: a row group goes with Parquet files only")
-            if entry.group is None and not file.codec and entry.row >= file.size:
-                raise ConfigError(
-                    f"skip: {list(entry)} is beyond the {file.size} bytes of the file"
-                )
         return addresses
 
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
         name = self.tokenizer.vocabulary.name
         return f"TextDataset({len(self.files)} files, {size} bytes, {name}, seq_len={self.seq_len})"
+
+    @property
+    def vocab_size(self) -> int:
+        """The ids of the tokenizer, special ones included: the rows of an embedding."""
+        return self.tokenizer.vocab_size
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of a row of ids, with special tokens by name."""
+        return self.tokenizer.decode(ids)
 
     def fetches(self) -> int:
         """Return the requests to keep in flight; 0 if everything is on disk."""
@@ -181,9 +189,13 @@ class TextDataset:
     def settings_id(self) -> dict[str, Any]:
         """Return the options that decide the stream."""
         names = ["seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks"]
-        if self.options.split is not None:
-            names += ["split", "val_fraction"]
         settings = {name: getattr(self.options, name) for name in names}
+        if self.read.split is not None:
+            settings |= {"split": self.read.split, "val_fraction": self.read.val_fraction}
+        if self.read.filter is not None:
+            settings["filter"] = str(self.read.filter)
+        if self.read.transform is not None:
+            settings["transform"] = self.read.transform[0]
         if self.read.separator is not None:
             settings["separator"] = self.read.separator.decode("utf-8", "backslashreplace")
         return settings

@@ -11,16 +11,18 @@ import importlib
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.options import RemoteOptions
 from penstock.settings import TEXT_SETTINGS, ConfigFile, unknown
 
 KINDS = {
     "text": ("penstock.dataset", "TextDataset"),
-    "tokens": ("penstock.read.tokens", "TokenFileDataset.from_binary_file"),
+    "tokens": ("penstock.read.token_files", "TokenFileDataset.from_binary_file"),
+    "prepared": ("penstock.sources.prepared", "PreparedDataset"),
     "synthetic": ("penstock.read.synthetic", "SyntheticDataset"),
     "mixture": ("penstock.sources.mixture", "Mixture"),
 }
@@ -33,7 +35,7 @@ class DatasetConfig:
     """A dataset that a file describes, or the parts of a mixture."""
 
     kind: str
-    """"text", "tokens", "synthetic" or "mixture"."""
+    """"text", "prepared", "tokens", "synthetic" or "mixture"."""
     where: str
     parameters: Mapping[str, Any]
     parts: Mapping[str, tuple[DatasetConfig, Any]] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class DatasetConfig:
         """Make the dataset. `text_arguments` are added to text datasets."""
         arguments = dict(self.parameters)
         if self.kind == "text":
-            arguments |= text_arguments
+            arguments = merge_text(arguments, text_arguments)
         if self.kind == "mixture":
             arguments["parts"] = {
                 name: (part.build(text_arguments), weight)
@@ -53,6 +55,16 @@ class DatasetConfig:
             return _maker(self.kind)(**arguments)
         except ConfigError as error:
             raise ConfigError(f"{self.where}: {error}") from error
+
+
+def merge_text(parameters: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of a text dataset with others added, some of them to its `remote`."""
+    merged = {**parameters, **more}
+    names = ("config", *TEXT_SETTINGS)
+    remote = {name: merged.pop(name) for name in names if merged.get(name) is not None}
+    if remote:
+        merged["remote"] = replace(RemoteOptions.of(merged.get("remote")), **remote)
+    return {name: value for name, value in merged.items() if name not in names}
 
 
 def read_data(file: ConfigFile) -> DatasetConfig:
@@ -109,12 +121,12 @@ def _parameters(file: ConfigFile, name: str, kind: Any) -> dict[str, inspect.Par
             "a mixture has a table data.mixture.… for each part"
         )
     taken = dict(inspect.signature(_maker(kind)).parameters)
-    return {key: each for key, each in taken.items() if key not in TEXT_SETTINGS}
+    return taken
 
 
 def _resolve(folder: Path, key: str, value: Any) -> Any:
     """Resolve a parameter that is a path against the file's folder."""
-    if key in ("urls", "path"):
+    if key in ("urls", "path", "store"):
         many = isinstance(value, list)
         return [_beside(folder, one) for one in value] if many else _beside(folder, value)
     if key == "on_bad_record" and str(value).startswith(QUARANTINE):

@@ -1,26 +1,15 @@
 """The exceptions that Penstock raises itself.
 
     PenstockError
-    ├── ConfigError            an argument or setting is invalid              (ValueError)
-    ├── MissingExtra           an optional library is not installed           (ImportError)
-    ├── SourceError            the data
-    │   ├── NoData             no file matches, or a reader would get no data
-    │   ├── CorruptFile        a file, or a chunk of it, cannot be read
-    │   ├── RemoteError        a fetch failed after all retries
-    │   ├── AccessDenied       a token, a permission or accepted terms are missing
-    │   ├── SourceChanged      a file changed during the run or since the checkpoint
-    │   ├── Offline            data is not on this machine and the network is disabled
-    │   └── BadRecord          a document cannot be used
-    ├── TokenizerError         the vocabulary cannot be found, loaded or used
-    ├── StateError             a saved state
-    │   ├── StateFormat        not a state, or an unsupported version
-    │   └── StateMismatch      a state of other data, settings or ranks
-    ├── UnevenRanks            ranks would get different numbers of batches
-    ├── PeerFailed             another rank failed to get its batch
-    ├── FeedStopped            a rank has no data, and all ranks stop together
-    ├── WorkerDied             a worker process exited during a task
-    ├── LoaderTimeout          no batch within the timeout                    (TimeoutError)
-    └── LoaderClosed           the loader was shut down during a call
+    ├── ConfigError        an argument, a setting or the installation is wrong    (ValueError)
+    ├── SourceError        the data is missing, refused, changed or cannot be used
+    │   ├── RemoteError    a fetch failed after all retries, or the network is disabled
+    │   └── CorruptFile    a file, or a chunk of it, cannot be read
+    ├── StateError         a saved state cannot be loaded, or belongs to other data
+    ├── WorkerDied         a worker process exited during a task
+    ├── PeerFailed         another rank failed, and all ranks stop together
+    ├── LoaderTimeout      no batch within the timeout                            (TimeoutError)
+    └── LoaderClosed       the loader was shut down during a call
 
 An exception of user code or of a library keeps its type; a note names stage, file and row.
 """
@@ -33,24 +22,23 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    """An argument or setting is invalid. The message names it, its value and what would fit."""
+    """An argument or setting is invalid, a vocabulary cannot be used, or a library is missing. The
+    message names it and says what would be valid."""
 
 
-class MissingExtra(PenstockError, ImportError):
-    """An optional library is needed and not installed."""
-
-    def __init__(self, library: str, needed_for: str, extra: str) -> None:
-        super().__init__(
-            f"{needed_for} needs `{library}`, which is not installed: pip install 'penstock[{extra}]'"
-        )
+def missing_extra(library: str, needed_for: str, extra: str) -> ConfigError:
+    """Return the error for an optional library that is not installed."""
+    return ConfigError(
+        f"{needed_for} needs `{library}`, which is not installed: pip install 'penstock[{extra}]'"
+    )
 
 
 class SourceError(PenstockError):
-    """The data cannot be read."""
+    """The data is missing, access to it is refused, it has changed, or a record cannot be used."""
 
 
-class NoData(SourceError):
-    """No file matches, or a reader would get no data."""
+class RemoteError(SourceError):
+    """A fetch failed after all retries, or the network is disabled."""
 
 
 class CorruptFile(SourceError):
@@ -59,61 +47,16 @@ class CorruptFile(SourceError):
     reason = "corrupt"
 
 
-class RemoteError(SourceError):
-    """A fetch failed after all retries."""
-
-
-class AccessDenied(SourceError):
-    """The server refuses access: a token, a permission or accepted terms are missing."""
-
-
-class SourceChanged(SourceError):
-    """A file changed since the run began or its state was saved."""
-
-
-class Offline(SourceError):
-    """The data is not on this machine, and the network is disabled."""
-
-
-class BadRecord(SourceError):
-    """A document cannot be used."""
-
-
-class TokenizerError(PenstockError):
-    """The vocabulary cannot be found, loaded or used."""
-
-
 class StateError(PenstockError):
-    """A saved state cannot be loaded."""
-
-
-class StateFormat(StateError):
-    """The value is not a state, or has an unsupported version."""
-
-
-class StateMismatch(StateError):
-    """The state belongs to other data, other settings or another number of ranks."""
-
-
-class UnevenRanks(PenstockError):
-    """The ranks would get different numbers of batches."""
-
-
-class PeerFailed(PenstockError):
-    """Another rank failed to get its batch; its own error says why."""
-
-
-class FeedStopped(PenstockError):
-    """A rank has no data, so all ranks stop with the same error."""
-
-    def __init__(self, reason: str, step: int | None = None) -> None:
-        before = f". All ranks stop together before step {step}." if step is not None else ""
-        super().__init__(f"{reason}{before}")
-        self.reason = reason
+    """A saved state is not one, or belongs to other data, settings or ranks."""
 
 
 class WorkerDied(PenstockError):
     """A worker process exited, or was killed, during a task."""
+
+
+class PeerFailed(PenstockError):
+    """Another rank failed to get its batch or has no data, so all ranks stop."""
 
 
 class LoaderTimeout(PenstockError, TimeoutError):

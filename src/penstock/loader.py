@@ -6,28 +6,31 @@ the position after the last batch that was handed out, wherever read-ahead is.
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from penstock.config import whole_number
 from penstock.encode.batch import Batch, BatchOrigin
-from penstock.errors import ConfigError, StateMismatch
+from penstock.errors import ConfigError, StateError
 from penstock.feed.collectives import RankAgreement
 from penstock.feed.warmup import Warmup
-from penstock.options import LoaderOptions, accepts
+from penstock.options import LoaderOptions, accepts, from_habit
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
-from penstock.run_options import batches_of_pass, check_warmup, resolve_options
+from penstock.run_options import check_warmup, resolve_options, rows_of_pass
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
-from penstock.state import State, check_lanes, parse
-from penstock.watch.loader_stats import LoaderStats, Stats
-from penstock.watch.telemetry import Telemetry, attach
+from penstock.state import State, check_lanes, gather, parse
+from penstock.watch.loader_stats import LoaderStats, Stats, shuffle_quality
+from penstock.watch.stage_timer import IMPORT
+from penstock.watch.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from penstock.feed.autotune import Autotune
@@ -38,18 +41,21 @@ if TYPE_CHECKING:
 class AsyncDataLoader:
     """Streams a dataset as batches, prepared by workers in the background.
 
-    Iterate over it, or call `next_batch`. It is a context manager; without one, `shutdown` ends
-    its threads, as do garbage collection and the end of the interpreter.
+    Iterate over it, or call `next`. With `epochs`, each `for` is a pass, in an order of its own;
+    the first one after `load_state_dict` is the rest of the saved pass. `next` always continues.
+
+    It is a context manager; without one, `shutdown` ends its threads, as do garbage collection and
+    the end of the interpreter.
     """
 
     @accepts(LoaderOptions)
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
         """Set up a loader. Nothing runs until it is entered, started, warmed or asked for a batch.
 
-        dataset: a TextDataset, TokenFileDataset, SyntheticDataset or Mixture; a map-style dataset; or
-            an iterable of samples.
+        dataset: a TextDataset, PreparedDataset, TokenFileDataset, SyntheticDataset or Mixture; a
+            map-style dataset; or an iterable of samples.
         """
-        self._given = given = LoaderOptions(*args, **kwargs)
+        self._given = given = LoaderOptions(*args, **from_habit(kwargs))
         self._dataset = dataset
         self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)
@@ -73,6 +79,8 @@ class AsyncDataLoader:
         self._origin: BatchOrigin | None = None
         """Of the last batch that was handed out since `_state`."""
         self._exhausted = self._interrupted = False
+        self._begun = False
+        """True if a batch was handed out since this pass began or a state was loaded."""
 
     @classmethod
     def from_config(cls, path: Any = None, dataset: Any = None, **overrides: Any) -> Self:
@@ -94,22 +102,26 @@ class AsyncDataLoader:
 
     def observe(self, telemetry: Telemetry) -> None:
         """Record into `telemetry` instead of the loader's own. Call it before the first batch."""
-        self.telemetry = attach(telemetry, self, self._listings)
-        self._stats = LoaderStats()
+        telemetry.bind(self, self._listings)
+        self.telemetry, self._stats = telemetry, LoaderStats()
 
     # Iterating
 
-    def __iter__(self) -> Self:
-        if self._exhausted:  # the next `for` is the next pass, in its own order
-            assert self._options.epochs is not None
-            ended = self._current()
-            self._close()
-            weights = next_pass(ended.weights, ended.row, ended.lanes)
-            first = ended.first + self._options.epochs
-            fresh = self._fresh_state(ended.lanes, first, ended.batch)
-            self._state = replace(fresh, skip=ended.skip, weights=weights)
-            self._exhausted = False
-        return self
+    def __iter__(self) -> Pass:
+        if self._begun and self._options.epochs is not None:
+            self._start_pass()
+        return Pass(self)
+
+    def _start_pass(self) -> None:
+        """Go to the beginning of the next pass, in its own order."""
+        assert self._options.epochs is not None
+        ended = self._current()
+        self._close()
+        weights = next_pass(ended.weights, ended.row, ended.lanes)
+        first = ended.first + self._options.epochs
+        fresh = self._fresh_state(ended.lanes, first, ended.batch)
+        self._state = replace(fresh, skip=ended.skip, weights=weights)
+        self._exhausted = self._begun = False
 
     def __next__(self) -> Batch:
         batch = self.next_batch()
@@ -122,7 +134,14 @@ class AsyncDataLoader:
 
     def __len__(self) -> int:
         """Return the batches of one pass, if that is known beforehand."""
-        return batches_of_pass(self._options, self._source.length())
+        return -(-self._rows_of_pass() // self._options.batch_size)
+
+    def _rows_of_pass(self) -> int:
+        """Return the rows of one pass on this rank, if that is known beforehand."""
+        batches = self._source.batches(self._run_context())
+        if batches is not None:
+            return batches * self._options.batch_size
+        return rows_of_pass(self._options, self._source.length())
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream.
@@ -136,7 +155,7 @@ class AsyncDataLoader:
             before = self._origin
             try:
                 batch = self._timed(timeout)
-                self._exhausted = batch is None
+                self._exhausted, self._begun = batch is None, True
                 if batch is not None:
                     self._origin = batch._origin
                 return batch
@@ -148,20 +167,18 @@ class AsyncDataLoader:
                 raise
 
     def _timed(self, timeout: float | None) -> Batch | None:
-        begun, tokens = time.perf_counter(), None
-        self.telemetry.entering(begun)
+        telemetry, begun = self.telemetry, time.perf_counter()
+        telemetry.next_begins(begun)
         try:
             batch = self._take(timeout)
             tokens = None if batch is None else batch.tokens
         except BaseException as error:
-            self.telemetry.failed(begun, time.perf_counter(), error)
+            telemetry.next_failed(begun, time.perf_counter(), error)
             raise
-        finally:
-            now = time.perf_counter()
-            self._stats.took(begun, now, tokens)
-        self.telemetry.took(begun, now, tokens, self.queue_depth())
+        now = time.perf_counter()
+        telemetry.next_ended(begun, now, tokens)
         if self._tuner is not None and tokens is not None:
-            self._tuner.step(now, tokens, self.telemetry.consumer.paused.last_s)
+            self._tuner.step(now, tokens, telemetry.timer.last_pause_s)
         return batch
 
     def _take(self, timeout: float | None) -> Batch | None:
@@ -176,6 +193,9 @@ class AsyncDataLoader:
             batch = self._agreement.next(lambda: self._take_own(timeout))
             self._interrupted = False
         if batch is not None and self._options.tensors:
+            if "torch" not in sys.modules:
+                with self.telemetry.clock.stage(IMPORT):
+                    importlib.import_module("torch")
             batch.to_torch()
         return batch
 
@@ -207,7 +227,7 @@ class AsyncDataLoader:
         # The threads know the pipeline and not the loader: a loader that is no longer referenced
         # is collected, and its threads end with it.
         self._finalizer = weakref.finalize(self, pipeline.close)
-        self.telemetry.follow(pipeline, begun)
+        self.telemetry.opened(pipeline, begun)
         if self._given.prefetch_size == "auto":
             self._tuner = pipeline.tuner(self.telemetry)
             self._tuner.adopt(self._tuned)
@@ -263,18 +283,18 @@ class AsyncDataLoader:
         self._close()
 
     def _close(self) -> None:
-        self._origin = None
+        parts, self._origin = self._part_rows(), None
         feed, self._feed = self._feed, None
         pipeline, self._pipeline = self._pipeline, None
         if feed is not None:
             feed.close()
         if pipeline is not None:
-            self._stats.keep(pipeline)
+            self._stats.keep(pipeline, parts)
             if self._tuner is not None:
                 self._tuned |= self._tuner.values()
             pipeline.close()
             self._finalizer.detach()
-            self.telemetry.left()
+            self.telemetry.closed()
             self._tuner = None
 
     def __enter__(self) -> Self:
@@ -289,16 +309,34 @@ class AsyncDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch handed out: JSON, a few hundred bytes a lane.
 
-        It has this rank's lanes only. To resume on another number of ranks, save all ranks' states
-        and load them as a list.
+        It has this rank's lanes only. To save on one rank for all, or to resume on another number
+        of ranks, use `full_state_dict`, or load a list of all ranks' states.
         """
         return self._current().to_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Continue after the batch at which `state` was taken; a list has the states of all ranks."""
-        loaded = self._checked(parse(state))
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks as one, which loads on any number that divides the lanes.
+
+        A collective: all ranks must call it after the same batch, also if only one saves the result.
+        """
+        return gather(self.state_dict(), self._options.shard)
+
+    def load_state_dict(
+        self, state: dict[str, Any] | Sequence[dict[str, Any]], *, extend: bool = False
+    ) -> None:
+        """Continue after the batch at which `state` was taken; a list has the states of all ranks.
+
+        `extend` is for a mixture that has new parts after the old ones: they begin at their first
+        row, and the new weights apply from here on.
+        """
+        parsed = parse(state)
+        if extend:
+            if self._mixture is None:
+                raise ConfigError("extend=True is for a Mixture that has new parts")
+            parsed = self._mixture.extended(parsed, self._state)
+        loaded = self._checked(parsed)
         self._close()
-        self._state, self._exhausted = loaded, False
+        self._state, self._exhausted, self._begun = loaded, False, False
         self.telemetry.reset()
         self._stats = LoaderStats()
 
@@ -321,11 +359,14 @@ class AsyncDataLoader:
         self._close()
         self._state = changed
 
-    def as_torch_dataset(self, shift: bool = True) -> TorchDataset:
-        """Return an `IterableDataset` of finished batches, for trainers that take one."""
+    def as_torch_dataset(self, *, batched: bool = False) -> TorchDataset:
+        """Return an `IterableDataset` of rows, for `DataLoader(dataset, batch_size=…)` and trainers.
+
+        With batched=True it yields finished batches, for `DataLoader(dataset, batch_size=None)`.
+        """
         from penstock.torch_dataset import TorchDataset
 
-        return TorchDataset(self, shift=shift)
+        return TorchDataset(self, batched=batched)
 
     def _current(self) -> State:
         origin = self._origin
@@ -358,16 +399,16 @@ class AsyncDataLoader:
         source.check_state(loaded)
         loaded.require_stream_of(self._state)
         if source.by_lane:
-            check_lanes(loaded.lanes, options.shard.mod, StateMismatch)
+            check_lanes(loaded.lanes, options.shard.mod, StateError)
             if self._given.lanes not in (None, loaded.lanes):
-                raise StateMismatch(
+                raise StateError(
                     f"lanes was {loaded.lanes} when the state was saved, and is {self._given.lanes}. "
                     "Leave lanes out to take it from the state."
                 )
         if options.epochs is not None:
             epoch = self._epoch_of(loaded)
             if epoch > loaded.first + options.epochs:
-                raise StateMismatch(
+                raise StateError(
                     f"the state is in epoch {epoch} of a pass that began with epoch {loaded.first}, "
                     f"beyond the end of epochs={options.epochs}. Give as many epochs as the run that "
                     "saved it, or start a new run."
@@ -394,10 +435,48 @@ class AsyncDataLoader:
     def stats(self) -> Stats:
         """Return what has been done so far."""
         waited_s = None if self._feed is None else self._feed.waited_s()
-        return self._stats.stats(
-            self._pipeline, self.telemetry, self._options.queue_bytes, waited_s
+        stats = self._stats.stats(
+            self._pipeline,
+            self.telemetry,
+            parts=self._part_rows(),
+            memory_estimate=self._options.queue_bytes,
+            device_wait_s=waited_s,
         )
+        if self._pipeline is None or self._origin is None or not self._options.shuffle:
+            return stats
+        chunks, step = self._pipeline.gauges().get("source_chunks") or (0, 0)
+        quality = shuffle_quality(self._origin.spans(), chunks, step, self._options.shard.mod)
+        return replace(stats, shuffle_quality=quality)
+
+    def _part_rows(self) -> dict[str, int]:
+        """Return the rows of each part of a mixture that the pipeline has handed out."""
+        if self._mixture is None or self._origin is None:
+            return {}
+        rows: dict[str, int] = self._mixture.part_rows(self._origin)
+        return rows
 
     def pause(self, name: str) -> AbstractContextManager[None]:
         """Keep evaluation, a checkpoint and the like apart: `with loader.pause("eval"): …`."""
         return self.telemetry.pause(name)
+
+
+class Pass(Iterator[Batch]):
+    """One `for` over a loader. It also has the loader's methods."""
+
+    def __init__(self, loader: AsyncDataLoader) -> None:
+        self._loader = loader
+        self._first = True
+
+    def __next__(self) -> Batch:
+        loader, first = self._loader, self._first
+        batch, self._first = loader.next_batch(), False
+        if batch is None and first and loader._options.epochs is not None:
+            # The state of a finished pass was loaded: a `for` over nothing would surprise.
+            loader._start_pass()
+            batch = loader.next_batch()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -34,9 +34,11 @@ FLAGS |= dict.fromkeys(("0", "false", "off", "no"), False)
 NAMES: dict[Any, str] = {
     bool: "true or false",
     str: "text",
+    bytes: "bytes",
     Path: "a path",
     Any: "anything",
     get_origin(Callable[..., Any]): "a function",
+    get_origin(Iterable[Any]): "a list",
     Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
 }
 
@@ -240,6 +242,32 @@ def accepts(
     return decorate
 
 
+SAME = {"num_workers": "n_workers", "collate_fn": "collate", "block_size": "seq_len"}
+"""Names from elsewhere that mean the same as ours."""
+INSTEAD = {
+    "world_size": "shard=Shard(world_size, rank). Under torchrun, leave it out",
+    "rank": "shard=Shard(world_size, rank). Under torchrun, leave it out",
+    "max_length": "seq_len=…, the ids of a row. Documents are packed into rows, not truncated",
+    "prefetch_factor": "prefetch_size=…, the batches in the queue, of all workers together",
+    "pin_memory": "device='cuda', which pins memory and copies batches ahead of their step",
+    "sampler": "shuffle=… and seed=…; to choose samples, wrap the map-style dataset",
+}
+"""Names from elsewhere that mean something else, and what to use."""
+
+
+def from_habit(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments under our names, or raise if a name from elsewhere means something else."""
+    for name in given:
+        if name in INSTEAD:
+            raise ConfigError(f"{name}=…: use {INSTEAD[name]}.")
+        if SAME.get(name) in given:
+            raise ConfigError(f"{name}=… and {SAME[name]}=… are the same: give one of them.")
+    renamed = {SAME.get(name, name): value for name, value in given.items()}
+    if isinstance(split := renamed.get("split"), str):
+        renamed["split"] = split.replace("validation", "val")
+    return renamed
+
+
 # The options
 
 
@@ -302,7 +330,7 @@ class LoaderOptions:
 
 @options
 class RemoteOptions:
-    """How remote data is fetched. Nothing here but `config` changes the stream.
+    """How data is fetched, and other things that experts set. Only `config` changes the stream.
 
     connect_timeout: Seconds to reach a server. More wait longer for a dead one.
     request_timeout: Seconds of a request in all. More let slow servers finish.
@@ -313,10 +341,12 @@ class RemoteOptions:
     retry_after_cap: Longest `Retry-After` that is honoured, in seconds.
     backoff: Seconds before the first retry; doubled each time, up to 10.
     fetches: Requests in flight. More hide latency and take memory.
-    hedge: Send unusually slow reads a second time. Costs a few more requests.
+    hedge: Continue unusually slow reads on another connection. Costs a few more requests.
     cache_bytes: Disk for the token cache.
     share_listing: Rank 0 lists the files for all; all ranks must create the dataset.
     config: Configuration of a Hub dataset's card, such as sample-10BT.
+    doc_batch: Documents tokenized at once. Defaults to a whole chunk.
+    report_docs: Documents between two log lines; 0: no lines.
     """
 
     _: KW_ONLY
@@ -333,6 +363,8 @@ class RemoteOptions:
     cache_bytes: int = option(default=50 * GiB, minimum=0, size=True)
     share_listing: bool = False
     config: str | None = None
+    doc_batch: int | None = option(default=None, minimum=1)
+    report_docs: int = option(default=2000, minimum=0)
 
     @classmethod
     def of(cls, value: RemoteOptions | Mapping[str, Any] | None) -> RemoteOptions:
@@ -358,9 +390,8 @@ class TextOptions:
     text_field: Column or field that holds the text.
     packing: "concat" loses no token; "bos" starts each row with a document and crops the rest;
         "best_fit" cuts only documents longer than a row, and pads.
-    split: Documents chosen by a hash of their addresses. Defaults to all. Either part reads all
-        files and tokenizes its own documents.
-    val_fraction: Share of the documents in "val".
+    split: "train" or "val": documents chosen by a hash of their addresses. "val:0.01" and
+        "train:0.01" set the share in "val", 0.005 by default. Either part reads all files.
     format: Format of the files. Defaults to what their names say.
     separator: Text between the documents of a plain-text file. Default: one a file.
     eos: Token after each document, by name or id. "auto": the tokenizer's own.
@@ -371,8 +402,11 @@ class TextOptions:
     on_bad_record: "raise", "skip" a record that cannot be used, or "quarantine:FILE" to also
         write its address and the reason to a JSONL file.
     skip: Documents to leave out: spans or addresses of `batch.provenance()`.
-    doc_batch: Documents tokenized at once. Defaults to a whole chunk.
-    report_docs: Documents between two log lines; 0: no lines.
+    filter: Rows to keep, by other columns: a pyarrow expression, or the tuples of pyarrow.parquet,
+        such as [("score", ">=", 3)]. Row groups whose statistics rule out a match are not read.
+    transform: ("name-and-version", function): the function gets a table of a chunk's columns and
+        returns the texts; null drops a document. The name identifies it in states and caches.
+    store: A prepared corpus of this text: chunks in it are read instead of tokenized.
     remote: RemoteOptions, or a table of them.
     cache: Keep tokens on disk, so that the next epoch and run need neither network nor
         tokenizer. "auto": for remote data.
@@ -383,8 +417,9 @@ class TextOptions:
     seq_len: int = option(minimum=1)
     text_field: str = "text"
     packing: Packing = "concat"
-    split: Literal["train", "val"] | None = None
-    val_fraction: float = option(default=0.005, below=1, minimum=1e-9)
+    split: str | None = option(
+        default=None, pattern=r"(train|val)(:(0?\.\d*[1-9]\d*|\d(\.\d+)?e-\d+))?"
+    )
     format: Format | None = None
     separator: str | bytes | None = None
     eos: str | int | None = AUTO
@@ -394,7 +429,28 @@ class TextOptions:
     shuffle_chunks: int = option(default=16, minimum=1)
     on_bad_record: str = option(default="raise", pattern="raise|skip|quarantine:.+")
     skip: Iterable[Any] = ()
-    doc_batch: int | None = option(default=None, minimum=1)
-    report_docs: int = option(default=2000, minimum=0)
+    filter: Any = None
+    transform: tuple[str, Callable[[Any], Any]] | None = None
+    store: str | Path | None = None
     remote: RemoteOptions | dict[str, Any] | None = None
     cache: bool | Literal["auto"] = "auto"
+
+
+@options
+class PreparedOptions:
+    """How a prepared corpus is packed.
+
+    seq_len: Ids of a row. Attention's cost grows with its square.
+    packing: As for text: "concat", "bos" or "best_fit".
+    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
+    shuffle_blocks: Blocks of 65,536 tokens in a shuffle window. More mix better; each lane has two
+        windows in memory, 128 MiB by default with ids of 2 bytes.
+    skip: Documents to leave out: spans or addresses of `batch.provenance()`.
+    """
+
+    _: KW_ONLY
+    seq_len: int = option(minimum=1)
+    packing: Packing = "concat"
+    positions: bool = False
+    shuffle_blocks: int = option(default=512, minimum=1)
+    skip: Iterable[Any] = ()

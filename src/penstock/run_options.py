@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any, Literal
 
 from penstock.config import current_shard, default_workers
-from penstock.errors import ConfigError, MissingExtra
+from penstock.errors import ConfigError, missing_extra
 from penstock.feed.affinity import resolve
 from penstock.feed.warmup import check_arguments
 from penstock.options import LoaderOptions
@@ -65,7 +65,7 @@ def _device(device: Any) -> str | None:
     if name.partition(":")[0] == "cpu":
         return None
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtra("torch", f"device={name!r}", "torch")
+        raise missing_extra("torch", f"device={name!r}", "torch")
     return name
 
 
@@ -81,14 +81,14 @@ def _drop_last(given: LoaderOptions, shard: Shard, alone: bool, even: bool) -> b
     return given.drop_last
 
 
-def batches_of_pass(run: RunContext, length: int | None) -> int:
-    """Return the batches of one pass over this many rows or samples."""
+def rows_of_pass(run: RunContext, length: int | None) -> int:
+    """Return the rows or samples of one pass on this rank, if an epoch has this many in all."""
     if length is None or run.epochs is None:
         kind = "an endless stream" if run.epochs is None else "a stream of unknown length"
         raise TypeError(f"{kind} has no len()")
     from penstock.sources.map_style import own_rows
 
-    return -(-own_rows(length * run.epochs, run) // run.batch_size)
+    return own_rows(length * run.epochs, run)
 
 
 def check_warmup(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import config
 from penstock.errors import ConfigError
-from penstock.options import LoaderOptions, Option, TextOptions, option, options, options_of
+from penstock.options import LoaderOptions, Option, RemoteOptions, option, options, options_of
 
 if TYPE_CHECKING:
     from penstock.dataset_config import DatasetConfig
@@ -70,13 +70,13 @@ class RunSettings:
 
 
 TEXT_SETTINGS = ("doc_batch", "report_docs")
-"""Options of `TextOptions` that never change the stream, so they belong to the run."""
+"""Options of `RemoteOptions` that are settings of a run."""
 NOT_SETTINGS = ("shard", "preprocess", "collate", "device_preprocess")
 """Loader arguments that cannot be written as text."""
 
 SETTINGS: dict[str, Option] = {
     **{name: each for name, each in options_of(LoaderOptions).items() if name not in NOT_SETTINGS},
-    **{name: options_of(TextOptions)[name] for name in TEXT_SETTINGS},
+    **{name: options_of(RemoteOptions)[name] for name in TEXT_SETTINGS},
     **options_of(RunSettings),
 }
 NAMES = {**{name: name for name in SETTINGS}, **ALIASES}
@@ -123,7 +123,7 @@ class Settings:
         return arguments
 
     def text_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `TextDataset` that are settings."""
+        """Return the `RemoteOptions` of a `TextDataset` that are settings."""
         return {name: self[name] for name in TEXT_SETTINGS}
 
 

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import ConfigError, StateFormat, StateMismatch
-from penstock.types import Address, LanePosition, StreamPosition, is_count
+from penstock.config import torch_distributed
+from penstock.errors import ConfigError, StateError
+from penstock.types import Address, LanePosition, Shard, StreamPosition, is_count
 
 VERSION = 2
 COUNTS = ("row", "batch", "first", "lanes")
@@ -80,7 +81,7 @@ class State:
         """Return the part of a rank that reads these lanes."""
         missing = [lane for lane in lanes if lane not in self.lane_positions]
         if missing:
-            raise StateMismatch(
+            raise StateError(
                 f"the state has no position for lanes {missing[:8]} of {self.lanes}: each rank saves "
                 "only its own lanes. Load the states of all ranks: load_state_dict([state_0, …])"
             )
@@ -95,16 +96,17 @@ class State:
         ):
             # The name of a vocabulary is only for people: it may differ between machines.
             ignored = {"name"} if what == "the tokenizer" else set()
-            keys = sorted(k for k in {*saved, *now} - ignored if saved.get(k) != now.get(k))
+            differ = [k for k in {*saved, *now} - ignored if saved.get(k) != now.get(k)]
+            keys = sorted(differ, key=str)  # a damaged state may have keys of any type
             if keys:
                 pairs = ", ".join(f"{k} was {saved.get(k)!r}, is {now.get(k)!r}" for k in keys)
-                raise StateMismatch(
+                raise StateError(
                     f"{what} changed since the state was saved: {pairs}. Restore what it was, or "
                     "start a new run."
                 )
 
 
-def check_lanes(lanes: int, world: int, error: type[ConfigError | StateMismatch]) -> None:
+def check_lanes(lanes: int, world: int, error: type[ConfigError | StateError]) -> None:
     """Raise if this number of ranks cannot share the lanes, and name the numbers that can."""
     if lanes % world:
         sizes = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
@@ -118,83 +120,81 @@ def parse(value: Any) -> State:
     """Parse what `state_dict()` returned, or a list of the states of all ranks."""
     states = [_parse_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
     if not states:
-        raise StateFormat("the list of states is empty: give the state of each rank")
+        raise StateError("the list of states is empty: give the state of each rank")
     first = states[0]
     positions: dict[int, LanePosition] = {}
     for state in states:
         for name in (*COUNTS, *TABLES, "skip", "weights", "source"):
             if getattr(state, name) != getattr(first, name):
-                raise StateMismatch(
+                raise StateError(
                     "the states of the ranks were not taken at the same batch of the same run: "
                     f"{name} is {getattr(first, name)!r} in one and {getattr(state, name)!r} in another"
                 )
         for lane, at in state.lane_positions.items():
             if positions.setdefault(lane, at) != at:
-                raise StateMismatch(
+                raise StateError(
                     f"two states have different positions for lane {lane}: give each rank's state "
                     "once, all of one save"
                 )
     return replace(first, lane_positions=positions)
 
 
+def gather(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """Return the states of all ranks as one. A collective."""
+    if shard.mod == 1:
+        return state
+    distributed = torch_distributed()
+    if distributed is None:
+        raise ConfigError(
+            f"the states of {shard.mod} ranks are gathered with torch.distributed, which is not "
+            "initialised. Call init_process_group first, or save each rank's state_dict() by itself."
+        )
+    # Ranks that read the same part, as in tensor parallelism, have the same state.
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, state)
+    return parse(states).to_dict()
+
+
 def _parse_one(value: Any) -> State:
     if not isinstance(value, Mapping) or "penstock" not in value:
-        raise StateFormat(f"not the state of a Penstock loader: {value!r:.80}")
+        raise StateError(f"not the state of a Penstock loader: {value!r:.80}")
     version = value["penstock"]
     if version != VERSION:
-        raise StateFormat(
+        raise StateError(
             f"the state has version {version!r:.20}, this release reads version {VERSION}. Resume with "
             "the release that saved it, or start a new run."
         )
     unknown, missing = value.keys() - KEYS - {"weights", "source"}, KEYS - value.keys()
     if unknown or missing:
-        raise StateFormat(
+        raise StateError(
             f"invalid state: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
         )
-    for name in COUNTS:
-        _check(is_count(value[name]), value, name, "must be a non-negative integer")
-    _check(value["lanes"] >= 1, value, "lanes", "must be at least 1")
-    for name in TABLES:
-        table = value[name]
-        fits = isinstance(table, Mapping) and all(isinstance(key, str) for key in table)
-        _check(fits, value, name, "must be a table")
-    _check(isinstance(value["skip"], list | tuple), value, "skip", "must be a list")
-    tables: dict[str, Any] = {name: dict(value[name]) for name in TABLES}
-    return State(
-        **{name: value[name] for name in COUNTS},
-        **tables,
-        lane_positions=_positions(value),
-        skip=frozenset(address(entry) for entry in value["skip"]),
-        weights=_weights(value),
-        source=value.get("source"),
-    )
-
-
-def _check(fits: bool, state: Mapping[str, Any], name: str, needs: str) -> None:
-    if not fits:
-        raise StateFormat(f"invalid state: {name!r} {needs}, not {state[name]!r:.80}")
-
-
-def _positions(state: Mapping[str, Any]) -> dict[int, LanePosition]:
-    at = state["at"]
-    _check(isinstance(at, Mapping), state, "at", "must be a table of positions by lane")
-    lanes = [key for key in at if isinstance(key, str) and key.isascii() and key.isdigit()]
-    fits = len(lanes) == len(at) and all(int(key) < state["lanes"] for key in lanes)
-    _check(fits, state, "at", f"must name lanes 0 to {state['lanes'] - 1}")
-    return {int(key): LanePosition.from_list(at[key]) for key in lanes}
-
-
-def _weights(state: Mapping[str, Any]) -> Weights:
-    if "weights" not in state:
-        return ()
-    weights: Weights = ()
     try:
-        weights = tuple((row, tuple(of_row)) for row, of_row in state["weights"])
-        fits = all(is_count(row) and all(map(is_count, of_row)) for row, of_row in weights)
-    except (TypeError, ValueError):
-        fits = False
-    _check(fits, state, "weights", "must be a list of rows and weights")
-    return weights
+        lanes = _count("lanes", value["lanes"])
+        positions = {int(lane): LanePosition.from_list(at) for lane, at in value["at"].items()}
+        if not all(0 <= lane < lanes for lane in positions):
+            raise ValueError(f"'at' must name lanes 0 to {lanes - 1}")
+        changes = value.get("weights", ())
+        fields: dict[str, Any] = {name: _count(name, value[name]) for name in COUNTS}
+        fields |= {name: dict(value[name]) for name in TABLES}
+        return State(
+            **fields,
+            lane_positions=positions,
+            skip=frozenset(map(address, value["skip"])),
+            weights=tuple(
+                (_count("weights", row), tuple(_count("weights", one) for one in weights))
+                for row, weights in changes
+            ),
+            source=value.get("source"),
+        )
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise StateError(f"invalid state: {error}") from error
+
+
+def _count(name: str, value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"{name!r} must be a non-negative integer, not {value!r:.80}")
+    return int(value)
 
 
 def address(entry: Any) -> Address:
@@ -204,6 +204,6 @@ def address(entry: Any) -> Address:
         file, group, row = entry
         if isinstance(file, str) and (group is None or is_count(group)) and is_count(row):
             return Address(file, group, row)
-    raise StateFormat(
+    raise StateError(
         f"not the address of a document: {entry!r:.80}. It needs file, row group or None, and row"
     )

@@ -1,35 +1,35 @@
-"""A loader as a PyTorch dataset of finished batches, for trainers that want one.
+"""A loader as a PyTorch dataset, and as an iterable for trainers of other libraries.
 
-`TorchDataset` yields plain dicts of tensors. `AllRanks`, `TrainerMixin` and `lightning_callback` let
-trainers neither split, skip nor repeat batches: see docs/integrations.md. A state is one string:
+`TorchDataset` yields rows, or finished batches. `AllRanks`, `TrainerMixin` and `lightning_callback`
+save the state of all ranks in the checkpoints of other libraries. A state is a string and a number:
 `torch.distributed.checkpoint` takes tables apart and loads only the keys that a fresh object has too.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import torch_distributed, write_atomically
-from penstock.errors import ConfigError, MissingExtra, StateFormat
-from penstock.types import IGNORE
+from penstock.config import write_atomically
+from penstock.encode.batch import Batch
+from penstock.errors import ConfigError, StateError, missing_extra
+from penstock.state import gather
 
 try:
     import torch
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 except ImportError as error:  # pragma: no cover - torch is here wherever the tests run
-    raise MissingExtra("torch", "as_torch_dataset()", "torch") from error
+    raise missing_extra("torch", "as_torch_dataset()", "torch") from error
 
 if TYPE_CHECKING:
-    from penstock.encode.batch import Batch
     from penstock.loader import AsyncDataLoader
 
-AHEAD = 16
-"""Batches that a trainer may fetch before it trains on them."""
 STATE_FILE = "penstock.json"
+OF_BATCH = ("cu_seqlens", "max_seqlen")
+"""Fields of a batch that are not cut into rows."""
 NO_WORKERS = (
     "a DataLoader with num_workers > 0 would copy the loader into each of its workers. Use "
     "num_workers=0: batches are prepared in the background anyway (n_workers=… of AsyncDataLoader)"
@@ -37,54 +37,59 @@ NO_WORKERS = (
 
 
 class TorchDataset(IterableDataset[dict[str, Any]]):
-    """Batches of a loader. Use it with `DataLoader(dataset, batch_size=None, num_workers=0)`.
+    """The rows of a loader, for `DataLoader(dataset, batch_size=8)`; or its finished batches.
 
-    Each item is what `collate` made of the user's samples, or for rows of ids a dict with `input_ids`
-    and `labels`. Labels are shifted by one. With `shift=False` they are not: models of transformers
-    shift them themselves.
-
-    Each `for` is a pass: what is left of the current one, or if that is nothing, the next.
+    A row is a dict of the batch's fields: `input_ids` and `labels` (not shifted, as transformers
+    expects), or the fields of your own samples. Each `for` is as one over the loader.
     """
 
-    def __init__(self, loader: AsyncDataLoader, *, shift: bool = True) -> None:
-        self.loader = loader
-        self._shift = shift
-        self._handed: deque[Callable[[], dict[str, Any]]] = deque(maxlen=AHEAD)
-        """The states after the batches handed out, for trainers that fetch ahead."""
+    def __init__(self, loader: AsyncDataLoader, *, batched: bool = False) -> None:
+        self.loader, self.batched = loader, batched
+        self._before: Callable[[], dict[str, Any]] = loader.state_dict
+        self._handed = 0
+        """The state before the batch whose rows are handed out, and how many of them were."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
             raise ConfigError(NO_WORKERS)
-        return self._pass()
+        if self.batched and _is_batched_again():
+            raise ConfigError(
+                "these are finished batches, and a DataLoader with a batch_size would batch them "
+                "again. Use batch_size=None, or as_torch_dataset() without batched=True."
+            )
+        # Generators: some libraries call `iter` only to ask for a state, which must start nothing.
+        return self._batches() if self.batched else self._rows()
 
-    def _pass(self) -> Iterator[dict[str, Any]]:
-        batch = iter(self.loader).next_batch()
-        if batch is None:  # a trainer that stops at the length does not see the end of a pass
-            batch = iter(self.loader).next_batch()
-        while batch is not None:
-            self._handed.append(batch.state_maker())
-            item = self._item(batch)
-            del batch
-            yield item
-            del item
-            batch = self.loader.next_batch()
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        yield from map(dict, self.loader)
 
-    def _item(self, batch: Batch) -> Any:
-        if batch.data is not None:
-            return batch.data
-        if batch.targets is None:
-            return batch.inputs
-        labels = torch.as_tensor(batch.targets)
-        if not self._shift:  # the first id has nothing that predicts it
-            labels = torch.cat([torch.full_like(labels[:, :1], IGNORE), labels[:, :-1]], dim=1)
-        positions = {} if batch.positions is None else {"position_ids": batch.positions}
-        return {"input_ids": batch.inputs, "labels": labels, **positions}
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        loader = self.loader
+        if self._handed and loader._begun:  # the last `for` ended in the middle of a batch
+            if loader._options.epochs is None:
+                loader.load_state_dict(self._before())
+            else:
+                self._handed = 0
+        batches = iter(loader)
+        before: Callable[[], dict[str, Any]] = loader.state_dict().copy
+        for batch in batches:
+            fields = {name: value for name, value in batch.items() if name not in OF_BATCH}
+            rows = _length(batch, fields)
+            for row in range(min(self._handed, rows), rows):
+                # The loader's own state follows the last row: it has weights that were set since.
+                last = row == rows - 1
+                self._handed = 0 if last else row + 1
+                self._before = loader.state_dict if last else before
+                yield {name: value[row] for name, value in fields.items()}
+            before = batch.state_maker()
+            if self._handed:  # it was loaded, and is this whole batch or more
+                self._handed, self._before = self._handed - rows, before
 
     def __bool__(self) -> bool:
         return True  # also without a len()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) if self.batched else self.loader._rows_of_pass()
 
     def __getstate__(self) -> Any:
         raise ConfigError(NO_WORKERS)
@@ -92,39 +97,82 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Refuse Accelerate's own DataLoader, which calls this, on several ranks.
 
-        It gives the batches of one rank to all, or keeps every n-th: most data would never be seen.
+        It gives the rows of one rank to all, or keeps every n-th: most data would never be seen.
         """
         shard = self.loader._options.shard
         if shard.mod > 1:
             raise ConfigError(
                 f"this loader reads part {shard.rem} of {shard.mod} already, and a DataLoader prepared "
-                "by Accelerate would split it again. Leave the DataLoader out of "
-                "accelerator.prepare(…); with transformers, put penstock.torch_dataset.TrainerMixin "
-                "before Trainer. To call set_epoch is never needed."
+                "by Accelerate would split it again. Give accelerator.prepare(…) the loader itself; "
+                "with transformers, put penstock.torch_dataset.TrainerMixin before Trainer."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch handed out: this rank's lanes; see `AllRanks`."""
-        return _pack(self.loader.state_dict())
+        """Return the state after the last row handed out: this rank's lanes; see `AllRanks`."""
+        return self._packed(self._before())
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks as one. A collective."""
+        return self._packed(gather(self._before(), self.loader._options.shard))
+
+    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        # Rows are counted over all ranks, so that their number may change.
+        rows = self._handed * self.loader._options.shard.mod
+        return {"loader": json.dumps(state), "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken: of this, of `AllRanks`, or of the loader."""
+        world, rows = self.loader._options.shard.mod, state.get("rows", 0)
         try:
             inner: Any = json.loads(state["loader"]) if "loader" in state else state
+            handed, left = divmod(rows, world)
         except (TypeError, ValueError):
-            raise StateFormat(f"not the state of a Penstock dataset: {state!r:.80}") from None
-        self.loader.load_state_dict(inner)
-        self._handed.clear()
-
-    def _require_rank(self, world: int, rank: int) -> None:
-        """Refuse a loader that was made before this process knew its rank."""
-        options = self.loader._options
-        if not options.alone and (options.shard.mod, options.shard.rem) != (world, rank):
-            raise ConfigError(
-                f"this is rank {rank} of {world}, but its loader reads part {options.shard.rem} of "
-                f"{options.shard.mod}: it was made before the ranks were known. Start with torchrun, "
-                "make the loader after init_process_group, or give shard=…"
+            raise StateError(f"not the state of a Penstock dataset: {state!r:.80}") from None
+        if left or (rows and self.batched):
+            raise StateError(
+                f"the state is {rows} rows into a batch, where {world} ranks cannot continue"
+                + (" with whole batches." if self.batched else ".")
+                + " Save after a whole batch of the loader, or resume as it was saved."
             )
+        self.loader.load_state_dict(inner)
+        self._handed = handed
+        self._before = self.loader.state_dict().copy if handed else self.loader.state_dict
+
+
+def _is_batched_again() -> bool:
+    """Return True if the caller's caller is a DataLoader with a batch_size.
+
+    It passes nothing to its dataset, and collate functions stack whatever they get: only its
+    own variable tells.
+    """
+    frame: Any = inspect.currentframe()
+    caller = frame.f_back.f_back
+    return bool(caller.f_locals.get("auto_collation"))
+
+
+def _length(batch: Batch, fields: Mapping[str, Any]) -> int:
+    """Return how many rows the fields of a batch have, or raise if they cannot be cut into rows."""
+    cut = batch.data is None or isinstance(batch.data, Mapping)
+    sizes = {
+        len(v) if isinstance(v, list) or getattr(v, "ndim", False) else 0 for v in fields.values()
+    }
+    if not cut or len(sizes) != 1 or 0 in sizes:
+        raise ConfigError(
+            f"a batch of {', '.join(fields)} cannot be cut into rows. Use "
+            "as_torch_dataset(batched=True), with DataLoader(dataset, batch_size=None)."
+        )
+    return sizes.pop()
+
+
+def _require_rank(loader: AsyncDataLoader, world: int, rank: int) -> None:
+    """Refuse a loader that was made before this process knew its rank."""
+    options = loader._options
+    if not options.alone and (options.shard.mod, options.shard.rem) != (world, rank):
+        raise ConfigError(
+            f"this is rank {rank} of {world}, but its loader reads part {options.shard.rem} of "
+            f"{options.shard.mod}: it was made before the ranks were known. Start with torchrun, "
+            "make the loader after init_process_group, or give shard=…"
+        )
 
 
 class AllRanks:
@@ -134,49 +182,30 @@ class AllRanks:
     ranks that divides the lanes.
     """
 
-    def __init__(self, dataset: TorchDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, stream: AsyncDataLoader | TorchDataset) -> None:
+        if not isinstance(stream, TorchDataset):
+            stream = TorchDataset(stream, batched=True)
+        self._dataset = stream
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks."""
-        loader = self._dataset.loader
-        return _pack(_gather(loader, loader.state_dict()))
+        return self._dataset.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the states were taken."""
         self._dataset.load_state_dict(state)
 
 
-def _pack(state: Any) -> dict[str, Any]:
-    return {"loader": json.dumps(state)}
-
-
-def _gather(loader: AsyncDataLoader, state: dict[str, Any]) -> list[dict[str, Any]]:
-    shard = loader._options.shard
-    if shard.mod == 1:
-        return [state]
-    distributed = torch_distributed()
-    if distributed is None:
-        raise ConfigError(
-            f"the states of {shard.mod} ranks are gathered with torch.distributed, which is not "
-            "initialised. Call init_process_group first, or save each rank's state_dict() by itself."
-        )
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, (shard.rem, state))
-    # Ranks that read the same part, as in tensor parallelism, have the same state.
-    states: dict[int, dict[str, Any]] = dict(gathered)
-    return [states[rem] for rem in sorted(states)]
-
-
 class TrainerMixin:
     """For `transformers.Trainer`: `class MyTrainer(TrainerMixin, Trainer)`, with a `TorchDataset`.
 
-    Batches reach the model as the loader made them, each rank's its own. Each checkpoint gets the
-    state of all ranks, and `train(resume_from_checkpoint=…)` continues with the batch after it.
+    Each rank trains on its own rows. Each checkpoint gets the state of all ranks, and
+    `train(resume_from_checkpoint=…)` continues with the row after it.
     """
 
     args: Any
     train_dataset: Any
+    data_collator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,21 +215,29 @@ class TrainerMixin:
     def get_train_dataloader(self) -> Any:
         """Return the stream as it is; Accelerate would split it among ranks."""
         if isinstance(self.train_dataset, TorchDataset):
-            return _dataloader(self.train_dataset)
+            return self._dataloader(self.train_dataset, self.args.train_batch_size)
         return super().get_train_dataloader()  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the stream for evaluation as it is."""
         dataset = getattr(self, "eval_dataset", None) if eval_dataset is None else eval_dataset
         if isinstance(dataset, TorchDataset):
-            return _dataloader(dataset)
+            return self._dataloader(dataset, self.args.eval_batch_size)
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
+    def _dataloader(self, dataset: TorchDataset, batch_size: int) -> Any:
+        # Each `iter` of a DataLoader draws a seed. With its own generator, dropout after a resume
+        # is what it would have been.
+        generator = torch.Generator()
+        if dataset.batched:
+            return DataLoader(dataset, batch_size=None, generator=generator)
+        return DataLoader(dataset, batch_size, collate_fn=self.data_collator, generator=generator)
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, after the batch of a checkpoint if one is given."""
+        """Train, after the row of a checkpoint if one is given."""
         dataset = self.train_dataset
         if isinstance(dataset, TorchDataset):
-            dataset._require_rank(self.args.world_size, self.args.process_index)
+            _require_rank(dataset.loader, self.args.world_size, self.args.process_index)
             if resume_from_checkpoint is True:
                 from transformers.trainer_utils import get_last_checkpoint
 
@@ -210,20 +247,14 @@ class TrainerMixin:
                 try:
                     saved = json.loads(file.read_bytes())
                 except (OSError, ValueError) as error:
-                    raise StateFormat(
+                    raise StateError(
                         f"{file} is missing or damaged ({error}). Resume from a checkpoint that a "
                         "Trainer with TrainerMixin finished."
                     ) from error
-                # Otherwise the Trainer would read and drop the batches before the checkpoint.
+                # Otherwise the Trainer would read and drop the rows before the checkpoint.
                 self.args.ignore_data_skip = True
                 dataset.load_state_dict(saved)
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-
-
-def _dataloader(dataset: TorchDataset) -> Any:
-    # Each `iter` of a DataLoader draws a seed. With its own generator, dropout after a resume is what
-    # it would have been.
-    return DataLoader(dataset, batch_size=None, generator=torch.Generator())
 
 
 def _saver(dataset: TorchDataset) -> Any:
@@ -233,7 +264,7 @@ def _saver(dataset: TorchDataset) -> Any:
         """Saves the state beside the model."""
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            saved = AllRanks(dataset).state_dict()
+            saved = dataset.full_state_dict()
             if args.should_save:
                 folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
                 write_atomically(folder / STATE_FILE, json.dumps(saved))
@@ -241,18 +272,17 @@ def _saver(dataset: TorchDataset) -> Any:
     return SaveStream()
 
 
-def lightning_callback(dataset: TorchDataset) -> Any:
+def lightning_callback(loader: AsyncDataLoader) -> Any:
     """Return a callback for `lightning.Trainer` that keeps the state of all ranks in its checkpoints.
 
-    If the length is unknown, Lightning fetches a batch ahead. The state is nevertheless that of the
-    batch in training, and a batch that was fetched but not used comes again.
+    For `trainer.fit(model, loader)`. Without it, Lightning saves the state of rank 0 only, and if the
+    length is unknown, that of a batch which it fetched ahead.
     """
     from lightning.pytorch import Callback
 
     class StreamState(Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._trained = dataset.loader.state_dict
-            """Returns the state after the batch in training."""
+        _trained: Callable[[], dict[str, Any]] | None = None
+        """Returns the state after the batch in training."""
 
         @property
         def state_key(self) -> str:
@@ -260,33 +290,30 @@ def lightning_callback(dataset: TorchDataset) -> Any:
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":
-                dataset._require_rank(trainer.world_size, trainer.global_rank)
-                self._begin()
-
-        def _begin(self) -> None:
-            dataset._handed.clear()
-            state = dataset.loader.state_dict()
-            self._trained = lambda: state
-
-        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            if stage == "fit" and dataset._handed:
-                dataset.load_state_dict(self._trained())
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            self.teardown(trainer, pl_module, "fit")
+                _require_rank(loader, trainer.world_size, trainer.global_rank)
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            self._trained = dataset._handed.popleft()
+            if not isinstance(batch, Batch):
+                raise ConfigError(
+                    f"lightning_callback got a {type(batch).__name__} instead of the loader's Batch. "
+                    "Pass the loader itself: trainer.fit(model, loader)."
+                )
+            self._trained = batch.state_maker()
 
         def state_dict(self) -> dict[str, Any]:
             # If nothing was fetched ahead, the loader's own: it has weights that were set meanwhile.
-            state = self._trained() if dataset._handed else dataset.loader.state_dict()
-            return _pack(_gather(dataset.loader, state))
+            state = loader.state_dict()
+            trained = state if self._trained is None else self._trained()
+            ahead = trained["batch"] != state["batch"]
+            return gather(trained if ahead else state, loader._options.shard)
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            dataset.load_state_dict(state)
-            self._begin()
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            loader.load_state_dict(state_dict)
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            # What Lightning saved of the loader by itself would be loaded after this.
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     return StreamState()

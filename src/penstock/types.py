@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from penstock.errors import ConfigError, StateFormat
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,6 +199,8 @@ class Documents:
     """For sequential files: nothing follows in this file."""
     bad: list[Bad] = field(default_factory=list)
     empty: int = 0
+    filtered: int = 0
+    """Documents that a filter or transform left out."""
     source: Any = None
     """For iterables: their position before this chunk, as JSON."""
 
@@ -214,6 +216,7 @@ class TokenChunk:
     bad: list[Bad]
     empty: int
     text_bytes: int
+    filtered: int = 0
     source: Any = None
     cached: bool = False
     """True if it comes from the token cache."""
@@ -252,19 +255,11 @@ class LanePosition(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> LanePosition:
-        """Parse and check what `to_list` returned."""
-        try:
-            numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
-            counts, parts = tuple(counts or ()), tuple(map(cls.from_list, parts or ()))
-            fits = (
-                len(numbers) == 7 and len(value) <= 10 and all(map(is_count, [*numbers, *counts]))
-            )
-        except TypeError:
-            fits = False
-        if not fits:
-            raise StateFormat(
-                f"invalid state: a lane's position needs 7 integers ≥ 0, not {value!r:.80}"
-            )
+        """Parse what `to_list` returned. Raise TypeError or ValueError if it is something else."""
+        numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
+        counts, parts = tuple(counts or ()), tuple(map(cls.from_list, parts or ()))
+        if len(numbers) != 7 or not all(map(is_count, [*numbers, *counts])):
+            raise ValueError(f"a lane's position needs 7 integers ≥ 0, not {value!r:.80}")
         return cls._make([*numbers, source, counts, parts])
 
 

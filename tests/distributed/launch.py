@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.train import saved
+from penstock.train.checkpoint import Saved, newest
 from penstock.watch.heartbeat_reader import read_heartbeat
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ penstock.feed.fallback.RETRY_S = 0.2
 
 def paced(real, lift):
     import time
-    from penstock.train.steps import Trainer
+    from penstock.train.loop import Trainer
 
     def step(self, batches):
         if batches[0].synthetic:
@@ -107,8 +107,8 @@ class Ran:
     def losses(self, rank: int = 0) -> dict[int, float]:
         return {line["step"]: line["loss"] for line in self.of("progress", rank)}
 
-    def newest(self) -> saved.Saved:
-        found = saved.newest(self.folder / "checkpoints")
+    def newest(self) -> Saved:
+        found = newest(self.folder / "checkpoints")
         assert found is not None, self.folder
         return found
 
@@ -117,7 +117,7 @@ class Ran:
         return positions(self.newest())
 
 
-def positions(checkpoint: saved.Saved) -> list[Any]:
+def positions(checkpoint: Saved) -> list[Any]:
     """Where each rank's data stands in a checkpoint."""
     return [rank["data"]["loader"] for rank in checkpoint.ranks]
 

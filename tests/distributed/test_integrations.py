@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.test_docs import ROOT, TORCHRUN, blocks
 
 pytestmark = pytest.mark.slow
 
@@ -46,39 +49,49 @@ import torch.distributed.checkpoint as dcp
 accelerator = Accelerator(cpu=True)
 def run(n, load):
     with loader() as stream:
-        dataset = stream.as_torch_dataset()
         torch.manual_seed(0)
         net = torch.nn.Embedding(257, 4)
-        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        accelerator.register_for_checkpointing(AllRanks(dataset))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer, stream = accelerator.prepare(net, optimizer, stream)
+        accelerator.register_for_checkpointing(AllRanks(stream))
         if load:
             accelerator.load_state(str(out / "state"))
         seen = []
-        for item in itertools.islice(DataLoader(dataset, batch_size=None), n):
+        for item in itertools.islice(stream, n):
             accelerator.backward(net(item["input_ids"]).sum())
             optimizer.step()
             optimizer.zero_grad()
             seen.append(ids(item))
         if not load:
             accelerator.save_state(str(out / "state"))
-            dcp.save({"stream": AllRanks(dataset)}, checkpoint_id=out / "dcp")
-            dcp.save({f"stream{rank}": dataset}, checkpoint_id=out / "dcp_by_rank")
+            dcp.save({"stream": AllRanks(stream)}, checkpoint_id=out / "dcp")
+            dcp.save({f"stream{rank}": stream}, checkpoint_id=out / "dcp_by_rank")
+            full = stream.full_state_dict()
+            if rank == 0:
+                (out / "full.json").write_text(json.dumps(full))
         accelerator.free_memory()
         accelerator._custom_objects.clear()
         return seen
 
 result["accelerate"] = run(3, load=False) + run(3, load=True)
 
-for name, folder, form in (("dcp", "dcp", AllRanks), ("dcp_by_rank", "dcp_by_rank", lambda dataset: dataset)):
+def load_dcp(stream):
+    dcp.load({"stream": AllRanks(stream)}, checkpoint_id=out / "dcp")
+
+def load_dcp_by_rank(stream):
+    dcp.load({f"stream{rank}": stream}, checkpoint_id=out / "dcp_by_rank")
+
+def load_full(stream):
+    stream.load_state_dict(json.loads((out / "full.json").read_text()))
+
+for load in (load_dcp, load_dcp_by_rank, load_full):
     with loader() as stream:
-        dataset = stream.as_torch_dataset()
-        key = "stream" if name == "dcp" else f"stream{rank}"
-        dcp.load({key: form(dataset)}, checkpoint_id=out / folder)
-        result[name] = result["own"][:3] + [ids(item) for item in itertools.islice(dataset, 3)]
+        load(stream)
+        result[load.__name__[5:]] = result["own"][:3] + [ids(next(stream)) for _ in range(3)]
 
 with loader() as stream:
     try:
-        next(iter(accelerator.prepare(DataLoader(stream.as_torch_dataset(), batch_size=None))))
+        next(iter(accelerator.prepare(DataLoader(stream.as_torch_dataset(), batch_size=2))))
     except ConfigError as error:
         result["refused"] = str(error)
 """
@@ -96,10 +109,11 @@ def run(steps, resume):
     args = TrainingArguments(
         output_dir=str(out / "run"), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
         logging_strategy="no", save_strategy="steps", save_steps=3, max_steps=steps,
+        per_device_train_batch_size=2,
     )
     config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
     with loader() as stream:
-        dataset = stream.as_torch_dataset(shift=False)
+        dataset = stream.as_torch_dataset()
         Recording(GPT2LMHeadModel(config), args, train_dataset=dataset).train(resume_from_checkpoint=resume)
 
 run(3, None)
@@ -118,7 +132,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         seen.append(ids(batch))
         logits = self.net(batch["input_ids"])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -126,13 +140,12 @@ class Module(pl.LightningModule):
 seen = []
 def run(steps, resume):
     with loader() as stream:
-        dataset = stream.as_torch_dataset()
         save = pl.callbacks.ModelCheckpoint(out / "ck", filename="{step}", every_n_train_steps=3, save_top_k=-1)
         trainer = pl.Trainer(
             accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[lightning_callback(dataset), save],
+            enable_model_summary=False, callbacks=[lightning_callback(stream), save],
         )
-        trainer.fit(Module(), DataLoader(dataset, batch_size=None), ckpt_path=resume)
+        trainer.fit(Module(), stream, ckpt_path=resume)
 
 run(3, None)
 run(6, out / "ck" / "step=3.ckpt")
@@ -143,6 +156,13 @@ END = """
 (out / f"{rank}.json").write_text(json.dumps(result))
 dist.destroy_process_group()
 """
+
+
+def torchrun(ranks: int, folder: Path, *line: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script on several ranks, as from a prompt in a folder."""
+    options = ("--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, line)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +182,15 @@ def results(out: Path) -> list[dict[str, Any]]:
         )
     )
     script.write_text(WORKER + ACCELERATE + TRAINER + LIGHTNING + END)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-               "--nproc_per_node=2", str(script), str(corpus), str(out)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = torchrun(2, out, script, corpus, out)
     files = [out / f"{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("name", ["accelerate", "dcp", "dcp_by_rank", "trainer", "lightning"])
+@pytest.mark.parametrize(
+    "name", ["accelerate", "dcp", "dcp_by_rank", "full", "trainer", "lightning"]
+)
 def test_each_rank_trains_on_its_own_rows_and_resumes_exactly(
     results: list[dict[str, Any]], name: str
 ) -> None:
@@ -200,7 +220,23 @@ def test_a_distributed_checkpoint_of_two_ranks_loads_on_one(
 
     data = TextDataset(out / "corpus.jsonl", tokenizer="byte", seq_len=32)
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, n_workers=1) as loader:
-        dataset = loader.as_torch_dataset()
-        dcp.load({"stream": AllRanks(dataset)}, checkpoint_id=out / "dcp")
-        rows = next(iter(dataset))["input_ids"].tolist()
+        dcp.load({"stream": AllRanks(loader)}, checkpoint_id=out / "dcp")
+        rows = next(loader)["input_ids"].tolist()
     assert sorted(rows) == sorted(row for result in results for row in result["own"][3])
+
+
+def test_the_ddp_recipe_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    (script,) = (b for b in blocks(ROOT / "docs/integrations.md", "python") if b.mark == TORCHRUN)
+    weights = []
+    for worlds in ((1, 1), (2, 1)):
+        folder = tmp_path / str(worlds)
+        folder.mkdir()
+        (folder / "ddp.py").write_text(script.text)
+        for world in worlds:
+            done = torchrun(world, folder, "ddp.py")
+            assert done.returncode == 0, done.stderr[-3000:]
+        saved = torch.load(folder / "checkpoint.pt")
+        assert saved["data"]["batch"] == 10
+        weights.append(torch.cat([each.flatten() for each in saved["model"].values()]))
+    # The same global batches, whose gradients are summed in another order.
+    assert torch.allclose(weights[0], weights[1], atol=1e-6)

@@ -101,9 +101,9 @@ def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_p
         )
     )
     results = run(tmp_path, "fails")
-    assert "NoData" in results[0]["error"]
+    assert "SourceError" in results[0]["error"]
     assert "rank 0 could not list the data" in results[1]["error"]
-    assert "NoData" in results[1]["error"]
+    assert "SourceError" in results[1]["error"]
 
 
 @pytest.mark.slow

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from penstock.read.cache import TokenCache, entries, verify
-from penstock.types import GiB
-from tests.test_token_cache import REF, age, assert_same, bytes_in, sized
+from tests.test_token_store import REF, age, assert_same, bytes_in, cache_in, key_of, sized
 
 ROOT = Path(__file__).parent.parent.parent
 STEP = 10_000
 PUTS = 2
-LAST = 6
+LAST = 8
 
 # It reports with `writev`, which nothing else uses, so that faults of other calls spare the report.
 # It imports little, because it is started many times.
@@ -30,7 +28,7 @@ import json, logging, os, sys
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
-from penstock.read.cache import TokenCache
+from penstock.read.token_store import Key, TokenStore
 from penstock.types import ChunkRef, FileRef, TokenChunk
 
 told = []
@@ -41,13 +39,13 @@ class Keep(logging.Handler):
 logging.getLogger("penstock").addHandler(Keep())
 folder, task, puts, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 ref = ChunkRef(FileRef("/a", "a", 1, "parquet"), 0, 1)
-cache = TokenCache(folder, 1 << 30)
-keys = [cache.key("a", i, "r") for i in range(puts)]
+cache = TokenStore(folder / "tokens", 1 << 30, best_effort=True)
+keys = [Key("a", i, "r") for i in range(puts)]
 docs = [pa.array([bytes([i]) * step], pa.large_binary()) for i in range(puts)]
 chunks = [TokenChunk(ref, doc, np.arange(1), False, [], 0, step) for doc in docs]
 report = {}
 if task == "put":
-    report["kept"] = [cache.put(*pair) for pair in zip(keys, chunks)]
+    report["kept"] = [cache.put(*pair) is not None for pair in zip(keys, chunks)]
 elif task == "crash":
     # One start for all: the last of LAST calls is fatal, so as many idle ones come before as puts it at the nth.
     scratch = os.open(folder / "scratch", os.O_CREAT | os.O_WRONLY)
@@ -56,7 +54,6 @@ elif task == "crash":
         "fsync": lambda: os.fsync(scratch),
         "rename": lambda: os.rename(folder / "scratch", folder / "scratch"),
         "pwrite64": lambda: os.pwrite(scratch, b"x", 0),
-        "ftruncate": lambda: os.truncate(scratch, 0),
     }[sys.argv[5]]
     report["codes"] = []
     for nth in range(1, LAST + 1):
@@ -64,7 +61,7 @@ elif task == "crash":
         if child == 0:
             for _ in range(LAST - nth):
                 idle()
-            cache = TokenCache(folder / str(nth), 1 << 30)
+            cache = TokenStore(folder / str(nth) / "tokens", 1 << 30, best_effort=True)
             os._exit(0 if all([cache.put(*pair) for pair in zip(keys, chunks)]) else 1)
         report["codes"].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 found = [cache.get(key, ref) for key in keys]
@@ -114,15 +111,13 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def temporary(folder: Path) -> list[Path]:
-    return list(folder.glob("tokens/*/.tmp-*"))
+    return list(folder.glob("tokens/*/.*"))
 
 
 @pytest.mark.parametrize(
     ("calls", "nth"),
-    [
-        ("write", 2), ("write", 3), ("fsync", 2), ("rename,?renameat,?renameat2", 2), ("pwrite64", 2), ("ftruncate", 2),
-    ],
-)  # fmt: skip
+    [("write", 2), ("write", 4), ("fsync", 2), ("rename,?renameat,?renameat2", 2)],
+)
 def test_a_failing_disk_turns_the_cache_off_with_one_warning(
     strace: list[str], tmp_path: Path, calls: str, nth: int
 ) -> None:
@@ -136,26 +131,23 @@ def test_a_failing_disk_turns_the_cache_off_with_one_warning(
     assert str(tmp_path) in report["told"][0]
     assert "PENSTOCK_CACHE" in report["told"][0]
     assert temporary(tmp_path) == []
-    assert verify(tmp_path).damaged == []
+    assert cache_in(tmp_path).verify() == []
 
 
 def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
     strace: list[str], tmp_path: Path
 ) -> None:
     assert run(strace, tmp_path, "put") == 0
-    second = tmp_path / "tokens" / TokenCache(tmp_path, GiB).key("a", 1, "r").name
+    second = tmp_path / "tokens" / key_of(1).name
     assert run(strace, tmp_path, "get", "read", "error=EIO", "-P", str(second)) == 0
     report = report_of(tmp_path)
     assert report["found"] == [True, False]
-    assert report["counts"]["cache_misses"] == 1
     assert len(report["told"]) == 1
     assert "Input/output error" in report["told"][0]
     assert second.exists()  # it may be well once the disk is
 
 
-@pytest.mark.parametrize(
-    "calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64", "ftruncate"]
-)
+@pytest.mark.parametrize("calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64"])
 def test_a_crash_at_any_moment_leaves_no_torn_entry(
     strace: list[str], tmp_path: Path, calls: str
 ) -> None:
@@ -166,18 +158,17 @@ def test_a_crash_at_any_moment_leaves_no_torn_entry(
     assert PUTS <= crashes < LAST  # at each such call of each put, and then at none
     for nth in range(1, LAST + 1):
         folder = tmp_path / str(nth)
-        assert verify(folder).damaged == []
-        cache = TokenCache(folder, GiB)
-        found = [cache.get(cache.key("a", i, "r"), REF) for i in range(PUTS)]
+        cache = cache_in(folder)
+        assert cache.verify() == []
+        found = [cache.get(key_of(i), REF) for i in range(PUTS)]
         assert all(
             one is None or one.docs.to_pylist() == [bytes([i]) * STEP]
             for i, one in enumerate(found)
         )
         assert (None in found) == (nth <= crashes)
-        # The next process goes on from there, and cleans up.
-        assert all(cache.put(cache.key("a", i, "r"), sized(STEP, i)) for i in range(PUTS + 1))
-        assert temporary(folder) == []
-        assert int((folder / "tokens" / ".lock").read_bytes()) == bytes_in(folder)
+        # The next process continues from there. The bytes in use are never counted too low.
+        assert all(cache.put(key_of(i), sized(STEP, i)) for i in range(PUTS + 1))
+        assert int((folder / "tokens" / ".lock").read_bytes()) >= bytes_in(cache)
 
 
 @pytest.fixture
@@ -199,18 +190,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_turns_the_cache_off_with_one_warning(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = TokenCache(small_disk, GiB)
-    keys = [cache.key("a", i, "r") for i in range(8)]
-    kept = [cache.put(key, sized(4 * STEP, i)) for i, key in enumerate(keys)]
+    cache = cache_in(small_disk)
+    keys = [key_of(i) for i in range(8)]
+    kept = [cache.put(key, sized(4 * STEP, i)) is not None for i, key in enumerate(keys)]
     n = kept.index(False)
     assert n >= 4
     assert not any(kept[n:])
     assert cache.off is not None
     assert "No space left" in cache.off
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Free some space" in caplog.text
+    assert "No space left" in caplog.text
     assert temporary(small_disk) == []
-    assert verify(small_disk).damaged == []
+    assert cache.verify() == []
     for i, key in enumerate(keys[:n]):
         assert_same(cache.get(key, REF), sized(4 * STEP, i))
     assert cache.get(keys[n], REF) is None
@@ -219,17 +210,16 @@ def test_a_full_disk_turns_the_cache_off_with_one_warning(
 def test_a_read_only_disk_is_read_and_turns_writing_off_with_one_warning(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = TokenCache(small_disk, GiB)
-    key = before.key("a", 0, "r")
+    before, key = cache_in(small_disk), key_of(0)
     assert before.put(key, sized(STEP))
-    age(small_disk, key, 90)
+    age(before, key, 90 * 60)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    cache = TokenCache(small_disk, GiB)
+    cache = cache_in(small_disk)
     assert_same(cache.get(key, REF), sized(STEP))
     for i in range(1, 4):
-        assert not cache.put(cache.key("a", i, "r"), sized(STEP))
+        assert not cache.put(key_of(i), sized(STEP))
     assert_same(cache.get(key, REF), sized(STEP))
     assert cache.off is not None
     assert "Read-only" in cache.off
     assert len(caplog.records) == 1
-    assert len(list(entries(small_disk))) == 1
+    assert len(list(cache.list())) == 1

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.errors import CorruptFile, NoData, RemoteError, SourceError
-from penstock.feed.spare import SpareThreads
-from penstock.read.attempt import Patience
-from penstock.read.connect import dial_directly
-from penstock.read.http import Http
-from penstock.read.remote import RemoteFiles
-from penstock.read.retry import Client
-from penstock.types import FileRef
+from penstock.errors import CorruptFile
 from tests.faults.serving import (
     CHOSEN,
     DEADLINE_S,
-    QUICK,
     content,
     documents,
     hf,
@@ -35,65 +26,79 @@ from tests.faults.serving import (
 from tests.servers import Fault, FileServer, HubServer
 
 Expected = Callable[..., list[str]]
-DATA = bytes(range(256)) * 16
-
-
 # Redirects from a public server
 
 PUBLIC = "93.184.216.34"
-NAMES = {
-    "hub.example": PUBLIC, "cdn.example": "93.184.216.35", "sly.example": "10.0.0.7", "meta.example": "169.254.169.254",
-    "2130706433": "127.0.0.1", "six.example": "::1", "wrapped.example": "::ffff:192.168.0.1",
-}  # fmt: skip
+ASTRAY = [
+    "file:///etc/passwd", "ftp://cdn.example/a", "http://169.254.169.254/latest/meta-data/", "http://10.0.0.7/a",
+    "http://127.0.0.1/a", "http://[::1]/a", "http://sly.example/a", "http://meta.example/", "http://six.example/a",
+    "http://0.0.0.0/a", "http://user:password@cdn.example/a", "http://2130706433/a", "/loop",
+]  # fmt: skip
+HOSTS = f"""
+{PUBLIC} hub.example
+93.184.216.35 cdn.example
+10.0.0.7 sly.example
+169.254.169.254 meta.example
+::1 six.example
+"""
+
+# In a network of its own, where all of these addresses are this machine.
+CHILD = """
+import http.server, json, socket, subprocess, sys, threading
+from tests.faults.serving import IMPATIENT, run
+
+hosts, astray = sys.argv[1], json.loads(sys.argv[2])
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+for address in ("93.184.216.34", "93.184.216.35", "10.0.0.7", "169.254.169.254"):
+    subprocess.run(["ip", "addr", "add", address + "/32", "dev", "lo"], check=True)
+
+class Server(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+    daemon_threads = True
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    to, asked = "", set()
+
+    def do_GET(self):
+        Handler.asked.add(self.connection.getsockname()[0].removeprefix("::ffff:"))
+        self.send_response(302)
+        self.send_header("Location", Handler.to)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+server = Server(("::", 80), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+texts = []
+for Handler.to in astray:
+    error = run("http://hub.example/a.jsonl", remote=IMPATIENT).error
+    texts.append(f"{type(error).__name__}: {error}")
+print(json.dumps({"asked": sorted(Handler.asked), "texts": texts}))
+"""
 
 
-@contextmanager
-def public(*servers: FileServer) -> Iterator[tuple[RemoteFiles, list[str]]]:
-    """Files of servers that seem to be out there: whatever is dialled in public is found on loopback."""
-    dialled: list[str] = []
-
-    def resolve(host: str, port: int, patience: Patience) -> list[tuple[Any, ...]]:
-        ip = NAMES.get(host, host)
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        return [(family, socket.SOCK_STREAM, 6, "", (ip, port))]
-
-    def dial(address: tuple[Any, ...], patience: Patience, shares: int) -> socket.socket:
-        ip, port = address[4]
-        dialled.append(ip)
-        assert ip.startswith("93.184.216."), f"{ip} must not be dialled"
-        here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
-        return dial_directly(here, patience, shares)
-
-    with SpareThreads(4) as threads:
-        client = Client(QUICK, http=Http(resolve=resolve, dial=dial), side=threads)
-        yield RemoteFiles(client, {}), dialled
-        client.close()
-
-
-def port_of(server: FileServer) -> str:
-    return server.url.rpartition(":")[2]
-
-
-@pytest.mark.parametrize(
-    "to",
-    [
-        "file:///etc/passwd", "ftp://cdn.example/a", "http://169.254.169.254/latest/meta-data/", "http://10.0.0.1/a",
-        "http://127.0.0.1:{port}/a", "http://[::1]:{port}/a", "http://sly.example:{port}/a", "http://meta.example/",
-        "http://six.example:{port}/a", "http://wrapped.example/a", "http://0.0.0.0:{port}/a", "http://[fe80::1]/a",
-        "http://user:password@cdn.example:{port}/a", "http://2130706433:{port}/a", "loop",
-    ],
-)  # fmt: skip
-def test_a_redirect_from_a_public_server_never_leads_astray(to: str) -> None:
-    with FileServer({"a": DATA}) as server, public(server) as (files, dialled):
-        port = port_of(server)
-        file = FileRef(f"http://hub.example:{port}/a", "a", len(DATA), "text")
-        server.fault(Fault("redirect", to=to.format(port=port), times=5 if to == "loop" else 1))
-        assert files.read(file, 100, 50) == DATA[100:150], "a single one may be a portal's"
-        server.fault(Fault("redirect", to=to.format(port=port), times=None))
-        with pytest.raises(RemoteError, match=r"hub\.example.*redirect") as raised:
-            files.read(file, 200, 50)
-        assert "password@" not in str(raised.value)
-        assert set(dialled) == {PUBLIC}
+def test_a_redirect_from_a_public_server_never_leads_astray(outside: Path, tmp_path: Path) -> None:
+    alone = ["unshare", "-rnm"]
+    try:
+        subprocess.run([*alone, "ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network namespace can be made here")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(HOSTS)
+    command = [*alone, sys.executable, "-c", CHILD, str(hosts), json.dumps(ASTRAY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["asked"] == [PUBLIC]
+    for text in report["texts"]:
+        assert text.startswith("RemoteError: http://hub.example/a.jsonl"), text
+        assert "redirect" in text
+        assert "password@" not in text
 
 
 def test_an_answer_that_sends_elsewhere_in_mid_run_is_asked_for_at_its_origin_again(
@@ -129,11 +134,7 @@ def test_a_password_goes_to_its_own_server_and_nowhere_else(
         FileServer({"a.parquet": data, "b.parquet": data}) as first,
         FileServer({"c.parquet": data}) as second,
     ):
-        first.fault(
-            Fault(
-                "redirect", path="/a.parquet", method="*", to=second.url_of("c.parquet"), times=None
-            )
-        )
+        first.fault(Fault("redirect", path="/a.parquet", to=second.url_of("c.parquet"), times=None))
         url = first.url_of("a.parquet").replace("//", "//user:pass%20word@")
         assert run(url).ledger == expected(CHOSEN)
         assert {r.headers.get("authorization") for r in first.log} == {"Basic dXNlcjpwYXNzIHdvcmQ="}
@@ -146,13 +147,6 @@ def test_a_password_goes_to_its_own_server_and_nowhere_else(
         assert outcome.ledger == expected(CHOSEN)
         assert outcome.faults == {}
         assert {r.headers.get("authorization") for r in first.log} == {"Basic dXNlcjpwYXNzIHdvcmQ="}
-
-
-# Odd answers
-
-
-def odd(**headers: str) -> Fault:
-    return Fault("status", code=206, headers=headers, body=DATA[100:150], times=None)
 
 
 # Parquet: damaged
@@ -184,15 +178,10 @@ GOOD = parquet(documents()[:20], rows=5)
 LENGTH = int.from_bytes(GOOD[-8:-4], "little")
 DAMAGED = {
     "half of it": GOOD[: len(GOOD) // 2],
-    "all but the last byte": GOOD[:-1],
     "nothing": b"",
-    "eleven bytes": GOOD[:11],
-    "magic alone": b"PAR1PAR1PAR1",
     "zeros": bytes(len(GOOD)),
     "magic flipped": flipped(GOOD, len(GOOD) - 1),
-    "length of 0": GOOD[:-8] + bytes(4) + GOOD[-4:],
     "length beyond the file": GOOD[:-8] + (2**31 - 1).to_bytes(4, "little") + GOOD[-4:],
-    "length of 4 GB": GOOD[:-8] + b"\xff" * 4 + GOOD[-4:],
     "length one off": GOOD[:-8] + (LENGTH - 1).to_bytes(4, "little") + GOOD[-4:],
     "footer of zeros": GOOD[: -8 - LENGTH] + bytes(LENGTH) + GOOD[-8:],
     "a web page": b"<!DOCTYPE html><html>" + b"x" * 5000,
@@ -252,35 +241,3 @@ def test_a_compressed_file_cut_short_is_an_error_that_names_it(hub: HubServer, f
     assert outcome.error is None
     assert outcome.stats is not None
     assert outcome.stats.bad == {"corrupt": 1}
-
-
-# Names
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["../../../etc/passwd.jsonl", "/etc/passwd.jsonl", "d/../../x.jsonl", "d//x.jsonl", "d/./x.jsonl", "d/\0x.jsonl",
-     "d\\..\\x.jsonl", "d/x\n.jsonl", "other/x.jsonl", ""],
-)  # fmt: skip
-def test_a_listing_that_leads_elsewhere_is_refused_and_nothing_is_written_outside(
-    outside: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    sha = "a" * 40
-    revision = json.dumps({"sha": sha}).encode()
-    tree = json.dumps([{"type": "file", "path": path, "size": 5, "oid": "b" * 40}]).encode()
-    files = {
-        "api/datasets/org/name/revision/main": revision,
-        f"api/datasets/org/name/tree/{sha}/d": tree,
-        f"datasets/org/name/resolve/{sha}/{path}": b"hello",
-    }
-    before = sorted(p for p in outside.parent.rglob("*") if outside not in p.parents)
-    with FileServer(files) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        outcome = run("hf://datasets/org/name/d")
-        assert not any("resolve" in r.path for r in server.log)
-    assert isinstance(outcome.error, SourceError)
-    assert not isinstance(outcome.error, NoData)
-    assert (
-        sorted(p for p in outside.parent.rglob("*") if outside not in p.parents and p != outside)
-        == before
-    )

@@ -122,24 +122,23 @@ def watch(
     return None
 
 
+TOLD = {"X-Error-Message": f"Bearer {TOKEN}", "Location": f"/?{QUERY}"}
 KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("status", {"code": 503}), ("status", {"code": 403}), ("status", {"code": 400}), ("status", {"code": 404}), ("reset", {}),
-    ("fin", {"after": 10}), ("garbage", {}), ("html", {}), ("no_range", {}), ("wrong_range", {}), ("etag", {}), ("size", {}),
-    ("redirect", {"to": f"http://{USER}:{PASSWORD}@127.0.0.1/?{QUERY}"}), ("redirect", {"to": f"ftp://x/?{QUERY}"}),
-    ("redirect", {"to": f"http://169.254.169.254/?{QUERY}"}), ("redirect", {"to": f"http://127.0.0.1:1/?{QUERY}"}),
-    ("redirect", {"to": f"http://127.0.0.1:y:z/?{QUERY}"}),
+    ("status", {"code": 503, "headers": TOLD, "body": f"{TOKEN} {QUERY}".encode()}), ("status", {"code": 403}),
+    ("status", {"code": 404, "headers": TOLD}), ("reset", {}), ("garbage", {}), ("no_range", {}), ("wrong_range", {}),
+    ("etag", {}), ("redirect", {"to": f"http://{USER}:{PASSWORD}@127.0.0.1/?{QUERY}"}),
+    ("redirect", {"to": f"ftp://x/?{QUERY}"}), ("redirect", {"to": f"http://127.0.0.1:1/?{QUERY}"}),
+    ("redirect", {"to": f"http://127.0.0.1:{PASSWORD}/?{QUERY}"}),
     ("garbage", {"data": f"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/?{QUERY}\0\r\n\r\n".encode()}),
-    ("garbage", {"data": f"HTTP/1.1 302 Found\r\nLocation: ftp://127.0.0.1:1/?{QUERY}\x01\r\n\r\n".encode()}),
     ("garbage", {"data": f"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n X {QUERY}\0\r\n\r\n".encode()}),
-    ("stall", {"after": 10}), ("truncated_chunked", {"after": 10}), ("gzip", {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("port", ["hub", "cdn"])
 def test_faults_that_pass_show_nothing(private: HubServer, found: Found, port: str) -> None:
     for kind, details in KINDS:
-        if details.get("code") in (400, 403, 404):
-            continue  # said twice, these are final
+        if details.get("code") in (403, 404):
+            continue  # said thrice, these are final
         private.fault(Fault(kind, port=port, path="*a.parquet", **details))
     limits = replace(QUICK, stall_timeout=0.2, backoff=0.0)
     how = {"n_workers": 1, "prefetch_size": 1}
@@ -161,21 +160,10 @@ def test_faults_that_pass_show_nothing(private: HubServer, found: Found, port: s
 def test_faults_that_stay_show_nothing(
     private: HubServer, found: Found, port: str, kind: str, details: dict[str, Any]
 ) -> None:
-    private.fault(
-        Fault(
-            kind,
-            port=port,
-            path="*a.parquet",
-            times=None,
-            skip=1 if port == "cdn" else 0,
-            **details,
-        )
-    )
-    error = watch(
-        found,
-        "hf://datasets/org/private",
-        remote=replace(IMPATIENT, retry_budget=0.15, backoff=0.0),
-    )
+    skip = 1 if port == "cdn" else 0
+    private.fault(Fault(kind, port=port, path="*a.parquet", times=None, skip=skip, **details))
+    limits = replace(IMPATIENT, retry_budget=0.15, backoff=0.0)
+    error = watch(found, "hf://datasets/org/private", remote=limits)
     if kind not in ("etag", "size") or port == "cdn":
         struck = any(request.fault for request in private.log)
         # A redirect has no body and no range to be wrong; and on a busy machine the time may be over before a fault strikes.
@@ -186,13 +174,7 @@ def test_faults_that_stay_show_nothing(
 def signatures(hub: HubServer) -> list[str]:
     """All signatures that the Hub gave out."""
     queries = [request.query for request in hub.log if request.port == "cdn"]
-    found = {
-        part.partition("=")[2]
-        for query in queries
-        for part in query.split("&")
-        if part.startswith("Signature=")
-    }
-    return sorted(found - {""})
+    return sorted({query.rpartition("Signature=")[2] for query in queries} - {""})
 
 
 def test_an_expired_address_and_a_worker_process_show_nothing(
@@ -204,7 +186,7 @@ def test_an_expired_address_and_a_worker_process_show_nothing(
     found.check(*signatures(private))
 
 
-@pytest.mark.parametrize("token", [TOKEN + "-wrong", TOKEN + "\x01", TOKEN + "é"])
+@pytest.mark.parametrize("token", [TOKEN + "-wrong", TOKEN + "\x01"])
 def test_a_token_that_is_refused_is_not_shown(
     private: HubServer, found: Found, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
@@ -218,17 +200,13 @@ def test_a_token_that_is_refused_is_not_shown(
 
 
 WEB: list[tuple[str, dict[str, Any]]] = [
-    ("status", {"code": 503}), ("status", {"code": 403}), ("status", {"code": 410}), ("reset", {}), ("no_range", {}), ("etag", {}),
-    ("redirect", {}), ("redirect", {"to": lambda path: f"{path}?{QUERY}&again"}), ("garbage", {}), ("short", {}),
+    ("", {}), ("status", {"code": 503}), ("status", {"code": 403}), ("reset", {}), ("no_range", {}), ("etag", {}),
+    ("redirect", {"to": lambda path: f"{path}?{QUERY}&again"}), ("garbage", {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["listing", "reading"])
-@pytest.mark.parametrize(
-    ("kind", "details"),
-    [("", {}), *WEB],
-    ids=[f"{n}-{k}" for n, (k, _) in enumerate([("", {}), *WEB])],
-)
+@pytest.mark.parametrize(("kind", "details"), WEB, ids=[f"{n}-{k}" for n, (k, _) in enumerate(WEB)])
 def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
     outside: Path, found: Found, kind: str, details: dict[str, Any], head: bool
 ) -> None:
@@ -238,20 +216,9 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
             server.url_of("b.parquet") + f"?{QUERY}&other#fragment",
         ]
         if kind:
-            server.fault(
-                Fault(
-                    kind,
-                    times=None,
-                    method="*" if head else "GET",
-                    skip=0 if head else 2,
-                    **details,
-                )
-            )
-        error = watch(
-            found,
-            urls,
-            remote=replace(IMPATIENT, retry_budget=0.15, metadata_budget=0.15, backoff=0.0),
-        )
+            server.fault(Fault(kind, times=None, skip=0 if head else 2, **details))
+        limits = replace(IMPATIENT, retry_budget=0.15, metadata_budget=0.15, backoff=0.0)
+        error = watch(found, urls, remote=limits)
         sent = [request for request in server.log if QUERY in request.query]
         assert sent, "the server gets what belongs to it"
         if error is not None:
@@ -260,5 +227,5 @@ def test_a_login_and_a_signed_query_of_an_address_are_not_shown(
             (outside / "something").write_text("kept")
         else:
             # An ETag that was odd from the beginning on is just its ETag.
-            assert not kind or (head and kind in ("short", "no_range", "etag"))
+            assert not kind or (head and kind in ("no_range", "etag"))
         found.check()

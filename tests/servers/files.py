@@ -19,21 +19,12 @@ class FileServer(Loopback):
     """Serves files by name; use it as a context manager."""
 
     def __init__(
-        self, files: Mapping[str, Source] | None = None, *, latency_s: float = 0.0, connect_latency_s: float = 0.0,
-        bandwidth: float | None = None, etags: bool = True, dates: bool = True, port: int = 0,
+        self, files: Mapping[str, Source] | None = None, *, etags: bool = True, dates: bool = True, port: int = 0
     ) -> None:  # fmt: skip
-        """`latency_s`: waited before each answer. `connect_latency_s`: waited once more on a new connection.
-        `bandwidth`: bytes per second of all connections together. `etags`, `dates`: whether answers have an ETag, and say when the
-        file was last modified.
+        """`etags`, `dates`: whether answers have an ETag, and say when the file was last modified.
         `port`: where to listen; 0 takes a free one.
         """
-        super().__init__(
-            ("files",),
-            latency_s=latency_s,
-            connect_latency_s=connect_latency_s,
-            bandwidth=bandwidth,
-            port=port,
-        )
+        super().__init__(("files",), port=port)
         self._etags, self._dates = etags, dates
         self._shelf = Shelf()
         self._files: dict[str, Content] = {}

@@ -29,11 +29,9 @@ class Loopback:
     """What the servers have in common. A server says what it answers in `answer()`."""
 
     def __init__(
-        self, ports: tuple[str, ...], *, latency_s: float = 0.0, connect_latency_s: float = 0.0,
-        bandwidth: float | None = None, port: int = 0,
+        self, ports: tuple[str, ...], *, latency_s: float = 0.0, bandwidth: float | None = None, port: int = 0,
     ) -> None:  # fmt: skip
         self.latency_s = latency_s
-        self.connect_latency_s = connect_latency_s
         self._link = Link(bandwidth) if bandwidth else None
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -43,10 +41,7 @@ class Loopback:
         self._connection_numbers = itertools.count()
         self._open: dict[threading.Thread, socket.socket] = {}
         self._listeners = {
-            name: socket.create_server(("127.0.0.1", port if first else 0), backlog=512)
-            for name, first in zip(
-                ports, itertools.chain([True], itertools.repeat(False)), strict=False
-            )
+            name: socket.create_server(("127.0.0.1", port), backlog=512) for name in ports
         }
         self._addresses = {
             name: f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -147,7 +142,6 @@ class Loopback:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire = Wire(sock, self._closing, self._link)
         try:
-            wire.wait(self.connect_latency_s)
             while self._one(wire, port, connection):
                 pass
         except Gone:

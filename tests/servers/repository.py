@@ -12,9 +12,8 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from penstock.errors import ConfigError
 from penstock.types import MiB
 from tests.servers.content import Content, Shelf, Source
 
@@ -121,7 +120,7 @@ class Repository:
     """A dataset repository; made by `HubServer.add()`."""
 
     def __init__(
-        self, name: str, shelf: Shelf, *, private: bool, gated: bool | Literal["files"],
+        self, name: str, shelf: Shelf, *, private: bool, gated: bool,
         tokens: tuple[str, ...], denied_tokens: tuple[str, ...],
     ) -> None:  # fmt: skip
         self.name = name
@@ -145,35 +144,19 @@ class Repository:
         with self._lock:
             return dict(self._branches)
 
-    def commit(self, changes: Mapping[str, Source | None], branch: str = "main") -> str:
-        """Add, replace and (by `None`) remove files: a new commit, to which the branch moves. Returns its sha."""
-        made = {
-            path: Entry(path, self._shelf.content(source))
-            for path, source in changes.items()
-            if source is not None
-        }
+    def commit(self, changes: Mapping[str, Source]) -> str:
+        """Add and replace files: a new commit, to which `main` moves. Returns its sha."""
+        made = {path: Entry(path, self._shelf.content(source)) for path, source in changes.items()}
         with self._lock:
-            entries = dict(self._commits[self._branches[branch]].entries)
-            for path in changes:
-                if path not in made and entries.pop(path, None) is None:
-                    raise ConfigError(f"{self.name} has no {path} that could be removed")
+            entries = dict(self._commits[self._branches["main"]].entries)
             entries.update(made)
             commit = Commit.of(entries)
             self._commits.setdefault(commit.sha, commit)
-            self._branches[branch] = commit.sha
+            self._branches["main"] = commit.sha
             self._by_sha256.update(
                 {entry.content.sha256: entry.content for entry in made.values() if entry.large}
             )
             return commit.sha
-
-    def branch(self, name: str, sha: str) -> None:
-        """Another name for a commit; also moves a branch that exists."""
-        with self._lock:
-            if sha not in self._commits:
-                raise ConfigError(
-                    f"{self.name} has no commit {sha}. It has {', '.join(self._commits)}."
-                )
-            self._branches[name] = sha
 
     def at(self, revision: str) -> Commit | None:
         """The commit of that sha or branch."""

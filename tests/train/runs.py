@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import app
-from penstock.train.saved import Saved, newest
+from penstock.train.checkpoint import Saved, newest
 from penstock.watch.heartbeat_reader import read_heartbeat
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,11 @@ class Run:
 
     def lines(self, rank: int = 0) -> list[Any]:
         """Of the heartbeat, from the last start on."""
-        return read_heartbeat(self.out / f"heartbeat_rank{rank}.jsonl").last_run()
+        lines = read_heartbeat(self.out / f"heartbeat_rank{rank}.jsonl")
+        boots = [
+            n for n, line in enumerate(lines) if line["msg"] == "boot" and not line.get("rotated")
+        ]
+        return lines[boots[-1] if boots else 0 :]
 
     def of(self, msg: str, rank: int = 0) -> list[Any]:
         return [line for line in self.lines(rank) if line["msg"] == msg]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -55,35 +54,9 @@ def test_resuming_where_every_checkpoint_is_damaged_is_an_error_and_moves_nothin
         path.unlink()
     run = resume(done, docs, out)
     assert run.code == 1
-    assert "none of them is good" in run.errors
+    assert "none is complete" in run.errors
     assert (out / "checkpoints" / "step-00000002").is_dir()
     assert not (out / "checkpoints.1").exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"data": None},
-        {"data": 5},
-        {"rng": None},
-        {"data": {"loader": None, "substituted": [{"first": 1}]}},
-    ],
-)
-def test_a_checkpoint_of_another_program_is_refused_by_name(
-    done: Run, docs: Path, tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(done.out, out)
-    folder = out / "checkpoints" / "step-00000002"
-    own = json.loads((folder / "rank-0.json").read_text())
-    from penstock.train import saved
-
-    found = saved.load(folder)
-    other = saved.Saved(found.folder, found.step, 1, found.settings, [own | change])
-    monkeypatch.setattr(saved, "newest", lambda folder: other)
-    run = resume(done, docs, out)
-    assert run.code == 1
-    assert "rank-0.json does not say where the data stood" in run.errors
 
 
 @pytest.mark.slow
@@ -91,7 +64,7 @@ def test_two_runs_do_not_share_a_folder(docs: Path, tmp_path: Path) -> None:
     first = Child(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 100000).until("step 2/")
     second = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 2)
     assert second.code == 1
-    assert "another run is writing to it" in second.errors
+    assert "another run is using it" in second.errors
     for _ in range(5):  # and who is told again and again still ends well
         first.send(signal.SIGTERM)
     assert first.end().good().saved().step >= 2
@@ -103,7 +76,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_out_before_anything_is_trai
     (tmp_path / "file").write_text("")
     run = train(tmp_path / "file" / "out", "--dataset", docs, *SMALL, "--steps", 2)
     assert run.code == 1
-    assert "nothing can be written there" in run.errors
+    assert "cannot be written" in run.errors
 
 
 def test_the_first_batch_has_its_time_and_no_more_with_a_warmup_too(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import re
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import AsyncDataLoader
 from penstock.errors import ConfigError
-from penstock.train.data import make_loader, recipe
+from penstock.train.console import show
+from penstock.train.data import TrainData
 from penstock.train.model import GPT
 from penstock.train.options import resolve
+from penstock.watch.telemetry import Telemetry
 from tests.train.runs import ROOT, SMALL, Child, Run, train, write_texts
 
 IGNORED = -100
@@ -94,13 +101,8 @@ def test_two_micro_steps_are_one_step_of_twice_the_rows(
 # Rows
 
 
-def first_batch(*arguments: Any, split: str | None = None) -> Any:
-    given = {name: str(value) for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
-    options, resolved = resolve(None, given)
-    with make_loader(
-        recipe(options, resolved), options, resolved, split=split, telemetry=None, device=None
-    ) as loader:
-        return next(loader)
+def training_loader(config: Path | None = None, **given: Any) -> AsyncDataLoader:
+    return TrainData(*resolve(config, given)).loader(Telemetry(), None)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,8 @@ def test_with_padding_the_loss_is_the_mean_over_what_is_none(lines: Path, tmp_pa
         "--lr",
         3e-3,
     )
-    batch = first_batch("dataset", lines, "seq_len", 32, "batch", 2, "packing", "best_fit")
+    with training_loader(dataset=str(lines), seq_len=32, batch=2, packing="best_fit") as loader:
+        batch = next(loader)
     padding = batch.targets == IGNORED
     assert 0 < padding.sum() < padding.numel()
     torch.manual_seed(0)
@@ -149,6 +152,7 @@ def test_evaluations_are_told_and_kept_apart_from_steps(evaluated: Run) -> None:
     told = evaluated.of("eval")
     assert [line["step"] for line in told] == [3, 6, 9]
     assert [line["batches"] for line in told] == [4, 4, 4]
+    assert len({line["loss"] for line in told}) == 1  # the same documents each time
     for line in told:
         assert (
             f"[train] step {line['step']}: validation loss {line['loss']:.4f}\n" in evaluated.said
@@ -174,21 +178,26 @@ def test_evaluating_changes_no_digit_of_training(
 
 def test_no_document_is_both_trained_and_evaluated_on(docs: Path) -> None:
     given = {"dataset": str(docs), "seq_len": 32, "batch": 2, "eval_every": 3, "val_fraction": 0.3}
-    options, resolved = resolve(None, given, overrides={"epochs": 1})
-    seen: dict[str, set[Any]] = {}
-    for split in ("train", "val"):
-        seen[split] = set()
-        what = recipe(options, resolved)
-        with make_loader(
-            what, options, resolved, split=split, telemetry=None, device=None
-        ) as loader:
+    data = TrainData(*resolve(None, given))
+    seen: list[set[Any]] = []
+    for loader in (data.loader(Telemetry(), None), data.validation_loader()):
+        seen.append(set())
+        with loader:
             for batch in loader:
                 if batch.epoch > 0:
                     break
-                seen[split] |= {span.address for row in batch.provenance() for span in row}
-    assert not seen["train"] & seen["val"]
-    assert len(seen["train"] | seen["val"]) == len(docs.read_text().splitlines())
-    assert len(seen["val"]) > 5
+                seen[-1] |= {span.address for row in batch.provenance() for span in row}
+    assert not seen[0] & seen[1]
+    assert len(seen[0] | seen[1]) == len(docs.read_text().splitlines())
+    assert len(seen[1]) > 5
+
+
+def test_evaluations_of_synthetic_data_see_other_rows(tmp_path: Path) -> None:
+    how = ("--dataset", "synthetic", *SMALL, "--steps", 2, "--eval-every", 1, "--lr", 1e-30)
+    run = train(tmp_path / "out", *how, "--eval-batches", 1).good()
+    first, second = (line["loss"] for line in run.of("eval"))
+    assert first == second
+    assert first not in losses(run)
 
 
 # Watching
@@ -209,11 +218,12 @@ def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path
     def note(said: str) -> None:
         address.append(said.split(" at ")[1].strip())
 
-    how = ("--metrics-port", 0, "--tensorboard", tmp_path / "board", "--report")
+    how = ("--metrics-port", 0, "--tensorboard", tmp_path / "board", "--report", "--trace", tmp_path / "t.json")  # fmt: skip
     on = {"metrics at": note, "step 9/": scrape}
     run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 40, *how, on=on).good()
     assert re.search(r"^penstock_loss\S* [\d.]+$", scraped[-1], re.MULTILINE), scraped[-1]
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     page = run.out / "report.html"
     assert page.stat().st_size > 100_000
     assert f"report: {page}" in run.said
@@ -226,7 +236,7 @@ def test_a_run_can_be_scraped_and_leaves_pages_behind(docs: Path, tmp_path: Path
 def test_compiled_blocks_give_nearly_the_same_losses(base: Run, docs: Path, tmp_path: Path) -> None:
     # In a process of its own: what torch imports to compile warns of itself.
     how = ("--dataset", docs, *SMALL, "--batch", 4, "--steps", 12, "--compile")
-    run = Child(tmp_path / "out", *how).end(timeout_s=110).good()
+    run = Child(tmp_path / "out", *how).end(timeout_s=250).good()
     assert losses(run) == pytest.approx(losses(base), rel=1e-3)
     assert run.of("progress")[-1]["compiles"] > 0
 
@@ -239,10 +249,7 @@ def test_the_epochs_of_a_file_end_a_run(lines: Path, tmp_path: Path) -> None:
     data = f'[data]\nkind = "text"\nurls = "{lines}"\ntokenizer = "byte"\nseq_len = 32\n'
     file.write_text(f"[training]\nbatch_size = 16\nnum_epochs = 2\n\n{data}")
     run = train(tmp_path / "out", "--config", file).good()
-    options, resolved = resolve(file, {})
-    with make_loader(
-        recipe(options, resolved), options, resolved, split=None, telemetry=None, device=None
-    ) as loader:
+    with training_loader(file) as loader:
         batches = sum(1 for _ in loader)
     assert batches > 20
     assert f"[train] the data ends after step {batches}\n" in run.said
@@ -265,11 +272,7 @@ def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(
     for kind, data in kinds.items():
         file.write_text(f"[loader]\nbatch_size = 4\n{data}")
         for masked in (True, False):
-            options, resolved = resolve(file, {"doc_mask": str(masked)})
-            made = recipe(options, resolved)
-            with make_loader(
-                made, options, resolved, split=None, telemetry=None, device=None
-            ) as loader:
+            with training_loader(file, doc_mask=str(masked)) as loader:
                 assert (next(loader).positions is not None) is masked, kind
     synthetic = 'kind = "synthetic"\nvocab_size = 9\nnum_samples = 9\n'
     for data in (
@@ -277,11 +280,8 @@ def test_documents_of_a_file_are_masked_whatever_kind_of_data_they_are(
         f"{kinds['mixture']}[data.mixture.c]\nweight = 1\n{synthetic}",
     ):
         file.write_text(data)
-        with pytest.raises(
-            ConfigError,
-            match=r"--doc-mask with file .* of kind 'synthetic': random ids have no documents",
-        ):
-            recipe(*resolve(file, {"doc_mask": "1"}))
+        with pytest.raises(ConfigError, match=r"--doc-mask with file .*: synthetic data has no"):
+            training_loader(file, doc_mask="1")
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
@@ -289,3 +289,53 @@ def test_every_file_of_configs_trains(file: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "out", "--config", file, "--batch", 1, "--steps", 2).good()
     assert list(run.losses()) == [1, 2]
     assert run.of("boot")[0]["settings"]["loader"]["batch_size"] == 1
+
+
+# What it says of itself
+
+
+@pytest.mark.parametrize(
+    ("address", "prefix"),
+    [
+        ("fineweb_edu", "fineweb_loader_"),
+        ("hf://datasets/HuggingFaceFW/fineweb-edu@main", "fineweb_loader_"),
+        ("hf://datasets/HuggingFaceFW/fineweb-edu-score-2", "loader_"),
+        ("s3://bucket/fineweb_edu", "loader_"),
+    ],
+)
+def test_events_of_fineweb_edu_have_their_own_names(address: str, prefix: str) -> None:
+    data = TrainData(*resolve(None, {"dataset": address}))
+    data.close()
+    assert data.prefix == prefix
+    assert bool(data.title) == (prefix != "loader_")
+
+
+def test_documents_that_were_read_are_reported_on_the_console(docs: Path, tmp_path: Path) -> None:
+    how = ("--dataset", docs, *SMALL, "--steps", 2)
+    run = Child(tmp_path / "out", *how, NSA_FWE_REPORT_DOCS="1").end().good()
+    assert re.search(r"^\[train\] \d+ documents", run.said, re.MULTILINE), run.said
+    assert run.errors == ""
+
+
+def test_secrets_of_an_address_are_not_written(tmp_path: Path) -> None:
+    address = "http://user:open-sesame@127.0.0.1:1/x.jsonl?token=hush"
+    how = ("--dataset", address, *SMALL, "--steps", 1, "--loader-timeout", 1)
+    run = Child(tmp_path / "out", *how).end()  # which is still trying to connect
+    assert run.code == 1
+    written = (run.out / "heartbeat_rank0.jsonl").read_text() + run.said + run.errors
+    assert "open-sesame" not in written
+    assert "hush" not in written
+
+
+def test_the_reader_of_the_console_may_go_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as gone:
+        patch.setattr(sys, "stdout", gone)
+        show("nobody reads this")
+        with sys.stdout:  # not the pipe any more
+            show("nor this")
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()

@@ -126,7 +126,7 @@ def test_a_fresh_run_sets_old_checkpoints_aside(docs: Path, tmp_path: Path, thir
     ("how", "words"),
     [
         (("--seq-len", 64), "seq_len"),
-        (("--size", "mini"), "its model has size toy, and this run asks for mini"),
+        (("--size", "mini"), "'size': 'toy'"),
         (("--packing", "best_fit"), "packing"),
         (("--seed", 9), "seed"),
     ],
@@ -172,7 +172,7 @@ def test_told_to_stop_it_saves_the_step_it_is_at_and_goes_on_from_there(
     run = Child(tmp_path / "out", *endless(docs)).until("step 8/").send(signal.SIGTERM).end().good()
     last = list(run.losses())[-1]
     assert run.saved().step == last
-    assert f"told to stop (SIGTERM) at step {last}: saved; go on with --resume\n" in run.said
+    assert f"stopped by SIGTERM at step {last}: saved; continue with --resume\n" in run.said
     assert "Metrics:" in run.said
     assert run.of("shutdown")[0]["reason"] == "stopped"
     rest = train(run.out, *endless(docs, "--steps", last + 4, "--resume")).good()
@@ -227,7 +227,7 @@ def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path)
     assert run.losses() == {}
     *before, last = run.errors.splitlines()
     assert last.startswith("penstock: no data: no batch within 2 s")
-    assert "See that the server can be reached, or allow more time" in last
+    assert "Check that the server can be reached, or allow more time" in last
     # The heartbeat's own word of it may come before the end or not.
     assert all(
         "Connection refused; attempt" in line or line.startswith("health: fail") for line in before
@@ -321,7 +321,7 @@ def test_a_mistake_is_an_error_and_no_reason_for_made_up_data(
         (
             ("--dataset", None, "--tokenizer", "/nowhere/tokenizer.json"),
             "loader_error",
-            "the vocabulary could not be had",
+            "the vocabulary could not be loaded",
         ),
     ],
     ids=["opening", "reading", "vocabulary"],

@@ -1,220 +1,128 @@
-"""`penstock cache`: what the token cache holds, whether it is sound, and how to be rid of it."""
+"""`penstock cache`: show, verify or clear the token cache."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.given import AsJson
-from penstock.errors import ConfigError, CorruptFile, PenstockError
-from penstock.watch.page.units import size
+from penstock.errors import ConfigError, PenstockError
+from penstock.watch.units import size
 
 if TYPE_CHECKING:
-    from penstock.read.cache import Entry
+    from penstock.read.token_store import TokenStore
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-SHOWN = 20
+DAY = 86400
+METADATA = ("metadata",)
+"""Folders beside the tokens: what is known of remote files."""
 
-cache = typer.Typer(help="Look at, check or empty the token cache.", no_args_is_help=True)
+cache = typer.Typer(
+    help="Show, verify or clear the token cache or a prepared corpus.", no_args_is_help=True
+)
 
 Folder = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir",
-        metavar="FOLDER",
-        help="The cache folder.",
-        show_default="PENSTOCK_CACHE, or ~/.cache/penstock",
-    ),
+    Path | None, typer.Option("--dir", help="The cache folder, or that of a prepared corpus.")
 ]
+Age = Annotated[str, typer.Option(metavar="AGE", help="Only what was not used for this long: 7d.")]
+Everything = Annotated[bool, typer.Option("--all", help="Also what is known of remote files.")]
+Delete = Annotated[bool, typer.Option("--delete", help="Remove what is damaged.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @cache.command()
 def info(folder: Folder = None, as_json: AsJson = False) -> None:
-    """Show how much there is, of what, and when it was used."""
-    from penstock.read.cache import entries
-
-    folder = _folder(folder)
-    with _told(folder):
-        found = list(entries(folder))
-    files = _by_file(found)
-    if as_json:
-        summary = _totals(found) | {"folder": str(folder), "files": files}
-        typer.echo(json.dumps(summary, indent=2))
-        return
-    _print(folder, found, files)
+    """Show how much there is, and when it was used last."""
+    with _opened(folder) as store:
+        found = list(store.list())
+    total, used = sum(entry.size for entry in found), max((e.used for e in found), default=0.0)
+    report = {"folder": store.place, "entries": len(found), "bytes": total, "used": used}
+    days = f", used {(time.time() - used) / DAY:.1f} days ago" if found else ""
+    line = f"{store.place}: {len(found)} entries, {size(total)}{days}"
+    typer.echo(json.dumps(report, indent=2) if as_json else line)
 
 
 @cache.command()
-def verify(
-    folder: Folder = None,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Remove what is damaged; it is made again.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+def verify(folder: Folder = None, delete: Delete = False, as_json: AsJson = False) -> None:
     """Read everything and compare checksums.
 
     Exit code 1: there is damage that was not deleted.
     """
-    from penstock.read.cache import verify as verify_all
-
-    folder = _folder(folder)
-    with _told(folder):
-        result = verify_all(folder, delete)
-    if as_json:
-        damaged = [{"path": str(path), "why": why} for path, why in result.damaged]
-        typer.echo(
-            json.dumps(
-                {"entries": result.entries, "bytes": result.bytes, "damaged": damaged}, indent=2
-            )
-        )
-    else:
-        for _, why in result.damaged:
-            typer.echo(f"damaged: {why}")
-        outcome = f"{len(result.damaged)} damaged" + (
-            ", deleted" if delete and result.damaged else ""
-        )
-        typer.echo(f"{folder}: {result.entries} entries, {size(result.bytes)}, {outcome}")
-    if result.damaged and not delete:
+    with _opened(folder) as store:
+        damaged = [*store.verify(), *_missing(store)]
+        if delete and damaged:
+            store.remove([name for name, _ in damaged])
+    report = {"folder": store.place, "damaged": dict(damaged)}
+    lines = [*(why for _, why in damaged), f"{store.place}: {len(damaged)} damaged"]
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines))
+    if damaged and not delete:
         raise typer.Exit(1)
 
 
 @cache.command()
 def clear(
-    folder: Folder = None,
-    older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only what was not used for this long: 7d, 12h.")
-    ] = "0",
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also what is known of remote files, and locks.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    folder: Folder = None, older_than: Age = "0d", everything: Everything = False, yes: Yes = False
 ) -> None:
     """Remove token chunks.
 
-    A run that uses them goes on, and makes them again when it needs them again.
+    A run that uses them continues, and makes them again when it needs them. Exit code 2: there is no
+    terminal to ask on, and no --yes.
     """
-    from penstock.read.cache import clear as clear_all
-    from penstock.read.cache import entries
-
-    folder = _folder(folder)
-    age_s = _seconds(older_than)
-    if not yes and sys.stdin.isatty():
-        going = [entry for entry in entries(folder) if entry.used <= time.time() - age_s]
-        typer.confirm(
-            f"Remove {len(going)} entries, {size(_bytes(going))}, from {folder}?", abort=True
-        )
-    with _told(folder):
-        n, freed = clear_all(folder, age_s, everything)
-    typer.echo(f"{folder}: removed {n} files, {size(freed)}")
-
-
-def _folder(given: Path | None) -> Path:
-    """The folder to look at. One that was named has to be there: a mistyped one would pass as sound."""
-    from penstock.config import cache_dir
-
-    if given is None:
-        return cache_dir()  # which is not there before the first chunk is kept
-    folder = given.expanduser()
     try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            f"--dir {folder}: there is no such folder. Name another; without --dir it is {cache_dir()}."
-        ) from None
-    return folder
+        before = time.time() - DAY * float(older_than.removesuffix("d"))
+    except ValueError:
+        raise ConfigError(f"--older-than {older_than}: needs a number of days: 7d") from None
+    with _opened(folder) as store:
+        going = [entry for entry in store.list() if entry.used <= before]
+        total = size(sum(entry.size for entry in going))
+        question = f"Remove {len(going)} entries, {total}, from {store.place}?"
+        if not yes and not sys.stdin.isatty():
+            typer.echo(f"{question} There is no terminal to ask on: add --yes.", err=True)
+            raise typer.Exit(2)
+        if not yes:
+            typer.confirm(question, abort=True)
+        if going:
+            # A corpus without some of its entries is unfinished: its manifest goes first.
+            store.remove(["manifest.json", "entries.arrow", *(entry.name for entry in going)])
+        for name in METADATA if everything else ():
+            if (known := Path(store.place).parent / name).is_dir():
+                shutil.rmtree(known)
+    typer.echo(f"{store.place}: removed {len(going)} entries, {total}")
 
 
 @contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What the disk refuses is one line, not a traceback."""
+def _opened(given: Path | None) -> Iterator[TokenStore]:
+    """Open the cache. An error of the disk becomes one line."""
+    from penstock.config import cache_dir
+    from penstock.read.token_store import TokenStore
+
+    folder = cache_dir() if given is None else given.expanduser()
+    if given is not None and not folder.is_dir():
+        raise ConfigError(
+            f"--dir {folder}: there is no such folder. By default it is {cache_dir()}."
+        )
+    prepared = (folder / "plan.json").exists()
     try:
-        yield
+        yield TokenStore(folder if prepared else folder / "tokens")
     except OSError as error:
         raise PenstockError(f"the cache in {folder}: {error}") from error
 
 
-def _seconds(age: str) -> float:
-    written = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw]?)", age.strip())
-    if written is None:
-        raise ConfigError(f"--older-than {age}: needs a number and a unit: 90s, 30m, 12h, 7d, 2w")
-    number, unit = written.groups()
-    return float(number) * UNITS[unit or "s"]
+def _missing(store: TokenStore) -> list[tuple[str, str]]:
+    """Return the entries that the manifest of a prepared corpus names and that do not exist."""
+    from penstock.errors import SourceError
+    from penstock.prepare.manifest import read_manifest
 
-
-def _by_file(found: list[Entry]) -> list[dict[str, Any]]:
-    """Totals for each source file, the largest first."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in found:
-        groups.setdefault(entry.file, []).append(entry)
-    files = [{"file": _name(group)} | _totals(group) for group in groups.values()]
-    return sorted(files, key=lambda file: (-file["bytes"], file["file"]))
-
-
-def _totals(found: list[Entry]) -> dict[str, Any]:
-    used = [entry.used for entry in found]
-    return {
-        "entries": len(found),
-        "bytes": _bytes(found),
-        "oldest_use": min(used, default=None),
-        "newest_use": max(used, default=None),
-    }
-
-
-def _name(group: list[Entry]) -> str:
-    """The source file's own name, from the first of its entries that can be read."""
-    from penstock.read.cache import describe
-
-    for entry in group:
-        try:
-            return describe(entry.path).file_id.partition("\n")[
-                0
-            ]  # its content is identified by the rest
-        except (CorruptFile, OSError):
-            continue  # `verify` is the command that tells
-    return f"unreadable ({group[0].file})"
-
-
-def _print(folder: Path, found: list[Entry], files: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # for grep: a line is a file, however long its name
-    console.print(Text(f"folder   {folder}"))
-    console.print(Text(f"entries  {len(found)}, {size(_bytes(found))}"))
-    if not found:
-        return
-    used = [entry.used for entry in found]
-    console.print(Text(f"used     {_ago(min(used))} (oldest), {_ago(max(used))} (newest)"))
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-    for title in ("file", "chunks", "size", "last used"):
-        table.add_column(title, overflow="fold", justify="left" if title == "file" else "right")
-    for file in files[:SHOWN]:
-        table.add_row(
-            Text(file["file"]), str(file["entries"]), size(file["bytes"]), _ago(file["newest_use"])
-        )
-    console.print(table)
-    if len(files) > SHOWN:
-        console.print(Text(f"and {len(files) - SHOWN} more files; all of them with --json"))
-
-
-def _bytes(found: list[Entry]) -> int:
-    return sum(entry.size for entry in found)
-
-
-def _ago(then: float) -> str:
-    seconds = max(0.0, time.time() - then)
-    unit = next((unit for unit in "dhm" if seconds >= UNITS[unit]), "s")
-    return f"{seconds / UNITS[unit]:.0f} {unit} ago"
+    try:
+        names = read_manifest(store).names.to_pylist()
+    except SourceError:  # a cache, or a corpus that is not finished
+        return []
+    found = {entry.name for entry in store.list()}
+    return [(name, f"{store.place}/{name} is missing") for name in names if name not in found]

@@ -1,4 +1,4 @@
-"""`penstock demo`: a real training run on text that is on every machine, killed in the middle and resumed."""
+"""`penstock demo`: a real training run on text that every machine has, killed and resumed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import importlib.util
 import math
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import typer
 
-from penstock.errors import ConfigError, MissingExtra
+from penstock.errors import ConfigError, missing_extra
 
-OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html")
+OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html|\.lock")
 """What a run leaves in its folder."""
-LOOK_S, END_S = 0.1, 60.0
-SILENT_S = 600.0
-"""A run that makes no step for so long is given up. How long all of it takes depends on the steps and the machine."""
 
 
 def demo(
@@ -32,108 +26,85 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to train.", min=20)] = 300,
     folder: Annotated[
         Path,
-        typer.Option("--out", metavar="FOLDER", help="Where heartbeat, checkpoints and report go."),
+        typer.Option("--out", metavar="FOLDER", help="For heartbeat, checkpoints and report."),
     ] = Path("artifacts/demo"),
 ) -> None:
-    """Train a small GPT, kill it, resume it, look at its report.
+    """Train a small GPT, kill it, resume it, and show its report.
 
-    The text is the standard library's, which is on every machine.
-    Exit code 0: the loss fell, and steps that were run twice had the same losses. 1: not so, or an error.
+    The text is Python's own standard library. Exit code 0: the loss fell, and the steps that ran
+    twice had the same losses. 1: they had not, or an error.
     """
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtra("torch", "the demo", "torch")
+        raise missing_extra("torch", "the demo", "torch")
     _clear(folder)
     every = max(5, steps // 6)
-    kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, and before the end
+    kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, before the end
     command = _command(steps, every, folder) + ["--debug"] * (context.obj is True)
-    _say(
-        f"{steps} steps on the interpreter's own library and manual, with a vocabulary trained on them"
-    )
+    _say(f"{steps} steps on Python's own library and manual, with a vocabulary trained on them")
     _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
-    _kill(command, folder, kill_at)
+    _run(command, folder, kill_at)
     _say(f"killed after step {kill_at}; the same command again, with --resume\n")
-    with _running([*command, "--resume"]) as run:
-        code = run.wait()
-    if code:
-        raise typer.Exit(code)
+    _run([*command, "--resume"], folder)
     raise typer.Exit(_compare(folder))
 
 
 def _clear(folder: Path) -> None:
     """Remove what an earlier demo left, and nothing else."""
-    found = [path for path in folder.iterdir() if path.name != ".lock"] if folder.is_dir() else []
+    found = list(folder.iterdir()) if folder.is_dir() else []
     foreign = [path.name for path in found if not OWN.fullmatch(path.name)]
     if foreign or (folder.exists() and not folder.is_dir()):
-        what = f"has {foreign[0]!r}, which is not an earlier demo's" if foreign else "is a file"
-        raise ConfigError(f"--out {folder}: {what}. Choose a folder that is empty or not there.")
+        what = f"has {foreign[0]!r}, which no demo wrote" if foreign else "is a file"
+        raise ConfigError(f"--out {folder}: {what}. Choose a new or empty folder.")
     for path in found:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that ends with us, also if we are told to."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        run = subprocess.Popen(command)
-        try:
-            yield run
-        except BaseException:
-            run.terminate()  # it saves, and says so
-            raise
-        finally:
-            try:
-                run.wait(END_S)
-            except subprocess.TimeoutExpired:
-                run.kill()
-                run.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _command(steps: int, every: int, folder: Path) -> list[str]:
-    report = ["--report"] if importlib.util.find_spec("plotly") is not None else []
-    return [
-        sys.executable, "-m", "penstock.cli.main", "train", "--dataset", "stdlib", "--tokenizer", "stdlib",
-        "--seq-len", "128", "--batch", "8", "--lr", "0.003", "--steps", str(steps), "--save-every", str(every),
-        "--eval-every", str(2 * every), "--out", str(folder), "--set", "shuffle=on", "--set", "warmup_batches=auto", *report,
-    ]  # fmt: skip
+    report = " --report" if importlib.util.find_spec("plotly") is not None else ""
+    options = (
+        "--dataset stdlib --tokenizer stdlib --seq-len 128 --batch 8 --lr 0.003 "
+        f"--steps {steps} --save-every {every} --eval-every {2 * every} "
+        f"--set shuffle=on --set warmup_batches=auto{report}"
+    )
+    train = [sys.executable, "-m", "penstock.cli.main", "train"]
+    return [*train, *options.split(), "--out", str(folder)]
 
 
-def _kill(command: list[str], folder: Path, step: int) -> None:
-    """Run until a step is done, then kill -9."""
+def _run(command: list[str], folder: Path, kill_at: int | None = None) -> None:
+    """Run a command to its end, or kill it after a step."""
     from penstock.watch.heartbeat_reader import Tail
 
-    tail, done, since = Tail(folder / "heartbeat_rank0.jsonl"), 0, time.monotonic()
-    with _running(command) as run:
-        while True:
-            made = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
-            if made:  # a heart that beats without steps counts for nothing
-                done, since = max(made), time.monotonic()
-            if done >= step:
-                break
-            code = run.poll()
-            if code is not None:
-                raise typer.Exit(code or 1)  # it has said why itself
-            if time.monotonic() - since > SILENT_S:
-                _say(
-                    f"the run has made no step for {SILENT_S:.0f} s: it came to step {done}, and should come to step {step}"
-                )
-                raise typer.Exit(1)
-            time.sleep(LOOK_S)
-        run.kill()
-    if sys.stdout.isatty():
-        print("\x1b[?25h")  # the killed run's progress bar had hidden the cursor
+    tail = Tail(folder / "heartbeat_rank0.jsonl")
+    run = subprocess.Popen(command)
+    try:
+        while kill_at is not None:
+            steps = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
+            if max(steps, default=0) >= kill_at:
+                run.kill()
+                run.wait()
+                return
+            if run.poll() is not None:
+                raise typer.Exit(run.returncode or 1)  # its own message says why
+            time.sleep(0.1)
+        if run.wait():
+            raise typer.Exit(run.returncode)
+    except BaseException:
+        run.terminate()  # it saves a checkpoint
+        run.wait()
+        raise
+    finally:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="")  # a killed progress bar leaves the cursor hidden
 
 
 def _compare(folder: Path) -> int:
-    """Steps that were run twice, before the kill and after the resume, have the same losses. Gives the exit code."""
+    """Compare the losses of steps that ran before the kill and again after it; return the exit code."""
     from penstock.watch.heartbeat_reader import read_heartbeat
 
     runs: list[dict[int, Any]] = []
     for line in read_heartbeat(folder / "heartbeat_rank0.jsonl"):
-        # A file that was rotated begins with its run's boot line once more.
-        if line["msg"] == "boot" and not (line.get("rotated") and runs):
+        if line["msg"] == "boot":
             runs.append({})
         elif line["msg"] == "progress":
             runs[-1][line["step"]] = line["loss"]
@@ -144,24 +115,18 @@ def _compare(folder: Path) -> int:
     print()
     if twice:
         word = "bit for bit the same losses" if same else "NOT the same losses"
-        _say(
-            f"resume   steps {twice[0]} to {twice[-1]} were run twice, before the kill and after it: {word}"
-        )
+        _say(f"resume   steps {twice[0]} to {twice[-1]} ran before the kill and after it: {word}")
     else:
-        _say("resume   no step was run twice, so nothing is shown")
-    in_order = [
-        float(losses[step]) for step in sorted(losses)
-    ]  # one that is not finite is written as a word
+        _say("resume   no step ran twice, so nothing is shown")
+    in_order = [float(losses[step]) for step in sorted(losses)]
     some = max(1, len(in_order) // 10)
     first, last = fmean(in_order[:some]), fmean(in_order[-some:])
     fell = math.isfinite(last) and last < first
     _say(f"loss     {first:.2f} over the first {some} steps, {last:.2f} over the last {some}")
-    _say(f"watch    penstock watch {folder}    (live, while a run goes on)")
+    _say(f"watch    penstock watch {folder}    (live, during a run)")
     page = folder / "report.html"
-    if page.exists():
-        _say(f"report   {page.absolute().as_uri()}")
-    else:
-        _say("report   needs plotly: pip install 'penstock[report]', then penstock report")
+    missing = "needs plotly: pip install 'penstock[report]', then penstock report"
+    _say(f"report   {page.absolute().as_uri() if page.exists() else missing}")
     return 0 if same and fell else 1
 
 

@@ -1,4 +1,4 @@
-"""How a command ends badly: one line on stderr, or with --debug the traceback, and an exit code."""
+"""How a command fails: one line on stderr, or the traceback with --debug, and an exit code."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from penstock.errors import PenstockError
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, and what was noted on its way, without line breaks."""
-    said = str(error)
+    """Return an error's message and notes without line breaks."""
+    text = str(error)
     if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.strerror:
-        said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return " ".join(f"{said}{notes}".split())
+    return " ".join(f"{text}{notes}".split())
 
 
 def show(context: typer.Context, error: BaseException) -> bool:
-    """With --debug, show where an error came from. False without."""
-    if context.obj is not True:  # see `main.options`
+    """Print the traceback if --debug was given, and return True then."""
+    if context.obj is not True:  # set by `main.options`
         return False
     traceback.print_exception(error)
     return True
 
 
 def fail(context: typer.Context, error: BaseException, line: str, code: int) -> NoReturn:
-    """End a command that has lines and exit codes of its own. An empty line says nothing: it is said already."""
+    """End a command that has messages and exit codes of its own."""
     if not show(context, error) and line:
         typer.echo(line, err=True)
     raise typer.Exit(code) from error

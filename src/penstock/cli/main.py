@@ -18,24 +18,23 @@ from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
 from penstock.cli.failure import one_line
 from penstock.cli.health import health
+from penstock.cli.prepare import prepare
 from penstock.cli.report import report
 from penstock.cli.smoke import smoke
-from penstock.cli.stage import stage
-from penstock.cli.trace import trace
 from penstock.cli.train import train
 from penstock.cli.verify_resume import verify_resume
 from penstock.cli.watch import watch
 from penstock.errors import PenstockError
-from penstock.train.options import spell_out
+from penstock.train.options import add_implied
 
-FAILED, MISUSED, INTERRUPTED, GONE = 1, 2, 130, 141
-"""An error; a command line that does not fit; and, as a shell has them, Ctrl-C and a reader that has gone (`| head -1`)."""
+FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+"""Exit codes. The last two are what a shell reports for Ctrl-C and for `| head -1`."""
 
 TRAINING, BEFORE, ON_DISK, WATCHING = "Train", "Before a run", "Data on disk", "Watch a run"
 
 cli = typer.Typer(
     help="Feeds text to a training run, so that the accelerator never waits.",
-    epilog="To see it work: penstock demo. What each command is for, with its exit codes: docs/cli.md.",
+    epilog="To see it work: penstock demo",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,12 +52,11 @@ _add(doctor, BEFORE, "penstock doctor run.toml --tokens-per-second 200000")
 _add(smoke, BEFORE, "penstock smoke --dataset stdlib --timeout 20")
 _add(verify_resume, BEFORE, "penstock verify-resume run.toml --points 3")
 _add(bootstrap, ON_DISK, "penstock bootstrap fineweb_edu --out first.jsonl --bytes 500MB")
-_add(stage, ON_DISK, "penstock stage fineweb_edu --tokenizer gpt2 --bytes 5GB")
+_add(prepare, ON_DISK, "penstock prepare fineweb_edu --tokenizer gpt2 --out tokens")
 cli.add_typer(cache, name="cache", rich_help_panel=ON_DISK)
-_add(watch, WATCHING, "penstock watch runs/7 --total-tokens 10B")
+_add(watch, WATCHING, "penstock watch runs/7 --total-tokens 1e10")
 _add(health, WATCHING, "penstock health runs/7 --max-data-wait 5")
 _add(report, WATCHING, "penstock report runs/7 -o seven.html")
-_add(trace, WATCHING, "penstock trace run.toml -o trace.json")
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,12 +68,7 @@ def _show_version(wanted: bool) -> None:
 @cli.callback()
 def options(
     context: typer.Context,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug", help="Show the traceback of an error; before or after the command."
-        ),
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool,
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
@@ -86,23 +79,26 @@ def options(
 
 
 def app(arguments: list[str] | None = None) -> None:
-    """Run the command line, and end the process with its exit code.
+    """Run the command line, and exit with its code.
 
-    An error of ours, or of the system, is one line and exit code 1. Any other exception is a defect, and raised.
+    Our own errors and the system's are one line and exit code 1. Any other exception is a bug, and
+    is raised.
     """
-    given, debug = _arranged(sys.argv[1:] if arguments is None else arguments)
-    _write_anything()
+    given, debug = _arrange(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Data and file names may hold characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = cli(given, prog_name="penstock", standalone_mode=False)
     except SystemExit as end:
-        # typer's own code for a reader that has gone is 1, which means something else for some commands.
-        sys.exit(GONE if isinstance(end.__context__, BrokenPipeError) else end.code)
+        # typer exits with 1 if the reader of a pipe has gone.
+        sys.exit(BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code)
     except Exception as error:
-        told = _told(error)
-        if told is None:
+        described = _describe(error)
+        if described is None:
             raise
-        line, code = told
-        _end_output()
+        line, code = described
+        _flush()
         if debug:
             traceback.print_exception(error)
         elif line:
@@ -110,47 +106,34 @@ def app(arguments: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _write_anything() -> None:
-    """A character that the output has no code for becomes a question mark: it must not end a command.
-
-    Data, hosts and file names have any. Python does as much for stderr by itself.
-    """
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and (
-        out.errors == "strict" or not out.encoding.lower().startswith("utf")
-    ):
-        out.reconfigure(errors="replace")
-
-
-def _arranged(given: list[str]) -> tuple[list[str], bool]:
-    """The command line with --debug in front, wherever it stood, and with each value that may be left out."""
+def _arrange(given: list[str]) -> tuple[list[str], bool]:
+    """Move --debug to the front, and spell out the values that `train` lets one leave out."""
     end = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:end]
     rest = [word for word in given[:end] if word != "--debug"] + given[end:]
     command = next((word for word in rest if not word.startswith("-")), "")
-    return ["--debug"] * debug + (spell_out(rest) if command == "train" else rest), debug
+    return ["--debug"] * debug + (add_implied(rest) if command == "train" else rest), debug
 
 
-def _told(error: Exception) -> tuple[str, int] | None:
-    """What to say of an error, and the exit code; None for one that nobody expects."""
+def _describe(error: Exception) -> tuple[str, int] | None:
+    """Return the message and the exit code for an error; None for an unexpected one."""
     if isinstance(error, PenstockError | OSError):
         return f"penstock: {one_line(error)}", FAILED
     if isinstance(error, typer.Abort):
-        return "penstock: aborted", INTERRUPTED if isinstance(
-            error.__cause__, KeyboardInterrupt
-        ) else FAILED
-    # typer's exceptions for a command line that does not fit have had several homes.
+        interrupted = isinstance(error.__cause__, KeyboardInterrupt)
+        return "penstock: aborted", INTERRUPTED if interrupted else FAILED
+    # A usage error of typer, whose class has moved between its releases.
     if hasattr(error, "format_message"):
-        if type(error).__name__ == "NoArgsIsHelpError":  # it is shown by now
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been shown
             return "", MISUSED
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
-        said = " ".join(error.format_message().split()).rstrip(".")
-        return f"{path}: {said}. See {path} --help.", MISUSED
+        text = " ".join(error.format_message().split()).rstrip(".")
+        return f"{path}: {text}. See {path} --help.", MISUSED
     return None
 
 
-def _end_output() -> None:
-    """What cannot be written is dropped: the end of the interpreter would try again, and fail with a code of its own."""
+def _flush() -> None:
+    """Flush stdout; drop what cannot be written, or the interpreter would fail at its exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.types import Span, StreamPosition
+from penstock.types import IGNORE, Span, StreamPosition
+
+FIELDS = ("inputs", "targets", "positions", "cu_seqlens", "data", "_labels")
+"""The fields of a batch that may hold arrays or tensors."""
+IDS = ("input_ids", "labels")
+DOCUMENTS = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 
 
 class BatchOrigin(Protocol):
@@ -22,22 +27,17 @@ class BatchOrigin(Protocol):
         """Return, for each row, where its ids come from."""
 
 
-def can_wrap() -> bool:
-    """Return True if the calling thread should make tensors.
-
-    Only once torch was imported: its import holds the GIL for seconds, which is the trainer's
-    decision. Not in inference mode: tensors made there cannot be trained on.
-    """
-    torch: Any = sys.modules.get("torch")  # perhaps without its functions: it is being imported
-    ready = hasattr(torch, "is_inference_mode_enabled") and hasattr(torch, "from_numpy")
-    return ready and not torch.is_inference_mode_enabled()
-
-
-@dataclass(slots=True)
-class Batch:
+@dataclass(slots=True, eq=False, repr=False)
+class Batch(Mapping[str, Any]):
     """Some rows or samples. Yours to keep and to change: no memory is reused.
 
-    `inputs, targets = batch` works, and so does `batch["input_ids"]`.
+    As a mapping it has the names that models of transformers take: `model(**batch)`. Rows of ids
+    have `input_ids` and `labels`; with `positions=True` also `position_ids`, `document_ids`,
+    `cu_seqlens` and `max_seqlen`. Samples of your own have their own fields.
+
+    `labels` and `targets` are two conventions. `labels` are not shifted: `labels[:, t]` is
+    `input_ids[:, t]`, and the model shifts. `targets` are shifted: `targets[:, t]` is the id after
+    `inputs[:, t]`, for a loss of your own. Both are -100 where there is nothing to predict.
     """
 
     inputs: Any
@@ -52,17 +52,73 @@ class Batch:
     """(batch, seq_len): each token's distance from the start of its document in the row."""
     cu_seqlens: Any = None
     """int32: where documents begin and end in the flattened batch, for varlen attention."""
+    max_seqlen: int | None = None
+    """The length of the longest document in the batch, for varlen attention."""
     data: Any = None
     """For samples of the user's own: what `collate` returned."""
     synthetic: bool = False
     """True if these ids stand in for data that could not be read."""
-    narrow: dict[str, np.ndarray[Any, Any]] | None = field(default=None, repr=False)
+    narrow: dict[str, np.ndarray[Any, Any]] | None = None
     """On the way to a device: the arrays to send, in their narrowest types."""
-    _origin: BatchOrigin | None = field(default=None, repr=False)
-    _tokens: int = field(default=0, repr=False)
-    _ids: bool = field(default=False, repr=False)
-    """True for packed rows of ids."""
-    _state: Callable[[StreamPosition], dict[str, Any]] | None = field(default=None, repr=False)
+    _origin: BatchOrigin | None = None
+    _tokens: int = 0
+    _ids: bool = False
+    """True for rows of ids: the targets are the inputs shifted by one."""
+    _state: Callable[[StreamPosition], dict[str, Any]] | None = None
+    _labels: Any = None
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        shape = tuple(getattr(self.inputs, "shape", ()))
+        return f"Batch(index={self.index}, epoch={self.epoch}, shape={shape}, keys={[*self]})"
+
+    # The mapping
+
+    def _names(self) -> tuple[str, ...]:
+        if self._ids:
+            return IDS if self.positions is None else IDS + DOCUMENTS
+        if isinstance(self.data, Mapping):
+            return tuple(self.data)
+        names = ("inputs", "targets", "data")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._names():
+            raise KeyError(f"{key}: this batch has {', '.join(self)}")
+        if isinstance(self.data, Mapping):
+            return self.data[key]
+        return getattr(self, {"input_ids": "inputs", "position_ids": "positions"}.get(key, key))
+
+    @property
+    def labels(self) -> Any:
+        """(batch, seq_len): the inputs, and -100 where there is nothing to predict; not shifted.
+
+        The first id of a row has nothing before it that could predict it, so it is -100 too. None
+        for samples of your own: their fields are in the mapping.
+        """
+        if self._labels is None and self._ids:
+            self._labels = copy.deepcopy(self.targets)
+            self._labels[:, 1:] = self.targets[:, :-1]
+            self._labels[:, 0] = IGNORE
+        return self._labels
+
+    @property
+    def document_ids(self) -> Any:
+        """(batch, seq_len): the number of each token's document in its row. Needs `positions=True`.
+
+        Padding counts as a document of its own.
+        """
+        return None if self.positions is None else (self.positions == 0).cumsum(1) - 1
+
+    # Its arrays
 
     @property
     def tokens(self) -> int:
@@ -76,28 +132,35 @@ class Batch:
             return memory_of(self.data)
         return memory_of([self.inputs, self.targets, self.positions, self.cu_seqlens, self.narrow])
 
-    def __iter__(self) -> Iterator[Any]:
-        yield self.inputs
-        yield self.targets
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """Return the batch with its tensors on a device, or as they are if they are there."""
+        moved = copy.copy(self)
+        moved.to_torch()
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return a field of the samples, or of a batch of ids by its usual name."""
-        if self.data is not None:
-            return self.data[key]
-        return {"input_ids": self.inputs, "labels": self.targets}[key]
+        def move(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+        moved.change(move)
+        return moved
 
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
-        seen: dict[int, Any] = {}  # inputs may be one of the data's fields, and stay it
-        for name in ("data", "inputs", "targets", "positions", "cu_seqlens"):
+        self.change(_as_tensor)
+
+    def change(self, function: Callable[[Any], Any]) -> None:
+        """Replace each array or tensor by what a function returns; one that fields share, once."""
+        seen: dict[int, tuple[Any, Any]] = {}
+        for name in FIELDS:
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, tensors(value, seen))
+                setattr(self, name, _changed(value, function, seen))
+
+    # Its place in the stream
 
     def take_place_of(self, other: Batch) -> None:
         """Take another batch's place in the stream: this one was made of it."""
         self.index, self.synthetic = other.index, other.synthetic
         self._origin, self._state = other._origin, other._state
-        self._tokens = self._tokens or other._tokens
+        self._tokens, self._ids = self._tokens or other._tokens, other._ids and self.data is None
 
     def provenance(self) -> list[list[Span]]:
         """Return, for each row, the documents that its ids come from."""
@@ -116,17 +179,21 @@ class Batch:
         return lambda: state(origin.position())
 
 
-def tensors(value: Any, seen: dict[int, Any]) -> Any:
-    """Return arrays as tensors, also inside plain containers; everything else as it is."""
-    if not isinstance(value, np.ndarray):
-        return rebuild(value, lambda v: tensors(v, seen))
-    if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
-        return value
+def _changed(value: Any, function: Callable[[Any], Any], seen: dict[int, tuple[Any, Any]]) -> Any:
+    # Not a closure that calls itself: such a cycle would keep the arrays until it is collected.
+    if not hasattr(value, "shape"):
+        return rebuild(value, lambda inner: _changed(inner, function, seen))
     if id(value) not in seen:
+        seen[id(value)] = value, function(value)
+    return seen[id(value)][1]
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
         import torch
 
-        seen[id(value)] = torch.from_numpy(value)
-    return seen[id(value)]
+        return torch.from_numpy(value)
+    return value
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:

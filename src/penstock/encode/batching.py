@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, can_wrap
+from penstock.encode.batch import Batch
 from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import I64, NO_IDS
 from penstock.types import IGNORE, Shard, Span, StreamPosition
@@ -35,7 +35,7 @@ class RowsOrigin:
     size: int
 
     def position(self) -> StreamPosition:
-        return StreamPosition(self.row, self.batch, tuple(mark.position() for mark in self.marks))
+        return StreamPosition(self.row, self.batch, tuple(mark() for mark in self.marks))
 
     def spans(self) -> list[list[Span]]:
         spans: list[list[Span]] = [[] for _ in range(self.size)]
@@ -58,7 +58,6 @@ class Batcher:
         seq_len: int,
         drop_last: bool,
         positions: bool,
-        tensors: bool,
         narrow: np.dtype[Any] | None,
         start: StreamPosition,
         state: Callable[[StreamPosition], dict[str, Any]],
@@ -71,7 +70,7 @@ class Batcher:
         repeat rows."""
         self._packers, self._shard, self._lanes = packers, shard, lanes
         self._batch_size, self._seq_len, self._drop_last = batch_size, seq_len, drop_last
-        self._positions, self._tensors, self._narrow = positions, tensors, narrow
+        self._positions, self._narrow = positions, narrow
         self._row, self._batch, self._total_rows = start.row, start.batch, total_rows
         self._by_lane = by_lane
         self._state, self._clock = state, clock
@@ -94,9 +93,7 @@ class Batcher:
         marks = tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
         with self._clock.stage("batch") as timeline:
             batch = self._make(pieces, size)
-            batch._origin = RowsOrigin(row, self._batch, marks, pieces, size)
-            if self._tensors and can_wrap():
-                batch.to_torch()
+        batch._origin = RowsOrigin(row, self._batch, marks, pieces, size)
         timeline.count("pack", size)
         return batch
 
@@ -180,6 +177,7 @@ class Batcher:
             batch.inputs, batch.targets = inputs, targets
         if self._positions:
             positions, cu_seqlens = self._documents(pieces, size)
+            batch.max_seqlen = int(np.diff(cu_seqlens).max())
             if batch.narrow is not None:
                 batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": cu_seqlens}
             else:

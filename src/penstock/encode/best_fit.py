@@ -8,11 +8,10 @@ taken from it: a resume packs one group again. Costs about a microsecond of Pyth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from penstock.encode.rows import FixedMark, LaneOptions, Mark, NextWindow, PackCounts, Rows
+from penstock.encode.rows import LaneOptions, Mark, NextWindow, Rows, WindowPacker, fixed
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -20,37 +19,21 @@ GROUP_ROWS = 512
 """Rows that are packed together. More leave less padding, and make a resume slower."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMark:
-    """A row of a group of documents."""
-
-    window: WindowMap
-    doc: int
-    row: int
-
-    def position(self) -> LanePosition:
-        return self.window.position(self.window.begin(self.doc), self.row)
-
-
-class BestFitPacker:
+class BestFitPacker(WindowPacker):
     """Rows of whole documents."""
 
     def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        self._next_window, self._start = next_window, start
-        self._seq_len, self._pad_id, self._dtype = options.seq_len, options.pad_id, options.dtype
-        self._window: Window | None = None
+        super().__init__(options, next_window, start)
+        self._dtype = options.dtype
         self._group: PackedRows | None = None
         self._doc = self._last = self._row = 0
         """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
-        self._ended = False
-        self.counts = PackCounts()
-        self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (group := self._current_group()) is not None:
             taken = group.take(self._row, self._row + n)
-            self.counts.padded_tokens += int((self._seq_len + 1 - taken.valid).sum())
+            self.counts["padded_tokens"] += int((self._seq_len + 1 - taken.valid).sum())
             self._row += len(taken.ids)
             n -= len(taken.ids)
             out.append(taken)
@@ -58,10 +41,11 @@ class BestFitPacker:
 
     def mark(self) -> Mark:
         if self._window is None:
-            return FixedMark(self._start)
-        if self._group is not None and self._row >= len(self._group.ids):
-            return GroupMark(self._window.map, self._last, 0)
-        return GroupMark(self._window.map, self._doc, self._row)
+            return fixed(self._start)
+        window, doc, row = self._window.map, self._doc, self._row
+        if self._group is not None and row >= len(self._group.ids):
+            doc, row = self._last, 0
+        return lambda: window.position(window.begin(doc), row)
 
     def _current_group(self) -> PackedRows | None:
         """Return a group that has rows left, or None at the end."""
@@ -75,23 +59,57 @@ class BestFitPacker:
             window = self._window.map
             wanted = window.begin(self._doc) + GROUP_ROWS * (self._seq_len + 1)
             self._last = min(int(np.searchsorted(window.ends, wanted)) + 1, len(window.ends))
-            self._group = pack_group(
-                self._window, self._doc, self._last, self._seq_len, self._pad_id, self._dtype
-            )
+            self._group = self._pack(self._window, self._doc, self._last)
         return self._group
 
     def _open_window(self) -> bool:
-        first, window = self._window is None, None
-        try:
-            window = None if self._ended else self._next_window()
-        except Exception as error:  # raised by the batcher, after the rows that came before it
-            self.failed = error
+        first, window = self._window is None, self._next()
         if window is None:
-            self._ended = True
             return False
         self._window = window
         self._doc, self._row = (self._start.doc, self._start.row) if first else (0, 0)
         return True
+
+    def _pack(self, window: Window, first: int, last: int) -> PackedRows:
+        """Fit the documents [first, last) of a window into rows."""
+        seq_len, width = self._seq_len, self._seq_len + 1
+        flat = window.gather(first, last)
+        origin = window.map.begin(first)
+        ends = window.map.ends[first:last] - origin
+        begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        lengths = ends - begins
+        # A document longer than a row fills whole rows that overlap by one id, as in `concat`, so
+        # that each of its tokens is a target once; only its remainder has to be fitted.
+        full = np.maximum(lengths - 1, 0) // seq_len
+        rest = lengths - full * seq_len
+        fits = (rest > 1) | ((full == 0) & (rest == 1))
+        docs = np.flatnonzero(fits)
+        rows, columns = best_fit(rest[docs], width)
+        inside = np.arange(int(full.sum())) - np.repeat(np.cumsum(full) - full, full)
+        whole = np.repeat(begins, full) + inside * seq_len
+        bins = int(rows.max()) + 1 if len(rows) else 0
+        pieces = np.empty((len(whole) + len(docs), 4), np.int64)
+        pieces[: len(whole)] = np.stack(
+            [bins + np.arange(len(whole)), np.zeros_like(whole), whole, np.full_like(whole, width)],
+            axis=1,
+        )
+        tails = begins[docs] + full[docs] * seq_len
+        pieces[len(whole) :] = np.stack([rows, columns, tails, rest[docs]], axis=1)
+        # Rows in the order of the first document in each: neighbours stay neighbours.
+        count = bins + len(whole)
+        earliest = np.full(count, np.iinfo(np.int64).max)
+        np.minimum.at(earliest, pieces[:, 0], pieces[:, 2])
+        rank = np.empty(count, np.int64)
+        rank[np.argsort(earliest, kind="stable")] = np.arange(count)
+        pieces[:, 0] = rank[pieces[:, 0]]
+        pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
+        ids = np.full((count, width), self._pad_id, self._dtype)
+        for row, column, token, length in pieces.tolist():
+            ids[row, column : column + length] = flat[token : token + length]
+        valid = np.zeros(count, np.int64)
+        np.add.at(valid, pieces[:, 0], pieces[:, 3])
+        pieces[:, 2] += origin
+        return PackedRows(ids, valid, width, window.map, pieces)
 
 
 @dataclass(slots=True)
@@ -127,50 +145,6 @@ class PackedRows:
         for _, column, token, length in self.pieces[lo:hi].tolist():
             spans += self.window.spans(token, length, column)
         return spans
-
-
-def pack_group(
-    window: Window, first: int, last: int, seq_len: int, pad_id: int, dtype: np.dtype[Any]
-) -> PackedRows:
-    """Fit the documents [first, last) of a window into rows."""
-    width = seq_len + 1
-    flat = window.gather(first, last)
-    origin = window.map.begin(first)
-    ends = window.map.ends[first:last] - origin
-    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    lengths = ends - begins
-    # A document longer than a row fills whole rows that overlap by one id, as in `concat`, so
-    # that each of its tokens is a target once; only its remainder has to be fitted.
-    full = np.maximum(lengths - 1, 0) // seq_len
-    rest = lengths - full * seq_len
-    fits = (rest > 1) | ((full == 0) & (rest == 1))
-    docs = np.flatnonzero(fits)
-    rows, columns = best_fit(rest[docs], width)
-    inside = np.arange(int(full.sum())) - np.repeat(np.cumsum(full) - full, full)
-    whole = np.repeat(begins, full) + inside * seq_len
-    bins = int(rows.max()) + 1 if len(rows) else 0
-    pieces = np.empty((len(whole) + len(docs), 4), np.int64)
-    pieces[: len(whole)] = np.stack(
-        [bins + np.arange(len(whole)), np.zeros_like(whole), whole, np.full_like(whole, width)],
-        axis=1,
-    )
-    tails = begins[docs] + full[docs] * seq_len
-    pieces[len(whole) :] = np.stack([rows, columns, tails, rest[docs]], axis=1)
-    # Rows in the order of the first document in each: neighbours stay neighbours.
-    count = bins + len(whole)
-    earliest = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, pieces[:, 0], pieces[:, 2])
-    rank = np.empty(count, np.int64)
-    rank[np.argsort(earliest, kind="stable")] = np.arange(count)
-    pieces[:, 0] = rank[pieces[:, 0]]
-    pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
-    ids = np.full((count, width), pad_id, dtype)
-    for row, column, token, length in pieces.tolist():
-        ids[row, column : column + length] = flat[token : token + length]
-    valid = np.zeros(count, np.int64)
-    np.add.at(valid, pieces[:, 0], pieces[:, 3])
-    pieces[:, 2] += origin
-    return PackedRows(ids, valid, width, window.map, pieces)
 
 
 def best_fit(lengths: I64, capacity: int) -> tuple[I64, I64]:

@@ -30,6 +30,8 @@ class Collated(NamedTuple):
     inputs: Any
     targets: Any
     data: Any
+    rows: bool = False
+    """True for rows of ids: the targets are the inputs shifted by one."""
 
 
 def pad_with(id: int) -> Callable[[Sequence[Any]], Collated]:
@@ -57,7 +59,7 @@ def default_collate(samples: Sequence[Any], pad: int | None = None) -> Collated:
             raise ConfigError("a row of ids needs at least two: one as input, and one to predict")
         inputs = _stacked([row[:-1] for row in rows], pad)
         targets = _stacked([row[1:] for row in rows], ignore)
-        return Collated(inputs.astype(np.int64), targets.astype(np.int64), None)
+        return Collated(inputs.astype(np.int64), targets.astype(np.int64), None, rows=True)
     column = _column(samples, pad)
     if isinstance(column, np.ndarray):
         return Collated(column, None, None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from penstock.encode.rows import FixedMark, LaneOptions, Mark, NextWindow, PackCounts, Rows
+from penstock.encode.rows import LaneOptions, Mark, NextWindow, Rows, WindowPacker, fixed
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -24,17 +24,10 @@ Windows = tuple[tuple[int, WindowMap], ...]
 """The token of the stream at which each window begins, and the window."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMark:
-    """The position of a token of the stream."""
-
-    windows: Windows
-    token: int
-
-    def position(self) -> LanePosition:
-        begin, window = next(w for w in reversed(self.windows) if w[0] <= self.token)
-        position: LanePosition = window.position(self.token - begin)
-        return position
+def window_of(windows: Windows, token: int) -> tuple[int, WindowMap]:
+    """Return the window that a token of the stream belongs to, and where it begins."""
+    begin, window = next(each for each in reversed(windows) if each[0] <= token)
+    return begin, window
 
 
 @dataclass(slots=True)
@@ -51,7 +44,7 @@ class ConcatRows:
 
     @property
     def epoch(self) -> int:
-        return TokenMark(self.windows, int(self.starts[0])).position().epoch
+        return window_of(self.windows, int(self.starts[0]))[1].start.epoch
 
     def boundaries(self) -> tuple[I64, I64]:
         first = np.searchsorted(self.doc_starts, self.starts, side="right")
@@ -74,12 +67,11 @@ class ConcatRows:
         return spans
 
 
-class ConcatPacker:
+class ConcatPacker(WindowPacker):
     """Rows as stretches of one stream of tokens."""
 
     def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        self._next_window, self._start = next_window, start
-        self._seq_len, self._pad_id = options.seq_len, options.pad_id
+        super().__init__(options, next_window, start)
         self._aligned = options.packing == "bos"
         self._keep_tail = options.keep_tail
         self._needs_starts = options.positions or self._aligned
@@ -90,12 +82,8 @@ class ConcatPacker:
         self._windows: Windows = ()
         self._doc_starts: I64 = np.empty(0, np.int64)
         self._steps: I64 = np.empty(0, np.int64)
-        self._window: Window | None = None
         self._doc = 0
         """The next document of the window to gather."""
-        self._ended = False
-        self.counts = PackCounts()
-        self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
         if not self._windows and not self._ended:
@@ -110,7 +98,15 @@ class ConcatPacker:
         return out
 
     def mark(self) -> Mark:
-        return TokenMark(self._windows, self._at) if self._windows else FixedMark(self._start)
+        if not self._windows:
+            return fixed(self._start)
+        windows, token = self._windows, self._at
+
+        def position() -> LanePosition:
+            begin, window = window_of(windows, token)
+            return window.position(token - begin)
+
+        return position
 
     def _starts_concat(self, n: int) -> I64:
         self._fill(self._at + n * self._seq_len + 1)
@@ -151,20 +147,20 @@ class ConcatPacker:
         self._at = self._after(int(starts[-1]))
         if self._aligned:
             skipped = np.append(starts[1:], self._at) - starts - self._seq_len - 1
-            self.counts.cropped_tokens += int(np.maximum(skipped, 0).sum())
+            self.counts["cropped_tokens"] += int(np.maximum(skipped, 0).sum())
 
     def _tail(self) -> list[Rows]:
         """Return the last, unfinished row of a finite stream, padded."""
         left = self._end - self._at
         if left < 2 or not self._keep_tail:  # a single id has been a target already
-            self.counts.dropped_tokens += max(0, left - 1)
+            self.counts["dropped_tokens"] += max(0, left - 1)
             self._at = max(self._at, self._end - 1)
             return []
         width = self._seq_len + 1
         ids = np.full((1, width), self._pad_id, self._buffer.dtype)
         ids[0, :left] = self._buffer[self._at - self._base :]
         rows = self._rows(ids, np.array([left]), np.array([self._at]))
-        self.counts.padded_tokens += width - left
+        self.counts["padded_tokens"] += width - left
         self._at = self._end - 1
         return [rows]
 
@@ -206,13 +202,9 @@ class ConcatPacker:
         return origin + begins[stops > begins]
 
     def _open_window(self) -> bool:
-        try:
-            window = self._next_window()
-        except Exception as error:  # raised by the batcher, after the rows that came before it
-            self.failed, window = error, None
-        self._window, self._doc = window, 0
+        window, self._doc = self._next(), 0
+        self._window = window
         if window is None:
-            self._ended = True
             return False
         if self._windows:
             self._windows = (*self._windows, (self._end, window.map))

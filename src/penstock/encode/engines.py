@@ -6,22 +6,26 @@ offsets of the documents in it. Worker threads call it at the same time.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from penstock.config import cache_dir, installed_version, write_atomically
 from penstock.encode.vocabulary import ENCODINGS, Vocabulary, parse_ranks
-from penstock.errors import MissingExtra, TokenizerError
+from penstock.encode.window import I64, Ids, flatten
+from penstock.errors import ConfigError, missing_extra
+from penstock.read.arrow_utils import binaries
 from penstock.types import MiB
 
-I64 = np.ndarray[Any, np.dtype[np.int64]]
-Ids = np.ndarray[Any, np.dtype[Any]]
 SLOW_DOCS = 128
 
 
@@ -42,12 +46,12 @@ class Engine(Protocol):
         return
 
 
-def text_buffers(texts: pa.LargeStringArray) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], I64]:
-    """Return a column's bytes and its offsets, which begin at 0, without copying the bytes."""
-    _, raw_offsets, raw_bytes = texts.buffers()
-    offsets = np.frombuffer(raw_offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    data = np.frombuffer(raw_bytes, np.uint8) if raw_bytes is not None else np.empty(0, np.uint8)
-    return data[offsets[0] : offsets[-1]], offsets - offsets[0] if offsets[0] else offsets
+def library(name: str, vocabulary: Vocabulary, extra: str) -> Any:
+    """Import the library that defines the ids of a vocabulary."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing_extra(name, f"the tokenizer {vocabulary.name}", extra) from error
 
 
 class ByteEngine(Engine):
@@ -56,8 +60,11 @@ class ByteEngine(Engine):
     name = "byte"
     vocab_size = 256
 
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Take a vocabulary, as all engines do."""
+
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        return text_buffers(texts)
+        return flatten(texts, np.dtype(np.uint8))
 
     def decode(self, ids: Sequence[int]) -> bytes:
         return bytes(ids)
@@ -70,15 +77,12 @@ class TokenizersEngine(Engine):
     doc_batch = SLOW_DOCS
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise MissingExtra("tokenizers", f"the tokenizer {vocabulary.name}", "hf") from error
+        tokenizers = library("tokenizers", vocabulary, "hf")
         self._vocabulary = vocabulary
         try:
-            self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json or "")
+            self._tokenizer = tokenizers.Tokenizer.from_str(vocabulary.tokenizer_json or "")
         except Exception as error:  # the library raises nothing more specific
-            raise TokenizerError(f"{vocabulary.name} is not a tokenizer.json: {error}") from error
+            raise ConfigError(f"{vocabulary.name} is not a tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
@@ -101,12 +105,7 @@ class TiktokenEngine(Engine):
     doc_batch = SLOW_DOCS
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise MissingExtra(
-                "tiktoken", f"the tokenizer {vocabulary.name}", "tiktoken"
-            ) from error
+        tiktoken = library("tiktoken", vocabulary, "tiktoken")
         self._encoding = vocabulary.encoding
         if vocabulary.ranks is not None and self._encoding is None:
             self._encoding = tiktoken.Encoding(
@@ -128,6 +127,10 @@ def _flatten(documents: list[Any]) -> tuple[Ids, I64]:
     offsets = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([len(ids) for ids in documents], out=offsets[1:])
     return np.concatenate([np.asarray(ids, np.uint32) for ids in documents]), offsets
+
+
+REFERENCES = {each.name: each for each in (ByteEngine, TokenizersEngine, TiktokenEngine)}
+"""The engines that define the ids of their vocabularies, by name."""
 
 
 class GigatokenEngine(Engine):
@@ -154,7 +157,10 @@ class GigatokenEngine(Engine):
         self._vocabulary = vocabulary
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
+        self._one_call = threading.Lock()
         self._idle: list[Any] = []
+        self._sharing = 0
+        """Calls that are on the shared instance."""
         self._seen_bytes = self._checked_bytes = 0
         self._warm_size: int | None = None
         """Size of the process when these instances had seen the common words."""
@@ -172,13 +178,16 @@ class GigatokenEngine(Engine):
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         with self._lock:
             self._seen_bytes += texts.nbytes
-            first = self._seen_bytes <= self.FIRST_BYTES
-            tokenizer, generation = self._shared(), self.replaced
-            if not first:
-                self._idle.pop()
+            first, generation = self._seen_bytes <= self.FIRST_BYTES, self.replaced
+            tokenizer = self._shared() if first else self._take()
+            self._sharing += first
         if first:
-            documents = texts.view(pa.large_binary()).to_pylist()
-            return _flatten([tokenizer.encode(document) for document in documents])
+            try:
+                documents = texts.view(pa.large_binary()).to_pylist()
+                return _flatten([self._encode_shared(tokenizer, each) for each in documents])
+            finally:
+                with self._lock:
+                    self._sharing -= 1
         import awkward
 
         batch = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
@@ -198,6 +207,18 @@ class GigatokenEngine(Engine):
             self._idle.append(load_gigatoken(self._vocabulary))
         return self._idle[-1]
 
+    def _encode_shared(self, tokenizer: Any, document: bytes) -> Any:
+        # The library refuses a call while another thread is within one, which the GIL prevents
+        # mostly, but not always.
+        with self._one_call:
+            return tokenizer.encode(document)
+
+    def _take(self) -> Any:
+        """Take an instance that no other call uses: not the shared one while a call is on it."""
+        if len(self._idle) > min(self._sharing, 1):
+            return self._idle.pop()
+        return load_gigatoken(self._vocabulary)
+
     def _bound_cache(self) -> None:
         if self._seen_bytes - self._checked_bytes < self.CHECK_BYTES:
             return
@@ -213,14 +234,14 @@ class GigatokenEngine(Engine):
 
 
 def load_gigatoken(vocabulary: Vocabulary) -> Any:
-    """Return a new instance of gigatoken. Raise TokenizerError if it cannot load the vocabulary."""
+    """Return a new instance of gigatoken. Raise ConfigError if it cannot load the vocabulary."""
     try:
         import gigatoken
 
         if vocabulary.tokenizer_json is not None:
             return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
         if vocabulary.ranks is None:
-            raise TokenizerError("its way of splitting words is unknown")
+            raise ConfigError("its way of splitting words is unknown")
         # The library reads ranks from a path only. Special tokens are left out: text stays text.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.write(vocabulary.ranks)
@@ -230,7 +251,7 @@ def load_gigatoken(vocabulary: Vocabulary) -> Any:
         # A panic of its Rust code is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"gigatoken cannot load {vocabulary.name}: {error}") from error
+        raise ConfigError(f"gigatoken cannot load {vocabulary.name}: {error}") from error
 
 
 def anonymous_bytes() -> int:
@@ -240,3 +261,49 @@ def anonymous_bytes() -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+# The choice of gigatoken
+
+PROBE_VERSION = 5
+PROBE = (
+    "The quick brown fox can't jump over 12,345.67 lazy dogs — it's they'll WE'VE I'd\n\n\t  trailing   ",
+    "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # naïve café\r\n\r\n",
+    "Größe, Ærøskøbing, Ελληνικά, русский язык, עִבְרִית, العربية, हिन्दी, ภาษาไทย, 日本語テキスト, 中文，한국어",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 ½ ² ① Ⅷ ﬁ ẛ̣ é e\u0301 \u200b\u200d\ufeff\u00a0\u2028\u3000",
+    "\x00\x01\x07\x1f\x7f\x80\ufffd \U0001f600\U0010ffff 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa          1000000000000",
+    "<|endoftext|><|im_start|>user</s><s>[INST] <pad> not special",
+    " leading", "", "x", "\n", "   ",
+)  # fmt: skip
+
+
+def checked_gigatoken(
+    vocabulary: Vocabulary, cache_bytes: int, reference: Callable[[], Engine]
+) -> GigatokenEngine:
+    """Return gigatoken's engine, or raise ConfigError if its ids differ from the reference's.
+
+    Both encode a probe of many kinds of characters when a vocabulary is first loaded. The result is
+    kept on disk for each vocabulary and each pair of versions.
+    """
+    versions = [(name, installed_version(name)) for name in ("gigatoken", vocabulary.reference)]
+    key = f"{vocabulary.fingerprint} {versions} {PROBE_VERSION}"
+    path = cache_dir() / "engines" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    try:
+        note = json.loads(path.read_text("utf-8"))
+        differs = bool(note["differs"])
+        engine = GigatokenEngine(vocabulary, cache_bytes, int(note["vocab_size"]))
+    except (OSError, ValueError, KeyError, TypeError):  # no note, or it is damaged
+        engine = GigatokenEngine(vocabulary, cache_bytes)
+        differs = False
+        if versions[1][1] is not None:  # without the reference there is nothing to compare with
+            texts = binaries([text.encode() for text in PROBE], pa.large_string())
+            pairs = zip(engine.encode(texts), reference().encode(texts), strict=True)
+            differs = not all(np.array_equal(fast, slow) for fast, slow in pairs)
+        note = json.dumps({"vocab_size": engine.vocab_size, "differs": differs})
+        write_atomically(path, note, best_effort=True)
+    if differs:
+        raise ConfigError(
+            f"gigatoken's ids for {vocabulary.name} differ from those of {vocabulary.reference}"
+        )
+    return engine

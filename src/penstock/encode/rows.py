@@ -6,6 +6,7 @@ on to any ids, so batches can keep them for `provenance()`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,22 +15,14 @@ from penstock.encode.window import I64, Ids, Window
 from penstock.types import LanePosition, Span
 
 NextWindow = Callable[[], Window | None]
-"""Return the lane's next window, or None at the end of a finite stream."""
+"""Returns the lane's next window, or None at the end of a finite stream."""
+Mark = Callable[[], LanePosition]
+"""Returns a position, which is computed only if it is asked for."""
 
 
-@dataclass(slots=True)
-class PackCounts:
-    """What packing added and left out."""
-
-    cropped_tokens: int = 0
-    padded_tokens: int = 0
-    dropped_tokens: int = 0
-    """The end of a finite stream that filled no row."""
-
-
-def add_counts(into: PackCounts, more: PackCounts) -> None:
-    for name in PackCounts.__slots__:
-        setattr(into, name, getattr(into, name) + getattr(more, name))
+def fixed(position: LanePosition) -> Mark:
+    """Return the mark of a position that is known."""
+    return lambda: position
 
 
 class Rows(Protocol):
@@ -52,12 +45,6 @@ class Rows(Protocol):
         """Return where a row's ids come from."""
 
 
-class Mark(Protocol):
-    """A position that is computed on demand."""
-
-    def position(self) -> LanePosition: ...
-
-
 class Packer(Protocol):
     """Gives out the rows of one lane, on the producer thread."""
 
@@ -66,23 +53,14 @@ class Packer(Protocol):
         """Why there are no more rows, if that is not the end of the data."""
 
     @property
-    def counts(self) -> PackCounts: ...
+    def counts(self) -> Counter[str]:
+        """Tokens that packing added or left out, by their names in `Stats`."""
 
     def rows(self, n: int) -> list[Rows]:
         """Return the next `n` rows; fewer only at the end of a finite stream or before a failure."""
 
     def mark(self) -> Mark:
         """Return where the next row begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixedMark:
-    """A position that is known."""
-
-    at: LanePosition
-
-    def position(self) -> LanePosition:
-        return self.at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +81,23 @@ class LaneOptions:
     """Whether the unfinished row at the end of a finite stream is given out, padded."""
 
 
-def make_packer(options: LaneOptions, next_window: NextWindow, start: LanePosition) -> Packer:
-    """Return the packer for a lane that continues at `start`."""
-    if options.packing == "best_fit":
-        from penstock.encode.best_fit import BestFitPacker
+class WindowPacker:
+    """What packers of text have in common: they open the windows of a lane one after the other."""
 
-        return BestFitPacker(options, next_window, start)
-    from penstock.encode.concat import ConcatPacker
+    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
+        self._next_window, self._start = next_window, start
+        self._seq_len, self._pad_id = options.seq_len, options.pad_id
+        self._window: Window | None = None
+        self._ended = False
+        self.counts: Counter[str] = Counter()
+        self.failed: Exception | None = None
 
-    return ConcatPacker(options, next_window, start)
+    def _next(self) -> Window | None:
+        """Return the next window, or None at the end of the stream and after a failure."""
+        window = None
+        try:
+            window = None if self._ended else self._next_window()
+        except Exception as error:  # raised by the batcher, after the rows that came before it
+            self.failed = error
+        self._ended = window is None
+        return window

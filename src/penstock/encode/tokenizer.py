@@ -9,24 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.config import installed_version
-from penstock.encode.engines import (
-    ByteEngine,
-    Engine,
-    TiktokenEngine,
-    TokenizersEngine,
-    text_buffers,
-)
-from penstock.encode.tokenizer_check import checked_gigatoken
+from penstock.encode.engines import REFERENCES, Engine, checked_gigatoken
 from penstock.encode.vocabulary import Vocabulary, find_vocabulary
-from penstock.errors import TokenizerError
-from penstock.read.columns import call, flags, nothing, scalar
+from penstock.encode.window import flatten
+from penstock.errors import ConfigError
+from penstock.read.arrow_utils import booleans, empty, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -88,7 +84,7 @@ class Tokenizer:
         """
         texts = documents.texts
         step = doc_batch or self.engine.doc_batch or max(1, len(texts))
-        parts = [nothing(pa.large_binary())] if len(texts) == 0 else []
+        parts = [empty(pa.large_binary())] if len(texts) == 0 else []
         for i in range(0, len(texts), step):
             if check_closed is not None:
                 check_closed()
@@ -100,13 +96,14 @@ class Tokenizer:
             documents.last,
             documents.bad,
             documents.empty,
-            len(text_buffers(texts)[0]) if len(texts) else 0,
+            len(flatten(texts, np.dtype(np.uint8))[0]),
+            documents.filtered,
         )
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)
         if len(offsets) != len(texts) + 1 or offsets[-1] != len(ids):
-            raise TokenizerError(
+            raise ConfigError(
                 f"{self.engine.name} returned {len(offsets) - 1} documents for {len(texts)}. "
                 f"Use engine={self.vocabulary.reference!r}."
             )
@@ -115,15 +112,15 @@ class Tokenizer:
         docs = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
         if self.bos_id is None and self.eos_id is None:
             return docs
-        empty = scalar(b"")
+        nothing = scalar(b"")
         some = np.diff(offsets) > 0
         around = [
-            empty if id is None else scalar(np.array(id, self.dtype).tobytes())
+            nothing if id is None else scalar(np.array(id, self.dtype).tobytes())
             for id in (self.bos_id, self.eos_id)
         ]
         if not some.all():
-            around = [call("if_else", flags(some), separator, empty) for separator in around]
-        return call("binary_join_element_wise", around[0], docs, around[1], empty)
+            around = [pc.if_else(booleans(some), separator, nothing) for separator in around]
+        return pc.binary_join_element_wise(around[0], docs, around[1], nothing)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with special tokens by name."""
@@ -132,7 +129,7 @@ class Tokenizer:
         for name, group in groupby(map(int, ids), names.get):
             run = list(group)
             if name is None and not (min(run) >= 0 and max(run) < self.engine.vocab_size):
-                raise TokenizerError(f"{self} has no token for one of the ids {run}")
+                raise ConfigError(f"{self} has no token for one of the ids {run}")
             data += self.engine.decode(run) if name is None else name.encode() * len(run)
         return data.decode("utf-8", "replace")
 
@@ -148,14 +145,14 @@ def load_tokenizer(
     """Find a vocabulary and the fastest engine that encodes it correctly."""
     if isinstance(spec, Tokenizer):
         if (eos, bos, engine) != (AUTO, None, "auto"):
-            raise TokenizerError(
+            raise ConfigError(
                 f"{spec} is loaded already: give eos, bos and engine to load_tokenizer"
             )
         return spec
     vocabulary = find_vocabulary(spec)
     if isinstance(eos, str) and eos == AUTO:
         if vocabulary.eos is None:
-            raise TokenizerError(
+            raise ConfigError(
                 f"{vocabulary.name} does not say which token ends a document (it has "
                 f"{', '.join(vocabulary.specials) or 'no special tokens'}). "
                 "Name it: eos='…', or eos=None for none"
@@ -174,21 +171,16 @@ def load_tokenizer(
 
 def _choose_engine(vocabulary: Vocabulary, wanted: str, cache_bytes: int) -> Engine:
     name = vocabulary.reference
-
-    def reference() -> Engine:
-        if name == "byte":
-            return ByteEngine()
-        return (TokenizersEngine if name == "tokenizers" else TiktokenEngine)(vocabulary)
-
+    reference = partial(REFERENCES[name], vocabulary)
     if wanted == "gigatoken" or (wanted == "auto" and name != "byte"):
         try:
             return checked_gigatoken(vocabulary, cache_bytes, reference)
-        except TokenizerError as error:
+        except ConfigError as error:
             if wanted == "gigatoken":
                 raise
             log.warning("%s: using %s, which is slower", error, name)
     if wanted not in ("auto", name):
-        raise TokenizerError(
+        raise ConfigError(
             f"engine={wanted!r} cannot encode {vocabulary.name}; its reference engine is {name!r}"
         )
     return reference()

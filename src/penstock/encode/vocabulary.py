@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import MissingExtra, TokenizerError
+from penstock.errors import ConfigError, missing_extra
 
 EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>",
     "<｜end▁of▁sentence｜>", "<|endofprompt|>",
 )  # fmt: skip
-HUB_ALIASES = {"gpt2": "openai-community/gpt2"}
 
 
 class Encoding(NamedTuple):
@@ -96,7 +95,7 @@ class Vocabulary:
             return self.specials[token]
         if isinstance(token, int | np.integer) and type(token) is not bool and 0 <= token < size:
             return int(token)
-        raise TokenizerError(
+        raise ConfigError(
             f"{role}={token!r} is neither a special token of {self.name} "
             f"({', '.join(self.specials) or 'it has none'}) nor an id below {size}"
         )
@@ -115,14 +114,9 @@ def find_vocabulary(spec: Any) -> Vocabulary:
     if backend is not None:
         name = str(getattr(spec, "name_or_path", "") or type(spec).__name__)
         return _from_json(backend.to_str(), name, eos=getattr(spec, "eos_token", None))
-    if library == "transformers":
-        raise TokenizerError(
-            f"{type(spec).__name__} is a slow tokenizer without a tokenizer.json: "
-            "load it with use_fast=True"
-        )
-    raise TokenizerError(
-        f"cannot use {type(spec).__name__!r} as a tokenizer: give 'byte', a path, a Hub name, or "
-        "an object of tokenizers, transformers or tiktoken"
+    raise ConfigError(
+        f"cannot use {type(spec).__name__!r} as a tokenizer: give 'byte', a path, a Hub name, or an "
+        "object of tokenizers, of transformers (with use_fast=True) or of tiktoken"
     )
 
 
@@ -133,12 +127,12 @@ def _from_name(name: str) -> Vocabulary:
     if path.is_dir():
         path /= "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(f"{path.parent} has no tokenizer.json")
+            raise ConfigError(f"{path.parent} has no tokenizer.json")
     if path.is_file():
         return _from_file(path, str(path))
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path or path.suffix in (".json", ".tiktoken"):
-        raise TokenizerError(f"{path} does not exist (looked from {Path.cwd()})")
+        raise ConfigError(f"{path} does not exist (looked from {Path.cwd()})")
     return _from_file(_download(name), name)
 
 
@@ -148,20 +142,18 @@ def _download(name: str) -> Path:
         import huggingface_hub
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
     except ImportError as error:
-        raise MissingExtra("huggingface_hub", f"tokenizer={name!r} (a Hub name)", "hf") from error
-    repo = HUB_ALIASES.get(name, name)
-    for known in (name, repo):
-        cached = huggingface_hub.try_to_load_from_cache(known, "tokenizer.json")
-        if isinstance(cached, str):
-            return Path(cached)
+        raise missing_extra("huggingface_hub", f"tokenizer={name!r} (a Hub name)", "hf") from error
+    cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    if isinstance(cached, str):
+        return Path(cached)
     try:
-        found = Path(huggingface_hub.hf_hub_download(repo, "tokenizer.json", etag_timeout=10))
+        found = Path(huggingface_hub.hf_hub_download(name, "tokenizer.json", etag_timeout=10))
         # It only names the end-of-text token, which may be found without it.
         with contextlib.suppress(EntryNotFoundError):
-            huggingface_hub.hf_hub_download(repo, "tokenizer_config.json", etag_timeout=10)
+            huggingface_hub.hf_hub_download(name, "tokenizer_config.json", etag_timeout=10)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise TokenizerError(
+        raise ConfigError(
             f"tokenizer={name!r} is not a file here, is not in the local Hugging Face cache, and "
             f"its tokenizer.json could not be downloaded: {reason}. "
             "Give the path of a tokenizer.json, or 'byte'."
@@ -170,34 +162,28 @@ def _download(name: str) -> Path:
 
 
 def _from_file(path: Path, name: str) -> Vocabulary:
-    content = path.read_bytes()
-    if path.suffix == ".tiktoken":
-        return _from_ranks(content, path)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not a tokenizer.json: {error}") from error
-    eos = None
+    content, eos = path.read_bytes(), None
     # The configuration beside it is optional: if it is damaged, other rules find the token.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         config = json.loads((path.parent / "tokenizer_config.json").read_text("utf-8"))
         eos = config.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
-    return _from_json(text, name, eos)
+    try:
+        if path.suffix == ".tiktoken":
+            return _from_ranks(content, path)
+        return _from_json(content.decode(), name, eos)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = path.suffix if path.suffix == ".tiktoken" else "tokenizer.json"
+        raise ConfigError(f"{path} is not a {kind}: {error!r}") from error
 
 
 def _from_json(text: str, name: str, eos: Any = None) -> Vocabulary:
-    try:
-        head, model = _split_model(text)
-        added = head.get("added_tokens") or []
-        specials = {t["content"]: int(t["id"]) for t in added if t.get("special")}
-        post_processor = head.get("post_processor")
-        if post_processor and post_processor["type"] != "ByteLevel":
-            head["post_processor"] = None  # it adds special tokens, as eos= and bos= do
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TokenizerError(
-            f"{name} is not a tokenizer.json: {type(error).__name__}: {error}"
-        ) from error
+    head, model = _split_model(text)
+    added = head.get("added_tokens") or []
+    specials = {t["content"]: int(t["id"]) for t in added if t.get("special")}
+    post_processor = head.get("post_processor")
+    if post_processor and post_processor["type"] != "ByteLevel":
+        head["post_processor"] = None  # it adds special tokens, as eos= and bos= do
     head["added_tokens"] = [t for t in added if not t.get("special")]
     head["truncation"] = head["padding"] = None
     content = text.encode("utf-8", "surrogatepass")
@@ -226,16 +212,13 @@ def _split_model(text: str) -> tuple[dict[str, Any], str]:
 def _from_ranks(ranks: bytes, path: Path) -> Vocabulary:
     name = path.name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
-        raise TokenizerError(
+        raise ConfigError(
             f"{path}: a .tiktoken file does not say how it splits words, so its name must be one "
             f"of {', '.join(ENCODINGS)}; for any other vocabulary give a tokenizer.json or a "
             "tiktoken.Encoding"
         )
-    try:
-        if not parse_ranks(ranks):
-            raise ValueError("it is empty")
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not a .tiktoken file: {error}") from error
+    if not parse_ranks(ranks):
+        raise ValueError("it is empty")
     return _vocabulary(name, ranks, ENCODINGS[name].specials, ranks=ranks)
 
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock.read.columns import integers
+from penstock.read.arrow_utils import integers
 from penstock.types import ChunkRef, LanePosition, Span, TokenChunk
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
+APART = 64
+"""Windows of more chunks are joined: a stretch of documents would take a little of each of them."""
 NO_IDS: Ids = np.empty((0, 0), np.uint16)
 
 
@@ -96,7 +98,7 @@ class Window:
         # Shuffled chunks stay apart: joining those of a full window first would take a tenth of
         # a second, in which the queue runs empty.
         self._docs = [chunk.docs for chunk in chunks]
-        if order is None and len(chunks) > 1:
+        if len(chunks) > (1 if order is None else APART):
             self._docs = [pa.concat_arrays(self._docs)]
         flat = [flatten(docs, dtype) for docs in self._docs]
         self._flat = flat[0][0]
@@ -119,6 +121,8 @@ class Window:
 
     def _taken(self, wanted: I64) -> pa.LargeBinaryArray:
         """Return documents in this order: taken chunk by chunk, then brought into order."""
+        if len(self._docs) == 1:
+            return self._docs[0].take(integers(wanted))
         firsts = self.map.firsts
         of = np.searchsorted(firsts, wanted, side="right") - 1
         by_chunk = np.argsort(of, kind="stable")

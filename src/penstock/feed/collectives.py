@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from penstock.config import torch_distributed
-from penstock.errors import ConfigError, LoaderTimeout, PeerFailed, UnevenRanks
+from penstock.errors import ConfigError, LoaderTimeout, PeerFailed
 from penstock.types import Shard
 from penstock.watch.stage_timer import RANKS, Clock, NullClock
 
@@ -107,7 +107,7 @@ class RankAgreement:
     def __init__(self, shard: Shard, clock: Clock | None = None) -> None:
         distributed = torch_distributed()
         if distributed is None or distributed.get_world_size() != shard.mod:
-            raise UnevenRanks(
+            raise ConfigError(
                 f"epochs=… on {shard.mod} ranks: their shares of the data differ in length, so they must agree where to "
                 "end, and torch.distributed is not initialised. Call init_process_group first, or use epochs=None and "
                 "count steps, or pass shard=… to let each reader run to its own end."

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.encode.batch import Batch, rebuild
+from penstock.encode.batch import Batch
 from penstock.errors import ConfigError
 from penstock.types import IGNORE
 from penstock.watch.stage_timer import Clock
@@ -30,9 +30,6 @@ IN_FLIGHT = 2
 
 SIGNED = {"uint16": (np.int16, 0xFFFF), "uint32": (np.int32, 0xFFFF_FFFF)}
 """Types that torch hardly supports: the signed type of the same width, and the mask that undoes the sign."""
-
-FIELDS = ("inputs", "targets", "positions", "cu_seqlens", "data")
-"""The fields of a batch that may hold arrays or tensors."""
 
 
 class Copier:
@@ -178,18 +175,7 @@ def to_device(batch: Batch, upload: Upload) -> None:
         batch.narrow = None
         return
     batch.to_torch()
-    moved: dict[int, Tensor] = {}  # inputs may be one of the fields of data: it is copied once
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return rebuild(value, move)
-        if id(value) not in moved:
-            moved[id(value)] = upload(value)
-        return moved[id(value)]
-
-    fields = [move(getattr(batch, name)) for name in FIELDS]
-    for name, value in zip(FIELDS, fields, strict=True):
-        setattr(batch, name, value)
+    batch.change(lambda value: upload(value) if isinstance(value, Tensor) else value)
 
 
 def _widen(batch: Batch, narrow: dict[str, Array], upload: Upload) -> None:
@@ -224,7 +210,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     def collect(value: Any) -> Any:
         if isinstance(value, Tensor):
             found.append(value)
-        return rebuild(value, collect)
+        return value
 
-    collect([getattr(batch, name) for name in FIELDS])
+    batch.change(collect)
     return found

@@ -31,17 +31,10 @@ T = TypeVar("T")
 FATAL, FAILED, STALLED, ENDED, READY = range(5)
 """Votes, from the worst to the best."""
 
-MISTAKES = (
-    errors.ConfigError,
-    errors.MissingExtra,
-    errors.StateError,
-    errors.TokenizerError,
-    errors.SourceChanged,
-    errors.BadRecord,
-)
-"""Errors that do not pass by themselves. Synthetic data would hide them, so the run stops."""
-FIRST_MISTAKES = (*MISTAKES, errors.NoData, errors.AccessDenied)
-"""Before the first batch also these: a wrong name or a missing token. Later, a server may recover."""
+
+class FeedStopped(errors.PeerFailed):
+    """All ranks stop at the same step, so that they can still save together."""
+
 
 RETRY_S = 10.0
 """A loader that failed is reopened after this time."""
@@ -189,7 +182,9 @@ class SharedFeed:
         if min(codes) == FATAL or self._limits.on_stall == "stop" or self._synthetic is None:
             if vote.code == STALLED:  # other errors were reported where they occurred
                 self._event(f"{self._prefix}error", error=reason, stage="stall", where=vote.text)
-            raise errors.FeedStopped(reason, step) from vote.error
+            raise FeedStopped(
+                f"{reason}. All ranks stop together before step {step}."
+            ) from vote.error
         self._substitute(step, reason)
         return Turn([self._synthetic(step, n) for n in range(count)])
 
@@ -258,7 +253,9 @@ class SharedFeed:
         text = f"{type(error).__name__}: {error}"
         if self._opening is not None:
             self._event(f"{self._prefix}error", error=text[:1000], stage="open", where="")
-        mistake = isinstance(error, MISTAKES if self._started else FIRST_MISTAKES)
+        # What does not pass by itself stops the run: synthetic data would hide it.
+        mistake = isinstance(error, errors.ConfigError | errors.StateError)
+        mistake = mistake or type(error) is errors.SourceError
         self._failure = _Vote(FATAL if mistake else FAILED, text, error)
         self._retry_at = time.monotonic() + RETRY_S
         return self._failure

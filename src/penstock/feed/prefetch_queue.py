@@ -47,6 +47,8 @@ class PrefetchQueue(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._used = 0
         self.capacity = self._limit = capacity
+        self._taken = False
+        """True if an item was taken since the producer looked for room."""
         self._ended = self._stopped = False
         self._error: BaseException | None = None
         self.first_made: float | None = None
@@ -70,7 +72,9 @@ class PrefetchQueue(Generic[T]):
             if self._items:
                 item, slots = self._items.popleft()
                 self._used -= slots
-                self._changed.notify_all()
+                self._taken = True
+                if self._has_room():
+                    self._changed.notify_all()
                 return item
             if self._error is not None:
                 raise self._error
@@ -81,7 +85,7 @@ class PrefetchQueue(Generic[T]):
     def fill(self, items: int, timeout_s: float) -> int:
         """Wait until `items` are buffered, and return how many are. The capacity grows meanwhile."""
         with self._lock:
-            self._limit = max(self.capacity, items)
+            self._limit, self._taken = max(self.capacity, items), False
             self._changed.notify_all()
             self._waited(items, timeout_s)
             self._limit = self.capacity
@@ -134,10 +138,16 @@ class PrefetchQueue(Generic[T]):
     def _room(self) -> int:
         """Wait for room and return how much there is; 0 once the queue was stopped."""
         with self._lock:
-            if self._used >= self._limit and not self._stopped:
+            if not self._has_room():
                 with self._clock.stage(OUT):
-                    self._changed.wait_for(lambda: self._used < self._limit or self._stopped)
+                    self._changed.wait_for(self._has_room)
+            self._taken = False
             return 0 if self._stopped else self._limit - self._used
+
+    def _has_room(self) -> bool:
+        """Return True if there is room: for a burst, if the consumer takes items meanwhile."""
+        wanted = min(self._burst, max(1, self._limit // 2)) if self._taken else 1
+        return self._limit - self._used >= wanted or self._stopped
 
     def _make(self, wanted: int) -> bool:
         """Make items and hand them over, also those before a failure. Return False at the end."""

@@ -55,7 +55,9 @@ class WarmedIterator(Iterator[T]):
         self.result = Warmup(0, 0, 0.0)
         self._iterable, self._first = iterable, first
         # On the caller's thread: a DataLoader draws its seed here.
-        self._iterator: Iterator[T] | None = iter(iterable)
+        # `next` continues a loader of ours, where `iter` might start another pass.
+        continues = first is not _NOTHING and _is_own(iterable)
+        self._iterator: Any = iterable if continues else iter(iterable)
         if first is not _NOTHING and self._iterator is not iterable:
             log.warning(
                 "a %s starts a new pass, so a first batch that was taken from it comes again. "
@@ -78,7 +80,7 @@ class WarmedIterator(Iterator[T]):
             self._thread = None
         if not self._fetched:
             self._state = _NOTHING
-            return next(self._iterator)
+            return next(self._iterator)  # type: ignore[no-any-return]
         fetched = self._fetched.popleft()
         self._state = fetched.state
         if fetched.error is not None:

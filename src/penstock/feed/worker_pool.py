@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from penstock.errors import LoaderClosed
 from penstock.feed.affinity import pin
@@ -54,11 +54,15 @@ class Task(Future[T]):
         """Call the function and store what it returns or raises; `on` records the time."""
         if not self.set_running_or_notify_cancel():
             return
-        result, error = None, None
+        result: Any = None
+        error: BaseException | None = None
         if on is not None and self.timeline is not None:
             on.begin(self.timeline)
         try:
             result = function(*args)
+        except StopIteration as raised:  # to the caller it would look like the end of the data
+            error = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
+            error.__notes__ = getattr(raised, "__notes__", [])
         except BaseException as raised:  # every failure belongs to the one who waits for the task
             error = raised
         if on is not None and self.timeline is not None:
@@ -66,7 +70,7 @@ class Task(Future[T]):
         if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(cast(T, result))
+            self.set_result(result)
 
     def ready(self) -> bool:
         """Return True if there is a result: not for a task that failed or was cancelled."""

@@ -92,6 +92,10 @@ class Plan:
                 size = min(2 * size, FILES_PER_GROUP) if self.shuffle else 1
         return [*groups, tuple(group)] if group else groups
 
+    def is_sequential(self, group: tuple[int, ...]) -> bool:
+        """Return True if the group is a file that can only be read in order."""
+        return self.files[group[0]].sequential
+
     def chunks(
         self,
         lane: int,

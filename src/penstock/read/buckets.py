@@ -1,20 +1,15 @@
 """Files in buckets: s3://, gs://, az:// and abfss://, through `obstore`.
 
-In:    an address, or a `FileRef` and a range.
-Out:   sizes and ETags; bytes, of exactly the length asked for.
-Where: listing blocks the calling thread; reading runs on fetch threads, many at once.
-State: one store for each bucket, with its connections and credentials, behind a lock.
-
-obstore's own retries are off, because one loop tries again, counts and gives up, and it is not here. Its
-timeouts bound whatever blocks; reads also end by their `Patience`, and when cancelled. Credentials are
-those that users have in their environment: see `bucket_login`.
+obstore's own retries are off: `Network.retry` retries, counts and gives up. Its timeouts bound
+whatever blocks, and the deadline is checked between the parts of a body. Credentials are those of
+the user's environment.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
+import importlib.util
 import re
 import threading
 import time
@@ -22,349 +17,255 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from penstock.config import environment
 from penstock.errors import (
-    AccessDenied,
     ConfigError,
-    MissingExtra,
-    NoData,
-    RemoteError,
-    SourceChanged,
+    SourceError,
+    missing_extra,
 )
-from penstock.read.attempt import Answer, Fault, Patience
-from penstock.read.bucket_login import LOGIN, azure_account, endpoint_of, s3_credentials
-from penstock.read.bucket_loop import BucketLoop
-from penstock.read.hub import Entry
-from penstock.read.retry import AGAIN, Client
+from penstock.options import RemoteOptions
+from penstock.read.http import RETRY, Deadline, RequestError, plain_etag
+from penstock.read.hub import sound
+from penstock.read.listing import Entry
 from penstock.types import FileRef
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from penstock.read.remote_files import Network
 
-PAGE = 1000
-REASONS = {
-    "non-partial response": "no_range", "Requested ": "wrong_range", "dns error": "dns",
-    "ConnectionRefused": "refused", "ConnectionReset": "reset", "TimedOut": "timeout", "kind: Timeout": "timeout",
-    "IncompleteMessage": "cut", "kind: Interrupted": "cut", "redirect": "redirect", "Header": "protocol",
-    "hyper": "protocol",
-}  # fmt: skip
-"""Which words of obstore's errors stand for which reason; the first that fits counts."""
+LOGIN = {
+    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; if public "
+    "AWS_SKIP_SIGNATURE=true.",
+    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; if public "
+    "GOOGLE_SKIP_SIGNATURE=true.",
+    "a": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and "
+    "set AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
+}
+"""What to set, by the first letter of a scheme."""
+ENDPOINTS = {
+    "s": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "g": ("GOOGLE_BASE_URL",),
+    "a": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 
 
 def place(url: str) -> tuple[str, str]:
-    """The address of a bucket and a key, prefix or glob in it; or an error that shows how to write one."""
+    """Return the address of a bucket, and a key, prefix or glob in it."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     bucket, _, key = rest.partition("/")
-    form = (
-        "abfss://container@account.dfs.core.windows.net/path"
-        if scheme[:1] == "a"
-        else f"{scheme}://bucket/path"
-    )
-    if (
-        not bucket
-        or ("@" in bucket and not scheme.startswith("abfs"))
-        or re.search(r"[\s:\\\0]", bucket)
-    ):
-        raise ConfigError(
-            f"{scheme}://…: the name of its bucket does not fit; needs the form {form}"
-        )
     key = key.removesuffix("/")
-    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/") if key):
-        raise ConfigError(f"{url}: {key!r} is no path in a bucket; needs the form {form}")
+    form = "abfss://container@account.dfs.core.windows.net" if scheme[0] == "a" else f"{scheme}://bucket"  # fmt: skip
+    login = "@" in bucket and not scheme.startswith("abfs")
+    if not bucket or login or re.search(r"[\s:\\\0]", bucket) or (key and not sound(key)):
+        raise ConfigError(f"{scheme}://…: bucket or path does not fit; needs the form {form}/path")
     return f"{scheme}://{bucket}", key
 
 
-class Buckets:
-    """The buckets of one run."""
+class Bucket:
+    """A bucket. Its content may change."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(
+        self, network: Network, root: str, known: Callable[..., Any] | None = None
+    ) -> None:
+        """`known` keeps listings."""
+        self._network, self._root, self._known = network, root, known
+        self.prefix = f"{root}/"
         self._lock = threading.Lock()
-        self._stores: dict[str, ObjectStore] = {}
+        self._opened: Any = None
 
-    # Listing
+    def below(self, folder: str, recursive: bool) -> list[Entry]:
+        """Return the files whose keys begin with a folder's."""
+        where = f"{self.prefix}{folder}"
 
-    def below(self, root: str, folder: str, *, recursive: bool) -> list[Entry]:
-        """The files whose keys begin with a folder's."""
-        obstore = _obstore(root)
-        where = f"{root}/{folder}" if folder else root
-        found: dict[str, Entry] = {}
+        def attempt(deadline: Deadline) -> list[Entry]:
+            self._network.stats.add(requests=1)
+            with _explained(where):
+                store, prefix = self._store(), folder or None
+                pages = _obstore(where).list(store, prefix) if recursive else [
+                    _obstore(where).list_with_delimiter(store, prefix)["objects"]
+                ]  # fmt: skip
+                found: list[Entry] = []
+                for page in pages:
+                    deadline.timeout_s()
+                    # Empty objects stand for folders.
+                    found += [_entry(meta) for meta in page if meta["size"]]
+                return found
 
-        def level(_: Patience) -> bool:
-            with _faults(where):
-                self._client.tally.add(requests=1)
-                page = obstore.list_with_delimiter(self._store(root), folder or None)["objects"]
-                found.update((meta["path"], _entry(meta)) for meta in page)
-            return True
-
-        def pages(_: Patience) -> bool:
-            """Whether this was all; not if there were some and then a fault."""
-            last = max(found, default=None)
+        def make() -> list[Entry]:
             try:
-                with _faults(where):
-                    for page in obstore.list(
-                        self._store(root), folder or None, offset=last, chunk_size=PAGE
-                    ):
-                        self._client.tally.add(requests=1)
-                        found.update((meta["path"], _entry(meta)) for meta in page)
-            except Fault as fault:
-                ordered = list(found) == sorted(found)
-                if not ordered:
-                    found.clear()  # where a server has no order, there is no going on from the last
-                if fault.final is not None or not ordered or max(found, default=None) == last:
-                    raise
-                self._client.tally.add(fault=fault.reason)
-                return False
-            return True
+                return self._network.retry(where, attempt)
+            except _Missing:
+                raise SourceError(f"{self._root} does not exist.") from None
 
-        attempt: Callable[[Patience], bool] = pages if recursive else level
+        return self._kept([where, recursive], make)
+
+    def one(self, key: str) -> Entry | None:
+        """Return a single file, if it exists."""
+
+        def make() -> list[Entry]:
+            try:
+                return [self._network.retry(f"{self.prefix}{key}", lambda _: self._head(key))]
+            except _Missing:
+                return []
+
+        return next(iter(self._kept([f"{self.prefix}{key}"], make)), None)
+
+    def _kept(self, key: list[Any], make: Callable[[], list[Entry]]) -> list[Entry]:
+        assert self._known is not None
+        key = [*key, _endpoint(self._root)]
+        return [Entry(*row) for row in self._known("listings", key, make, moving=True)]
+
+    def _head(self, key: str) -> Entry:
+        self._network.stats.add(requests=1)
+        with _explained(f"{self.prefix}{key}"):
+            return _entry(_obstore(self._root).head(self._store(), key))
+
+    def read_into(
+        self,
+        file: FileRef,
+        start: int,
+        view: memoryview,
+        deadline: Deadline,
+        check: Callable[[str, int], None],
+    ) -> None:
+        """Fill a buffer from a file. `check` raises if its ETag and size are not those listed."""
+        key = place(file.path)[1]
+        stats, began = self._network.stats, time.perf_counter()
+        stats.add(requests=1)
+        at = 0
         try:
-            while not self._client.keep_trying(where, self._client.limits.metadata_budget, attempt):
-                pass  # some came, and then a fault: what is left has a budget of its own
+            with _explained(file.path):
+                wanted = {"range": (start, start + len(view))}
+                result = _obstore(self._root).get(self._store(), key, options=wanted)
+                for part in result.stream(min_chunk_size=1):
+                    deadline.timeout_s()
+                    deadline.received(len(part))
+                    if at + len(part) > len(view):
+                        raise RequestError("long", f"more than {len(view)} bytes came")
+                    view[at : at + len(part)] = memoryview(part)
+                    at += len(part)
+            if at != len(view):
+                raise RequestError("short", f"{at} bytes instead of {len(view)}")
         except _Missing:
-            raise NoData(
-                f"{root} does not exist at {self.endpoint(root) or 'its provider'}."
-            ) from None
-        # A provider's web page makes an empty object to stand for a folder.
-        folders = {folder}
-        for key in found:
-            while (key := key.rpartition("/")[0]) not in folders and key:
-                folders.add(key)
-        return [entry for key, entry in found.items() if entry.size or key not in folders]
+            text = f"{file.path} is gone or shorter. Restore it, or start a new run."
+            raise RequestError("status_404", SourceError(text)) from None
+        finally:
+            stats.add(bytes=at, body_s=time.perf_counter() - began)
+        check(plain_etag(result.meta["e_tag"] or ""), result.meta["size"])
 
-    def one(self, root: str, key: str) -> Entry | None:
-        """A single file, if it is there."""
-        budget = self._client.limits.metadata_budget
-        try:
-            return self._client.keep_trying(
-                f"{root}/{key}", budget, lambda _: self._head(root, key)
-            )
-        except _Missing:
-            return None
-
-    def _head(self, root: str, key: str) -> Entry:
-        obstore = _obstore(root)
-        self._client.tally.add(requests=1)
-        with _faults(f"{root}/{key}"):
-            return _entry(obstore.head(self._store(root), key))
-
-    # Reading
-
-    def read_range(self, file: FileRef, start: int, length: int, patience: Patience) -> Answer:
-        """A range of a file: all of it, or a fault."""
-        root, key = place(file.path)
-        data = _Filling(length, patience)
-        what = _obstore(root), self._store(root), key, start, data
-        tally, begun = self._client.tally, time.perf_counter()
-        tally.add(requests=1)
-        try:
-            with _faults(file.path):
-                result = _run(_read(*what), patience) or _read_blocking(*what)
-            if data.at != length:
-                raise Fault("short", f"{data.at} bytes instead of {length}")
-        except _Missing:
-            text = f"{file.path} is gone. Restore it, or start a new run."
-            raise Fault("status_404", text, final=SourceChanged(text)) from None
-        except Fault as fault:
-            if fault.reason in ("status_416", "wrong_range", "short"):
-                self._look_closer(file, root, key)
-            if fault.reason == "expired":
-                with self._lock:
-                    self._stores.pop(root, None)  # the next one has new credentials
-            raise
-        tally.add(bytes=length)
-        tally.exchange(body_s=time.perf_counter() - begun)  # obstore does not tell its parts apart
-        return Answer(data.buffer, _plain(result.meta["e_tag"]), result.meta["size"])
-
-    def _look_closer(self, file: FileRef, root: str, key: str) -> None:
-        """A range that cannot be had: the file may have become shorter since it was listed."""
-        try:
-            now = self._head(root, key)
-        except _Missing:
-            return  # the next attempt will find it gone
-        if now.size != file.size or (file.etag and now.etag != file.etag):
-            text = (
-                f"{file.path} changed: it was {file.size} bytes long with the ETag {file.etag or 'none'}, it is "
-                f"{now.size} with {now.etag or 'none'}. Restore the file, or start a new run."
-            )
-            raise Fault("size", text, final=SourceChanged(text))
-
-    # Stores
-
-    def endpoint(self, root: str) -> str:
-        """Which service a bucket's name means here: the same name elsewhere is another bucket."""
-        return re.sub(r"//[^/@]*@", "//", endpoint_of(root))
-
-    def _store(self, root: str) -> ObjectStore:
+    def _store(self) -> Any:
         with self._lock:
-            if root not in self._stores:
-                self._stores[root] = self._open(root)
-            return self._stores[root]
-
-    def _open(self, root: str) -> ObjectStore:
-        from obstore.store import AzureStore, GCSStore, S3Store
-
-        limits = self._client.limits
-        scheme, _, bucket = root.partition("://")
-        common: dict[str, Any] = {
-            "client_options": {
-                "connect_timeout": timedelta(seconds=limits.connect_timeout),
-                "timeout": timedelta(seconds=limits.request_timeout),
-                "read_timeout": timedelta(seconds=limits.stall_timeout),
-                "allow_http": endpoint_of(root).startswith("http://"),
-                "user_agent": "penstock",
-            },
-            "retry_config": {"max_retries": 0},
-        }
-        try:
-            if scheme in ("s3", "s3a"):
-                return S3Store(bucket, **common, **s3_credentials())
-            if scheme == "gs":
-                return GCSStore(bucket, **common)
-            account = azure_account()
-            if "@" in bucket:
-                account.pop("account_name", None)  # the address has one
-            return AzureStore.from_url(root, **common, **account)
-        except Exception as error:  # obstore has its own exception for each missing setting
-            raise ConfigError(f"{root}: {_clean(str(error))}. {LOGIN[root[0]]}") from None
+            if self._opened is None:
+                self._opened = open_store(self._root, self._network.limits)
+            return self._opened
 
 
-class _Filling:
-    """A buffer, how far it is filled, and how long that may take."""
+def open_store(url: str, limits: RemoteOptions, retries: int = 0) -> Any:
+    """Return obstore's store for a bucket, or for a prefix in it."""
+    _obstore(url)
+    from obstore.store import from_url
 
-    def __init__(self, length: int, patience: Patience) -> None:
-        self.buffer = bytearray(length)
-        self.at = 0
-        self.patience = patience
-
-    def add(self, part: Any) -> None:
-        end = self.at + len(part)
-        if end > len(self.buffer):
-            raise Fault("long", f"more than the {len(self.buffer)} bytes asked for came")
-        self.buffer[self.at : end] = part
-        self.at = end
-        self.patience.moved(len(part))
-        if self.patience.cancelled:
-            raise Fault("cancelled", "nobody needs it any more")
-
-
-async def _read(obstore: Any, store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
-    async with asyncio.timeout(data.patience.wait_s()):
-        result = await obstore.get_async(
-            store, key, options={"range": (start, start + len(data.buffer))}
-        )
-    # Bytes are taken as they come, some hundred kilobytes at once on a fast line: a drip is seen.
-    parts = aiter(result.stream(min_chunk_size=1))
-    while True:
-        try:
-            async with asyncio.timeout(data.patience.wait_s()):
-                part = await anext(parts)
-        except StopAsyncIteration:
-            return result
-        data.add(part)
-
-
-def _read_blocking(obstore: Any, store: ObjectStore, key: str, start: int, data: _Filling) -> Any:
-    result = obstore.get(store, key, options={"range": (start, start + len(data.buffer))})
-    for part in result.stream(min_chunk_size=1):
-        data.add(part)
-    return result
-
-
-def _run(reading: Any, patience: Patience) -> Any:
-    """What a coroutine gives, unless it is cancelled meanwhile; None in a thread that runs another loop."""
-    with contextlib.suppress(RuntimeError):
-        asyncio.get_running_loop()
-        reading.close()
-        return None
+    opened: Any = from_url
+    login = _s3_credentials() if url[0] == "s" else {}
+    timeouts: Any = {
+        "connect_timeout": timedelta(seconds=limits.connect_timeout),
+        "timeout": timedelta(seconds=limits.request_timeout),
+        "read_timeout": timedelta(seconds=limits.stall_timeout),
+    }
+    http = _endpoint(url).startswith("http://")
+    options = {**timeouts, "allow_http": http, "user_agent": "penstock"}
     try:
-        return BucketLoop().run(reading, patience.when_cancelled)
-    except TimeoutError:
-        raise patience.ran_out() from None
-    except asyncio.CancelledError:
-        raise Fault("cancelled", "nobody needs it any more") from None
-    finally:
-        patience.when_cancelled(None)
+        return opened(url, client_options=options, retry_config={"max_retries": retries}, **login)
+    except Exception as error:  # obstore has an exception for each missing setting
+        raise ConfigError(f"{url}: {_clean(str(error))}. {LOGIN[url[0]]}") from None
 
 
 def _obstore(root: str) -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError:
-        raise MissingExtra("obstore", f"reading {root.partition('://')[0]}://", "buckets") from None
+        raise missing_extra(
+            "obstore", f"reading {root.partition('://')[0]}://", "buckets"
+        ) from None
 
 
-# Faults
+# Credentials
+
+
+def _endpoint(root: str) -> str:
+    found = environment()
+    return next((found[name] for name in ENDPOINTS[root[0]] if found.get(name)), "")
+
+
+def _s3_credentials() -> dict[str, Any]:
+    """Return nothing if keys are in the environment, else the credentials of boto3 if installed.
+
+    boto3 knows profiles, SSO and the roles of machines. Without any, requests are not signed:
+    public buckets can be read, and others refuse at once.
+    """
+    given = environment().get("AWS_ACCESS_KEY_ID") or environment().get("AWS_SKIP_SIGNATURE")
+    if given or importlib.util.find_spec("boto3") is None:
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # boto3 has none
+        return {"skip_signature": True}
+
+
+# Errors
 
 
 class _Missing(Exception):
-    """There is no such file or bucket."""
+    """There is no such file, bucket or range."""
 
 
 @contextlib.contextmanager
-def _faults(where: str) -> Iterator[None]:
-    """obstore's exceptions as faults, without the secrets that an address in their text may hold."""
+def _explained(where: str) -> Iterator[None]:
+    """Raise obstore's exceptions as `RequestError`, without the secrets in their text."""
+    _obstore(where)
     from obstore import exceptions
 
+    failed: Exception
     try:
         yield
+        return
     except FileNotFoundError:
-        raise _Missing(where) from None
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        text = f"{where}: access is refused{_said(str(error))}. {LOGIN[where[0]]}"
-        raise Fault("denied", text, final=AccessDenied(text)) from None
+        failed = _Missing(where)
     except exceptions.BaseError as error:
-        if "status code: 404" in str(error):  # a bucket that does not exist
-            raise _Missing(where) from None
-        raise _fault(str(error), where) from None
+        failed = _request_error(error, where)
+    raise failed
 
 
-def _fault(text: str, where: str) -> Fault:
-    said, _, inner = text.partition("\n\nDebug source")
-    status = re.search(r"non-2xx status code: (\d{3})", said)
-    if status is not None:
-        number = int(status[1])
-        detail = f"the server answered {number}{_said(said)}"
-        if "<Code>Expired" in said:
-            return Fault("expired", detail)
-        if 400 <= number < 500 and number not in AGAIN and number != 416 and "Timeout" not in said:
-            advice = (
-                "Is AWS_REGION the region of the bucket?"
-                if where[0] == "s" and number == 400
-                else LOGIN[where[0]]
-            )
-            kind = AccessDenied if number in (401, 403) else RemoteError
-            return Fault(f"status_{number}", detail, final=kind(f"{where}: {detail}. {advice}"))
-        return Fault(f"status_{number}", detail)
-    if "incorrectly configured region" in said:
-        detail = f"{where}: the bucket is in another region. Set AWS_REGION to its region."
-        return Fault("region", detail, final=RemoteError(detail))
-    reason = next(
-        (reason for mark, reason in REASONS.items() if mark in said or mark in inner), "bucket"
-    )
-    return Fault(reason, _clean(said))
+def _request_error(error: Exception, where: str) -> Exception:
+    from obstore import exceptions
+
+    said = str(error).partition("\n\nDebug source")[0]
+    status = re.search(r"status code: (\d{3})", said)
+    number = int(status[1]) if status else 0
+    denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+    if number in (404, 416):
+        return _Missing(where)
+    if number >= 500 or number in RETRY or not (status or denied or "configured region" in said):
+        return RequestError(f"status_{number}" if status else "bucket", _clean(said))
+    text = f"{where}: access is refused{_code(said)}. {LOGIN[where[0]]}"
+    return RequestError("denied", SourceError(text))
 
 
-def _said(text: str) -> str:
-    """The code that a service gives with a refusal."""
+def _code(text: str) -> str:
+    """Return the code that a service gives with a refusal."""
     code = re.search(r"<Code>(\w{1,60})</Code>", text)
     return f" ({code[1]})" if code else ""
 
 
 def _clean(text: str) -> str:
-    """The first part of a message, its addresses without logins and queries."""
+    """Return the first part of a message, its addresses without logins and queries."""
     said = " ".join(text.partition("\n\nDebug source")[0].split())
     said = re.sub(r"//[^/\s@]*@", "//", said)
     return re.sub(r"\?\S*", "", said)[:240].rstrip(". ")
 
 
 def _entry(meta: Any) -> Entry:
-    return Entry(meta["path"], meta["size"], _plain(meta["e_tag"]))
-
-
-def _plain(etag: str | None) -> str:
-    """An ETag without its quotes: Azure gives them in answers and not in listings."""
-    return "".join((etag or "").removeprefix("W/").strip('"').split())
-
-
-__all__ = ["Buckets", "place"]
+    # Azure quotes ETags in answers and not in listings.
+    return Entry(meta["path"], meta["size"], "".join(plain_etag(meta["e_tag"] or "").split()))

@@ -1,329 +1,486 @@
-"""One HTTP exchange: a request, and an answer whose every wait has a deadline.
+"""One HTTP exchange over urllib3, within a deadline and a minimum rate.
 
-In:    a `Target` (where to), a method, headers, and the `Patience` of the attempt.
-Out:   a `Response`: status, headers, and the body, read by the caller; or a `Fault`.
-Where: fetch threads; whichever thread lists files.
-State: idle connections, behind a lock.
-Cost:  no Python per kilobyte: a body of known length is received straight into its buffer.
-
-Why not `obstore` here, which reads the buckets: its HTTP store tells neither status nor headers, and
-follows redirects on its own, wherever they lead. The wire format is h11's; nothing is followed unseen.
+Redirects are followed here, not by urllib3: never to another scheme, never into a private network
+that the user did not name, and without credentials once the origin changes. A deadline bounds
+every wait after the connection is made, and cancelling it ends a wait at once. Looking up a name
+takes as long as the system's resolver allows.
 """
 
 from __future__ import annotations
 
+import base64
+import http.client
+import io
+import logging
+import re
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import unquote, urljoin, urlsplit
 
-import h11
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-from penstock.errors import RemoteError
-from penstock.read.attempt import Fault, Patience
-from penstock.read.connect import (
-    MAX_HEAD,
-    Connection,
-    Connector,
-    Dial,
-    Resolve,
-    Target,
-    dial_directly,
-    fault_of,
-    resolve_here,
+from penstock.config import proxy_for
+from penstock.errors import PenstockError, RemoteError, SourceError
+from penstock.options import RemoteOptions
+from penstock.types import MODIFIED, KiB
+
+T = TypeVar("T")
+
+RECEIVE = 256 * KiB
+CONNECTIONS = 64
+"""Idle connections kept for each host."""
+HOPS = 5
+"""Redirects followed for one request."""
+MAX_REDIRECT = 64 * KiB
+"""A longer body of a redirect is not read, which costs its connection."""
+RETRY = frozenset({408, 425, 429})
+"""Statuses below 500 that may be different next time."""
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+KEEPALIVE = [
+    *HTTPConnection.default_socket_options,
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+]
+"""Routers forget connections that are idle for minutes."""
+NO_RANGES = (
+    "its server does not answer requests for a range of bytes. Use one that does, or copy the "
+    "file to disk."
 )
-from penstock.types import MODIFIED, MiB
-
-IDLE = 32
-"""Connections kept for later."""
-IDLE_S = 60.0
-"""And for how long: what lies between may forget a connection that is idle for minutes, without a word."""
-RECEIVE = MiB
-
-
-class Spent(Protocol):
-    """Adds up the time that the parts of exchanges take."""
-
-    def __call__(
-        self, *, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0
-    ) -> None: ...
+REASONS: dict[type[Exception], str] = {
+    socket.gaierror: "dns",
+    http.client.RemoteDisconnected: "cut",
+    http.client.IncompleteRead: "cut",
+    ssl.SSLError: "tls",
+    TimeoutError: "connect",
+    ConnectionRefusedError: "refused",
+    ConnectionError: "reset",
+    OSError: "unreachable",
+}
+"""Words to count errors by; the first kind that fits counts."""
 
 
-def _untold(*, connect_s: float = 0.0, first_byte_s: float = 0.0, body_s: float = 0.0) -> None:
-    """Nobody wants to know."""
+class RequestError(Exception):
+    """An attempt failed. `reason` is a short word to count by.
+
+    detail: what happened, without secrets; or the exception to raise, once this was met several
+        times: a proxy or a portal may be at fault.
+    """
+
+    def __init__(
+        self, reason: str, detail: str | PenstockError, *, retry_after: float | None = None
+    ) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.retry_after = reason, str(detail), retry_after
+        self.final = detail if isinstance(detail, PenstockError) else None
 
 
-def version_in(headers: Mapping[str, str]) -> str:
-    """What a server says that tells this content of a file from another: its ETag or, as many a plain server, its date."""
-    etag = headers.get("etag", "").strip().removeprefix("W/").strip('"')
-    date = headers.get("last-modified", "").replace(",", "").strip()
-    return etag or (f"{MODIFIED}{date}" if date else "")
+class Deadline:
+    """How long one attempt may take, and how slowly its bytes may come."""
+
+    def __init__(self, limits: RemoteOptions, until: float) -> None:
+        self.began = self._window = time.monotonic()
+        self.until = min(until, self.began + limits.request_timeout)
+        self.connect_s = 0.0
+        self.cancelled = False
+        self.connect_timeout_s = limits.connect_timeout
+        self._limits = limits
+        self._bytes = 0
+        self._socket: socket.socket | None = None
+        # Reentrant: garbage collection may cancel on a thread that holds the lock.
+        self._lock = threading.RLock()
+
+    def timeout_s(self, limit: float | None = None) -> float:
+        """Return how long to wait for the next bytes, or raise if the time is over."""
+        if self.cancelled:
+            raise RequestError("cancelled", "the loader was shut down")
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise self.timed_out()
+        return min(left, self._limits.stall_timeout if limit is None else limit)
+
+    def received(self, n: int) -> None:
+        """Count bytes, and raise if too few came over the last `stall_timeout`."""
+        self._bytes += n
+        span = time.monotonic() - self._window
+        if span >= self._limits.stall_timeout:
+            if self._bytes < max(1, self._limits.min_bytes_per_s * span):
+                raise RequestError("slow", f"{self._bytes} bytes in {span:.1f} s")
+            self.restart_rate()
+
+    def restart_rate(self) -> None:
+        """Measure the rate from now on."""
+        self._window, self._bytes = time.monotonic(), 0
+
+    def timed_out(self) -> RequestError:
+        now = time.monotonic()
+        if now >= self.until:
+            return RequestError("deadline", f"not done after {now - self.began:.1f} s")
+        return RequestError("stall", f"0 bytes in {self._limits.stall_timeout} s")
+
+    def watch(self, sock: socket.socket | None) -> None:
+        """Set the socket that a cancellation shuts down."""
+        with self._lock:
+            self._socket = sock
+            if self.cancelled:
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End the attempt, from any thread."""
+        with self._lock:
+            self.cancelled = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    # Not SSLSocket.shutdown: its reader would take encrypted bytes for plain ones.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-class Refused(Exception):
-    """A server said no: a status that trying again would not change."""
+class _Receiver(io.RawIOBase):
+    """What a socket receives, within a deadline. Stands for the socket of an HTTPResponse."""
 
-    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.headers = headers
-        self.body = body
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._raw = sock.makefile("rb", buffering=0)
+        deadline.watch(sock)
+        deadline.restart_rate()
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        return io.BufferedReader(self, 64 * KiB)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(self._deadline.timeout_s())
+        try:
+            n = self._raw.readinto(buffer) or 0
+        except TimeoutError:
+            raise self._deadline.timed_out() from None
+        if n == 0:
+            self._deadline.timeout_s()  # a cancellation looks like the end of the connection
+        self._deadline.received(n)
+        return n
+
+    def close(self) -> None:
+        self._deadline.watch(None)
+        self._raw.close()
+        super().close()
+
+
+# Addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address. It may be a secret, so it is never shown."""
+
+    url: str = field(repr=False)
+    private: bool = True
+    """True if it may lead into a private network: the user named it, or a private server did."""
+
+    @property
+    def origin(self) -> tuple[str, str, int]:
+        parts = urlsplit(self.url)
+        port = (443 if parts.scheme == "https" else 80) if parts.port is None else parts.port
+        return parts.scheme, parts.hostname or "", port
+
+    def redirected(self, location: str, private: bool) -> Place:
+        """Return where a redirect leads, or raise if it must not be followed."""
+        try:
+            place = Place(urljoin(self.url, location), private and self.private)
+            scheme, host, _ = place.origin
+        except ValueError:  # it quotes the address, so it must not be the context of what is raised
+            scheme = host = ""
+        if not host or scheme not in ("http", "https") or "@" in urlsplit(place.url).netloc:
+            raise _refused(f"{scheme[:20]}://{host[:100]}")
+        if scheme == "http" and self.origin[0] == "https":
+            raise _refused(f"plain http ({host[:100]})")
+        with suppress(ValueError):  # a name: its address is checked once it is known
+            place.check_address(host)
+        return place
+
+    def check_address(self, address: str) -> bool:
+        """Return True if a numeric address is private, or raise if it must not be used."""
+        found = ip_address(address.partition("%")[0])
+        ip = getattr(found, "ipv4_mapped", None) or found
+        if ip.is_link_local or not (self.private or ip.is_global):
+            raise _refused(f"the private address {ip}")
+        return not ip.is_global
+
+
+def _refused(what: str) -> RequestError:
+    return RequestError("redirect", RemoteError(f"a redirect to {what} was refused"))
+
+
+def split_login(url: str) -> tuple[str, dict[str, str]]:
+    """Return an address without its login, and the login as a header."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, {}
+    name, _, password = user.partition(":")
+    login = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode("ascii")
+    return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {login}"}
+
+
+# Exchanges
 
 
 class Response:
-    """An answer whose body has not been read yet. A context manager."""
+    """An answer whose body has not been read yet."""
 
-    def __init__(
-        self,
-        http: Http,
-        connection: Connection,
-        wire: h11.Connection,
-        head: h11.Response,
-        patience: Patience,
-    ):
-        self._http, self._connection, self._wire, self._patience = http, connection, wire, patience
-        self.status: int = head.status_code
-        self.headers: dict[str, str] = {}
-        for name, value in head.headers:
-            self.headers.setdefault(name.decode("ascii"), value.decode("latin-1"))
-        self.private = connection.private
-        length = self.headers.get("content-length", "")
-        chunked = "transfer-encoding" in self.headers
+    def __init__(self, raw: urllib3.BaseHTTPResponse, place: Place) -> None:
+        self._raw = raw
+        self.place = place
+        self.status = raw.status
+        self.headers: Mapping[str, str] = raw.headers
+        self.private = bool(getattr(raw.connection, "private", False))
+        length = raw.headers.get("content-length", "")
+        chunked = "transfer-encoding" in raw.headers
         self.length = int(length) if length.isdigit() and not chunked else None
-        self._whole = False
-        self._came = time.perf_counter()
-        patience.asked()
-        self._keep = (
-            head.http_version == b"1.1"
-            and "close" not in self.headers.get("connection", "").lower()
-        )
-
-    def __enter__(self) -> Response:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patience.when_cancelled(None)
-        self._http.spent(body_s=time.perf_counter() - self._came)
-        if self._whole and self._keep and not self._patience.cancelled:
-            self._http.give_back(self._connection)
-        else:
-            self._connection.close()
+        self.done = 0
+        """Bytes of the body that were read."""
 
     def read_into(self, view: memoryview) -> None:
-        """A body of just this length, straight into a buffer."""
-        early, _ = self._wire.trailing_data  # what came with the head
-        if self.length is None or len(early) > len(view):
-            self._slowly_into(view)
-            return
-        view[: len(early)] = early
-        at, end = len(early), len(view)
-        sock, patience = self._connection.sock, self._patience
-        while at < end:
-            rest = view[at : at + RECEIVE]
-            n = _guard(patience, partial(sock.recv_into, rest), sock)
-            if n == 0:
-                raise Fault("cut", f"the connection ended after {at} of {end} bytes")
-            at += n
-            if at < end:
-                patience.moved(n)
-        self._whole = True
-
-    def _slowly_into(self, view: memoryview) -> None:
-        body = self.read(len(view))
-        if len(body) != len(view):
-            raise Fault("short", f"{len(body)} bytes instead of {len(view)}")
-        view[:] = body
+        """Read a body of just this length."""
+        for part in self._parts(len(view)):
+            view[self.done - len(part) : self.done] = part
+        if self.done < len(view):
+            raise RequestError("cut", f"{self.done} of {len(view)} bytes came")
 
     def read(self, limit: int) -> bytes:
-        """The whole body, if it is no longer than this."""
-        parts: list[bytes] = []
-        have = 0
-        while True:
-            event = self._http.next_event(self._wire, self._connection, self._patience)
-            if isinstance(event, h11.Data):
-                have += len(event.data)
-                if have > limit:
-                    raise Fault("long", f"more than {limit} bytes came")
-                parts.append(bytes(event.data))
-            else:
-                self._whole = isinstance(event, h11.EndOfMessage)
-                self._keep = self._keep and not self._wire.trailing_data[0]
-                return b"".join(parts)
+        """Read the whole body, which must not be longer than `limit`."""
+        return b"".join(self._parts(limit))
+
+    def _parts(self, limit: int) -> Iterator[bytes]:
+        while part := explained(lambda: self._raw.read1(RECEIVE, decode_content=False)):
+            self.done += len(part)
+            if self.done > limit:
+                raise RequestError("long", f"more than {limit} bytes came")
+            yield part
+
+    def version(self) -> str:
+        """Return what identifies the content of a file: its ETag, else its date."""
+        date = plain_etag(self.headers.get("last-modified", ""))
+        return plain_etag(self.headers.get("etag", "")) or (f"{MODIFIED}{date}" if date else "")
+
+    def check(self) -> None:
+        """Raise if this is not data: `Refused` for a status that a retry does not change."""
+        if 400 <= self.status < 500 and self.status not in RETRY:
+            raise Refused(self.status, self.headers.get("x-error-code", ""))
+        if not 200 <= self.status < 300:
+            wait_s = retry_after(self.headers)
+            detail = f"the server answered {self.status}"
+            detail += f" and asks to wait {wait_s:.0f} s" if wait_s else ""
+            raise RequestError(f"status_{self.status}", detail, retry_after=wait_s)
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise RequestError("encoded", f"the answer is {encoding[:20]}-encoded, unasked")
+        if self.status == 200 and "html" in self.headers.get("content-type", ""):
+            raise RequestError("html", "a web page came, not data: a portal or proxy answered")
 
 
-def _guard(patience: Patience, act: Callable[[], Any], sock: Any) -> Any:
-    """Something that waits for the other end, with the deadline and the names of its faults."""
-    while True:
-        try:
-            sock.settimeout(patience.wait_s())
-            result = act()
-        except TimeoutError:
-            patience.check()
-            patience.waited()
-        except OSError as error:
-            patience.check()
-            raise fault_of(error) from error
-        else:
-            patience.check()
-            return result
+class Refused(Exception):
+    """A server answered with a status that a retry would not change."""
+
+    def __init__(self, status: int, code: str = "") -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.code = code
+        """What the Hub says about it, in one word."""
+
+
+def denied(path: str, status: int) -> PenstockError:
+    """Return the error for a file that its server refuses."""
+    if status not in (401, 403, 407, 451):
+        return RemoteError(f"{path}: its server answers {status}, which a retry does not change.")
+    return SourceError(
+        f"{path}: its server refuses access ({status}). A signed address may have expired, or a "
+        "login is missing: https://user:password@host/…"
+    )
+
+
+def plain_etag(etag: str) -> str:
+    """Return an ETag without quotes; and without commas, so that it can stand in a list."""
+    return etag.strip().removeprefix("W/").strip('"').replace(",", "")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return how long a server asks to wait, if it does.
+
+    The Hub says when its limit is renewed: `RateLimit: "api";r=0;t=55`.
+    """
+    limit = re.search(r";\s*r=0\s*;\s*t=(\d{1,6})\b", headers.get("ratelimit", ""))
+    value = headers.get("retry-after") or (limit[1] if limit else "")
+    try:
+        return urllib3.Retry().parse_retry_after(value)
+    except (urllib3.exceptions.InvalidHeader, ValueError):
+        return None
 
 
 class Http:
     """The connections of one run. Used by many threads at once."""
 
-    def __init__(self, *, resolve: Resolve = resolve_here, dial: Dial = dial_directly) -> None:
-        self._connector = Connector(resolve, dial)
-        self.spent: Spent = _untold
-        """Told how long the parts of an exchange took."""
-        # Reentrant, because a garbage collection may close it on a thread that is in here.
+    def __init__(self, count: Callable[..., None] = lambda **_: None) -> None:
+        """`count` is called with the number of requests, and the seconds of their parts."""
+        self._count = count
+        self._current = threading.local()
         self._lock = threading.RLock()
-        self._idle: list[Connection] = []
-        self._closed = False
+        self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
+        logging.getLogger("urllib3.connectionpool").addFilter(self._hides)
 
-    def open(
-        self, method: str, target: Target, headers: Mapping[str, str], patience: Patience
-    ) -> Response:
-        """Send a request and read the head of its answer. Nothing is followed."""
-        while True:
-            connection = self._connection(target, patience)
-            try:
-                return self._ask(method, target, headers, connection, patience)
-            except BaseException as error:
-                patience.when_cancelled(None)
-                connection.close()
-                if not isinstance(error, _Stale):  # closed while it was idle: no fault of anyone's
-                    raise
+    def _hides(self, record: logging.LogRecord) -> bool:
+        """Drop urllib3's own log lines about our requests: they quote signed addresses."""
+        return getattr(self._current, "deadline", None) is None
 
-    def _ask(
-        self,
-        method: str,
-        target: Target,
-        headers: Mapping[str, str],
-        connection: Connection,
-        patience: Patience,
-    ) -> Response:
-        wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
-        message = _message(wire, method, target, headers, connection)
-        patience.when_cancelled(connection.wake)
-        patience.asked()
-        reused, connection.used = connection.used, True
-        begun = time.perf_counter()
+    @contextmanager
+    def request(
+        self, place: Place, headers: Mapping[str, str], deadline: Deadline
+    ) -> Iterator[Response]:
+        """Send a GET, follow redirects, and return the answer before its body is read.
+
+        Credentials in `headers` go to the place's own origin only.
+        """
+        origin = place.origin
+        for _ in range(HOPS):
+            given = {"Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
+            if place.origin != origin:
+                given.pop("Authorization", None)
+            with self._open(place, given, deadline) as response:
+                location = response.headers.get("location", "")
+                if response.status not in REDIRECTS or not location:
+                    yield response
+                    return
+                place = place.redirected(location, response.private)
+                if response.length is not None and response.length <= MAX_REDIRECT:
+                    response.read(MAX_REDIRECT)  # so that the connection can be used again
+        raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
+
+    @contextmanager
+    def _open(
+        self, place: Place, headers: Mapping[str, str], deadline: Deadline
+    ) -> Iterator[Response]:
+        manager = self._manager(place)
+        began = time.perf_counter()
+        deadline.connect_s = 0.0
+        timeout = urllib3.Timeout(
+            connect=deadline.timeout_s(deadline.connect_timeout_s), read=deadline.timeout_s()
+        )
+        self._count(requests=1)
+        self._current.deadline = deadline
         try:
-            _send(patience, connection.sock, message)
-            while True:
-                event = self.next_event(wire, connection, patience)
-                if isinstance(event, h11.Response):
-                    self.spent(first_byte_s=time.perf_counter() - begun)
-                    return Response(self, connection, wire, event, patience)
-                if not isinstance(event, h11.InformationalResponse):
-                    raise Fault("cut", "the connection ended before any answer")
-        except Fault as fault:
-            if reused and fault.reason in ("reset", "cut", "tls") and not patience.cancelled:
-                raise _Stale from fault
-            raise
-
-    def next_event(self, wire: h11.Connection, connection: Connection, patience: Patience) -> Any:
-        """The next piece of an answer."""
-        while True:
+            raw = explained(
+                lambda: manager.urlopen(
+                    "GET", place.url, headers=headers, timeout=timeout, retries=False,
+                    redirect=False, preload_content=False, decode_content=False,
+                )
+            )  # fmt: skip
+            answered = time.perf_counter()
+            first_byte_s = answered - began - deadline.connect_s
+            self._count(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
+            deadline.restart_rate()
             try:
-                event = wire.next_event()
-            except h11.RemoteProtocolError as error:
-                cut = "closed" in str(error)
-                break
-            if event is not h11.NEED_DATA:
-                return event
-            data = _guard(patience, lambda: connection.sock.recv(RECEIVE), connection.sock)
-            if not data and wire.their_state is h11.SEND_RESPONSE:
-                raise Fault("cut", "the connection ended before any answer")
-            patience.moved(len(data))
-            wire.receive_data(data)
-        # Out here: the error of h11 quotes the answer, and so perhaps an address that is a secret.
-        if cut:
-            raise Fault("cut", "the connection ended before the answer did")
-        raise Fault("protocol", "the answer is no sound HTTP")
+                yield Response(raw, place)
+            finally:
+                self._count(body_s=time.perf_counter() - answered)
+                raw.close()  # a connection whose body was read went back to its pool before
+        finally:
+            self._current.deadline = None
+
+    def close(self) -> None:
+        logging.getLogger("urllib3.connectionpool").removeFilter(self._hides)
+        with self._lock:
+            managers, self._managers = self._managers, {}
+        for manager in managers.values():
+            manager.clear()
 
     # Connections
 
-    def give_back(self, connection: Connection) -> None:
-        """Keep a connection whose answer was read to its end."""
-        connection.idle_since = time.monotonic()
+    def _manager(self, place: Place) -> urllib3.PoolManager:
+        scheme, host, _ = place.origin
+        proxy = proxy_for(scheme, host)
+        key = (scheme, place.private, proxy)
         with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                old = self._idle.pop(0) if len(self._idle) > IDLE else None
-            else:
-                old = connection
-        if old is not None:
-            old.close()
+            if key not in self._managers:
+                settings: dict[str, Any] = {"maxsize": CONNECTIONS, "socket_options": KEEPALIVE}
+                if scheme == "https":  # one for all connections: it takes 20 ms to make
+                    settings["ssl_context"] = ssl.create_default_context()
+                self._managers[key] = explained(lambda: self._new_manager(place, proxy, settings))
+            return self._managers[key]
 
-    def close(self) -> None:
-        """Close what is idle, and keep nothing any more."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+    def _new_manager(self, place: Place, proxy: str | None, settings: Any) -> urllib3.PoolManager:
+        if proxy is None:
+            manager = urllib3.PoolManager(**settings)
+        else:
+            url, login = split_login(proxy if "://" in proxy else f"http://{proxy}")
+            login = {f"Proxy-{name}": value for name, value in login.items()}
+            manager = urllib3.ProxyManager(url, proxy_headers=login, **settings)
+        current = self._current
 
-    def _connection(self, target: Target, patience: Patience) -> Connection:
-        key = (*target.origin, target.redirected, target.private_ok)
-        while True:
-            with self._lock:
-                at = next(
-                    (i for i in range(len(self._idle) - 1, -1, -1) if self._idle[i].key == key),
-                    None,
-                )
-                connection = self._idle.pop(at) if at is not None else None
-            if connection is None:
-                begun = time.perf_counter()
-                try:
-                    return self._connector.connect(target, key, patience)
-                finally:
-                    self.spent(connect_s=time.perf_counter() - begun)
-            if time.monotonic() - connection.idle_since < IDLE_S and not connection.stale():
-                return connection
-            connection.close()
+        class Connection(HTTPConnection):
+            """Checks its peer, and heeds the deadline."""
+
+            private = False
+
+            def connect(self) -> None:
+                began = time.perf_counter()
+                super().connect()
+                current.deadline.connect_s = time.perf_counter() - began
+                current.deadline.timeout_s()  # nothing is sent after a cancellation
+                if proxy is None:
+                    self.private = place.check_address(self.sock.getpeername()[0])
+
+            def response_class(self, sock: Any, **how: Any) -> http.client.HTTPResponse:  # type: ignore[override]
+                return http.client.HTTPResponse(_Receiver(sock, current.deadline), **how)  # type: ignore[arg-type]
+
+        class SecureConnection(Connection, HTTPSConnection):
+            pass
+
+        class Pool(HTTPConnectionPool):
+            ConnectionCls = Connection
+
+        class SecurePool(HTTPSConnectionPool):
+            ConnectionCls = SecureConnection
+
+        manager.pool_classes_by_scheme = {"http": Pool, "https": SecurePool}
+        return manager
 
 
-def _message(
-    wire: h11.Connection,
-    method: str,
-    target: Target,
-    headers: Mapping[str, str],
-    connection: Connection,
-) -> bytes:
-    """A request as it goes over the wire."""
+def explained(call: Callable[[], T]) -> T:
+    """Call urllib3, and raise its exceptions as `RequestError`.
+
+    They are not chained: they quote addresses, headers and answers, which may be secrets.
+    """
     try:
-        given = {
-            "Host": target.host,
-            "Accept-Encoding": "identity",
-            "User-Agent": "penstock",
-            **headers,
-        }
-        asked = connection.before_path + target.path
-        request = h11.Request(
-            method=method, target=asked, headers=[*given.items(), *connection.headers.items()]
-        )
-        return (wire.send(request) or b"") + (wire.send(h11.EndOfMessage()) or b"")
-    except (h11.LocalProtocolError, UnicodeError):
-        pass  # what is raised must not have these as its context: they quote the header, and with it a token
-    text = "no request can be made of its address and token: one of them has characters that no header may have"
-    raise Fault("request", text, final=RemoteError(text))
+        return call()
+    except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
+        failed = _request_error(error)
+    raise failed
 
 
-def _send(patience: Patience, sock: Any, message: bytes) -> None:
-    try:
-        sock.settimeout(patience.wait_s())
-        sock.sendall(message)
-    except TimeoutError:
-        raise patience.ran_out() from None
-    except OSError as error:
-        patience.check()
-        raise fault_of(error) from error
-
-
-class _Stale(Exception):
-    """An idle connection was closed by its other end."""
-
-
-__all__ = ["Connection", "Http", "Refused", "Response", "Target", "version_in"]
+def _request_error(error: Exception) -> RequestError:
+    cause: Any = error
+    while isinstance(cause, urllib3.exceptions.HTTPError):  # find what urllib3 wrapped
+        inner = [e for e in (cause.__cause__, *cause.args) if isinstance(e, Exception)]
+        if not inner:
+            break
+        cause = inner[0]
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        text = f"its certificate is not trusted: {cause.verify_message}. Set SSL_CERT_FILE."
+        return RequestError("certificate", RemoteError(text))
+    if isinstance(error, urllib3.exceptions.ProxyError):
+        return RequestError("proxy", f"the proxy did not connect: {str(cause)[:100]}")
+    if isinstance(error, ValueError) and not isinstance(cause, OSError):
+        text = "its address, its token or the proxy's address cannot be sent"
+        return RequestError("request", RemoteError(text))
+    fits = (reason for kind, reason in REASONS.items() if isinstance(cause, kind))
+    detail = getattr(cause, "strerror", None) or type(cause).__name__
+    return RequestError(next(fits, "protocol"), detail)

@@ -1,52 +1,57 @@
-"""Names on the Hugging Face Hub: what an address means, which commit and which files are behind it.
+"""Datasets on the Hugging Face Hub: names, commits, listings and cards.
 
-In:    hf://datasets/ORG/NAME[@revision]/path-or-glob
-Out:   a commit; the files of a folder with sizes and ETags; the dataset's card; addresses to read from.
-Where: whichever thread lists files; fetch threads ask for addresses.
-State: none.
-Cost:  one request for a branch or tag, none for a commit; one for each page of a listing.
-
-Why not `huggingface_hub`: it takes 0.2 s to import, asks for more than is needed, and gives up at the
-first 503. Its conventions are kept: endpoint, token, offline mode, names.
+The conventions are those of `huggingface_hub` (endpoint, token, offline mode). Its client is not
+used: it has no deadlines, sleeps between its own retries, cannot be cancelled, follows redirects
+anywhere, and takes 0.3 s to import. Listings and cards are written by strangers: they can name
+files of their own repository and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
 from penstock.errors import (
-    AccessDenied,
     ConfigError,
-    NoData,
     PenstockError,
     RemoteError,
     SourceError,
+    missing_extra,
 )
-from penstock.read.http import Refused, Target
-from penstock.read.retry import Client, Reply
-from penstock.types import MiB
+from penstock.read.listing import Entry, classify, is_marker
+from penstock.types import Format, MiB
 
-SCHEME = "hf://datasets/"
+if TYPE_CHECKING:
+    from penstock.read.http import Refused
+    from penstock.read.remote_files import Network
+
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
 SHORT_NAMES = {"fineweb_edu": "hf://datasets/HuggingFaceFW/fineweb-edu"}
-"""What may stand for a whole address."""
+"""Names that stand for a whole address."""
 MAX_CARD = MiB
-MAX_FILES = 10_000_000
-TRIES = 3
-"""How often an answer that is no answer (a portal's web page) is asked for again."""
+MAX_DEPTH = 32
+MAX_PAGES = 100_000
+NOT_DATA = frozenset(
+    {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+)
+"""Files about the data, by name."""
 
-_SHA = re.compile(r"[0-9a-fA-F]{40}")
-_WORD = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,95})")
-_REFS = re.compile(r"refs/(?:convert/[A-Za-z0-9._-]+|pr/[0-9]+)(?=/|$)")
-
+_SHA = re.compile(r"[0-9a-f]{40}")
+_REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
+_ADDRESS = re.compile(
+    rf"hf://datasets/(?P<repo>{_REPO})"
+    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/]+))?(?:/(?P<path>.*))?",
+    re.ASCII,
+)
 _UNSOUND = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|\Z)")
 """Control characters, backslashes, half characters; empty parts, `.` and `..`."""
+_TRAIN = re.compile(r"(?:^|[/._\-0-9])train(?:[/._\-0-9]|$)")
 
 
 class HubName(NamedTuple):
@@ -57,318 +62,310 @@ class HubName(NamedTuple):
     path: str
     """A file, a folder or a glob; empty for the whole repository."""
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the revision is a commit, which cannot change."""
-        return _SHA.fullmatch(self.revision) is not None
-
-
-class Entry(NamedTuple):
-    """A file in a listing."""
-
-    path: str
-    size: int
-    etag: str
-
 
 def parse(url: str) -> HubName:
-    """What an hf:// address names, or an error that shows how to write one."""
-    rest = url.removeprefix("hf://")
-    kind = rest.partition("/")[0]
-    if kind in ("models", "spaces", "buckets", "kernels"):
-        raise ConfigError(f"{url}: only datasets can be read from the Hub: {FORM}")
-    if kind != "datasets":
+    """Return what an hf:// address names, or raise an error that shows how to write one."""
+    found = _ADDRESS.fullmatch(url)
+    single = found is not None and "/" not in found["repo"] and found["revision"] is None
+    if found is None or ".." in found["repo"] or (single and found["path"]):
         raise ConfigError(f"{url}: needs the form {FORM}")
-    org, at, after = rest.removeprefix("datasets").removeprefix("/").partition("/")
-    if "@" in org:
-        # A dataset without an organisation; with one, the @ comes after the name.
-        org, _, revision = org.partition("@")
-        repo, rest = org, f"@{revision}{at}{after}"
-    elif not after:
-        repo, rest = org, ""
-    else:
-        name = re.match(r"[^/@]*", after)
-        assert name is not None
-        repo, rest = f"{org}/{name[0]}", after[name.end() :]
-    if any(not _WORD.fullmatch(word) or ".." in word for word in repo.split("/")):
-        raise ConfigError(f"{url}: {repo!r} is no name of a dataset; needs the form {FORM}")
-    revision, path = _revision(url, rest)
-    if path and not sound(path.removesuffix("/")):
-        raise ConfigError(f"{url}: {path!r} is no path in a repository; needs the form {FORM}")
-    return HubName(repo, revision, path.removesuffix("/"))
-
-
-def _revision(url: str, rest: str) -> tuple[str, str]:
-    """Revision and path, from what follows a repository's name."""
-    if not rest.startswith("@"):
-        return "main", rest.removeprefix("/")
-    rest = rest[1:]
-    refs = _REFS.match(rest)
-    written, path = (refs[0], rest[refs.end() + 1 :]) if refs else rest.partition("/")[::2]
-    revision = unquote(written)
-    if not sound(revision) or any(c.isspace() for c in revision):
-        raise ConfigError(
-            f"{url}: {written!r} is no revision; needs a branch, a tag or a commit: {FORM}"
-        )
-    return (revision.lower() if _SHA.fullmatch(revision) else revision), path
+    path = (found["path"] or "").removesuffix("/")
+    revision = unquote(found["revision"] or "main")
+    if (path and not sound(path)) or not sound(revision) or re.search(r"\s", revision):
+        raise ConfigError(f"{url}: its revision or path is malformed; needs the form {FORM}")
+    return HubName(found["repo"], revision, path)
 
 
 def sound(path: str) -> bool:
-    """Whether a path stays below where it starts, and can be written down."""
+    """Return True if a path stays below where it starts, and can be written down."""
     return _UNSOUND.search(path) is None
 
 
 def resolve_url(path: str) -> str:
-    """Where the bytes of a file are asked for, by the `path` of its `FileRef`."""
-    repo, _, rest = path.removeprefix(SCHEME).partition("@")
+    """Return the address of a file's bytes, by the `path` of its `FileRef`."""
+    repo, _, rest = path.removeprefix("hf://datasets/").partition("@")
     sha, _, name = rest.partition("/")
     return f"{hub_endpoint()}/datasets/{repo}/resolve/{quote(sha, safe='')}/{quote(name)}"
 
 
-def refused(address: str, refusal: Refused) -> PenstockError:
-    """What a 4xx of the Hub means, and what to do. `address` is an hf:// one. Tokens are never shown."""
-    repo, _, rest = address.removeprefix(SCHEME).partition("@")
-    revision = rest.partition("/")[0]
-    where = _shown(hub_endpoint())
-    code = refusal.headers.get("x-error-code", "")
+def refusal(address: str, refused: Refused) -> PenstockError:
+    """Return the error for a 4xx of the Hub, which says what to do. Tokens are never shown."""
+    repo = address.partition("://")[2].partition("/")[2].partition("@")[0]
+    page = f"{hub_endpoint().rpartition('@')[2]}/datasets/{repo}"
+    status, code = refused.status, refused.code
     sent = "A token was sent, and is not enough." if hub_token() else "No token was sent."
-    login = "log in (`hf auth login`) or set HF_TOKEN"
+    login = f"log in (`hf auth login`) or set HF_TOKEN. {sent}"
     if code == "GatedRepo":
-        return AccessDenied(
-            f"{repo} is gated: accept its conditions at {where}/datasets/{repo}, then {login} to a token of the "
-            f"account that accepted them. {sent}"
+        return SourceError(f"{repo} is gated: accept its conditions at {page}, then {login}")
+    if code in ("RevisionNotFound", "EntryNotFound"):
+        return SourceError(f"{address} does not exist. See {page}")
+    if code == "RepoNotFound" or status in (401, 404):
+        return SourceError(
+            f"There is no dataset {repo} (see {page}), or it is private. One without an "
+            f"organisation is written hf://datasets/NAME@main/…; for private data {login}"
         )
-    if code == "RevisionNotFound":
-        return NoData(
-            f"{repo} has no revision {unquote(revision)!r}. See {where}/datasets/{repo} for those it has."
-        )
-    if code == "EntryNotFound":
-        return NoData(f"{address} does not exist.")
-    if code == "RepoNotFound" or refusal.status in (401, 404):
-        kind = NoData if refusal.status == 404 else AccessDenied
-        return kind(
-            f"There is no dataset {repo} at {where}, or it is private. See that the name is right (one without an "
-            f"organisation is written hf://datasets/NAME@main/…); for private data {login} to a token that may read "
-            f"it. {sent}"
-        )
-    if refusal.status in (403, 451):
-        return AccessDenied(
-            f"{address}: {where} refuses access ({refusal.status}). To get it, {login}. {sent}"
-        )
-    return RemoteError(f"{address}: {where} answered {refusal.status}.")
+    if status in (403, 451):
+        return SourceError(f"{address}: access is refused ({status}); {login}")
+    return RemoteError(f"{address}: the Hub answered {status}.")
 
 
-def _shown(endpoint: str) -> str:
-    """The endpoint without a password that may stand in it."""
-    scheme, _, rest = endpoint.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
-
-
-class Hub:
-    """Questions to the Hub, each one as few requests as it takes."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._endpoint = hub_endpoint()
-
-    def commit(self, name: HubName) -> str:
-        """The commit that a branch or tag names now."""
-        address = f"{SCHEME}{name.repo}@{quote(name.revision, safe='')}"
-        url = f"{self._endpoint}/api/datasets/{name.repo}/revision/{quote(name.revision, safe='')}"
-        try:
-            found = self._json(url, address, dict)[1].get("sha")
-        except Refused as refusal:
-            raise refused(address, refusal) from None
-        if not isinstance(found, str) or not _SHA.fullmatch(found):
-            raise SourceError(
-                f"{address}: {_shown(self._endpoint)} answered with {str(found)[:60]!r} for a commit"
-            )
-        return found.lower()
-
-    def files(self, repo: str, sha: str, folder: str, *, recursive: bool) -> list[Entry] | None:
-        """The files of a folder; None where there is no such folder."""
-        address = f"{SCHEME}{repo}@{sha}" + (f"/{folder}" if folder else "")
-        url = f"{self._endpoint}/api/datasets/{repo}/tree/{sha}" + (
-            f"/{quote(folder)}" if folder else ""
-        )
-        url += f"?recursive={str(recursive).lower()}&expand=false"
-        found: dict[str, Entry] = {}
-        asked: set[str] = set()
-        while url:
-            if url in asked or len(found) > MAX_FILES:
-                raise SourceError(f"{address}: its listing does not end, after {len(found)} files")
-            asked.add(url)
-            try:
-                reply, page = self._json(url, address, list)
-            except Refused as refusal:
-                if _missing(refusal):
-                    return None
-                raise refused(address, refusal) from None
-            for entry in _entries(page, address, folder):
-                found[entry.path] = entry
-            url = self._next(reply, address)
-        return list(found.values())
-
-    def card(self, repo: str, sha: str) -> str:
-        """The dataset's card, or nothing."""
-        address = f"{SCHEME}{repo}@{sha}/README.md"
-        for left in reversed(range(TRIES)):
-            try:
-                # Let somewhat more come, so that one that is too long is told from one that is cut.
-                reply = self._client.call(
-                    resolve_url(address), what=address, token=hub_token(), max_bytes=16 * MAX_CARD
-                )
-            except Refused as refusal:
-                if _missing(refusal):
-                    return ""
-                raise refused(address, refusal) from None
-            if len(reply.body) > MAX_CARD:
-                raise SourceError(
-                    f"{address} is longer than {MAX_CARD} bytes: that is no card. Name the files: {FORM}"
-                )
-            card: str = reply.body.decode("utf-8", "replace")
-            if not _is_cut(card):
-                break
-            if left:  # a proxy may have cut it; if it always ends there, it is written so
-                self._client.pause(self._client.limits.backoff)
-        return card
-
-    def _json(self, url: str, address: str, kind: type) -> tuple[Reply, Any]:
-        """An answer of the API, which must be of a kind."""
-        for left in reversed(range(TRIES)):
-            reply = self._client.call(url, what=address, token=hub_token())
-            try:
-                value = json.loads(reply.body)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, kind):
-                return reply, value
-            if left:
-                self._client.pause(self._client.limits.backoff)
-        came = reply.headers.get("content-type", "no type")[:40]
-        raise RemoteError(
-            f"{address}: {_shown(self._endpoint)} answered {TRIES} times with something that is no listing ({came!r}). "
-            "A portal or proxy may be in the way."
-        )
-
-    def _next(self, reply: Reply, address: str) -> str:
-        """Where the next page is; nothing after the last."""
-        for link, rest in re.findall(r"<([^<>]*)>([^<]*)", reply.headers.get("link", "")):
-            if re.search(r';\s*rel="?next"?', rest):
-                url: str = urljoin(reply.url, link)
-                if _origin(url) != _origin(self._endpoint):
-                    raise SourceError(
-                        f"{address}: the next page of its listing would not be at {_shown(self._endpoint)}, "
-                        "so it was not asked for."
-                    )
-                return url
-        return ""
-
-
-def _is_cut(card: str) -> bool:
-    """Whether a card ends before its front matter does: without it, other files would be taken for the data."""
-    first, *lines = card.removeprefix("\ufeff").splitlines() or [""]
-    return first.rstrip() in ("-", "--", "---") and all(line.rstrip() != "---" for line in lines)
-
-
-class Known(Protocol):
-    """Somebody who keeps answers, and asks where there is none: `what` says of what, for messages."""
-
-    def __call__(
-        self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool
-    ) -> Any: ...
+# Listings
 
 
 class Repository:
-    """A commit of a dataset: files in folders, and a card. Nothing of it ever changes."""
+    """The files of a commit."""
 
-    def __init__(self, client: Client, known: Known, repo: str, sha: str) -> None:
-        self._hub, self._known = Hub(client), known
-        self._repo, self._sha = repo, sha
+    def __init__(self, network: Network, known: Callable[..., Any], name: HubName) -> None:
+        self._network, self._known, self._name = network, known, name
         self._all: list[Entry] | None = None
-        self.prefix = f"{SCHEME}{repo}@{sha}/"
-        self.card = ""
+        self._sha = self._commit()
+        self.prefix = f"hf://datasets/{name.repo}@{self._sha}/"
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
-        """The files of a folder; none where there is no such folder."""
+        """Return the files of a folder; none if there is no such folder."""
         if self._all is not None:
-            return [
-                entry for entry in self._all if not folder or entry.path.startswith(f"{folder}/")
-            ]
-        key = [hub_endpoint(), self._repo, self._sha, folder, recursive]
-        make = partial(self._hub.files, self._repo, self._sha, folder, recursive=recursive)
-        found = self._known(
-            "listings", key, make, f"which files {self.prefix}{folder} has", moving=False
-        )
-        return [Entry(*row) for row in found or ()]
+            return [e for e in self._all if not folder or e.path.startswith(f"{folder}/")]
+        make = partial(self._list, folder, recursive)
+        key = [f"{self.prefix}{folder}", recursive]
+        return [Entry(*row) for row in self._keep("listings", key, make)]
 
     def one(self, path: str) -> Entry | None:
-        """A single file, if it is there."""
-        return next(
-            (entry for entry in self.below(path.rpartition("/")[0], False) if entry.path == path),
-            None,
-        )
+        """Return a single file, if it exists."""
+        siblings = self.below(path.rpartition("/")[0], False)
+        return next((entry for entry in siblings if entry.path == path), None)
 
-    def read_all(self) -> None:
-        """List everything: whatever is asked for later is among it."""
+    def list_all(self) -> None:
+        """List everything at once: what is asked for later is among it."""
         self._all = self.below("", True)
 
-    def read_card(self) -> None:
-        key = [hub_endpoint(), self._repo, self._sha]
-        make = partial(self._hub.card, self._repo, self._sha)
-        self.card = self._known(
-            "cards", key, make, f"the card {self.prefix}README.md", moving=False
-        )
+    def card(self) -> str:
+        """Return the dataset's card, or nothing."""
+        from penstock.read.http import RequestError
+
+        address = f"{self.prefix}README.md"
+
+        def read(body: bytes, _: Mapping[str, str]) -> str:
+            text = body[:MAX_CARD].decode("utf-8", "replace")
+            # Without its front matter, other files would be taken for the data.
+            if text.startswith("-") and "\n---" not in text:
+                error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
+                raise RequestError("cut", error)
+            return text
+
+        make = partial(self._get, resolve_url(address), address, read, "")
+        text: str = self._keep("cards", [address], make)
+        return text
+
+    def _keep(
+        self, kind: str, key: list[Any], make: Callable[[], Any], *, moving: bool = False
+    ) -> Any:
+        return self._known(kind, [*key, hub_endpoint()], make, moving=moving)
+
+    def _get(
+        self,
+        url: str,
+        address: str,
+        read: Callable[[bytes, Mapping[str, str]], Any],
+        missing: Any = None,
+    ) -> Any:
+        """Return an answer of the Hub, or `missing` if the path does not exist."""
+        from penstock.read.http import Refused
+
+        try:
+            return self._network.get(url, address, read, token=hub_token())
+        except Refused as refused:
+            no_entry = refused.status == 404 and refused.code in ("", "EntryNotFound")
+            if missing is not None and no_entry:
+                return missing
+            raise refusal(address, refused) from None
+
+    def _commit(self) -> str:
+        """Return the commit of the revision. A branch may have moved, so the Hub is asked."""
+        repo, revision = self._name.repo, quote(self._name.revision, safe="")
+        if _SHA.fullmatch(revision):
+            return revision
+        address = f"hf://datasets/{repo}@{revision}"
+        url = f"{hub_endpoint()}/api/datasets/{repo}/revision/{revision}"
+
+        def read(body: bytes, _: Mapping[str, str]) -> str:
+            found = str(_json(body, dict, address).get("sha"))
+            if not _SHA.fullmatch(found):
+                raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
+            return found
+
+        make = partial(self._get, url, address, read)
+        sha: str = self._keep("revisions", [address], make, moving=True)
+        return sha
+
+    def _list(self, folder: str, recursive: bool) -> list[Entry]:
+        from penstock.read.http import Place
+
+        address = f"{self.prefix}{folder}"
+        root = f"{hub_endpoint()}/api/datasets/{self._name.repo}/tree/{self._sha}"
+        root += f"/{quote(folder)}" if folder else ""
+        url = f"{root}?recursive={str(recursive).lower()}&expand=false"
+        found: dict[str, Entry] = {}
+
+        def read(body: bytes, headers: Mapping[str, str]) -> tuple[list[Any], str]:
+            return _json(body, list, address), headers.get("link", "")
+
+        for _ in range(MAX_PAGES):
+            page, link = self._get(url, address, read, ([], ""))
+            found.update((entry.path, entry) for entry in _entries(page, address, folder))
+            following = re.search(r'<([^<>]*)>;\s*rel="?next"?', link)
+            if following is None:
+                return list(found.values())
+            url = urljoin(url, following[1])
+            if Place(url).origin != Place(hub_endpoint()).origin:
+                raise SourceError(f"{address}: the next page of its listing is on another server")
+        raise SourceError(f"{address}: its listing does not end, after {len(found)} files")
 
 
-def _origin(url: str) -> tuple[str, str, int] | None:
+def _json(body: bytes, kind: type, address: str) -> Any:
+    from penstock.read.http import RequestError
+
     try:
-        return Target(url).origin
-    except ValueError:  # no such port
-        return None
-
-
-def _missing(refusal: Refused) -> bool:
-    """Whether the repository and the revision are there, and the path is not."""
-    return (
-        refusal.status == 404
-        and refusal.headers.get("x-error-code", "EntryNotFound") == "EntryNotFound"
-    )
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
+        raise RequestError("json", RemoteError(text))
+    return value
 
 
 def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
-    """The files of a page, each one checked: a listing decides what is read and how it is called."""
-    below = f"{folder}/" if folder else ""
+    """Return the files of a page, each one checked."""
     for item in page:
-        if not isinstance(item, dict):
+        try:
+            path, size = item["path"], item.get("size")
+            etag = (item.get("lfs") or item).get("oid") or ""
+            fine = sound(path) and (item["type"] != "file" or size >= 0) and sound(etag or "none")
+        except (AttributeError, LookupError, TypeError):
+            fine = False
+        if not fine or not path.startswith(f"{folder}/" if folder else ""):
             raise SourceError(
-                f"{address}: its listing has an entry that is none: {str(item)[:80]!r}"
+                f"{address}: an entry of its listing is malformed or leads elsewhere: "
+                f"{str(item)[:300]!r}"
             )
-        path = item.get("path")
-        if not isinstance(path, str) or not sound(path) or not path.startswith(below):
-            raise SourceError(
-                f"{address}: its listing has an entry that leads elsewhere: {str(path)[:300]!r}"
-            )
-        if item.get("type") != "file":
-            continue
-        large = item.get("lfs")
-        size, etag = item.get("size"), (large if isinstance(large, dict) else item).get("oid", "")
-        if (
-            not isinstance(size, int)
-            or isinstance(size, bool)
-            or size < 0
-            or not isinstance(etag, str)
-        ):
-            raise SourceError(
-                f"{address}: its listing gives {path} the size {size!r} and the ETag {etag!r}"
-            )
-        if etag and not sound(etag):
-            raise SourceError(f"{address}: its listing gives {path} the ETag {etag[:80]!r}")
-        yield Entry(path, size, etag)
+        if item["type"] == "file":
+            yield Entry(path, size, etag)
 
 
-__all__ = [
-    "FORM", "SCHEME", "SHORT_NAMES", "Entry", "Hub", "HubName", "Known", "Repository", "parse", "refused",
-    "resolve_url", "sound",
-]  # fmt: skip
+# Cards
+
+
+class Config(NamedTuple):
+    """A configuration of a card."""
+
+    name: str
+    default: bool
+    folder: str
+    """What the patterns are below; empty for the whole repository."""
+    splits: dict[str, list[str]] | None
+    """Patterns of each split; None if the files' names decide."""
+
+
+def configurations(text: str, where: str) -> list[Config]:
+    """Return the configurations that a card names."""
+    head = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
+    if head is None or "configs" not in head[1]:
+        return []
+    try:
+        import yaml
+    except ImportError:
+        raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        # Loading a deep one would crash the process.
+        events = yaml.parse(head[1], Loader=loader)
+        steps = (isinstance(e, yaml.CollectionStartEvent) - isinstance(e, yaml.CollectionEndEvent) for e in events)  # fmt: skip
+        if max(accumulate(steps)) > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        items = yaml.load(head[1], Loader=loader).get("configs") or []
+        return [_config(item) for item in items]
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise SourceError(
+            f"{where} cannot be understood: {' '.join(str(error).split())[:200]}. Name the files "
+            "instead: …/NAME/path-or-glob"
+        ) from None
+
+
+def _config(item: dict[str, Any]) -> Config:
+    """Read one configuration. `data_files` is a pattern, a list of them, or a list of splits."""
+    files = item.get("data_files") or []
+    splits: dict[str, list[str]] = {}
+    for entry in files if isinstance(files, list) else [files]:
+        split = entry if isinstance(entry, dict) else {"path": entry}
+        paths = split["path"] if isinstance(split["path"], list) else [split["path"]]
+        splits.setdefault(_plain(split.get("split", "train")), []).extend(map(_plain, paths))
+    name, folder = item.get("config_name", "default"), item.get("data_dir") or ""
+    return Config(_plain(name), item.get("default") is True, _plain(folder), splits or None)
+
+
+def _plain(value: Any) -> str:
+    # Other values are not shown: a few lines of YAML references can stand for gigabytes.
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"a name or path is a {type(value).__name__}")
+    return str(value)
+
+
+def choose(
+    configs: Sequence[Config], wanted: str | None, where: str
+) -> tuple[str, list[str] | None]:
+    """Return the folder and the patterns of a configuration; None for the folder's data files."""
+    if wanted is None and not configs:
+        return "", None
+    by_name = {config.name: config for config in configs}
+    split = ""
+    if wanted is None:
+        marked = next((config for config in configs if config.default), by_name.get("default"))
+        config = configs[0] if len(configs) == 1 else marked
+    elif (config := by_name.get(wanted)) is None:
+        name, _, split = wanted.rpartition("/")
+        config = by_name.get(name)
+    if config is None:
+        names = ", ".join(f"config={name!r}" for name in by_name) or "none"
+        raise ConfigError(f"{where}: has no configuration {wanted or 'default'!r}. Choose: {names}")
+    folder = "" if config.folder in ("", ".", "./") else _confined(config.folder, "", where)
+    if config.splits is None and not split:
+        return folder, None
+    splits = config.splits or {}
+    if not split:
+        split = next(iter(splits)) if len(splits) == 1 else "train"
+    if split not in splits:
+        names = ", ".join(f"config={f'{config.name}/{name}'!r}" for name in splits) or "none"
+        raise ConfigError(f"{where}: {config.name!r} has no split {split!r}. Choose: {names}")
+    return folder, [_confined(pattern, folder, where) for pattern in splits[split]]
+
+
+def _confined(pattern: str, folder: str, where: str) -> str:
+    """Return a pattern as a path in its own repository, or raise."""
+    path = pattern.removeprefix("./").removesuffix("/")
+    if path in ("", "."):
+        return folder or "**"
+    if "://" in pattern or not sound(path) or len(path) > 4096:
+        raise ConfigError(
+            f"{where}: its data_files name {pattern[:300]!r}. A card can name files of its own "
+            "repository only; give TextDataset any other address yourself."
+        )
+    return f"{folder}/{path}" if folder else path
+
+
+def data_files(entries: Iterable[Entry], where: str, format: Format | None) -> list[Entry]:
+    """Return the data files of a repository without configurations: one format, for training."""
+    rest = [
+        e for e in entries if not is_marker(e.path) and e.path.rpartition("/")[2] not in NOT_DATA
+    ]
+    for kind in ("parquet", "jsonl", "text"):
+        found = [
+            e for e in rest
+            if (known := classify(e.path)) and known[0] == kind and not e.path.endswith(".py")
+        ]  # fmt: skip
+        if found and format in (None, kind):
+            return [e for e in found if _TRAIN.search(e.path.lower())] or found
+    if format is not None and rest:
+        return rest
+    raise SourceError(
+        f"{where}: none of its files is Parquet, JSONL or text. Name some: …/NAME/path-or-glob"
+    )

@@ -1,247 +1,430 @@
-"""List files that are elsewhere: on the Hub, in buckets, behind http(s) addresses.
+"""List the files of a dataset: on disk, on the Hub, in buckets and on web servers.
 
-In:    addresses, as users give them.
-Out:   `FileRef`s with sizes and ETags, in the order and with the names that a local copy would have; beside
-       them the full addresses of those files whose queries or logins are secrets.
-Where: the thread that creates a dataset; what can be asked for side by side is.
-State: listings on disk (`Kept`). What belongs to a commit never changes, and is asked for once; the rest
-       is asked for anew, once for all processes that ask at the same time.
-
-Nothing kept stands in for an answer that a server did not give: ranks would read different data. Only
-where the network is not to be used (HF_HUB_OFFLINE=1), what was last heard holds.
+The order is that of the addresses given, and by name within a folder or glob; remote files get the
+names of a local copy. No file is opened. What belongs to a commit of the Hub never changes and is
+asked for once; the rest is asked for again by every run. Without a network (HF_HUB_OFFLINE=1) the
+last known listing is used.
 """
 
 from __future__ import annotations
 
-import base64
+import glob
+import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
-from glob import has_magic
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote, urlsplit
 
-from penstock.config import hub_endpoint
-from penstock.config import offline as offline_here
-from penstock.errors import AccessDenied, ConfigError, NoData, Offline, PenstockError, RemoteError
-from penstock.read import card
-from penstock.read.attempt import Patience
-from penstock.read.http import Refused, Target, version_in
-from penstock.read.hub import SHORT_NAMES, Entry, Hub, HubName, Known, Repository, parse
-from penstock.read.kept import Kept
-from penstock.read.manifest import (
-    Tree,
-    below,
-    find,
-    known_format,
-    no_known_ending,
-    remember,
-    unknown_format,
-)
-from penstock.read.retry import Client, raise_for
-from penstock.types import FileRef, Format
+from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError
+from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
 
 if TYPE_CHECKING:
-    from penstock.read.buckets import Buckets
+    from penstock.read.http import Deadline
+    from penstock.read.hub import Repository
+    from penstock.read.metadata_cache import MetadataCache
+    from penstock.read.remote_files import Network
 
+ENDINGS: dict[Format, str] = {
+    "parquet": ".parquet .pq",
+    "jsonl": ".jsonl .ndjson .json",
+    "text": ".txt .text .md .rst .py",
+}
+FORMATS = {ending: format for format, endings in ENDINGS.items() for ending in endings.split()}
+CODECS: dict[str, Codec] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz"}
 BUCKETS = ("s3", "s3a", "gs", "az", "abfs", "abfss")
-KNOWN = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
+FORMAT_HINT = "Name the format: TextDataset(…, format='jsonl')"
+SCHEMES = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
+BUNDLE_BYTES = 4 * MiB
+BUNDLE_FILES = 1024
+"""Small text files are read this many at a time: one task for each would cost more than its text."""
+
+
+class Entry(NamedTuple):
+    """A file in a listing."""
+
+    path: str
+    size: int
+    etag: str = ""
+
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def list_files(
+    urls: Paths,
+    *,
+    format: Format | None = None,
+    whole: bool = True,
+    remote: RemoteListing | None = None,
+) -> tuple[FileRef, ...]:
+    """Return the files behind `urls`, each once.
+
+    whole: a plain-text file is one document, and small ones are bundled.
+    remote: lists what is not on disk; None if everything is.
+    """
+    paths = _paths(urls)
+    # Everything remote at once, so that it is asked for in parallel.
+    away = {} if remote is None else remote.files_of([p for p in paths if is_remote(p)], format)
+    found: dict[str, FileRef] = {}
+    for path in paths:
+        for file in away[path] if path in away else _local(path, format):
+            found.setdefault(file.path if file.remote else os.path.realpath(file.path), file)
+    files = tell_apart(list(found.values()))
+    listed = tuple(_bundle(files) if whole else files)
+    if away and remote is not None:
+        remember(remote.cache, listed)
+    return listed
+
+
+def is_remote(source: str) -> bool:
+    """Return True if a source is not on disk."""
+    if "://" in source:
+        return not source.startswith("file://")
+    if not source.isidentifier() or os.path.lexists(source):
+        return False
+    from penstock.read.hub import SHORT_NAMES
+
+    return source in SHORT_NAMES
+
+
+def _paths(urls: Any) -> list[str]:
+    try:
+        paths = [
+            os.fspath(url) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)
+        ]
+    except TypeError:
+        paths = [b""]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        # Not shown: it may hold addresses with logins.
+        raise ConfigError("urls must be a path, a folder, a glob, an address or a list of these")
+    return paths
+
+
+# Formats
+
+
+def classify(name: str, format: Format | None = None) -> tuple[Format, Codec] | None:
+    """Return format and compression by a file's endings, or None if they are unknown."""
+    stem, ending = os.path.splitext(name.lower())
+    codec = CODECS.get(ending, "")
+    kind = format or FORMATS.get(os.path.splitext(stem)[1] if codec else ending)
+    if kind is None or (kind == "parquet" and codec):  # that one has no random access
+        return None
+    return kind, codec
+
+
+def _no_format(where: str, count: int) -> PenstockError:
+    endings = f"{' '.join(FORMATS)}, all but Parquet also {' '.join(CODECS)}"
+    if count == 1:
+        return ConfigError(f"{where}: its name does not tell its format ({endings}). {FORMAT_HINT}")
+    return SourceError(f"{where}: none of its {count} files ends in {endings}. {FORMAT_HINT}")
+
+
+# On disk
+
+
+def _local(source: str, format: Format | None) -> list[FileRef]:
+    if is_remote(source):
+        raise ConfigError(f"{source}: only files on disk can be read here")
+    path = Path(source.removeprefix("file://")).expanduser()
+    if path.is_dir():
+        root, names = path, sorted(_files_below(path))
+    else:
+        root = path.parent if path.is_file() else Path(fixed_folder(str(path)))
+        found = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+        names = sorted(os.path.relpath(name, root) for name in found if os.path.isfile(name))
+        if not names:
+            what = "matches no file" if glob.has_magic(str(path)) else "does not exist"
+            hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not classify(source)
+            hint = f". For a dataset on the Hub write hf://datasets/{source}" if hub else ""
+            raise SourceError(f"{path} {what} (looked from {Path.cwd()}){hint}")
+    try:
+        entries = [Entry(name.replace(os.sep, "/"), (root / name).stat().st_size) for name in names]
+    except FileNotFoundError as error:
+        raise SourceError(f"{error.filename} is a link to nothing. Remove it.") from error
+    return _refs(f"{root}{os.sep}", entries, "", format, str(path))
+
+
+def _files_below(root: Path) -> Iterator[str]:
+    """Return the names of all files below a folder, also where links lead, each folder once."""
+    seen = {os.path.realpath(root)}
+    for folder, folders, names in os.walk(root, onerror=_unlistable, followlinks=True):
+        inside = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
+        folders[:] = [n for real, n in inside.items() if real not in seen and not is_marker(n)]
+        seen.update(inside)
+        for name in names:
+            if not is_marker(name):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _unlistable(error: OSError) -> NoReturn:
+    # A run would continue with a part of its data.
+    raise SourceError(f"{error.filename}: its files cannot be listed: {error.strerror}.") from error
+
+
+# Names
+
+
+def is_marker(path: str) -> bool:
+    """Return True for hidden and underscored names, which other tools make (.git, _SUCCESS)."""
+    return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+def tell_apart(files: list[FileRef]) -> list[FileRef]:
+    """Number files that share a name, in their order."""
+    seen: Counter[str] = Counter()
+    for i, file in enumerate(files):
+        seen[file.name] += 1
+        if seen[file.name] > 1:
+            files[i] = replace(file, name=f"{file.name}~{seen[file.name]}")
+    return files
+
+
+def fixed_folder(pattern: str) -> str:
+    """Return the folders of a pattern up to the first that has a wildcard."""
+    parts = Path(pattern).parts[:-1]
+    first = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(Path(*parts[:first])) if first else ""
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Return a test for paths that works like `glob.glob(…, recursive=True)`."""
+
+    def matches(parts: list[str], names: list[str]) -> bool:
+        if not parts or not names:
+            return not parts and not names
+        part, name = parts[0], names[0]
+        if part == "**":
+            deeper = not name.startswith(".") and matches(parts, names[1:])
+            last = parts == ["**"] and len(names) == 1 and not name.startswith(".")
+            return deeper or last or matches(parts[1:], names)
+        hidden = name.startswith(".") and not part.startswith(".")
+        fits = not hidden and fnmatchcase(name, part) if glob.has_magic(part) else part == name
+        return fits and matches(parts[1:], names[1:])
+
+    return lambda path: matches(pattern.split("/"), path.split("/"))
+
+
+# Bundles and fingerprints
+
+
+def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
+    """Join neighbouring plain-text files until they make a chunk, with their ETags in order."""
+    part: list[FileRef] = []
+
+    def joined() -> Iterable[FileRef]:
+        if part:
+            members = tuple(Member(file.path, file.name, file.size) for file in part)
+            etags = ",".join(file.etag for file in part)
+            size = sum(file.size for file in part)
+            yield replace(
+                part[0], size=size, members=members, etag=etags if any(f.etag for f in part) else ""
+            )
+        part.clear()
+
+    for file in files:
+        plain = file.format == "text" and not file.codec
+        full = sum(each.size for each in part) >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES
+        if full or not plain:
+            yield from joined()
+        if plain:
+            part.append(file)
+        else:
+            yield file
+    yield from joined()
+
+
+def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
+    """Return every single file, also those in bundles."""
+    for file in files:
+        if not file.members:
+            yield file
+            continue
+        etags = file.etag.split(",") if file.etag else [""] * len(file.members)
+        for member, etag in zip(file.members, etags, strict=True):
+            yield FileRef(member.path, member.name, member.size, file.format, file.codec, etag=etag)
+
+
+def fingerprint(files: Sequence[FileRef]) -> str:
+    """Return a digest of names, sizes, formats and ETags, in order.
+
+    Times of files on disk are left out: a copy is the same data.
+    """
+    digest = hashlib.sha256()
+    for file in each(files):
+        line = f"{file.name}\0{file.size}\0{file.format}\0{file.codec}"
+        line += f"\0{file.etag}\n" if file.etag else "\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def remember(cache: MetadataCache, files: Sequence[FileRef]) -> None:
+    """Keep a listing by its fingerprint, for `explain_change`."""
+    key = fingerprint(files)
+    if cache.get("manifests", key) is None:
+        rows = [[file.name, file.size, file.etag] for file in each(files)]
+        cache.put("manifests", key, json.dumps(rows).encode())
+
+
+def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> str | None:
+    """Name the first file that differs from an earlier listing; None if that is not kept."""
+    data = cache.get("manifests", old)
+    if data is None:
+        return None
+    before = {name: (size, etag) for name, size, etag in json.loads(data)}
+    now = {file.name: (file.size, file.etag) for file in each(files)}
+    for name in [*now, *before]:
+        if name not in before or name not in now:
+            return f"{name} was added" if name in now else f"{name} is gone"
+        (old_size, old_etag), (size, etag) = before[name], now[name]
+        if (size, etag) != (old_size, old_etag):
+            sizes = f"it was {old_size} bytes long, it is {size}"
+            what = version_change(old_etag, etag) if etag != old_etag else sizes
+            return f"{name} changed: {what}"
+    return "the files come in another order" if list(before) != list(now) else None
+
+
+# Elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A text that must not be seen: it shows as stars wherever it is printed."""
+    """A text that is never printed."""
 
-    _text: str
-
-    def reveal(self) -> str:
-        """The text itself: for a request, and for nothing else."""
-        return self._text
-
-    def __repr__(self) -> str:
-        return "***"
-
-    __str__ = __repr__
+    text: str = field(repr=False)
 
 
-def basic_authorization(url: str) -> tuple[str, dict[str, str]]:
-    """An address without its login, and the login as a header."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    if not at:
-        return url, {}
-    name, _, password = user.partition(":")
-    login = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode("ascii")
-    return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {login}"}
+class Tree(Protocol):
+    """Files in folders, somewhere else."""
+
+    prefix: str
+    """What comes before a path in an address."""
+
+    def below(self, folder: str, recursive: bool) -> list[Entry]: ...
+
+    def one(self, path: str) -> Entry | None: ...
+
+
+def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
+    """Return the files that a path or glob names, and the folder below which they are named."""
+    if glob.has_magic(pattern):
+        base = fixed_folder(pattern)
+        rest = _below(pattern, base)
+        matches = matcher(rest)
+        entries = tree.below(base, "/" in rest or "**" in rest)
+        return [entry for entry in entries if matches(_below(entry.path, base))], base
+    # A path with a known ending is looked for as a file first, any other as a folder.
+    named = classify(pattern) is not None
+    for as_file in (named, not named):
+        if as_file and pattern and (file := tree.one(pattern)) is not None:
+            return [file], pattern.rpartition("/")[0]
+        if not as_file:
+            inside = tree.below(pattern, True)
+            if inside := [e for e in inside if not is_marker(_below(e.path, pattern))]:
+                return inside, pattern
+    return [], pattern
+
+
+def _below(path: str, folder: str) -> str:
+    return path[len(folder) + 1 :] if folder else path
 
 
 class RemoteListing:
     """Lists what is elsewhere, for one dataset."""
 
     def __init__(
-        self, client: Client, kept: Kept, *, config: str | None = None, offline: bool | None = None
+        self, network: Network, cache: MetadataCache, *, config: str | None, offline: bool
     ) -> None:
-        if not isinstance(config, str | None) or config == "":
-            raise ConfigError(
-                f"config={config!r}: needs the name of a configuration in the dataset's card"
-            )
-        self.kept = kept
-        self.config = config
+        if config == "":
+            raise ConfigError("config='': needs the name of a configuration in the dataset's card")
+        self.cache = cache
         self.secrets: dict[str, Secret] = {}
-        """Full addresses of files whose `path` leaves something out, by that path."""
-        self._client = client
-        self._offline = offline_here() if offline is None else offline
-        self._wait_s = client.limits.metadata_budget
-        self._commits: dict[tuple[str, str], str] = {}
-        self._shown: dict[str, str] = {}
+        """Full addresses of files whose `path` leaves out secrets, by that path."""
+        self._config, self._network, self._offline = config, network, offline
 
-    def takes(self, source: str) -> bool:
-        """Whether a source is elsewhere."""
-        if source in SHORT_NAMES:
-            return not os.path.lexists(source)
-        return "://" in source and not source.startswith("file://")
+    def files_of(self, sources: Sequence[str], format: Format | None) -> dict[str, list[FileRef]]:
+        """Return the files of each source. All addresses are checked before anything is asked."""
+        from penstock.read.hub import SHORT_NAMES, HubName, Repository, parse
 
-    def files_of(
-        self, sources: Sequence[str], format: Format | None = None
-    ) -> dict[str, list[FileRef]]:
-        """The files of each source. All are looked at before anything is asked for."""
+        calls: dict[str, Callable[[], list[FileRef]]] = {}
         hub: dict[str, HubName] = {}
-        buckets: dict[str, tuple[str, str]] = {}
-        web: dict[str, str] = {}
         for source in dict.fromkeys(sources):
             url = SHORT_NAMES.get(source, source)
             scheme = url.partition("://")[0].lower()
             if scheme == "hf":
                 hub[source] = parse(url)
             elif scheme in BUCKETS:
-                from penstock.read.buckets import place
+                from penstock.read.buckets import Bucket, place
 
-                buckets[source] = place(url)
+                root, key = place(url)
+                bucket = Bucket(self._network, root, self.known)
+                calls[source] = partial(self._find, bucket, key, format)
             elif scheme in ("http", "https"):
-                web[source] = self._checked(url, format)
+                calls[source] = partial(self._on_web, self._checked(url, format), format)
             else:
-                raise ConfigError(
-                    f"{scheme[:20]}://…: cannot be read. What can: a path on disk, {KNOWN}"
-                )
-        if self.config is not None and not any(name.path == "" for name in hub.values()):
-            raise ConfigError(
-                f"config={self.config!r}: names a configuration in a dataset's card, so it goes with "
-                "hf://datasets/ORG/NAME without a path"
-            )
-        found: dict[str, list[FileRef]] = {}
-        later: list[Callable[[], None]] = []
-        commits = {(name.repo, name.revision): name for name in hub.values()}
-        self._side_by_side([partial(self._resolve, name) for name in commits.values()])
-        trees = {
-            source: Repository(self._client, self.known, name.repo, self._commits[name[:2]])
-            for source, name in hub.items()
-        }
-        thunks: list[Callable[[], None]] = []
-        service: Buckets | None = None
+                raise ConfigError(f"{scheme[:20]}://… cannot be read; use a path, {SCHEMES}")
+        if self._config is not None and all(name.path for name in hub.values()):
+            raise ConfigError(f"config={self._config!r}: goes with hf://datasets/ORG/NAME, no path")
+        # One commit for all addresses of a branch, which may move meanwhile.
+        repositories = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
+        opened = [partial(Repository, self._network, self.known, name) for name in repositories]
+        trees = dict(zip(repositories, self._network.gather(opened), strict=True))
         for source, name in hub.items():
-            tree = trees[source]
-            if name.path:
-                thunks.append(partial(self._find, found, source, tree, name.path, format))
-                continue
-            thunks.append(tree.read_card)
-            if self.config is None:
-                thunks.append(
-                    tree.read_all
-                )  # most often the default is all or most of a repository
-            later.append(partial(self._configured, found, source, tree, format))
-        for source, (root, key) in buckets.items():
-            service = service or self._buckets()
-            thunks.append(
-                partial(self._find, found, source, _Bucket(self.known, service, root), key, format)
+            tree = trees[name._replace(path="")]
+            list_one = (
+                partial(self._find, tree, name.path) if name.path else partial(self._default, tree)
             )
-        for source, path in web.items():
-            thunks.append(partial(self._look_up, found, source, path, format))
-        self._side_by_side(thunks)
-        for thunk in later:
-            thunk()
-        return found
+            calls[source] = partial(list_one, format)
+        return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
-    def know(self, files: Sequence[FileRef], urls: Any) -> None:
-        """Take a listing that another process made of the same sources. Secrets did not travel with it."""
-        for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
-            if isinstance(url, str) and url.lower().startswith(("http://", "https://")):
+    def know(self, files: Sequence[FileRef], urls: Paths) -> None:
+        """Take a listing that rank 0 made of the same sources. Secrets did not travel with it."""
+        for url in _paths(urls):
+            if url.lower().startswith(("http://", "https://")):
                 self._public(url)
-        remember(self.kept, files)
+        remember(self.cache, files)
 
-    def _side_by_side(self, thunks: Sequence[Callable[[], None]]) -> None:
-        if thunks:
-            self._client.side_by_side(thunks)
+    # The Hub and buckets
 
-    # The Hub
+    def _default(self, tree: Repository, format: Format | None) -> list[FileRef]:
+        """Return the files of a configuration in a dataset's card."""
+        from penstock.read import hub
 
-    def _resolve(self, name: HubName) -> None:
-        """The commit of a revision. A branch may have moved, so it is asked for unless that is forbidden."""
-        if name.pinned:
-            self._commits[name[:2]] = name.revision
-            return
-        what = f"which commit {name.revision!r} of {name.repo} is"
-        make = partial(Hub(self._client).commit, name)
-        key = [hub_endpoint(), name.repo, name.revision]
-        self._commits[name[:2]] = self.known("revisions", key, make, what, moving=True)
+        where = f"{tree.prefix}README.md"
+        # Most often the default is all or most of a repository, so it is listed beside the card.
+        listing: list[Callable[[], Any]] = [] if self._config else [tree.list_all]
+        text = self._network.gather([tree.card, *listing])[0]
+        folder, patterns = hub.choose(hub.configurations(text, where), self._config, where)
+        if patterns is None:
+            entries = hub.data_files(tree.below(folder, True), f"{tree.prefix}{folder}", format)
+            return _refs(tree.prefix, sorted(entries), "", format, tree.prefix)
+        found: dict[Entry, None] = {}
+        for pattern in patterns:
+            entries = [entry for entry in find(tree, pattern)[0] if entry.path not in hub.NOT_DATA]
+            if not entries:
+                raise SourceError(f"{tree.prefix}{pattern}, which the card names, matches no file.")
+            found.update(dict.fromkeys(sorted(entries)))
+        return _refs(tree.prefix, list(found), "", format, tree.prefix)
 
-    def _find(
-        self, found: dict[str, Any], source: str, tree: _Files, pattern: str, format: Format | None
-    ) -> None:
+    def _find(self, tree: Tree, pattern: str, format: Format | None) -> list[FileRef]:
         entries, base = find(tree, pattern)
         if not entries:
-            where = f"{tree.prefix}{pattern}"
-            if has_magic(pattern):
-                raise NoData(
-                    f"{where} matches no file. `*` matches within a folder, `**` at any depth."
-                )
-            raise NoData(f"{where} does not exist.")
-        found[source] = _refs(tree, entries, base, format, pattern)
+            magic = "matches no file. `*` matches within a folder, `**` at any depth."
+            what = magic if glob.has_magic(pattern) else "does not exist."
+            raise SourceError(f"{tree.prefix}{pattern} {what}")
+        return _refs(tree.prefix, sorted(entries), base, format, f"{tree.prefix}{pattern}")
 
-    def _configured(
-        self, found: dict[str, Any], source: str, tree: Repository, format: Format | None
-    ) -> None:
-        """The files that the card gives the configuration, or those that look like data."""
-        where = f"{tree.prefix}README.md"
-        choice = card.choose(card.configurations(tree.card, where), self.config, where)
-        if choice.patterns is None:
-            entries = card.data_files(
-                tree.below(choice.folder, True), f"{tree.prefix}{choice.folder}", format
-            )
-            found[source] = _refs(tree, entries, "", format, "")
-            return
-        found_by: list[list[Entry]] = [[] for _ in choice.patterns]
-
-        def match(i: int, pattern: str) -> None:
-            entries = find(tree, pattern)[0]
-            if has_magic(pattern):
-                entries = [entry for entry in entries if not card.about_data(entry.path)]
-            if not entries:
-                raise NoData(
-                    f"{tree.prefix}{pattern}, which the dataset's card names, matches no file."
-                )
-            found_by[i] = sorted(entries)
-
-        self._side_by_side(
-            [partial(match, i, pattern) for i, pattern in enumerate(choice.patterns)]
-        )
-        each = {entry.path: entry for entries in found_by for entry in entries}
-        found[source] = _refs(tree, list(each.values()), "", format, "", sort=False)
-
-    # Buckets
-
-    def _buckets(self) -> Buckets:
-        from penstock.read.buckets import Buckets
-
-        return Buckets(self._client)
-
-    # http(s)
+    # Web servers
 
     def _checked(self, url: str, format: Format | None) -> str:
-        """What may be shown of an address that can be read, or an error that shows no more than that."""
+        """Return the part of an address that may be shown, or raise an error without secrets."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -249,174 +432,99 @@ class RemoteListing:
             host = None
         if not host or re.search(r"[\s\0\\]", url):
             raise ConfigError(
-                "an http(s) address is malformed; needs the form https://host/path/file.parquet"
+                "an address is malformed; needs the form https://host/path/file.parquet"
             )
         path = self._public(url)
         if "*" in parts.path or parts.path.endswith("/") or not parts.path:
-            raise ConfigError(
-                f"{path}: there is no listing over http(s). Give the address of each file, as a list."
-            )
-        if path.startswith(f"{hub_endpoint()}/datasets/") and "/resolve/" not in path:
-            raise ConfigError(
-                f"{path}: is a page of the Hub. Give its dataset as hf://datasets/ORG/NAME/path-or-glob"
-            )
-        if known_format(parts.path, format) is None:
-            raise unknown_format(path)
+            raise ConfigError(f"{path}: web servers have no listing. Name each file.")
+        if (
+            "/datasets/" in parts.path
+            and "/resolve/" not in parts.path
+            and host == "huggingface.co"
+        ):
+            raise ConfigError(f"{path}: write hf://datasets/ORG/NAME[@revision]/path-or-glob")
+        if classify(parts.path, format) is None:
+            raise _no_format(path, 1)
         return path
 
     def _public(self, url: str) -> str:
-        """What may be shown of an address; the whole of it goes to the secrets where that is less."""
+        """Return the part of an address that may be shown; the rest is kept as a secret."""
         parts = urlsplit(url)
-        path = shown = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        whole, number = url.partition("#")[0], 1
-        while self._shown.setdefault(shown, whole) != whole:
-            number += 1
-            shown = f"{path}#{number}"  # nothing of what tells them apart may be shown
-        if shown != whole:
-            self.secrets[shown] = Secret(whole)
+        shown = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        whole = Secret(url.partition("#")[0])
+        if self.secrets.setdefault(shown, whole) != whole:
+            raise ConfigError(f"{shown}: given twice, with different logins or queries")
         return shown
 
-    def _look_up(
-        self, found: dict[str, Any], source: str, path: str, format: Format | None
-    ) -> None:
-        """Size and ETag of a file, by one request."""
-        whole = self.secrets[path].reveal() if path in self.secrets else path
-        url, login = basic_authorization(whole)
-        what = f"the size of {path}"
-        # By all of the address: another query may be another file. What is secret of it is kept as a digest only.
+    def _on_web(self, path: str, format: Format | None) -> list[FileRef]:
+        whole = self.secrets[path].text
+        # The key is kept as a digest only.
         size, etag = self.known(
-            "files", [path, whole], partial(self._ask, url, login, path), what, moving=True
+            "files", [path, whole], partial(self._ask, whole, path), moving=True
         )
-        kind = known_format(urlsplit(path).path, format)
+        name = unquote(path.rpartition("/")[2])
+        kind = classify(name, format)
         assert kind is not None
-        name = urlsplit(path).path.rpartition("/")[2]
-        plain = unquote(name)
-        name = plain if plain.isprintable() and "/" not in plain else name
-        found[source] = [FileRef(path, name, size, *kind, etag=etag)]
+        return [FileRef(path, name, size, *kind, etag=etag)]
 
-    def _ask(self, url: str, login: dict[str, str], path: str) -> tuple[int, str]:
-        try:
-            reply = self._client.call(
-                url, what=path, method="HEAD", headers=login, ok=(200, 403, 405, 501)
-            )
-            length = reply.headers.get("content-length", "")
-            if reply.status == 200 and length.isdigit() and "content-encoding" not in reply.headers:
-                return int(length), version_in(reply.headers)
-            # Addresses signed for GET refuse HEAD, some servers do not know it or say too little.
-            return self._ask_by_range(url, login, path)
-        except Refused as refusal:
-            raise _no(path, refusal.status) from None
+    def _ask(self, whole: str, path: str) -> tuple[int, str]:
+        """Ask for a file's size and ETag, by a range: addresses signed for GET refuse HEAD."""
+        from penstock.read.http import (
+            NO_RANGES,
+            Place,
+            Refused,
+            RequestError,
+            denied,
+            split_login,
+        )
 
-    def _ask_by_range(self, url: str, login: dict[str, str], path: str) -> tuple[int, str]:
-        headers = {**login, "Range": "bytes=0-0"}
+        url, headers = split_login(whole)
+        headers["Range"] = "bytes=0-0"
 
-        def attempt(patience: Patience) -> tuple[int, str]:
-            # The body is left alone: a server that does not know ranges would send the whole file.
-            with self._client.follow("GET", Target(url), headers, None, patience)[1] as response:
+        def attempt(deadline: Deadline) -> tuple[int, str]:
+            with self._network.http.request(Place(url), headers, deadline) as response:
                 total = response.headers.get("content-range", "").rpartition("/")[2]
-                if response.status == 206 and total.isdigit():
-                    return int(total), version_in(response.headers)
                 if response.status == 416 and total == "0":
-                    return 0, version_in(response.headers)
-                if response.status in (200, 206):
-                    raise RemoteError(
-                        f"{path}: its server does not answer requests for a range of bytes, or does not say how long "
-                        "the file is. Use one that does, or copy the file to disk."
-                    )
-                raise_for(response)
+                    return 0, response.version()
+                response.check()
+                if response.status != 206 or not total.isdigit():
+                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+                return int(total), response.version()
 
-        return self._client.keep_trying(path, self._wait_s, attempt)
+        try:
+            return self._network.retry(path, attempt)
+        except Refused as refused:
+            if refused.status in (404, 410):
+                raise SourceError(f"{path} does not exist ({refused.status}).") from None
+            raise denied(path, refused.status) from None
 
-    # On disk
+    def known(self, kind: str, key: Sequence[Any], make: Callable[[], Any], *, moving: bool) -> Any:
+        """Return what is kept, else ask. What may have changed is asked for again if possible.
 
-    def known(
-        self, kind: str, key: Sequence[Any], make: Callable[[], Any], what: str, *, moving: bool
-    ) -> Any:
-        """What is kept, or else asked for; what moves is asked for anew, unless the network is not to be used."""
+        key: begins with what may be shown.
+        """
         name = json.dumps(key)
-        if not self._offline:
-            since = time.time() if moving else None
-            return json.loads(
-                self.kept.once(
-                    kind, name, lambda: json.dumps(make()).encode(), self._wait_s, since=since
-                )
+        data = self.cache.get(kind, name) if self._offline or not moving else None
+        if data is None and self._offline:
+            raise RemoteError(
+                f"{key[0]} is not in the cache ({self.cache.folder}: no {kind}), and HF_HUB_OFFLINE "
+                "is set. Run once with the network (HF_HUB_OFFLINE=0) and the same cache."
             )
-        data = self.kept.get(kind, name)
         if data is None:
-            raise Offline(
-                f"{what} is not known on this machine, and HF_HUB_OFFLINE is set. Run once with the network "
-                f"(HF_HUB_OFFLINE=0) and the same cache ({self.kept.folder}); it is kept there."
-            )
+            data = json.dumps(make()).encode()
+            self.cache.put(kind, name, data)
         return json.loads(data)
 
 
-class _Files(Tree, Protocol):
-    """A tree, and what stands before its paths in an address."""
-
-    prefix: str
-
-
-class _Bucket:
-    """A bucket. What is in it may change."""
-
-    def __init__(self, known: Known, service: Buckets, root: str) -> None:
-        self._known, self._service, self._root = known, service, root
-        self.prefix = f"{root}/"
-
-    def below(self, folder: str, recursive: bool) -> list[Entry]:
-        make = partial(self._service.below, self._root, folder, recursive=recursive)
-        return self._entries([folder, recursive], make, f"which files {self.prefix}{folder} has")
-
-    def one(self, path: str) -> Entry | None:
-        def make() -> list[Entry]:
-            entry = self._service.one(self._root, path)
-            return [] if entry is None else [entry]
-
-        return next(iter(self._entries([path], make, f"the size of {self.prefix}{path}")), None)
-
-    def _entries(self, key: list[Any], make: Callable[[], list[Entry]], what: str) -> list[Entry]:
-        key = [self._service.endpoint(self._root), self._root, *key]
-        return [Entry(*row) for row in self._known("listings", key, make, what, moving=True)]
-
-
 def _refs(
-    tree: _Files,
-    entries: list[Entry],
-    base: str,
-    format: Format | None,
-    pattern: str,
-    *,
-    sort: bool = True,
+    prefix: str, entries: list[Entry], base: str, format: Format | None, source: str
 ) -> list[FileRef]:
-    """Files by their names below a folder, leaving out those that are no text."""
+    """Return files by their names below a folder, without those that are not text."""
     found = []
-    for name, entry in (sorted if sort else list)(
-        (below(entry.path, base), entry) for entry in entries
-    ):
-        kind = known_format(name, format)
-        if kind is not None:
-            found.append(
-                FileRef(f"{tree.prefix}{entry.path}", name, entry.size, *kind, etag=entry.etag)
-            )
+    for path, size, etag in entries:
+        name = _below(path, base)
+        if (kind := classify(name, format)) is not None:
+            found.append(FileRef(f"{prefix}{path}", name, size, *kind, etag=etag))
     if not found:
-        where = f"{tree.prefix}{pattern}"
-        raise (
-            unknown_format(where)
-            if [e.path for e in entries] == [pattern]
-            else no_known_ending(where, len(entries))
-        )
+        raise _no_format(source, len(entries))
     return found
-
-
-def _no(path: str, status: int) -> PenstockError:
-    if status in (404, 410):
-        return NoData(f"{path} does not exist: its server answers {status}.")
-    if status in (401, 403, 407, 451):
-        return AccessDenied(
-            f"{path}: its server refuses access ({status}). A signed address may have expired, or a login is missing: "
-            "make a new address, or give the login as https://user:password@host/…"
-        )
-    return RemoteError(f"{path}: its server answers {status}.")
-
-
-__all__ = ["RemoteListing", "Secret", "basic_authorization"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.types import Address, MiB, OnBadRecord
+
+if TYPE_CHECKING:
+    from penstock.read.filters import RowFilter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +26,6 @@ class ReadSettings:
     max_doc_bytes: int = 256 * MiB
     max_ratio: float = 1000.0
     skip: frozenset[Address] = field(default_factory=frozenset)
+    filter: RowFilter | None = None
+    transform: tuple[str, Callable[[Any], Any]] | None = None
+    """A name with a version, and a function of a table of columns."""

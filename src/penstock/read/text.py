@@ -1,90 +1,130 @@
-"""Read plain text: documents between separators, or whole files.
+"""Read records by byte range: lines, texts between separators, whole files.
 
-In:    the records of a byte range, or a bundle of small files.
-Out:   their texts; the address is the byte offset, or in a bundle the file's number.
-Where: worker threads.
-State: none.
+Whether a record starts at a byte depends only on the bytes around it. So any range can be read alone,
+and ranges that tile a file give every record exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.read.columns import binaries, integers, nothing
-from penstock.read.delimited import Records
-from penstock.read.records import Judge, clean, reject_cut
-from penstock.read.storage import AnyFile, PlainFile
-from penstock.types import Address, ChunkRef, Documents, FileRef, MiB
+from penstock.order.shuffle import I64
+from penstock.read.arrow_utils import empty, integers
+from penstock.read.storage import AnyFile
+from penstock.types import ChunkRef, FileRef, MiB
 
 
-def split(file: FileRef, records: Records, judge: Judge) -> Documents:
-    """The texts between separators."""
-    starts, ends = records.starts, records.ends
-    if records.cut:
-        starts, ends = starts[:-1], ends[:-1]
+@dataclass(slots=True)
+class Records:
+    """Records of a range, as positions in `buffer`, which begins at byte `offset` of the file."""
+
+    buffer: bytes
+    offset: int
+    starts: I64
+    ends: I64
+    last: bool
+    cut: bool = False
+    """True if the last record is longer than allowed, and its end was not searched."""
+    unended: bool = False
+    """True if the last record ends with the file, not with a separator."""
+
+    @property
+    def rows(self) -> I64:
+        """The byte offset of each record in the file."""
+        return self.starts + self.offset
+
+    def keep(self, wanted: Any) -> None:
+        self.starts, self.ends = self.starts[wanted], self.ends[wanted]
+
+
+def read_records(source: AnyFile, lo: int, hi: int, separator: bytes, max_bytes: int) -> Records:
+    """Return the records that start in [lo, hi)."""
+    m = len(separator)
+    offset = max(0, lo - m)
+    wanted = hi + m - offset
+    buffer = source.read(offset, wanted)
+    size = offset + len(buffer)
+    at_end = len(buffer) < wanted
+    found = _find_all(buffer, separator)
+    # Of separators that overlap ("\n\n" in "\n\n\n") the text begins after the last one.
+    final = np.ones(len(found), bool)
+    final[:-1] = np.diff(found) >= m
+    starts = found[final] + m
+    starts = starts[(starts >= lo - offset) & (starts < min(hi, size) - offset)]
+    if lo == 0 < hi and size > 0 and not buffer.startswith(separator):
+        starts = np.concatenate([np.zeros(1, np.int64), starts])
+    last = at_end and size <= hi
+    if len(starts) == 0:
+        return Records(b"", offset, starts, starts, last)
+    after = np.searchsorted(found, starts)
+    ends = np.append(found, -1)[after]
+    records = Records(buffer, offset, starts, ends, last)
+    if ends[-1] < 0:
+        _extend(records, source, separator, max_bytes, at_end)
+    return records
+
+
+def _extend(
+    records: Records, source: AnyFile, separator: bytes, max_bytes: int, at_end: bool
+) -> None:
+    """Read on until the last record is complete, or longer than allowed."""
+    buffer, start = records.buffer, int(records.starts[-1])
+    step, end = MiB // 4, -1
+    while end < 0 and not at_end and len(buffer) - start <= max_bytes:
+        part = source.read(records.offset + len(buffer), step)
+        searched = max(start, len(buffer) - len(separator) + 1)
+        buffer += part
+        end = buffer.find(separator, searched)
+        at_end = len(part) < step
+        step = min(2 * step, 16 * MiB)
+    records.buffer = buffer
+    records.ends[-1] = end if end >= 0 else len(buffer)
+    records.unended, records.cut = end < 0 and at_end, end < 0 and not at_end
+
+
+def _find_all(buffer: bytes, separator: bytes) -> I64:
+    """Return the positions of the separator, overlaps included."""
+    data, m = np.frombuffer(buffer, np.uint8), len(separator)
+    if len(data) < m:
+        return np.empty(0, np.int64)
+    found = np.flatnonzero(data[: len(data) - m + 1] == separator[0])
+    for i in range(1, m):
+        found = found[data[found + i] == separator[i]]
+    return found
+
+
+def split(records: Records) -> pa.Array:
+    """Return the texts between separators."""
+    if len(records.starts) == 0:
+        return empty(pa.large_binary())
     # Text and separator alternate, so every other value between these offsets is a text.
-    offsets = np.empty(2 * len(starts), np.int64)
-    offsets[0::2], offsets[1::2] = starts, ends
-    rows = starts + records.offset
-    column = nothing(pa.large_binary())
-    if len(starts):
-        alternating = pa.LargeBinaryArray.from_buffers(
-            pa.large_binary(),
-            len(offsets) - 1,
-            [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)],
-        )
-        column = alternating.take(integers(np.arange(0, len(offsets) - 1, 2)))
-    documents = clean(column, rows, lambda i: Address(file.name, None, int(rows[i])), judge)
-    if records.cut:
-        reject_cut(file, records, judge)
-    return documents
+    offsets = np.column_stack([records.starts, records.ends]).reshape(-1)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
+    alternating = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
+    return alternating.take(integers(np.arange(0, len(offsets) - 1, 2)))
 
 
-def whole(file: FileRef, source: AnyFile, judge: Judge) -> Documents:
-    """A file that is one document, read no further than is allowed."""
+def read_whole(source: AnyFile, max_bytes: int) -> bytes:
+    """Return a whole file, or a little more than `max_bytes` of it."""
     parts: list[bytes] = []
     have = 0
-    while have <= judge.max_doc_bytes:
-        part = source.read(have, 16 * MiB)
+    while have <= max_bytes and (part := source.read(have, 16 * MiB)):
         parts.append(part)
         have += len(part)
-        if len(part) < 16 * MiB:
-            break
-    column = binaries([b"".join(parts)])
-    documents = clean(column, np.zeros(1, np.int64), lambda i: Address(file.name, None, 0), judge)
-    documents.last = True
-    return documents
+    return b"".join(parts)
 
 
-def bundled(ref: ChunkRef) -> tuple[int, list[FileRef]]:
-    """The files of a bundle, or of a part of one, and the number of the first."""
+def bundled(ref: ChunkRef) -> list[FileRef]:
+    """Return the files of a bundle, or of a part of one."""
     file = ref.file
-    lo, hi = ref.bounds(len(file.members))
+    part = slice(*ref.bounds(len(file.members)))
     # The ETags of remote members stand in the bundle's own, in their order.
     etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-    return lo, [
+    return [
         FileRef(member.path, member.name, member.size, "text", etag=etag)
-        for member, etag in zip(file.members[lo:hi], etags[lo:hi], strict=True)
+        for member, etag in zip(file.members[part], etags[part], strict=True)
     ]
-
-
-def bundle(
-    ref: ChunkRef,
-    fetched: Sequence[bytes | bytearray] | None,
-    plain: Callable[[FileRef], PlainFile],
-    judge: Judge,
-) -> Documents:
-    """Small files, each one a document."""
-    members = ref.file.members
-    lo, files = bundled(ref)
-    hi = lo + len(files)
-    if fetched is None:
-        texts = [plain(file).read(0, min(file.size, judge.max_doc_bytes) + 1) for file in files]
-    else:
-        texts = [bytes(data) for data in fetched]
-    column = binaries(texts)
-    rows = np.arange(lo, hi, dtype=np.int64)
-    return clean(column, rows, lambda i: Address(members[lo + i].name, None, 0), judge)

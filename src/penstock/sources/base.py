@@ -7,6 +7,7 @@ a `Producer` of batches. Sources of packed rows open `Lanes`, which a mixture ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ import numpy as np
 
 from penstock.encode.batch import Batch
 from penstock.encode.batching import Batcher
-from penstock.errors import BadRecord
 from penstock.feed.worker_pool import Pool
 from penstock.types import Address, LanePosition, MiB, Shard, StreamPosition
 from penstock.watch.stage_timer import Clock, NullClock
@@ -79,11 +79,6 @@ class RunContext:
         small = BURST_BYTES // max(1, self.row_bytes * self.batch_size) if self.row_bytes else 1
         return max(1, min(small, self.prefetch_size))
 
-    @property
-    def wraps(self) -> bool:
-        """True if batches are made of tensors here. On the way to a device, ids are widened there."""
-        return self.tensors and self.device is None
-
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
@@ -93,15 +88,6 @@ def noted(note: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(note)
         raise
-
-
-def narrowed(ids: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return ids in another type."""
-    if ids.dtype != dtype and ids.size:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high > np.iinfo(dtype).max:
-            raise BadRecord(f"ids from {low} to {high} do not fit in {dtype}")
-    return ids.astype(dtype, copy=False)
 
 
 class Counted(Protocol):
@@ -188,7 +174,7 @@ class Source(Protocol):
         return None
 
     def check_state(self, state: State) -> None:
-        """Raise `StateError` or `SourceChanged` for a state that cannot belong to this data."""
+        """Raise `StateError` or `SourceError` for a state that cannot belong to this data."""
         return
 
     def row_bytes(self) -> int:
@@ -201,6 +187,10 @@ class Source(Protocol):
 
     def length(self) -> int | None:
         """Return the rows or samples of an epoch, if known."""
+        return None
+
+    def batches(self, run: RunContext) -> int | None:
+        """Return the batches of a pass, if they are known and do not follow from `length`."""
         return None
 
     def work(self, run: RunContext) -> Any:
@@ -245,7 +235,6 @@ class RowProducer(Producer):
             seq_len=source.seq_len,
             drop_last=run.drop_last,
             positions=source.positions,
-            tensors=run.wraps,
             narrow=None if run.device is None else source.dtype,
             start=run.start,
             state=run.state,
@@ -270,7 +259,5 @@ class RowProducer(Producer):
         self.lanes.close()
 
     def totals(self) -> dict[str, int]:
-        names = ("cropped_tokens", "padded_tokens", "dropped_tokens")
-        packers = self.lanes.packers
-        packed = {name: sum(getattr(p.counts, name) for p in packers) for name in names}
+        packed = sum((packer.counts for packer in self.lanes.packers), Counter())
         return self.lanes.totals() | packed

@@ -14,17 +14,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from penstock.encode.rows import LaneOptions, Packer, add_counts, make_packer
+from penstock.encode.best_fit import BestFitPacker
+from penstock.encode.concat import ConcatPacker
+from penstock.encode.rows import LaneOptions, Packer
 from penstock.encode.tokenizer import Tokenizer
 from penstock.encode.window import Window
-from penstock.errors import NoData
+from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.order.plan import Plan
 from penstock.order.shuffle import permutation, window_chunks
-from penstock.read.records import where
+from penstock.read.validation import where
 from penstock.sources.base import Counted, Lanes, RowSource, RunContext
 from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
 
@@ -79,12 +82,48 @@ class ChunkReader(Counted, Protocol):
         return
 
 
-class Ahead(NamedTuple):
+class ChunkPlan(Protocol):
+    """Which chunks a lane reads, and in which order. A pure function."""
+
+    @property
+    def shuffle(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
+
+    def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
+        """Return the lane's groups of files, in reading order."""
+
+    def is_sequential(self, group: tuple[int, ...]) -> bool:
+        """Return True if the group is a file that can only be read in order."""
+
+    def chunks(
+        self,
+        lane: int,
+        epoch: int,
+        number: int,
+        group: tuple[int, ...],
+        chunks: Sequence[Sequence[ChunkRef]],
+    ) -> list[ChunkRef]:
+        """Return the lane's chunks of its `number`-th group, given the chunks of each file."""
+
+    def next_chunk(self, lane: int, epoch: int, file: int, index: int, nbytes: int) -> ChunkRef:
+        """Return the lane's `index`-th chunk of a file that can only be read in order."""
+
+    def balance(self) -> float:
+        """Return the bytes of the lane that has least, as a share of the mean."""
+
+
+@dataclass(slots=True, eq=False)
+class Ahead:
     """A chunk that is under way."""
 
     position: LanePosition
     ref: ChunkRef
     task: Task[TokenChunk]
+    nbytes: int | None = None
+    """Its size, once it is made and was counted."""
 
 
 class ChunkLane:
@@ -93,7 +132,7 @@ class ChunkLane:
     def __init__(
         self,
         number: int,
-        plan: Plan,
+        plan: ChunkPlan,
         options: LaneOptions,
         reader: ChunkReader,
         start: LanePosition,
@@ -104,6 +143,9 @@ class ChunkLane:
         self._plan, self._options, self._reader, self._used = plan, options, reader, used
         self._end_epoch = end_epoch
         self._ahead: deque[Ahead] = deque()
+        self._uncounted: list[Ahead] = []
+        self._counted_bytes = 0
+        """Those under way whose size is not known, and the bytes of the others."""
         self._epoch, self._group, self._chunk = start.epoch, start.group, start.chunk
         """The next chunk to submit."""
         self._window, self._window_epoch = start.window, start.epoch
@@ -125,12 +167,29 @@ class ChunkLane:
 
     def ahead_bytes(self) -> int:
         """Return the memory that the chunks under way take, or may take."""
-        return sum(
-            ahead.task.result().nbytes
-            if ahead.task.ready()
-            else self._options.expansion * ahead.ref.nbytes
-            for ahead in self._ahead
-        )
+        waiting = []
+        for ahead in self._uncounted:
+            if ahead.task.ready():
+                ahead.nbytes = ahead.task.result().nbytes
+                self._counted_bytes += ahead.nbytes
+            else:
+                waiting.append(ahead)
+        self._uncounted = waiting
+        return self._counted_bytes + sum(map(self._estimate, waiting))
+
+    def _estimate(self, ahead: Ahead) -> int:
+        return self._options.expansion * ahead.ref.nbytes
+
+    def _forget(self, ahead: Ahead) -> None:
+        """A chunk is no longer under way."""
+        if ahead.nbytes is None:
+            self._uncounted.remove(ahead)
+        else:
+            self._counted_bytes -= ahead.nbytes
+
+    @property
+    def n_ahead(self) -> int:
+        return len(self._ahead)
 
     def wants_chunks(self, beyond: int) -> bool:
         """Return True if fewer chunks are under way than the next window and `beyond` need."""
@@ -143,14 +202,14 @@ class ChunkLane:
             return False
         next_group = self._group if self._refs is None else self._group + 1
         upcoming = self._groups[next_group : next_group + LOOK_AHEAD]
-        if not upcoming or self._is_sequential(upcoming[0]) or self._reader.known(upcoming[0]):
+        if not upcoming or self._plan.is_sequential(upcoming[0]) or self._reader.known(upcoming[0]):
             return False
         for group in upcoming:
             self._reader.look_up(group)
         return True
 
-    def submit(self) -> bool:
-        """Submit one more chunk. Return False at the end of a finite stream."""
+    def submit(self) -> int:
+        """Submit one more chunk. Return the memory that it may take; 0 at the end of a finite stream."""
         while self._end_epoch is None or self._epoch < self._end_epoch:
             if self._groups is None:
                 self._groups = self._plan.groups(self.number, self._epoch)
@@ -167,9 +226,11 @@ class ChunkLane:
             task = self._reader.submit(ref, position)
             self._chunk += 1
             self._submitted += 1
-            self._ahead.append(Ahead(position, ref, task))
-            return True
-        return False
+            ahead = Ahead(position, ref, task)
+            self._ahead.append(ahead)
+            self._uncounted.append(ahead)
+            return max(1, self._estimate(ahead))
+        return 0
 
     def _next_epoch(self) -> None:
         if self._submitted == 0 and self._end_epoch is None:
@@ -178,12 +239,9 @@ class ChunkLane:
         self._submitted = 0
         self._groups = self._refs = None
 
-    def _is_sequential(self, group: tuple[int, ...]) -> bool:
-        return self._plan.files[group[0]].sequential
-
     def _next_ref(self, groups: list[tuple[int, ...]]) -> ChunkRef | None:
         group = groups[self._group]
-        if self._is_sequential(group):
+        if self._plan.is_sequential(group):
             return self._plan.next_chunk(
                 self.number, self._epoch, group[0], self._chunk, self._options.chunk_bytes
             )
@@ -226,11 +284,11 @@ class ChunkLane:
         """Return the next chunk, or None at the end of a finite stream."""
         if not self._ahead and not self.submit():
             return None
-        position, ref, task = self._ahead[0]
-        chunk = task.result()  # if this raises, the chunk stays the next one
-        self._ahead.popleft()
-        if chunk.last and ref.file.sequential:
-            self._end_file(position)
+        ahead = self._ahead[0]
+        chunk = ahead.task.result()  # if this raises, the chunk stays the next one
+        self._forget(self._ahead.popleft())
+        if chunk.last and ahead.ref.file.sequential:
+            self._end_file(ahead.position)
         self._used(chunk)
         return chunk
 
@@ -256,17 +314,18 @@ class ChunkLane:
         """A sequential file ended: drop what was submitted beyond its end."""
         file = position[:2]
         while self._ahead and self._ahead[-1].position[:2] == file:
-            self._ahead.pop().task.cancel()
+            dropped = self._ahead.pop()
+            dropped.task.cancel()
+            self._forget(dropped)
         if (self._epoch, self._group) == file:
             self._group, self._chunk, self._refs = self._group + 1, 0, None
 
-    def no_data(self) -> NoData:
-        files, lanes = len(self._plan.files), self._plan.lanes
-        if lanes == 1:
-            return NoData(f"the {files} file(s) hold no text: all documents are empty or left out")
-        return NoData(
-            f"lane {self.number} of {lanes} would have no text: the {files} file(s) hold too few "
-            "documents. Use fewer lanes or ranks, or a larger split."
+    def no_data(self) -> SourceError:
+        if self._plan.lanes == 1:
+            return SourceError("the data holds no text: all documents are empty or left out")
+        return SourceError(
+            f"lane {self.number} of {self._plan.lanes} would have no text: there are too few documents. "
+            "Use fewer lanes or ranks, or a larger split."
         )
 
 
@@ -275,37 +334,26 @@ class ChunkLanes(Lanes):
 
     def __init__(
         self,
-        source: RowSource,
-        files: Sequence[FileRef],
-        options: TextOptions,
-        tokenizer: Tokenizer | None,
+        plan: ChunkPlan,
+        options: LaneOptions,
         reader: ChunkReader,
         run: RunContext,
         pool: Pool,
+        report_docs: int = 0,
     ) -> None:
-        self._plan = Plan(files=tuple(files), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+        """`report_docs`: documents between two log lines; 0 for none."""
+        self._plan, self._options = plan, options
         self._run, self._pool, self.reader = run, pool, reader
         self.read_ahead_bytes = run.read_ahead_bytes
         self.min_read_ahead = 0
         """Chunks to have under way beyond the next window, at least: set by autotune."""
         self.memory_bound = False
         """True if more would be read ahead with more memory."""
-        names = ("documents", "empty", "text_bytes", "cache_hits", "cache_misses")
+        names = ("documents", "empty", "filtered", "text_bytes", "cache_hits", "cache_misses")
         self._counts = dict.fromkeys(names, 0)
         """What has entered the stream. Written by the producer thread."""
         self._bad: dict[str, int] = {}
-        self._report_docs, self._reported_docs = options.report_docs, 0
-        self._options = LaneOptions(
-            chunk_bytes=options.chunk_bytes,
-            window_chunks=options.shuffle_chunks if run.shuffle else 1,
-            expansion=2 if tokenizer is None else tokenizer.expansion,
-            packing=options.packing,
-            seq_len=options.seq_len,
-            pad_id=0 if tokenizer is None else tokenizer.pad_id,
-            dtype=source.dtype,
-            positions=options.positions,
-            keep_tail=not run.drop_last,
-        )
+        self._report_docs, self._reported_docs = report_docs, 0
         opened = [self._open(n, run.positions[n]) for n in run.own_lanes]
         self.lanes = [lane for lane, _ in opened]
         self.packers = [packer for _, packer in opened]
@@ -313,7 +361,8 @@ class ChunkLanes(Lanes):
     def _open(self, number: int, start: LanePosition) -> tuple[ChunkLane, Packer]:
         end = start.epoch + 1 if self._run.by_epoch else self._run.end_epoch
         lane = ChunkLane(number, self._plan, self._options, self.reader, start, end, self._use)
-        return lane, make_packer(self._options, self._windows_of(lane), start)
+        packer = BestFitPacker if self._options.packing == "best_fit" else ConcatPacker
+        return lane, packer(self._options, self._windows_of(lane), start)
 
     def reopen(self, index: int, epoch: int) -> None:
         for task in self.lanes[index].ahead():
@@ -321,7 +370,7 @@ class ChunkLanes(Lanes):
         number = self.lanes[index].number
         self.reader.reopen(number, epoch)
         self.lanes[index], packer = self._open(number, LanePosition(epoch=epoch))
-        add_counts(packer.counts, self.packers[index].counts)
+        packer.counts.update(self.packers[index].counts)
         self.packers[index] = packer
 
     def totals(self) -> dict[str, int]:
@@ -365,18 +414,17 @@ class ChunkLanes(Lanes):
         budget = self.read_ahead_bytes - sum(lane.ahead_bytes() for lane in self.lanes)
         hungry = [lane for lane in self.lanes if lane.wants_chunks(beyond)]
         while hungry and budget > 0:
-            lane = min(hungry, key=lambda lane: len(lane.ahead()))
+            lane = min(hungry, key=lambda lane: lane.n_ahead)
             if lane.would_wait():  # what is known already goes first
                 hungry.remove(lane)
                 continue
-            before = lane.ahead_bytes()
             try:
-                more = lane.submit()
+                nbytes = lane.submit()
             except Exception:  # raised again when the stream comes to this chunk
-                more = False
-            if not more or not lane.wants_chunks(beyond):
+                nbytes = 0
+            if not nbytes or not lane.wants_chunks(beyond):
                 hungry.remove(lane)
-            budget -= lane.ahead_bytes() - before
+            budget -= nbytes
         self.memory_bound = bool(hungry) and budget <= 0
 
     def _windows_of(self, lane: ChunkLane) -> Callable[[], Window | None]:
@@ -400,6 +448,7 @@ class ChunkLanes(Lanes):
         counts = self._counts
         counts["documents"] += len(chunk.docs)
         counts["empty"] += chunk.empty
+        counts["filtered"] += chunk.filtered
         counts["text_bytes"] += chunk.text_bytes
         counts["cache_hits" if chunk.cached else "cache_misses"] += 1
         if bad := [*self.reader.take_bad(), *chunk.bad]:
@@ -422,3 +471,29 @@ class ChunkLanes(Lanes):
                 )
             self._bad[record.reason] = self._bad.get(record.reason, 0) + 1
         self.reader.rejected(bad)
+
+
+def text_lanes(
+    source: RowSource,
+    files: Sequence[FileRef],
+    options: TextOptions,
+    tokenizer: Tokenizer | None,
+    reader: ChunkReader,
+    run: RunContext,
+    pool: Pool,
+    report_docs: int = 0,
+) -> ChunkLanes:
+    """Open the lanes of text in files or of an iterable."""
+    plan = Plan(files=tuple(files), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+    lane_options = LaneOptions(
+        chunk_bytes=options.chunk_bytes,
+        window_chunks=options.shuffle_chunks if run.shuffle else 1,
+        expansion=2 if tokenizer is None else tokenizer.expansion,
+        packing=options.packing,
+        seq_len=options.seq_len,
+        pad_id=0 if tokenizer is None else tokenizer.pad_id,
+        dtype=source.dtype,
+        positions=options.positions,
+        keep_tail=not run.drop_last,
+    )
+    return ChunkLanes(plan, lane_options, reader, run, pool, report_docs)

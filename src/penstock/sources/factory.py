@@ -8,6 +8,7 @@ from typing import Any
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError
 from penstock.sources.base import Source
+from penstock.sources.samples import is_rows
 
 
 def as_source(
@@ -27,16 +28,18 @@ def as_source(
     if not isinstance(dataset, str | bytes | dict):
         map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if map_style and not _is_iterable_dataset(dataset):
-            from penstock.sources.map_style import MapStyleSource
+            from penstock.sources.map_style import RowsSource, SampleSource
 
-            return MapStyleSource(dataset, preprocess, collate)
+            if is_rows(dataset) and preprocess is None and collate is None:
+                return RowsSource(dataset)
+            return SampleSource(dataset, preprocess, collate)
         if callable(dataset) or isinstance(dataset, Iterable):
             from penstock.sources.iterable import IterableSource
 
             return IterableSource(dataset, preprocess, collate)
     raise ConfigError(
         f"dataset={dataset!r:.80}: must be a TextDataset, as in TextDataset(path, tokenizer=…, "
-        "seq_len=…), a TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and "
+        "seq_len=…), a PreparedDataset, a TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and "
         "__getitem__, or an iterable"
     )
 
@@ -46,6 +49,10 @@ def _packed(dataset: Any) -> Source:
         from penstock.sources.text_files import TextSource
 
         return TextSource(dataset)
+    from penstock.sources.prepared import PreparedDataset, PreparedSource
+
+    if isinstance(dataset, PreparedDataset):
+        return PreparedSource(dataset)
     from penstock.sources.mixture import Mixture, MixtureSource
 
     if isinstance(dataset, Mixture):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError, StateFormat
+from penstock.errors import ConfigError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RunContext, Source
@@ -20,7 +20,6 @@ from penstock.sources.samples import (
     SampleProducer,
     Samples,
     SampleWork,
-    refuse_stop_iteration,
     refuse_text,
     span_of,
 )
@@ -38,7 +37,7 @@ class SampleReader:
     def read(self, _previous: Any = None) -> Samples:
         """Return the samples of the next batch; none after the end."""
         try:
-            with self._run.clock.stage("fetch"), refuse_stop_iteration():
+            with self._run.clock.stage("fetch"):
                 return self._read()
         except Exception as error:
             items = self._items
@@ -103,7 +102,7 @@ class IterableSource(Source):
     def check_state(self, state: State) -> None:
         at = state.source
         if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
-            raise StateFormat(
+            raise StateError(
                 f"invalid state: 'source' must have the iterable's epoch and taken, not {at!r:.80}"
             )
 

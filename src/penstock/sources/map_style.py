@@ -2,13 +2,13 @@
 
 The state is one number, the next global row. Row g of a pass is sample `permute(g mod length)` of
 epoch g div length, so any number of ranks can continue from it. Rows of ids go through the same
-batcher as text (`RowLanes`); samples of the user's own are collated by the workers, a task a batch
-(`SampleProducer`).
+batcher as text (`RowsSource`); samples of the user's own are collated by the workers, a task a batch
+(`SampleSource`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,65 +16,50 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.rows import FixedMark, Mark, PackCounts, Packer, Rows
+from penstock.encode.rows import Mark, Packer, Rows, fixed
 from penstock.encode.window import Ids
-from penstock.errors import NoData
+from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, narrowed
-from penstock.sources.samples import (
-    SampleProducer,
-    Samples,
-    SampleWork,
-    is_rows,
-    refuse_text,
-    span_of,
-)
+from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, Source
+from penstock.sources.samples import SampleProducer, Samples, SampleWork, refuse_text, span_of
 from penstock.types import LanePosition, Shard, Span
 
 TASK_TOKENS = 1 << 19
 """Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
 The first tasks read fewer, so that the first batch does not wait."""
 FIRST_ROWS = 32
-TASK_SAMPLES = 128
-"""The most samples of a user's own dataset that one task reads: each may take milliseconds."""
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
 
 
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """Which sample each row of a stream is."""
+def sample_parts(
+    run: RunContext,
+    length: int,
+    shard: Shard,
+    *,
+    epoch: int,
+    rows: tuple[int, int | None],
+    sizes: tuple[int, int],
+    repeat: int | None = None,
+) -> Iterator[tuple[I64, I64]]:
+    """Yield the samples and epochs of a shard's rows [first, end), part by part.
 
-    length: int
-    shuffle: bool
-    seed: int
-    first_epoch: int
-
-    def samples(self, rows: I64) -> tuple[I64, I64]:
-        """Return the sample and the epoch of each row."""
-        epochs = rows // self.length
-        samples = rows - epochs * self.length
-        epochs = epochs + self.first_epoch
-        if self.shuffle:
-            for epoch in np.unique(epochs).tolist():
-                there = epochs == epoch
-                key = mix(self.seed, _ROWS, epoch)
-                samples[there] = permute(self.length, key, samples[there])
-        return samples, epochs
-
-    def parts(
-        self, first: int, end: int | None, shard: Shard, repeat: int | None, sizes: tuple[int, int]
-    ) -> Iterator[tuple[I64, I64]]:
-        """Yield the samples and epochs of a shard's own rows [first, end), part by part. Parts grow
-        from the first size to the second. From the global row `repeat` on, the first rows are
-        repeated."""
-        size, largest = sizes
-        while end is None or first < end:
-            last = first + size if end is None else min(first + size, end)
-            rows = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
-            yield self.samples(rows if repeat is None else rows % repeat)
-            first, size = last, min(2 * size, largest)
+    Row 0 is in `epoch`. Parts grow from the first size to the second. From the global row `repeat`
+    on, the first rows are repeated.
+    """
+    (first, end), (size, largest) = rows, sizes
+    while end is None or first < end:
+        last = first + size if end is None else min(first + size, end)
+        numbers = np.arange(first, last, dtype=np.int64) * shard.mod + shard.rem
+        passes, samples = np.divmod(numbers if repeat is None else numbers % repeat, length)
+        epochs = passes + epoch
+        if run.shuffle:
+            for each in np.unique(epochs).tolist():
+                there = epochs == each
+                samples[there] = permute(length, mix(run.seed, _ROWS, each), samples[there])
+        yield samples, epochs
+        first, size = last, min(2 * size, largest)
 
 
 def spans_of(dataset: Any, index: int) -> list[Span]:
@@ -114,8 +99,6 @@ class IndexedRows:
         return min(int(self.epochs[0]), int(self.epochs[-1]))
 
     def boundaries(self) -> tuple[I64, I64]:
-        if not is_rows(self.dataset):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
         boundaries: tuple[I64, I64] = self.dataset.boundaries(self.samples)
         return boundaries
 
@@ -128,17 +111,17 @@ class IndexedPacker:
 
     def __init__(
         self,
-        source: MapStyleSource,
+        dataset: Any,
         pool: Pool,
         parts: Iterator[tuple[I64, I64]],
         start: LanePosition,
     ) -> None:
         """`parts`: the samples and epochs to ask for. `start.row` counts the lane's own rows."""
-        self._source, self._pool, self._parts = source, pool, parts
+        self._dataset, self._pool, self._parts = dataset, pool, parts
         self._start, self._next = start, start.row
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
         self._rest: IndexedRows | None = None
-        self.counts = PackCounts()
+        self.counts: Counter[str] = Counter()
         self.failed: Exception | None = None
 
     def rows(self, n: int) -> list[Rows]:
@@ -152,39 +135,28 @@ class IndexedPacker:
         return out
 
     def mark(self) -> Mark:
-        return FixedMark(self._start._replace(row=self._next))
+        return fixed(self._start._replace(row=self._next))
 
     def _read(self) -> IndexedRows | None:
-        self._submit_ahead()
-        while self._tasks and self.failed is None:
-            samples, epochs, task = self._tasks.popleft()
-            try:
-                ids = narrowed(np.asarray(task.result()), self._source.dtype)
-                return IndexedRows(ids, samples, epochs, self._source.dataset)
-            except Exception as error:
-                if len(samples) == 1:
-                    self.failed = error  # raised by the batcher, after the rows that came before it
-                    break
-                for i in reversed(range(len(samples))):
-                    self._tasks.appendleft(self._ask(samples[i : i + 1], epochs[i : i + 1]))
-        return None
-
-    def _submit_ahead(self) -> None:
         while len(self._tasks) <= self._pool.n_workers:
             part = next(self._parts, None)
             if part is None:
-                return
-            self._tasks.append(self._ask(*part))
-
-    def _ask(self, samples: I64, epochs: I64) -> tuple[I64, I64, Task[Any]]:
-        width = self._source.seq_len + 1
-        return samples, epochs, self._pool.submit("rows", samples, epochs, width)
+                break
+            self._tasks.append((*part, self._pool.submit("rows", part[0])))
+        if not self._tasks or self.failed is not None:
+            return None
+        samples, epochs, task = self._tasks.popleft()
+        try:
+            return IndexedRows(task.result(), samples, epochs, self._dataset)
+        except Exception as error:
+            self.failed = error  # raised by the batcher, after the rows that came before it
+            return None
 
 
 class RowLanes(Lanes):
     """A rank's lanes of map-style rows, as part of a mixture."""
 
-    def __init__(self, source: MapStyleSource, run: RunContext, pool: Pool) -> None:
+    def __init__(self, source: RowsSource, run: RunContext, pool: Pool) -> None:
         self._source, self._run, self._pool = source, run, pool
         self.packers: list[Packer] = [
             self._packer(lane, run.positions[lane]) for lane in run.own_lanes
@@ -193,11 +165,11 @@ class RowLanes(Lanes):
     def _packer(self, lane: int, start: LanePosition) -> IndexedPacker:
         """Return a lane's packer. Its position counts rows from the beginning of an epoch."""
         run, length = self._run, self._source.length()
-        order = RowOrder(length, run.shuffle, run.seed, start.epoch)
         end = len(range(lane, length, run.lanes)) if run.by_epoch else None
-        shard, sizes = Shard(run.lanes, lane), self._source.task_rows()
-        parts = order.parts(start.row, end, shard, None, sizes)
-        return IndexedPacker(self._source, self._pool, parts, start)
+        rows, sizes = (start.row, end), self._source.task_rows
+        shard = Shard(run.lanes, lane)
+        parts = sample_parts(run, length, shard, epoch=start.epoch, rows=rows, sizes=sizes)
+        return IndexedPacker(self._source.dataset, self._pool, parts, start)
 
     def reopen(self, index: int, epoch: int) -> None:
         lane = self._run.own_lanes[index]
@@ -211,10 +183,9 @@ class OneLane(Lanes):
         self.packers = [packer]
 
 
-class MapStyleSource(RowSource):
-    """A map-style dataset as the loader sees it. In a mixture its samples must be rows of ids."""
+class SampleSource(Source):
+    """A map-style dataset of the user's own as the loader sees it."""
 
-    by_lane = False
     shuffles = True
     even = True
 
@@ -225,30 +196,16 @@ class MapStyleSource(RowSource):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.dataset, self._preprocess, self._collate = dataset, preprocess, collate
-        self.rows = is_rows(dataset) and preprocess is None and collate is None
-        """True if the dataset reads rows of ids itself, many at once."""
-        self.positions = bool(getattr(dataset, "positions", False)) and self.rows
-        self.seq_len = int(getattr(dataset, "seq_len", None) or 0)
-        """0 if it is not known: a mixture then sets it."""
-        self.dtype = np.dtype(dataset.dtype if self.rows else np.uint32)
         self._length = len(dataset)
         if self._length < 1:
-            raise NoData(f"{type(dataset).__name__} has no samples: its length is {self._length}")
+            raise SourceError(
+                f"{type(dataset).__name__} has no samples: its length is {self._length}"
+            )
         if isinstance(dataset, list | tuple) and preprocess is None and collate is None:
             refuse_text(dataset[0])
 
     def data_id(self) -> dict[str, Any]:
-        known = getattr(self.dataset, "data_id", None)
-        about: dict[str, Any] = known() if known else {"type": type(self.dataset).__name__}
-        return about | {"length": self._length}
-
-    def settings_id(self) -> dict[str, Any]:
-        known = getattr(self.dataset, "settings_id", None)
-        settings: dict[str, Any] = known() if known is not None else {}
-        return settings
-
-    def row_bytes(self) -> int:
-        return super().row_bytes() if self.rows else 0
+        return {"type": type(self.dataset).__name__, "length": self._length}
 
     def length(self) -> int:
         return self._length
@@ -256,32 +213,67 @@ class MapStyleSource(RowSource):
     def work(self, run: RunContext) -> SampleWork:
         return SampleWork(self.dataset, self._preprocess, self._collate, run)
 
-    def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
-        total = None if run.end_epoch is None else (run.end_epoch - run.first_epoch) * self._length
-        n_rows: int | None = None
-        if total is not None:
-            n_rows = own_rows(total, run)
-            if n_rows == 0 and run.drop_last:
-                raise NoData(
-                    f"{total} samples do not fill one batch of {run.batch_size} on each of "
-                    f"{run.shard.mod} ranks. Use a smaller batch_size, more epochs, or drop_last=False."
-                )
-        order = RowOrder(self._length, run.shuffle, run.seed, run.first_epoch)
-        # The rank's first row at or after the global one of the state.
+    def rows_of(self, run: RunContext) -> tuple[int, int | None, int | None]:
+        """Return the rank's first row, the end of its rows, and the rows of all ranks."""
+        # The first row at or after the global one of the state.
         first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
-        sizes = self.task_rows() if self.rows else (run.batch_size, run.batch_size)
-        parts = order.parts(first, n_rows, run.shard, total, sizes)
-        if not self.rows:
-            tasks = (pool.submit("batch", Samples(*part)) for part in parts)
-            return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
-        packer = IndexedPacker(self, pool, parts, LanePosition(row=first))
+        if run.end_epoch is None:
+            return first, None, None
+        total = (run.end_epoch - run.first_epoch) * self._length
+        end = own_rows(total, run)
+        if end == 0 and run.drop_last:
+            raise SourceError(
+                f"{total} samples do not fill one batch of {run.batch_size} on each of "
+                f"{run.shard.mod} ranks. Use a smaller batch_size, more epochs, or drop_last=False."
+            )
+        return first, end, total
+
+    def parts(self, run: RunContext, sizes: tuple[int, int]) -> Iterator[tuple[I64, I64]]:
+        """Yield the samples and epochs of the rank's rows, part by part."""
+        first, end, total = self.rows_of(run)
+        return sample_parts(
+            run,
+            self._length,
+            run.shard,
+            epoch=run.first_epoch,
+            rows=(first, end),
+            sizes=sizes,
+            repeat=total,
+        )
+
+    def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
+        *_, total = self.rows_of(run)
+        parts = self.parts(run, (run.batch_size, run.batch_size))
+        tasks = (pool.submit("batch", Samples(*part)) for part in parts)
+        return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
+
+
+class RowsSource(SampleSource, RowSource):
+    """A dataset that reads rows of ids itself, many at once: token files, synthetic data."""
+
+    by_lane = False
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.seq_len, self.dtype = dataset.seq_len, np.dtype(dataset.dtype)
+        self.positions = bool(getattr(dataset, "positions", False))
+        self.task_rows = FIRST_ROWS, max(1, TASK_TOKENS // (self.seq_len + 1))
+        """How many rows the first task reads, and how many later ones."""
+
+    def data_id(self) -> dict[str, Any]:
+        about: dict[str, Any] = self.dataset.data_id()
+        return about | {"length": self._length}
+
+    def settings_id(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.dataset.settings_id()
+        return settings
+
+    def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
+        first, _, total = self.rows_of(run)
+        parts = self.parts(run, self.task_rows)
+        packer = IndexedPacker(self.dataset, pool, parts, LanePosition(row=first))
         run = replace(run, lanes=run.shard.mod, drop_last=False)
         return RowProducer(self, run, OneLane(packer), total)
-
-    def task_rows(self) -> tuple[int, int]:
-        """Return how many rows the first tasks read, and how many later ones."""
-        most = max(1, TASK_TOKENS // (self.seq_len + 1))
-        return FIRST_ROWS, most if self.rows else min(most, TASK_SAMPLES)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
         return RowLanes(self, run, pool)

@@ -8,22 +8,23 @@ since the weights changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from penstock.config import one_of, whole_number
-from penstock.encode.rows import FixedMark, Mark, PackCounts, Rows, add_counts
-from penstock.errors import ConfigError, NoData, StateFormat
+from penstock.config import one_of
+from penstock.encode.batching import RowsOrigin
+from penstock.encode.rows import Mark, Rows, fixed
+from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
 from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
 from penstock.sources.base import Lanes, RowSource, RunContext, Source
-from penstock.sources.map_style import MapStyleSource
+from penstock.sources.map_style import RowsSource
 from penstock.state import State
 from penstock.types import LanePosition
 
@@ -43,7 +44,6 @@ class Mixture:
         parts: Mapping[str, tuple[Any, float]],
         *,
         on_end: OnEnd = "restart",
-        seq_len: int | None = None,
     ) -> None:
         """Describe a mixture.
 
@@ -51,7 +51,6 @@ class Mixture:
             to 1.
         on_end: what happens when a part ends. "restart" reads it again, forever; "stop" ends the
             epoch for all parts.
-        seq_len: needed only if no part knows it: map-style data with rows of seq_len + 1 ids.
         """
         one_of("on_end", on_end, ("restart", "stop"))
         if not isinstance(parts, Mapping) or not parts:
@@ -65,9 +64,23 @@ class Mixture:
                 )
         self.parts = dict(parts)
         self.on_end: OnEnd = on_end
-        self.seq_len = None if seq_len is None else whole_number("seq_len", seq_len, 1)
         weights = {name: weight for name, (_, weight) in parts.items()}
         self.weights = whole_weights(weights, list(parts))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """As of the parts, if one knows it."""
+        sizes = [getattr(part, "vocab_size", None) or 0 for part, _ in self.parts.values()]
+        return max(sizes) or None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of a row of ids, if a part has a tokenizer."""
+        texts = (part for part, _ in self.parts.values() if getattr(part, "tokenizer", None))
+        part = next(texts, None)
+        if part is None:
+            raise ConfigError("decode: none of the parts has a tokenizer")
+        text: str = part.decode(ids)
+        return text
 
     def __repr__(self) -> str:
         """Return a tree of the parts with their shares and, if known, tokens."""
@@ -106,18 +119,20 @@ class MixturePacker:
         self._given = 1 if start.row else 0
         """Rows of this epoch, to notice an empty one."""
         self._ended = run.end_epoch is not None and start.epoch >= run.end_epoch
-        self._before_end: Mark | None = FixedMark(start) if self._ended else None
+        self._before_end: MixtureMark | None = None
         """The next row's position, if its part was found to have ended: the end belongs to that row,
         so that the position does not depend on how many rows were asked for at once."""
-        self.part_rows = [0] * len(parts)
+        self._part_rows = [0] * len(parts)
         self.failed: Exception | None = None
+        if self._ended:
+            parts_at = tuple(map(fixed, start.parts))
+            self._before_end = MixtureMark(
+                start.epoch, start.row, start.counts, parts_at, tuple(self._part_rows)
+            )
 
     @property
-    def counts(self) -> PackCounts:
-        total = PackCounts()
-        for part in self._parts:
-            add_counts(total, part.packers[self._index].counts)
-        return total
+    def counts(self) -> Counter[str]:
+        return sum((part.packers[self._index].counts for part in self._parts), Counter())
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
@@ -134,12 +149,12 @@ class MixturePacker:
                     break
         return out
 
-    def mark(self) -> Mark:
+    def mark(self) -> MixtureMark:
         if self._before_end is not None:
             return self._before_end
         counts = self._chooser.counts(self.row * self._lanes)
         parts = tuple(part.packers[self._index].mark() for part in self._parts)
-        return MixtureMark(self._epoch, self.row, counts, parts)
+        return MixtureMark(self._epoch, self.row, counts, parts, tuple(self._part_rows))
 
     def _take(self, part: int, wanted: int, out: list[Rows]) -> int:
         rows = self._parts[part].packers[self._index].rows(wanted)
@@ -147,17 +162,18 @@ class MixturePacker:
         got = sum(len(each.ids) for each in rows)
         self.row += got
         self._given += got
-        self.part_rows[part] += got
+        self._part_rows[part] += got
         self._before_end = None if got else self._before_end
         return got
 
     def _end(self, part: int) -> None:
         """A part has no more rows: it failed, or the epoch ends for all parts."""
         if self._before_end is None:
-            self._before_end = FixedMark(self.mark().position())
+            mark = self.mark()
+            self._before_end = replace(mark, parts=tuple(fixed(part()) for part in mark.parts))
         self.failed = self._parts[part].packers[self._index].failed
         if self.failed is None and not (self._by_epoch and self._given):
-            self.failed = NoData(
+            self.failed = SourceError(
                 f"lane {self._lane} of {self._lanes} gets no row of part {part} of the mixture"
             )
         if self.failed is not None:
@@ -178,9 +194,11 @@ class MixtureMark:
     row: int
     counts: tuple[int, ...]
     parts: tuple[Mark, ...]
+    part_rows: tuple[int, ...]
+    """Rows of each part that the lane has given since the pipeline was opened."""
 
-    def position(self) -> LanePosition:
-        parts = tuple(part.position() for part in self.parts)
+    def __call__(self) -> LanePosition:
+        parts = tuple(part() for part in self.parts)
         return LanePosition(epoch=self.epoch, row=self.row, counts=self.counts, parts=parts)
 
 
@@ -188,7 +206,6 @@ class MixtureLanes(Lanes):
     """A rank's lanes of a mixture, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
-        self._names = list(source.parts)
         self._parts: list[Lanes] = []
         try:
             for i, (name, part) in enumerate(source.parts.items()):
@@ -207,10 +224,7 @@ class MixtureLanes(Lanes):
             self.packers.append(packer)
 
     def totals(self) -> dict[str, int]:
-        totals = sum((Counter(part.totals()) for part in self._parts), Counter())
-        for i, name in enumerate(self._names):
-            totals[f"rows of {name}"] = sum(packer.part_rows[i] for packer in self.packers)
-        return totals
+        return sum((Counter(part.totals()) for part in self._parts), Counter())
 
     def bad(self) -> dict[str, int]:
         return sum((Counter(part.bad()) for part in self._parts), Counter())
@@ -249,13 +263,11 @@ class MixtureSource(RowSource):
                 )
             self.parts[name] = source
         parts = self.parts.items()
-        self.seq_len = self._common_seq_len()
-        self._check_vocabularies()
+        self._check_parts()
+        self.seq_len = next(iter(self.parts.values())).seq_len
         self.positions = any(part.positions for _, part in parts)
         for name, part in parts:
-            if isinstance(part, MapStyleSource):
-                part.seq_len = self.seq_len
-            elif self.positions and not part.positions:
+            if self.positions and not (part.positions or isinstance(part, RowsSource)):
                 raise ConfigError(
                     f"positions=True holds for a whole batch: give it to {name!r} too"
                 )
@@ -266,18 +278,11 @@ class MixtureSource(RowSource):
             for address in part.skip
         )
 
-    def _common_seq_len(self) -> int:
-        known = {name: part.seq_len for name, part in self.parts.items() if part.seq_len}
-        lengths = set(known.values()) | {self.mixture.seq_len or 0} - {0}
-        if len(lengths) != 1:
-            shown = ", ".join(f"{name}: {n}" for name, n in known.items()) or "no part has one"
-            raise ConfigError(
-                f"the parts of a mixture need one seq_len ({shown}). Make them the same, or give seq_len=…"
-            )
-        return lengths.pop()
-
-    def _check_vocabularies(self) -> None:
-        """Raise if parts were tokenized with different vocabularies: their ids would not agree."""
+    def _check_parts(self) -> None:
+        """Raise if the parts have rows of different lengths, or different vocabularies."""
+        lengths = {name: part.seq_len for name, part in self.parts.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(f"the parts of a mixture need one seq_len, and have {lengths}")
         known = {
             name: str(part.tokenizer_id()["fingerprint"]).split("/")[0]
             for name, part in self.parts.items()
@@ -328,18 +333,13 @@ class MixtureSource(RowSource):
         n, lanes, positions = len(self.parts), state.lanes, state.lane_positions
         changes = [row for row, _ in state.weights]
         first = min((at.row for at in positions.values()), default=0) * lanes
-        if (
-            not changes
-            or changes[0] > first
-            or changes != sorted(set(changes))
-            or any(row % lanes for row in changes)
-            or any(len(weights) != n or sum(weights) != UNIT for _, weights in state.weights)
-        ):
-            raise StateFormat(f"invalid state: its weights are not those of {n} parts")
+        whole = all(len(weights) == n and sum(weights) == UNIT for _, weights in state.weights)
+        if not whole or changes != sorted(set(changes)) or not changes or changes[0] > first:
+            raise StateError(f"invalid state: its weights are not those of {n} parts")
         for lane, at in positions.items():
             since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
             if len(at.parts) != n or len(at.counts) != n or (since and sum(at.counts) != since):
-                raise StateFormat(f"invalid state: lane {lane} needs a position in {n} parts")
+                raise StateError(f"invalid state: lane {lane} needs a position in {n} parts")
         for i, (name, part) in enumerate(self.parts.items()):
             part.check_state(
                 replace(
@@ -372,6 +372,49 @@ class MixtureSource(RowSource):
             for lane, at in state.lane_positions.items()
         }
         return replace(state, weights=schedule, lane_positions=positions)
+
+    def extended(self, state: State, fresh: State) -> State:
+        """Return a state of fewer parts as one of these: new parts begin at zero, and the weights of this
+        mixture hold from the next round of lanes on. `fresh` is a new run's state."""
+        names, n = list(self.parts), len(state.weights[0][1]) if state.weights else 0
+        old = {key.partition(".")[0] for key in state.data}
+        if old != set(names[:n]) or len(names) == n:
+            raise StateError(
+                f"extend=True: the state has the parts {sorted(old)}. The mixture needs the same ones first, "
+                f"and new ones after them, and has {names}."
+            )
+        added = tuple(names[n:])
+
+        def merged(saved: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+            own = {k: v for k, v in new.items() if k == "weights" or k.partition(".")[0] in added}
+            return saved | own
+
+        stops = self.mixture.on_end == "stop"
+        positions = {
+            lane: at._replace(
+                counts=(*at.counts, *(0 for _ in added)),
+                parts=(
+                    *at.parts,
+                    *(self.parts[name].first_position(at.epoch if stops else 0) for name in added),
+                ),
+            )
+            for lane, at in state.lane_positions.items()
+        }
+        padded = replace(
+            state,
+            lane_positions=positions,
+            weights=tuple((row, (*w, *(0 for _ in added))) for row, w in state.weights),
+            stream=merged(state.stream, fresh.stream),
+            data=merged(state.data, fresh.data),
+            tokenizer=merged(state.tokenizer, fresh.tokenizer),
+        )
+        weights = {name: weight for name, (_, weight) in self.mixture.parts.items()}
+        return self.reweighted(padded, state.row, weights)
+
+    def part_rows(self, origin: RowsOrigin) -> dict[str, int]:
+        """Return the rows of each part that a pipeline gave up to a batch."""
+        rows = zip(*(cast(MixtureMark, mark).part_rows for mark in origin.marks), strict=True)
+        return dict(zip(self.parts, map(sum, rows), strict=True))
 
     # A run
 

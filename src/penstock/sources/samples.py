@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch, can_wrap
-from penstock.encode.collate import Collated, as_array, default_collate, of_mapping, plain
-from penstock.errors import BadRecord, ConfigError
+from penstock.encode.batch import Batch
+from penstock.encode.collate import Collated, default_collate, of_mapping, plain
+from penstock.errors import ConfigError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
 from penstock.sources.base import Producer, RunContext, Work, noted
@@ -39,12 +39,6 @@ class Samples:
     """For iterables: the position after them."""
 
 
-def batched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a `preprocess` that takes the list of a batch's samples and returns a list."""
-    function.batched = True  # type: ignore[attr-defined]
-    return function
-
-
 class SampleWork(Work):
     """Fetches samples and makes batches or rows of them."""
 
@@ -58,7 +52,9 @@ class SampleWork(Work):
         self.clock = run.clock
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
         self._seed = run.seed
-        self._takes_rng = preprocess is not None and "rng" in _parameters(preprocess)
+        self._takes_rng = False
+        with suppress(TypeError, ValueError):  # some built-in functions have no signature
+            self._takes_rng = "rng" in inspect.signature(preprocess).parameters  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return type(self._dataset).__name__
@@ -68,28 +64,16 @@ class SampleWork(Work):
         if not len(samples.numbers):
             return None, samples
         numbers, values = samples.numbers, samples.values
-        with refuse_stop_iteration():
-            values = self._fetch(numbers) if values is None else values
-            samples.values = None
-            return self._collated(values, numbers, samples.epochs), samples
+        values = self._fetch(numbers) if values is None else values
+        samples.values = None
+        return self._collated(values, numbers, samples.epochs), samples
 
-    def rows(self, indices: I64, epochs: I64, width: int) -> Any:
-        """Return samples as rows of `width` ids."""
-        if is_rows(self._dataset) and self._preprocess is None:
-            with self.clock.stage("fetch", self) as timeline:
-                ids = self._dataset.__getitems__(indices)
-            timeline.count("fetch", len(ids), ids.nbytes)
-            return ids
-        with refuse_stop_iteration():
-            samples = self._prepared(self._fetch(indices), indices, epochs)
-        rows = [as_array(sample) for sample in samples]
-        for index, row in zip(indices.tolist(), rows, strict=True):
-            if row.shape != (width,) or row.dtype.kind not in "iu":
-                raise BadRecord(
-                    f"sample {index} has shape {row.shape} and type {row.dtype}: in a mixture, a "
-                    f"sample must be a row of seq_len + 1 = {width} ids"
-                )
-        return np.stack(rows)
+    def rows(self, indices: I64) -> Any:
+        """Return rows of ids, of a dataset that reads many at once."""
+        with self.clock.stage("fetch", self) as timeline:
+            ids = self._dataset.__getitems__(indices)
+        timeline.count("fetch", len(ids), ids.nbytes)
+        return ids
 
     def _collated(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
         with self.clock.stage("decode") as timeline:
@@ -104,7 +88,9 @@ class SampleWork(Work):
         tokens = ids if isinstance(ids, int) else len(samples)
         # The epoch that every sample has reached.
         epoch = int(epochs.min())
-        return Batch(made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens)
+        return Batch(
+            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
+        )
 
     def _fetch(self, indices: I64) -> Sequence[Any]:
         with self.clock.stage("fetch", self) as timeline:
@@ -132,15 +118,8 @@ class SampleWork(Work):
         function = self._preprocess
         if function is None:
             return samples
-        numbers = indices.tolist()
-        if getattr(function, "batched", False):
-            with noted(f"in preprocess, samples {_shown(indices)}"):
-                changed: Sequence[Any] = function(
-                    list(samples), **self._rng(int(epochs[0]), numbers[0])
-                )
-            return changed
         prepared = []
-        for number, epoch, sample in zip(numbers, epochs.tolist(), samples, strict=True):
+        for number, epoch, sample in zip(indices.tolist(), epochs.tolist(), samples, strict=True):
             with noted(f"in preprocess, sample {number}"):
                 prepared.append(function(sample, **self._rng(epoch, number)))
         return prepared
@@ -201,8 +180,6 @@ class SampleProducer(Producer):
         after = StreamPosition(self._row, self._batch, (), samples.after)
         batch._origin = SamplesOrigin(after, samples.numbers, self._spans_of)
         batch._state = run.state
-        if run.wraps and can_wrap():
-            batch.to_torch()
         return batch
 
     def _submit_ahead(self) -> None:
@@ -224,25 +201,6 @@ class SampleProducer(Producer):
 
     def gauges(self) -> dict[str, Any]:
         return {"python": True}
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return {}
-
-
-@contextmanager
-def refuse_stop_iteration() -> Iterator[None]:
-    """A StopIteration that leaves the user's code would look like the end of the data."""
-    try:
-        yield
-    except StopIteration as error:
-        raised = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
-        for note in getattr(error, "__notes__", ()):
-            raised.add_note(note)
-        raise raised from None  # with a cause, contextlib would raise the StopIteration again
 
 
 def refuse_text(sample: Any) -> None:

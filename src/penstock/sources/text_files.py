@@ -12,11 +12,15 @@ import hashlib
 import json
 import logging
 import os
-from collections import OrderedDict
+import threading
+import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -26,41 +30,39 @@ from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import (
     CorruptFile,
     LoaderClosed,
-    SourceChanged,
-    StateMismatch,
+    SourceError,
+    StateError,
 )
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
-from penstock.read.columns import nothing
+from penstock.prepare.manifest import require_settings
+from penstock.read.arrow_utils import empty
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
-from penstock.read.records import Quarantine
 from penstock.read.settings import ReadSettings
 from penstock.read.storage import BombError, Bytes
+from penstock.read.token_store import Key, TokenStore
+from penstock.read.validation import Quarantine
 from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.stage_timer import Clock, NullClock
 
 if TYPE_CHECKING:
     # Local files need no network, and its libraries take a while to import.
     from penstock.dataset import TextDataset
-    from penstock.read.cache import TokenCache
-    from penstock.read.cache_file import Key
     from penstock.sources.remote_dataset import RemoteConfig, RemoteSession
     from penstock.state import State
 
 log = logging.getLogger("penstock")
 
-FORMAT = 2
+FORMAT = 3
 """Increased when the same text would give other token chunks than before."""
 LOOKED_UP = 64
 """Files whose chunks are remembered, beyond those of the current group."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
-WRITE_S = 120.0
-"""How long filling the cache (`penstock stage`) waits for a disk."""
 CLOSE_S = 5.0
-"""How long a shutdown waits for the cache. What a slow disk leaves undone by then is dropped."""
+"""How long a shutdown writes to the cache. What a slow disk leaves undone by then is dropped."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -76,25 +78,39 @@ class TextWork(Work):
         lanes: int,
         remote: RemoteConfig | None = None,
         clock: Clock | None = None,
-        *,
-        threads: bool = False,
+        store: TokenStore | None = None,
     ) -> None:
-        """`threads` allows the session with remote servers to have threads of its own."""
-        self.clock = clock or NullClock()
-        self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock)
+        """`store` has prepared chunks."""
+        self.clock, self.store = clock or NullClock(), store
+        self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock, store)
         self._read, self._tokenizer, self._doc_batch = read, tokenizer, doc_batch
-        session = None if remote is None else remote.open(threads=threads)
+        session = None if remote is None else remote.open()
         self.session: RemoteSession | None = session
-        files, kept = (None, None) if session is None else (session.files, session.kept)
+        files, kept = (None, None) if session is None else (session.files, session.metadata)
         self._reader = Reader(read, n_workers, lanes, files, kept, self.clock)
         self.lane_bytes = self._reader.lane_bytes
         """Memory for the decompressed parts of compressed files, for each lane."""
-        self.cache: TokenCache | None = None if remote is None else remote.cache()
+        self.cache: TokenStore | None = None if remote is None else remote.cache()
+        self.fetches = 0 if remote is None else remote.limits.fetches
+        self.expansion = tokenizer.expansion
+        self.settings = {
+            "version": FORMAT,
+            "tokenizer": [tokenizer.cache_key, tokenizer.dtype.name],
+            "text_field": read.text_field,
+            "separator": None if read.separator is None else read.separator.hex(),
+            "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
+            "split": [read.split, read.val_fraction, read.split_seed] if read.split else None,
+            "limits": [read.max_doc_bytes, read.max_ratio],
+            "filter": None if read.filter is None else str(read.filter),
+            "transform": None if read.transform is None else read.transform[0],
+        }
+        """The settings that decide the tokens of every chunk."""
         self._stopped = False
+        self._stored_names: set[str] | None = None
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        access = access_variables() if self._made_of[-2] is not None else None
+        access = access_variables() if self._made_of[5] is not None else None
         return _in_worker_process, (access, *self._made_of)
 
     def prepare(self) -> None:
@@ -116,11 +132,17 @@ class TextWork(Work):
         return fetched
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
-        """Return a chunk's tokens: from the cache, or decoded and tokenized."""
+        """Return a chunk's tokens: from the store or the cache, or decoded and tokenized."""
+        if fetched is None and self.store is not None and has_version(ref.file):
+            with self.clock.stage("fetch", ref) as timeline:
+                chunk = self._stored(self.store, ref)
+            if chunk is not None:
+                timeline.count("fetch", 1, chunk.nbytes)
+                return chunk
         if fetched is None and self.cache is not None and self.caches(ref.file):
             with self.clock.stage("fetch", ref) as timeline:
                 chunk = self.cache.get(self.key(ref), ref)
-            if chunk is not None:
+            if chunk is not None and self._may_use(chunk):
                 chunk.cached = True
                 timeline.count("fetch", 1, chunk.nbytes)
                 return chunk
@@ -129,7 +151,7 @@ class TextWork(Work):
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
         """Return the documents of a chunk of a sequential file; `before` is the chunk before it."""
         if before is not None and before.last:
-            return Documents(nothing(pa.large_string()), np.empty(0, np.int64), last=True)
+            return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
         return self.decode(ref)
 
     def decode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
@@ -168,77 +190,99 @@ class TextWork(Work):
             again = self._reader.fetch(ref, again=True)
         return self._reader.read(ref, again)
 
-    # The token cache
+    # The token cache, and prepared chunks
+
+    def _may_use(self, chunk: TokenChunk) -> bool:
+        """Return False for a chunk with rejected records that are to be raised: by reading it again."""
+        return not (chunk.bad and self._read.on_bad_record == "raise")
+
+    def has_stored(self, ref: ChunkRef) -> bool:
+        """Return True if the chunk, or the chunk that it is a part of, is in the store."""
+        if self.store is None:
+            return False
+        if self._stored_names is None:
+            self._stored_names = {entry.name for entry in self.store.list()}
+        return self.key(self._reader.whole(ref)).name in self._stored_names
+
+    def _stored(self, store: TokenStore, ref: ChunkRef) -> TokenChunk | None:
+        """Return a chunk's documents from the entry of the whole chunk."""
+        whole = self._reader.whole(ref)
+        chunk = store.get(self.key(whole), ref)
+        if chunk is None or not self._may_use(chunk):
+            return None
+        chunk.cached = True
+        if (whole.part, whole.parts) != (ref.part, ref.parts):
+            lo, hi = self._reader.rows_of(ref)
+            first, last = np.searchsorted(chunk.rows, [lo, hi])
+            share = (last - first) / max(1, len(chunk.rows))
+            chunk.docs, chunk.rows = chunk.docs[first:last], chunk.rows[first:last]
+            chunk.bad = [bad for bad in chunk.bad if lo <= bad.address.row < hi]
+            # The entry has them for the whole chunk.
+            counts = (chunk.empty, chunk.text_bytes, chunk.filtered)
+            chunk.empty, chunk.text_bytes, chunk.filtered = (round(n * share) for n in counts)
+        return chunk
 
     def key(self, ref: ChunkRef) -> Key:
         """Return a chunk's key in the cache: everything that decides its tokens."""
-        assert self.cache is not None
-        file, read = ref.file, self._read
+        file = ref.file
         names = {member.name for member in file.members} or {file.name}
-        settings = {
-            "version": FORMAT,
-            "tokenizer": [self._tokenizer.cache_key, self._tokenizer.dtype.name],
-            "text_field": read.text_field,
-            "separator": None if read.separator is None else read.separator.hex(),
-            "chunk_bytes": [read.chunk_bytes, MAX_CHUNK_BYTES],
-            "split": [read.split, read.val_fraction, read.split_seed] if read.split else None,
-            "bad": [read.on_bad_record == "raise", read.max_doc_bytes, read.max_ratio],
+        skip = sorted(([a.group, a.row] for a in self._read.skip if a.file in names), key=str)
+        settings = self.settings | {
             "part": [ref.part, ref.parts, ref.span],
             "format": [file.format, file.codec],
-            "skip": sorted(([a.group, a.row] for a in read.skip if a.file in names), key=str),
+            "skip": skip,
         }
-        return self.cache.key(self._identity(file), ref.index, json.dumps(settings, sort_keys=True))
+        if (source := self._identities.get(file.path)) is None:
+            source = self._identities[file.path] = identity(file)
+        return Key(source, ref.index, json.dumps(settings, sort_keys=True))
 
     def caches(self, file: FileRef) -> bool:
-        """Return True if there is a cache, and a change of the file would be noticed: a server that
-        sends neither an ETag nor a date gives no way to tell."""
-        if self.cache is None:
-            return False
-        return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
+        """Return True if there is a cache, and a change of the file would be noticed."""
+        return self.cache is not None and has_version(file)
 
     def has_cached(self, ref: ChunkRef) -> bool:
-        return self.cache is not None and self.caches(ref.file) and self.cache.has(self.key(ref))
+        return self.cache is not None and self.caches(ref.file) and self.cache.exists(self.key(ref))
 
     def save(self, chunk: TokenChunk) -> None:
         """Write a chunk to the cache. A cache that fails turns itself off, and the run continues."""
         assert self.cache is not None
-        try:
-            self.cache.put(self.key(chunk.ref), chunk)
-        except Exception as error:
-            self.cache.turn_off(f"{type(error).__name__}: {error}", error)
-
-    def _identity(self, file: FileRef) -> str:
-        """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
-        if (known := self._identities.get(file.path)) is not None:
-            return known
-        path, version = file.path, file.etag
-        if path.startswith("hf://"):
-            before, _, after = path.partition("@")
-            path = before + "/" + after.partition("/")[2]
-        if not file.remote:
-            paths = [member.path for member in file.members] or [file.path]
-            times = repr([os.stat(path).st_mtime_ns for path in paths])
-            version = hashlib.sha256(times.encode()).hexdigest()[:16]
-            path = os.path.realpath(path)
-        # The name belongs to it: a document's split depends on the name.
-        identity = f"{path}\n{file.name}\n{file.size}\n{version}"
-        if file.members:
-            names = repr([(member.name, member.size) for member in file.members])
-            digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
-            identity += f"\n{digest[:16]}"
-        self._identities[file.path] = identity
-        return identity
+        self.cache.put(self.key(chunk.ref), chunk)
 
     def stop(self) -> None:
         self._stopped = True
         self._reader.stop()
         if self.session is not None:
-            self.session.stop()
+            self.session.network.stop()
 
     def close(self) -> None:
         self._reader.close()
         if self.session is not None:
-            self.session.close()
+            self.session.network.close()
+
+
+def has_version(file: FileRef) -> bool:
+    """Return False if a change could not be noticed: the server sends neither an ETag nor a date."""
+    return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
+
+
+def identity(file: FileRef) -> str:
+    """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
+    path, version = file.path, file.etag
+    if path.startswith("hf://"):
+        before, _, after = path.partition("@")
+        path = before + "/" + after.partition("/")[2]
+    if not file.remote:
+        paths = [member.path for member in file.members] or [file.path]
+        times = repr([os.stat(path).st_mtime_ns for path in paths])
+        version = hashlib.sha256(times.encode()).hexdigest()[:16]
+        path = os.path.realpath(path)
+    # The name belongs to it: a document's split depends on the name.
+    identity = f"{path}\n{file.name}\n{file.size}\n{version}"
+    if file.members:
+        names = repr([(member.name, member.size) for member in file.members])
+        digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+        identity += f"\n{digest[:16]}"
+    return identity
 
 
 def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork:
@@ -247,26 +291,36 @@ def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork
     return TextWork(*made_of)
 
 
+def _same_chunk(ref: ChunkRef, chunk: TokenChunk) -> TokenChunk:
+    return replace(chunk, ref=ref, cached=True)
+
+
 class FileChunks(ChunkReader):
     """The chunks of files, for the lanes of one rank."""
 
     def __init__(self, dataset: TextDataset, run: RunContext, pool: Pool, work: TextWork) -> None:
         self._files, self._pool, self._work = dataset.files, pool, work
+        self._chunk_bytes = dataset.options.chunk_bytes
         self._looked_up: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
         self._unreadable: set[int] = set()
         self._bad_files: list[Bad] = []
         self._before: dict[int, tuple[FileRef, Task[Any]]] = {}
         """By lane: the chunk before the next one of the sequential file that the lane reads."""
+        self._ahead: WeakValueDictionary[tuple[Any, ...], Task[Any]] = WeakValueDictionary()
+        """Remote chunks that are read ahead. The next epoch of a small dataset needs them too."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
-        self._writes: list[tuple[int, Task[None]]] = []
+        self._unwritten: deque[TokenChunk] = deque()
+        self._writing = threading.Lock()
         self.skipped_writes = 0
-        self.wait_for_cache = False
-        """True to wait for the disk instead of skipping a chunk that cannot be written in time."""
         self.fetches = dataset.fetches() if pool.n_workers else 0
         threads = self.fetches or int(pool.n_workers > 0 and work.cache is not None)
+        if pool.n_workers and work.store is not None and "://" in work.store.place:
+            threads = max(threads, dataset.remote.fetches)
         self.io: ThreadPool | None = None
         if threads:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
+            if work.session is not None:
+                work.session.network.threads = self.io
         self._prepared = pool.n_workers == 0
 
     @property
@@ -303,17 +357,31 @@ class FileChunks(ChunkReader):
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         task = self._submit(ref)
+        if self.io is not None and self._work.caches(ref.file):
+            task.add_done_callback(self._made)
         if not self._prepared:  # the vocabulary is loaded while the first chunk is read
             self._prepared = True
             self._pool.submit("prepare")
         return task
 
     def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
+        store = self._work.store
+        if store is not None and self._work.has_stored(ref):
+            pool = self.io if self.io is not None and "://" in store.place else self._pool
+            task = pool.submit("encode", ref)
+            self._before[ref.lane] = ref.file, task
+            return task
         if ref.file.sequential:
             return self._submit_sequential(ref)
         if self.io is None or not ref.file.remote or ref.file.codec or self._work.has_cached(ref):
             return self._pool.submit("encode", ref)
-        return self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
+        key = (ref.file.path, ref.index, ref.part, ref.parts, ref.span)
+        if (earlier := self._ahead.get(key)) is not None:
+            task = self._pool.submit(_same_chunk, ref, after=earlier)
+        else:
+            task = self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
+        self._ahead[key] = task
+        return task
 
     def _submit_sequential(self, ref: ChunkRef) -> Task[TokenChunk]:
         """Read the next chunk of a file after the one before it, and tokenize it on any worker."""
@@ -335,20 +403,26 @@ class FileChunks(ChunkReader):
     def used(self, chunk: TokenChunk) -> None:
         if chunk.last and chunk.ref.file.sequential:
             self._before.pop(chunk.ref.lane, None)  # its next epoch begins with nothing before it
-        if self.io is None or chunk.cached or not self._work.caches(chunk.ref.file):
+
+    def _made(self, task: Future[TokenChunk]) -> None:
+        """Have a chunk written, whether or not the stream comes to it. Called on any thread."""
+        if task.cancelled() or task.exception() is not None or (chunk := task.result()).cached:
             return
-        self._writes = [write for write in self._writes if not write[1].done()]
-        while self._writes and sum(n for n, _ in self._writes) + chunk.nbytes > UNWRITTEN_BYTES:
-            if not self.wait_for_cache:
+        with self._writing:
+            waiting = sum(other.nbytes for other in self._unwritten)
+            if waiting and waiting + chunk.nbytes > UNWRITTEN_BYTES:
                 self.skipped_writes += 1
                 return
-            self._writes.pop(0)[1].result(WRITE_S)
-        self._writes.append((chunk.nbytes, self.io.submit("save", chunk)))
+            self._unwritten.append(chunk)
+        assert self.io is not None
+        with suppress(LoaderClosed):  # then `close` writes it
+            self.io.submit(self._write_next)
 
-    def flush(self, timeout_s: float) -> None:
-        """Wait until everything is in the cache."""
-        for _, write in self._writes:
-            write.result(timeout_s)
+    def _write_next(self) -> None:
+        with self._writing:
+            chunk = self._unwritten.popleft() if self._unwritten else None
+        if chunk is not None:
+            self._work.save(chunk)
 
     def rejected(self, bad: Sequence[Bad]) -> None:
         if self._quarantine is not None:
@@ -356,35 +430,42 @@ class FileChunks(ChunkReader):
 
     def totals(self) -> dict[str, int]:
         work = self._work
-        network = work.session.counts() if work.session is not None else {}
+        network = work.session.network.stats.totals() if work.session is not None else {}
         cache = work.cache.counts() if work.cache is not None else {}
         return network | cache | {"cache_skipped": self.skipped_writes}
 
     def gauges(self) -> dict[str, Any]:
         session = self._work.session
         return {
-            "fetch": session.times() if session is not None and self.fetches else None,
+            "fetch": session.network.stats.times() if session and self.fetches else None,
             "fetches": self.fetches,
             "cached": self._work.cache is not None,
+            "source_chunks": [self._estimated_chunks(), self._chunk_bytes],
         }
+
+    def _estimated_chunks(self) -> int:
+        """Return about how many chunks all files have, from those that were looked up."""
+        known = [len(task.result()[0]) for task in list(self._looked_up.values()) if task.ready()]
+        if known:
+            return round(sum(known) / len(known) * len(self._files))
+        return sum(-(-file.size // self._chunk_bytes) for file in self._files)
 
     def set_fetches(self, fetches: int) -> None:
         """Have more or fewer requests in flight. The stream stays the same."""
         assert self.io is not None
-        assert self._work.session is not None
-        self._work.session.resize(fetches)
         self.io.resize(fetches)
         self.fetches = fetches
 
     def stop(self) -> None:
-        if self.io is not None and not self._writes:
-            self.io.stop()  # else in `close`, once the cache has what was tokenized
+        if self.io is not None:
+            self.io.stop()
 
     def close(self) -> None:
         if self.io is not None:
-            wait([write for _, write in self._writes], CLOSE_S)
-            self.io.stop()
+            deadline = time.monotonic() + CLOSE_S
             self.io.join(CLOSE_S)
+            while self._unwritten and time.monotonic() < deadline:
+                self._write_next()
         if self._quarantine is not None:
             self._quarantine.close()
 
@@ -418,27 +499,31 @@ class TextSource(RowSource):
             plan = Plan(files=dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
             for lane, at in state.lane_positions.items():
                 if at.group > (groups := len(plan.groups(lane, at.epoch))):
-                    raise StateMismatch(
+                    raise StateError(
                         f"the state continues lane {lane} at group {at.group} of {groups} groups of "
                         "files: it belongs to other data"
                     )
         elif dataset.remote_config is not None:
             change = dataset.remote_config.explain_change(files, dataset.files)
             if change is not None:
-                raise SourceChanged(f"the data changed since the state was saved: {change}")
+                raise SourceError(f"the data changed since the state was saved: {change}")
 
     def work(self, run: RunContext) -> TextWork:
-        dataset = self.dataset
-        return TextWork(
+        dataset, path = self.dataset, self.dataset.options.store
+        store = None if path is None else TokenStore(path)
+        work = TextWork(
             replace(dataset.read, skip=run.skip),
             dataset.tokenizer,
-            dataset.options.doc_batch,
+            dataset.remote.doc_batch,
             run.n_workers,
             len(run.own_lanes),
             dataset.remote_config,
             run.clock,
-            threads=run.n_workers > 0,
+            store,
         )
+        if store is not None:
+            require_settings(store, work.settings)
+        return work
 
     def open_lanes(self, run: RunContext, pool: Pool, work: TextWork) -> ChunkLanes:
         dataset = self.dataset
@@ -446,6 +531,7 @@ class TextSource(RowSource):
         if any(file.sequential for file in dataset.files):
             decompressors = work.lane_bytes * len(run.own_lanes)
             run = replace(run, read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors))
-        return ChunkLanes(
-            self, dataset.files, dataset.options, dataset.tokenizer, reader, run, pool
+        report_docs = dataset.remote.report_docs
+        return text_lanes(
+            self, dataset.files, dataset.options, dataset.tokenizer, reader, run, pool, report_docs
         )

@@ -6,7 +6,7 @@ Every rank reads the whole iterable and keeps its own lanes' chunks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,30 +15,19 @@ import pyarrow as pa
 from penstock.config import whole_number
 from penstock.encode.collate import plain
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import BadRecord, ConfigError, StateFormat
+from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work, narrowed, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
+from penstock.sources.base import RowSource, RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
 from penstock.state import State
 from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
 IDS = np.dtype(np.uint32)
 """The type of ids if there is no tokenizer."""
-OPTIONS = frozenset(
-    [
-        "text_field",
-        "packing",
-        "eos",
-        "bos",
-        "positions",
-        "chunk_bytes",
-        "shuffle_chunks",
-        "doc_batch",
-    ]
-)
+OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks"}
 """The options of text in files that apply here too."""
 
 
@@ -66,7 +55,7 @@ class TextIterable:
             )
         if unknown := sorted(more.keys() - OPTIONS):
             raise TypeError(f"from_iterable() has no argument {unknown[0]!r}")
-        self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, report_docs=0, **more)
+        self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, **more)
         self.source, self.shared = source, shared_position(source)
         self.name = name or name_of(source)
         self.seq_len = seq_len
@@ -78,6 +67,17 @@ class TextIterable:
 
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
+
+    @property
+    def vocab_size(self) -> int | None:
+        """As of a TextDataset; None without a tokenizer."""
+        return self.tokenizer.vocab_size if self.tokenizer is not None else None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of a row of ids, with special tokens by name."""
+        if self.tokenizer is None:
+            raise ConfigError("decode: these documents are ids, without a tokenizer")
+        return self.tokenizer.decode(ids)
 
 
 class DocumentReader:
@@ -162,32 +162,35 @@ class DocumentReader:
         if isinstance(item, Mapping):
             if field not in item:
                 known = ", ".join(map(repr, list(item)[:8]))
-                raise BadRecord(f"a document has no field {field!r}; it has {known}")
+                raise SourceError(f"a document has no field {field!r}; it has {known}")
             item = item[field]
         if item is None:
             return None
         if isinstance(item, str):
             if tokenizer is None:
-                raise BadRecord("a document is text, and there is no tokenizer: give tokenizer=…")
+                raise SourceError("a document is text, and there is no tokenizer: give tokenizer=…")
             return item
         ids = np.asarray(plain(item))
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-            raise BadRecord(
+            raise SourceError(
                 f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
                 "one dimension"
             )
-        return narrowed(ids, IDS if tokenizer is None else tokenizer.dtype).tobytes()
+        dtype = IDS if tokenizer is None else tokenizer.dtype
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(dtype).max:
+            raise SourceError(f"ids from {ids.min()} to {ids.max()} do not fit in {dtype}")
+        return ids.astype(dtype, copy=False).tobytes()
 
     def _documents(self, items: list[Any], first: int) -> Documents:
         ids = any(isinstance(item, bytes) for item in items)
         if ids and any(isinstance(item, str) for item in items):
-            raise BadRecord("texts and arrays of ids in one stream: give one or the other")
+            raise SourceError("texts and arrays of ids in one stream: give one or the other")
         empty: str | bytes = b"" if ids else ""
         kind = pa.large_binary() if ids else pa.large_string()
         try:
             texts = pa.array([item or empty for item in items], kind)
         except UnicodeEncodeError as error:
-            raise BadRecord(f"a document is not valid Unicode: {error}") from error
+            raise SourceError(f"a document is not valid Unicode: {error}") from error
         rows = np.arange(first, first + len(items))
         return Documents(texts, rows, last=self._ended, empty=sum(not item for item in items))
 
@@ -195,8 +198,8 @@ class DocumentReader:
 class IterableWork(Work):
     """What workers do with documents that were read."""
 
-    def __init__(self, tokenizer: Tokenizer | None, doc_batch: int | None, clock: Clock) -> None:
-        self.clock, self._tokenizer, self._doc_batch = clock, tokenizer, doc_batch
+    def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
+        self.clock, self._tokenizer = clock, tokenizer
 
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         texts = documents.texts
@@ -208,7 +211,7 @@ class IterableWork(Work):
                 noted(f"in stage tokenize, {ref}"),
                 self.clock.stage("tokenize", ref) as timeline,
             ):
-                chunk = self._tokenizer.encode(ref, documents, self._doc_batch)
+                chunk = self._tokenizer.encode(ref, documents)
             timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         chunk.source = documents.source
         return chunk
@@ -269,15 +272,15 @@ class TextIterableSource(RowSource):
             if at.source is not None and not (
                 isinstance(at.source, dict) and is_count(at.source.get("taken"))
             ):
-                raise StateFormat(
+                raise StateError(
                     f"invalid state: the position of an iterable must have 'taken': {at.source!r:.80}"
                 )
 
     def work(self, run: RunContext) -> IterableWork:
-        return IterableWork(self.data.tokenizer, self.data.options.doc_batch, run.clock)
+        return IterableWork(self.data.tokenizer, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
         data = self.data
         file = FileRef(data.name, data.name, 0, "text", "iterable")
         reader = IterableChunks(data, run, pool)
-        return ChunkLanes(self, [file], data.options, data.tokenizer, reader, run, pool)
+        return text_lanes(self, [file], data.options, data.tokenizer, reader, run, pool)

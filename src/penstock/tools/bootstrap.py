@@ -23,10 +23,10 @@ import numpy as np
 
 from penstock.config import whole_number, write_atomically
 from penstock.dataset import TextDataset
-from penstock.errors import ConfigError, NoData, SourceChanged
+from penstock.errors import ConfigError, SourceError
 from penstock.loader import AsyncDataLoader
 from penstock.options import RemoteOptions
-from penstock.read.manifest import each
+from penstock.read.listing import each
 from penstock.read.reader import MAX_CHUNK_BYTES
 from penstock.sources.text_files import TextSource
 from penstock.tools.chunks import open_lanes, read_chunks
@@ -118,8 +118,8 @@ def bootstrap(
         # Saved addresses have no secrets. One with a secret is looked up: it may expire, or change.
         if point is None or not already or not asked.items() <= point.source.items():
             data = TextDataset(
-                urls, tokenizer="byte", seq_len=1, eos=None, text_field=text_field, remote=remote,
-                on_bad_record="skip", cache=False, report_docs=0,
+                urls, tokenizer="byte", seq_len=1, eos=None, text_field=text_field,
+                remote=replace(RemoteOptions.of(remote), report_docs=0), on_bad_record="skip", cache=False,
             )  # fmt: skip
             source = asked | _identify(data, addresses)
             point = point or Point(source=source, goal=goal)
@@ -256,7 +256,7 @@ def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDatas
     if changes:
         if data.remote_config is not None:
             why = data.remote_config.explain_change(then["files"], data.files)
-        raise SourceChanged(
+        raise SourceError(
             f"the data is not what {path} was begun with: {why or ', '.join(changes)}. Use the same "
             f"data, {then['first']} and the files after it. {_start_again(path)}"
         )
@@ -306,7 +306,7 @@ def _write(
     if not point.documents:
         if full:
             raise ConfigError(f"the first document does not fit into {point.goal} bytes")
-        raise NoData(f"{len(data.files)} file(s), {data.files[0].path} and on, hold no text")
+        raise SourceError(f"{len(data.files)} file(s), {data.files[0].path} and on, hold no text")
     os.replace(_beside(path, "partial"), path)
     return point, bad
 

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.dataset_config import DatasetConfig
+from penstock.dataset_config import DatasetConfig, merge_text
 from penstock.errors import ConfigError
-from penstock.options import RemoteOptions
 from penstock.settings import load
 from penstock.types import Shard, shown_address
 
@@ -72,7 +71,7 @@ def choose_data(
     name = default if dataset is None else dataset
     if not name:
         raise ConfigError("no data: name an address, a path or a settings file with [data]")
-    parameters = _merge({"tokenizer": "byte", "seq_len": 1024, **for_text}, given)
+    parameters = merge_text({"tokenizer": "byte", "seq_len": 1024, **for_text}, given)
     shown = shown_address(name) if local_path is None else f"{name} {local_path}"
     return DataChoice(shown, partial(_make, name, local_path, parameters), arguments)
 
@@ -89,7 +88,7 @@ def text_path(name: str, local_path: Path | None) -> str | Path:
     if local_path is not None:
         return local_path
     if name == "stdlib" and not os.path.exists(name):
-        from penstock.read.stdlib import write_stdlib
+        from penstock.read.demo_corpus import write_stdlib
 
         return write_stdlib()
     return name
@@ -104,14 +103,7 @@ def _override(data: DatasetConfig, given: Mapping[str, Any]) -> DatasetConfig:
                 f"{option}: does not apply to {data.where}, which is of kind {data.kind}. "
                 "Change it in the file, or name other data."
             )
-    return replace(data, parameters=_merge(data.parameters, given))
-
-
-def _merge(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**parameters, **given}
-    if (config := merged.pop("config", None)) is not None:
-        merged["remote"] = replace(RemoteOptions.of(merged.get("remote")), config=config)
-    return merged
+    return replace(data, parameters=merge_text(data.parameters, given))
 
 
 def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any:

@@ -15,12 +15,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from penstock.dataset import TextDataset
-from penstock.errors import ConfigError, LoaderTimeout, NoData
+from penstock.errors import ConfigError, LoaderTimeout, SourceError
 from penstock.loader import AsyncDataLoader
 from penstock.types import Shard
 from penstock.watch.attribution import advise, band
 from penstock.watch.loader_stats import Stats
-from penstock.watch.page.units import size
+from penstock.watch.units import size
 
 GOOD_DATA_WAIT = 0.05
 """The target rate is met if a trainer would wait for less than this share of its time."""
@@ -133,11 +133,9 @@ def diagnose(
     loader = AsyncDataLoader(dataset, batch_size, **arguments)
     with ExitStack() as stack:
         if trace is not None:
-            from penstock.watch.trace import Recorder
+            from penstock.watch.trace import write_trace
 
-            recorder = Recorder(loader)
-            stack.callback(recorder.save, trace)
-            stack.enter_context(recorder)
+            stack.enter_context(write_trace(trace, loader.telemetry))
         run = _run(loader, seconds)
     before = run.before.wait_by_stage
     waits = {stage: s - before.get(stage, 0.0) for stage, s in run.after.wait_by_stage.items()}
@@ -171,7 +169,7 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
     with loader:
         first = loader.next_batch(OPEN_S)
         if first is None:
-            raise NoData("the data gives no batch: use a smaller batch_size or seq_len")
+            raise SourceError("the data gives no batch: use a smaller batch_size or seq_len")
         before, start = loader.stats(), perf_counter()
         now, tokens, longest, arrival = start, 0, 0.0, (start, 0)
         while (left := start + seconds - now) > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from penstock.errors import LoaderTimeout, NoData
+from penstock.errors import LoaderTimeout, SourceError
 from penstock.feed.fallback import BackgroundOpen
 from penstock.loader import AsyncDataLoader
 from penstock.tools.data_choice import DataChoice
@@ -46,7 +46,7 @@ def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLo
         warmup = loader.warmup(wanted, min(warmup_s, left_s / 2))
         batch = loader.next_batch()
         if batch is None:
-            raise NoData("the stream ended before its first batch. Use a smaller --batch.")
+            raise SourceError("the stream ended before its first batch. Use a smaller --batch.")
         ready, capacity = loader.telemetry.queue()
         first = loader.telemetry.first
     shape, dtype = " x ".join(map(str, batch.inputs.shape)), str(batch.inputs.dtype)

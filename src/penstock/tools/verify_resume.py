@@ -22,9 +22,9 @@ import numpy as np
 
 from penstock.config import default_workers
 from penstock.encode.batch import Batch
-from penstock.errors import NoData
+from penstock.errors import SourceError
 from penstock.loader import AsyncDataLoader
-from penstock.read.records import where
+from penstock.read.validation import where
 from penstock.types import Shard, Span
 
 LANES = 4
@@ -120,7 +120,7 @@ def _read_reference(make: Make, arguments: Arguments, batches: int) -> Reference
             rows.append(_rows(batch))
             states.append(_through_json(loader.state_dict()))
     if len(rows) < 2:
-        raise NoData(
+        raise SourceError(
             f"the data gives {len(rows)} of the batches of {size} rows, and resuming needs two. "
             "Use a smaller --batch or --seq-len, or fewer --lanes."
         )

@@ -1,10 +1,4 @@
-"""What a run says on the terminal: one rank speaks for all.
-
-In:    what each step did.
-Out:   a live line on a terminal, a line every few seconds elsewhere; at the end the metrics and what they mean.
-Where: the trainer's thread, on rank 0; the other ranks are silent.
-State: when a line was last printed.
-"""
+"""What a run prints: rank 0 speaks for all ranks."""
 
 from __future__ import annotations
 
@@ -12,166 +6,85 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.feed.collectives import Ranks
+from penstock.feed.fallback import Substitution
+from penstock.train.options import TrainOptions
 from penstock.watch.attribution import band
-
-if TYPE_CHECKING:
-    from penstock.train.steps import Done
-    from penstock.watch.steady import StepEvent
-    from penstock.watch.telemetry import Telemetry
+from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
 
 EVERY_S = 2.0
-LIVE_S = 0.1
-ROOMY = 100
-"""Columns from which on there is room for a bar too."""
 
 
 def show(line: str) -> None:
-    """Print a line. A reader that is gone (`| head`, a dead ssh) ends the console, and not the run."""
+    """Print a line. If its reader has gone (`| head`, a closed terminal), the run continues."""
     try:
         print(line, flush=True)
     except OSError as error:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for good)
-        log.warning(
-            "nobody reads the console any more (%s): the run goes on without it",
-            error.strerror or error,
-        )
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (never closed)
+        log.warning("the console cannot be written any more: %s", error.strerror)
 
 
 class Console:
-    """Prints, if this is the rank that speaks."""
+    """Prints a line every few steps, and a summary at the end."""
 
     def __init__(
-        self, speaks: bool, *, steps: int | None, log_every: int, telemetry: Telemetry
+        self, telemetry: Telemetry, options: TrainOptions, title: str, ranks: Ranks
     ) -> None:
-        self._speaks, self._steps, self._log_every, self._telemetry = (
-            speaks,
-            steps,
-            log_every,
-            telemetry,
-        )
-        self._printed = self._drawn = 0.0
-        self._live: Any = None
-        self._task: Any = None
-        if speaks and sys.stdout.isatty():
-            self._live = _progress()
+        """`title`: what the data is called."""
+        self._telemetry, self._title, self._world = telemetry, title, ranks.world
+        self._silent, self._total, self._every = ranks.rank != 0, options.steps, options.log_every
+        self._tokens = 0
+        self._printed_at = 0.0
+        self._announced = False
 
     def say(self, line: str) -> None:
-        """A line of its own."""
-        if not self._speaks:
-            return
-        if self._live is not None and self._task is not None:
-            self._live.console.print(
-                f"[train] {line}", markup=False, highlight=False, soft_wrap=True
-            )
-        else:
+        """Print a line."""
+        if not self._silent:
             show(f"[train] {line}")
 
-    def begin(self, step: int) -> None:
-        """The first step is about to begin."""
-        if self._live is not None:
-            self._live.start()
-            self._task = self._live.add_task("", total=self._steps, completed=step, line="")
-
-    def step(self, step: int, done: Done, *, world: int, warning: str) -> None:
-        """A step is finished. Reads the loss only when it prints it: on a device, that waits for it."""
-        now = time.monotonic()
-        last = step == self._steps
-        due = step % self._log_every == 0 if self._log_every else now - self._printed >= EVERY_S
-        live = self._live is not None
-        if not self._speaks or not (due or last or (live and now - self._drawn >= LIVE_S)):
-            return
-        line = self._line(done, world)
-        if live:
-            self._drawn = now
-            self._live.update(self._task, completed=step, line=line)
-        if not due and not last:
-            return
-        self._printed = now
-        if warning:
-            self.say(f"WARNING: {warning}")
-        if not live or self._log_every:
-            of = f"/{self._steps}" if self._steps is not None else ""
-            self.say(f"step {step}{of}  {line}  lr {done.lr:.2e}")
-
-    def _line(self, done: Done, world: int) -> str:
-        window = self._telemetry.window
-        rate = world * window.tokens / window.wall if window.wall > 0 else 0.0
-        wait = 100 * window.wait / window.wall if window.wall > 0 else 0.0
-        depth, capacity = self._telemetry.queue()
-        return f"loss {float(done.loss):.4f}  {rate:,.0f} tok/s  data wait {wait:.2f} %  queue {depth}/{capacity}"
-
-    def end(self) -> None:
-        """The last step is over."""
-        if self._live is not None and self._task is not None:
-            self._live.stop()
-            self._task = None
-
-    def metrics(
-        self,
-        *,
-        loss: float | None,
-        tokens_per_s: float,
-        batch: int,
-        data_wait: float,
-        elapsed_s: float,
+    def step(
+        self, step: int, seconds: float, tokens: int, result: Any, instead: Substitution | None
     ) -> None:
-        """The block that people look for, and what it means."""
-        if not self._speaks:
+        """Record a step, and print it if it is due. Reads the loss only then, which may wait.
+
+        result: its loss and learning rate. instead: the synthetic data that it ran on, if any.
+        """
+        self._tokens += self._world * tokens
+        if not self._announced and (first := self._telemetry.first):
+            self._announced = True
+            self.say(f"first {self._title}batch fetched in {first['dt']:.2f}s")
+        now = time.monotonic()
+        due = step % self._every == 0 if self._every else now - self._printed_at >= EVERY_S
+        if self._silent or not (due or step == self._total):
             return
+        self._printed_at = now
+        if instead is not None:
+            self.say(f"WARNING: SYNTHETIC data since step {instead.first}: {instead.reason}")
+        window = self._telemetry.timer.rolling
+        wall = window.wall or seconds
+        depth, capacity = self._telemetry.queue()
+        self.say(
+            f"step {step}{f'/{self._total}' if self._total else ''}  "
+            f"loss {float(result.loss):.4f}  {self._world * (window.tokens or tokens) / wall:,.0f} tokens/s  "
+            f"data wait {100 * window.wait / wall:.2f} %  queue {depth}/{capacity}  "
+            f"lr {result.lr:.2e}"
+        )
+
+    def summary(self, loss: float, rows: int, elapsed_s: float) -> None:
+        """Print the metrics of the run and what they mean."""
+        if self._silent:
+            return
+        data_wait = self._telemetry.data_wait()
+        verdict = self._telemetry.verdict().line
+        if band(data_wait) not in verdict:
+            verdict += f" ({band(data_wait)} over the whole run)"
         minutes, seconds = divmod(int(elapsed_s), 60)
-        said = self._telemetry.verdict().line
-        for line in (
-            "Metrics:",
-            f"  Loss: {'none' if loss is None else f'{loss:.3f}'}",
-            f"  Avg tokens/sec: {tokens_per_s:.1f}",
-            f"  Batch size: {batch}",
-            f"  Data wait: {100 * data_wait:.1f}%",
-            f"  Elapsed: {minutes}m {seconds}s",
-            said if band(data_wait) in said else f"{said} ({band(data_wait)} over the whole run)",
-        ):
-            show(line)
-
-
-def _progress() -> Any:
-    from rich.console import Console as Terminal
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    terminal = Terminal()
-    bar = [BarColumn(20)] if terminal.width >= ROOMY else []
-    return Progress(
-        TextColumn("[train]", markup=False),
-        *bar,
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}", markup=False),
-        TimeRemainingColumn(compact=True),
-        console=terminal,
-    )
-
-
-def steady_lines(
-    times: Sequence[float],
-    waits: Sequence[float],
-    tokens: Sequence[int],
-    compiled: list[StepEvent],
-    *,
-    world: int,
-    first: int,
-) -> list[str]:
-    """What the steps of one rank say of the whole run, of which they are those from number `first` on."""
-    from penstock.watch.steady import StepEvent, analyze_steps
-
-    events = [StepEvent(i, "data_wait_s", waited) for i, waited in enumerate(waits)] + compiled
-    return (
-        analyze_steps(times, [world * each for each in tokens], events).summary(first).splitlines()
-    )
+        show(
+            f"Metrics:\n  Loss: {loss:.3f}\n"
+            f"  Avg tokens/sec: {self._tokens / elapsed_s:.1f}\n  Batch size: {rows}\n"
+            f"  Data wait: {100 * data_wait:.1f}%\n  Elapsed: {minutes}m {seconds}s\n{verdict}"
+        )

@@ -1,293 +1,243 @@
-"""The data of a run: which text, what is kept for evaluation, and the loaders of both.
+"""The data of a run: loaders for training and evaluation, and synthetic batches to stand in.
 
-In:    options and settings.
-Out:   what a loader is made of, and the loaders. No torch before a step needs ids that are made up.
-Where: making a loader lists files and loads a vocabulary, so it happens on a thread of its own; see `feed.fallback`.
-State: none.
+Imports no torch: the loader starts to read while torch is imported.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import current_shard
-from penstock.errors import ConfigError
+from penstock.config import current_shard, write_atomically
+from penstock.dataset_config import DatasetConfig
+from penstock.encode.batch import Batch
+from penstock.errors import ConfigError, SourceError
+from penstock.feed.collectives import Ranks
+from penstock.feed.fallback import BackgroundOpen
+from penstock.loader import AsyncDataLoader
 from penstock.settings import Settings
 from penstock.tools.data_choice import LOCAL, text_path
-from penstock.train.options import BATCH, TrainOptions
+from penstock.train.options import TrainOptions
+from penstock.types import IGNORE, Shard
 
 if TYPE_CHECKING:
-    from penstock.dataset_config import DatasetConfig
-    from penstock.encode.batch import Batch
-    from penstock.loader import AsyncDataLoader
     from penstock.watch.telemetry import Telemetry
 
-SYNTHETIC_VOCABULARY = 8192
-"""Ids of `--dataset synthetic`."""
+ARRAYS = ("inputs", "targets", "positions", "cu_seqlens")
+"""Fields of a batch that a model takes."""
+SYNTHETIC_VOCABULARY = STDLIB_VOCABULARY = 8192
+"""Ids of `--dataset synthetic` and `--tokenizer stdlib`."""
 ENDLESS = 1 << 40
-"""Rows of a stand-in for data: more than any run takes."""
+"""Rows of synthetic data: more than any run reads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to read."""
+class TrainData:
+    """What a run reads. Starts to load the vocabulary on a thread."""
 
-    title: str
-    """What it is called on the console."""
-    prefix: str
-    """What the loader's events begin with."""
-    seq_len: int
-    vocabulary: Callable[[], int]
-    """How many ids there are. May take a while, and may need a server."""
-    dataset: Callable[[str | None], Any]
-    """The data of a split: "train", "val" or None for all of it."""
+    def __init__(self, options: TrainOptions, settings: Settings) -> None:
+        table = _named(options) if options.dataset is not None else settings.data
+        assert table is not None  # the options were checked
+        parts = [table, *(part for part, _ in table.parts.values())]
+        lengths = [each.parameters["seq_len"] for each in parts if "seq_len" in each.parameters]
+        if not lengths:
+            raise ConfigError(f"{table.where}: seq_len is missing, so no model can be built")
+        splits = table.kind in ("text", "synthetic") and "split" not in table.parameters
+        if options.eval_every and not splits:
+            raise ConfigError(f"--eval-every needs text without a split; {table.where} is not")
+        self._options, self._settings = options, settings
+        self._table = _with_positions(table) if options.doc_mask else table
+        self.seq_len: int = lengths[0]
+        urls = table.parameters.get("urls", ())
+        urls = [urls] if isinstance(urls, str | os.PathLike) else urls
+        is_fineweb = any(_is_fineweb_edu(str(url)) for url in urls)
+        self.title = "FineWeb-Edu " if is_fineweb else ""
+        self.prefix = "fineweb_loader_" if is_fineweb else "loader_"
+        """What the names of the loader's events begin with."""
+        self._opening = BackgroundOpen(self._open)
+
+    def _open(self) -> Any:
+        """Return the tokenizer of text, or any other dataset as a whole."""
+        if self._table.kind == "text":
+            return _load_tokenizer(self._table.parameters)
+        return self._table.build(self._settings.text_arguments())
+
+    def vocab_size(self, timeout_s: float) -> int:
+        """Return the number of ids, or raise LoaderTimeout if it is not known in time."""
+        return self._count_ids(self._opening.result(timeout_s))
+
+    def _count_ids(self, data: Any) -> int:
+        if parts := getattr(data, "parts", None):
+            return max(self._count_ids(part) for part, _ in parts.values())
+        data = getattr(data, "tokenizer", data)
+        count = getattr(data, "vocab_size", self._options.vocab_size)
+        if count is None:
+            raise ConfigError(f"{self._table.where}: unknown number of ids; give --vocab-size")
+        return int(count)
+
+    def _dataset(self, split: str | None) -> Any:
+        """Return the dataset of a split: "train", "val", or None for all data."""
+        opened, table, options = self._opening.result(), self._table, self._options
+        parameters = dict(table.parameters)
+        if table.kind == "text":
+            parameters["tokenizer"] = opened
+            if options.dataset is not None:
+                parameters["urls"] = text_path(options.dataset, options.local_path)
+            if split is not None:
+                parameters |= {"split": f"{split}:{options.val_fraction:g}"}
+        elif split == "val":  # other rows than those that are trained on
+            parameters["seed"] = parameters.get("seed", 0) + 1
+        else:
+            return opened
+        return replace(table, parameters=parameters).build(self._settings.text_arguments())
+
+    def loader(
+        self, telemetry: Telemetry, device: str | None, states: list[dict[str, Any]] | None = None
+    ) -> AsyncDataLoader:
+        """Return this rank's loader for training, not started."""
+        arguments = self._settings.loader_arguments(self._options.batch) | {"device": device}
+        shard = current_shard()
+        if shard.mod > 1:
+            # With an explicit shard, ranks do not wait for each other: the feed decides where to
+            # end. A smaller last batch would be one that other ranks do not have.
+            arguments["drop_last"] = True
+        split = "train" if self._options.eval_every else None
+        loader = AsyncDataLoader(self._dataset(split), shard=shard, **arguments)
+        loader.observe(telemetry)
+        if states is not None:
+            loader.load_state_dict(states)
+        return loader
+
+    def validation_loader(self) -> AsyncDataLoader:
+        """Return a loader of all validation documents, in order."""
+        arguments = self._settings.loader_arguments(self._options.batch)
+        arguments |= {"device": None, "epochs": None, "shuffle": False, "lanes": 1}
+        arguments |= {"warmup_batches": 0, "prefetch_size": 1, "shard": Shard(1, 0)}
+        return AsyncDataLoader(self._dataset("val"), **arguments)
+
+    def close(self) -> None:
+        """Stop waiting for the vocabulary."""
+        self._opening.close()
 
 
-def recipe(options: TrainOptions, resolved: Settings) -> Recipe:
-    """What the options ask for."""
-    if options.dataset is None:
-        return _from_table(options, resolved)
-    if options.dataset == "synthetic":
-        return _synthetic(options)
-    name, (title, prefix) = options.dataset, _called(options.dataset)
-    shared = _Once(lambda: _tokenizer(options.tokenizer))
-
-    def dataset(split: str | None) -> Any:
-        from penstock.dataset import TextDataset
-
-        chosen: Any = split
-        packing: Any = options.packing
-        tokenizer = shared()  # first: making a vocabulary may make the text too
-        return TextDataset(
-            text_path(name, options.local_path), tokenizer=tokenizer, seq_len=options.seq_len, text_field=options.text_field, packing=packing,
-            split=chosen, val_fraction=options.val_fraction, positions=options.doc_mask, remote={"config": options.dataset_config},
-            **resolved.text_arguments(),
-        )  # fmt: skip
-
-    return Recipe(
-        title=title,
-        prefix=prefix,
-        seq_len=options.seq_len,
-        vocabulary=lambda: int(shared().vocab_size),
-        dataset=dataset,
-    )
+def _named(options: TrainOptions) -> DatasetConfig:
+    """Return the table that `--dataset` and its options stand for."""
+    where = f"--dataset {options.dataset}"
+    if options.dataset == "synthetic" and not os.path.exists("synthetic"):
+        parameters = {"vocab_size": SYNTHETIC_VOCABULARY, "num_samples": ENDLESS, "seed": 0}
+        parameters["seq_len"] = options.seq_len
+        return DatasetConfig(kind="synthetic", where=where, parameters=parameters)
+    names = ("tokenizer", "seq_len", "text_field", "packing")
+    described: dict[str, Any] = {name: getattr(options, name) for name in names}
+    described |= {"urls": options.dataset, "remote": {"config": options.dataset_config}}
+    return DatasetConfig(kind="text", where=where, parameters=described)
 
 
-def _called(urls: Any) -> tuple[str, str]:
-    """What data is called on the console, and what its loader's events begin with: FineWeb-Edu has names of its own."""
+def _is_fineweb_edu(address: str) -> bool:
+    """Return True for FineWeb-Edu by name or address. A file of that name takes precedence."""
     from penstock.read.hub import SHORT_NAMES
 
-    address = re.escape(SHORT_NAMES["fineweb_edu"])
-    for url in map(str, [urls] if isinstance(urls, str | os.PathLike) else urls or ()):
-        # As everywhere, a file goes before a short name that it is called by.
-        short = url == LOCAL or (url == "fineweb_edu" and not os.path.exists(url))
-        if short or re.match(rf"{address}([/@]|$)", url):
-            return "FineWeb-Edu", "fineweb_loader_"
-    return "", "loader_"
-
-
-def _tokenizer(name: str) -> Any:
-    from penstock.encode.tokenizer import load_tokenizer
-
-    if name == "stdlib":
-        from penstock.train.train_bpe import write_vocabulary
-
-        return load_tokenizer(write_vocabulary())
-    return load_tokenizer(name)
-
-
-def _tokenizer_of(parameters: Mapping[str, Any]) -> Any:
-    """The tokenizer that a table of text names."""
-    from penstock.encode.tokenizer import load_tokenizer
-
-    how = {name: parameters[name] for name in ("eos", "bos") if name in parameters}
-    return load_tokenizer(parameters["tokenizer"], **how)
-
-
-def _synthetic(options: TrainOptions) -> Recipe:
-    if options.doc_mask:
-        raise ConfigError(
-            "--doc-mask with --dataset synthetic: random ids have no documents. Leave one of them out."
-        )
-
-    def dataset(split: str | None) -> Any:
-        from penstock.read.synthetic import SyntheticDataset
-
-        # Another seed, other rows: what is evaluated on was never trained on.
-        return SyntheticDataset(
-            SYNTHETIC_VOCABULARY, options.seq_len, ENDLESS, seed=1 if split == "val" else 0
-        )
-
-    return Recipe("", "loader_", options.seq_len, lambda: SYNTHETIC_VOCABULARY, dataset)
-
-
-def _from_table(options: TrainOptions, resolved: Settings) -> Recipe:
-    """The data that a configuration file names."""
-    table = resolved.data
-    assert table is not None  # the options were checked
-    seq_len = table.parameters.get("seq_len") or next(
-        (t.parameters["seq_len"] for t, _ in table.parts.values()), None
-    )
-    if seq_len is None:
-        raise ConfigError(
-            f"{table.where}: does not say how long a row is, so no model can be built; give seq_len"
-        )
-    split_seen = any(
-        "split" in part.parameters for part in (table, *(part for part, _ in table.parts.values()))
-    )
-    if options.eval_every and (table.kind != "text" or split_seen):
-        raise ConfigError(
-            f"--eval-every with {table.where} of kind {table.kind!r}{' and its own split' * split_seen}: there is nothing "
-            "to tell training and validation apart by. Give text without a split, or --eval-every 0."
-        )
-    if options.doc_mask:
-        table = _with_positions(table)
-    # Text's ids are counted without the text: a server that cannot be reached now may be there again later.
-    shared = _Once(lambda: _tokenizer_of(table.parameters)) if table.kind == "text" else None
-
-    def dataset(split: str | None) -> Any:
-        chosen: dict[str, Any] = (
-            {"split": split, "val_fraction": options.val_fraction} if split is not None else {}
-        )
-        if shared is not None:
-            chosen["tokenizer"] = shared()
-        described = replace(table, parameters={**table.parameters, **chosen})
-        return described.build(resolved.text_arguments())
-
-    made = _Once(lambda: dataset("train" if options.eval_every else None))
-    return Recipe(
-        *_called(table.parameters.get("urls")),
-        seq_len,
-        lambda: (
-            int(shared().vocab_size) if shared is not None else _ids(made(), options, table.where)
-        ),
-        lambda split: made() if split != "val" else dataset(split),
-    )
+    is_name = address == LOCAL or (address == "fineweb_edu" and not os.path.exists(address))
+    return is_name or bool(re.match(rf"{re.escape(SHORT_NAMES['fineweb_edu'])}([/@]|$)", address))
 
 
 def _with_positions(table: DatasetConfig) -> DatasetConfig:
-    """The same data, whose batches say where their documents begin: of a mixture, all parts."""
+    """Return the same data with positions in its batches."""
     if table.kind == "synthetic":
-        raise ConfigError(
-            f"--doc-mask with {table.where} of kind 'synthetic': random ids have no documents. Leave one of them out."
-        )
-    if table.kind == "mixture":
-        return replace(
-            table, parts={name: (_with_positions(one), w) for name, (one, w) in table.parts.items()}
-        )
-    return replace(table, parameters={**table.parameters, "positions": True})
+        raise ConfigError(f"--doc-mask with {table.where}: synthetic data has no documents")
+    parts = {name: (_with_positions(part), weight) for name, (part, weight) in table.parts.items()}
+    own = {} if table.kind == "mixture" else {"positions": True}
+    return replace(table, parameters={**table.parameters, **own}, parts=parts)
 
 
-def _ids(dataset: Any, options: TrainOptions, where: str) -> int:
-    """How many ids a dataset has."""
-    from penstock.sources.mixture import Mixture
+def _load_tokenizer(parameters: Mapping[str, Any]) -> Any:
+    from penstock.encode.tokenizer import load_tokenizer
 
-    if isinstance(dataset, Mixture):
-        return max(_ids(part, options, where) for part, _ in dataset.parts.values())
-    if hasattr(dataset, "tokenizer"):
-        return int(dataset.tokenizer.vocab_size)
-    known = getattr(dataset, "vocab_size", options.vocab_size)
-    if known is None:
-        raise ConfigError(
-            f"{where}: files of token ids do not say how many ids there are; give --vocab-size"
-        )
-    return int(known)
+    name = parameters["tokenizer"]
+    special = {key: parameters[key] for key in ("eos", "bos") if key in parameters}
+    return load_tokenizer(_stdlib_tokenizer() if name == "stdlib" else name, **special)
 
 
-class _Once:
-    """A value that is made when it is first needed, whichever thread needs it first."""
+def _stdlib_tokenizer() -> Path:
+    """Return a tokenizer of the standard library's text, trained on first use."""
+    from penstock.encode.train_bpe import train_tokenizer
+    from penstock.read.demo_corpus import documents, write_stdlib
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._made: list[Any] = []
-
-    def __call__(self) -> Any:
-        with self._lock:
-            if not self._made:
-                self._made.append(self._make())
-            return self._made[0]
+    path = write_stdlib().with_suffix(".tokenizer.json")
+    if not path.exists():
+        text = "\n".join(text for _, text in documents())
+        write_atomically(path, train_tokenizer(text.encode(), STDLIB_VOCABULARY))
+    return path
 
 
-def make_loader(
-    recipe: Recipe,
-    options: TrainOptions,
-    resolved: Settings,
-    *,
-    split: str | None,
-    telemetry: Telemetry | None,
-    device: str | None,
-    states: list[dict[str, Any]] | None = None,
-) -> AsyncDataLoader:
-    """A loader of this rank's share, not yet started."""
-    from penstock.loader import AsyncDataLoader
+class ValidationData:
+    """The batches of an evaluation: the same documents for any number of ranks.
 
-    arguments = resolved.loader_arguments(BATCH) | {"device": device}
-    if split == "val":
-        arguments |= {"epochs": None, "shuffle": False, "warmup_batches": 0}
-        if arguments["prefetch_size"] == "auto":
-            del arguments["prefetch_size"]
-    shard = current_shard()
-    # The trainer's ranks end together by an agreement of their own, so the loader is told that it stands alone;
-    # a last batch that is not full would be one that other ranks do not have.
-    if shard.mod > 1:
-        arguments["drop_last"] = True
-    loader = AsyncDataLoader(recipe.dataset(split), shard=shard, **arguments)
-    if telemetry is not None:
-        loader.observe(telemetry)
-    if states is not None:
-        loader.load_state_dict(states)
-    return loader
+    Rank 0 reads them before the first pass and deals them to the ranks, which keep them in memory. A
+    `for` starts a pass. All ranks have the same number of batches: padding has no targets.
+    """
+
+    def __init__(self, data: TrainData, options: TrainOptions, ranks: Ranks, device: Any) -> None:
+        self._data, self._options, self._ranks, self._device = data, options, ranks, device
+        self._batches: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Start a pass over this rank's batches."""
+        from penstock.train.distributed import scatter
+
+        if not self._batches:
+            self._batches = scatter(self._ranks, self._deal)
+            for batch, name in product(self._batches, ARRAYS):
+                if (array := getattr(batch, name)) is not None:
+                    setattr(batch, name, array.to(self._device))
+        return iter(self._batches)
+
+    def _deal(self) -> list[list[Batch]]:
+        import torch
+
+        batches: list[Batch] = []
+        with self._data.validation_loader() as loader:
+            while len(batches) < self._options.eval_batches:
+                batch = loader.next_batch(self._options.stall_timeout)
+                if batch is None:
+                    raise SourceError("there are no validation documents: raise --val-fraction")
+                batch.to_torch()
+                # Without its origin, which cannot be sent to other ranks.
+                arrays = {name: getattr(batch, name) for name in ARRAYS}
+                batches.append(Batch(**arrays, epoch=0, index=0))
+        padding = replace(batches[0], targets=torch.full_like(batches[0].targets, IGNORE))
+        world = self._ranks.world
+        batches += [padding] * (-len(batches) % world)
+        return [batches[rank::world] for rank in range(world)]
 
 
-class StandIn:
-    """Batches of made-up ids, for steps without data. The same ids for the same step, whatever the number of ranks."""
+class SyntheticBatches:
+    """Batches for steps without data: the same ids for the same step, for any number of ranks.
+
+    Each row is one document, so a document mask would change nothing.
+    """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        vocab_size: int,
-        batch_size: int,
-        accumulate: int,
-        *,
-        doc_mask: bool,
-        device: Any,
+        self, options: TrainOptions, data: TrainData, vocab_size: int, device: Any
     ) -> None:
         from penstock.read.synthetic import SyntheticDataset
 
-        self._rows = SyntheticDataset(vocab_size, recipe.seq_len, ENDLESS, seed=2)
-        self._shape = (batch_size, recipe.seq_len)
-        self._accumulate, self._doc_mask, self._device = accumulate, doc_mask, device
-        self._shard = current_shard()
+        self._rows = SyntheticDataset(vocab_size, data.seq_len, ENDLESS, seed=2)
+        self._size, self._device, self._shard = options.batch, device, current_shard()
 
     def __call__(self, step: int, n: int) -> Batch:
-        """The n-th micro-step of a step."""
+        """Return the n-th batch of a step."""
         import numpy as np
         import torch
 
-        from penstock.encode.batch import Batch
-
-        size, seq_len = self._shape
-        first = ((step * self._accumulate + n) * size) * self._shard.mod
-        numbers = [first + row * self._shard.mod + self._shard.rem for row in range(size)]
-        ids = torch.from_numpy(self._rows.__getitems__(numbers).astype(np.int64)).to(self._device)
-        batch = Batch(
-            ids[:, :-1].contiguous(),
-            ids[:, 1:].contiguous(),
-            epoch=0,
-            index=0,
-            synthetic=True,
-            _tokens=size * seq_len,
-        )
-        if self._doc_mask:  # a row is a document
-            batch.positions = (
-                torch.arange(seq_len, device=self._device).expand(size, seq_len).contiguous()
-            )
-            batch.cu_seqlens = torch.arange(
-                0, size * seq_len + 1, seq_len, dtype=torch.int32, device=self._device
-            )
+        size, shard = self._size, self._shard
+        first = ((step << 16) + n) * size * shard.mod + shard.rem
+        rows = self._rows.__getitems__([first + row * shard.mod for row in range(size)])
+        ids = torch.from_numpy(rows.astype(np.int64)).to(self._device)
+        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), 0, 0, synthetic=True)
+        batch._tokens = size * self._rows.seq_len
         return batch

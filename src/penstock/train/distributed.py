@@ -1,136 +1,100 @@
-"""One process, DDP or FSDP2: where a run's ranks meet, and how a model is spread over them.
+"""One process, DDP or FSDP2: join the other ranks, wrap the model, add up over ranks.
 
-In:    the options, and what the launcher left in the environment.
-Out:   this rank's device and its peers; the model, wrapped.
-Where: the trainer's thread.
-State: torch's default process group, from `meet` to `part`.
-
-On CPUs the ranks talk over gloo, on GPUs over NCCL. The GPU side was written without one at hand and has not been run.
+Ranks talk over gloo on CPUs and over NCCL on GPUs. The GPU side has not been run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.config import current_shard, launched
 from penstock.errors import ConfigError, PeerFailed
 from penstock.feed.collectives import GlooRanks, Ranks
 from penstock.train.options import Parallel, TrainOptions, parallel
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank runs."""
+class Placement:
+    """Where this rank runs, and with which others."""
 
     parallel: Parallel
     device: torch.device
-    peers: Ranks
-
-    @property
-    def first(self) -> bool:
-        """Whether it is the rank that speaks for all."""
-        return self.peers.rank == 0
+    dtype: torch.dtype
+    """The type to compute in."""
+    ranks: Ranks
 
 
-def meet(options: TrainOptions, device_name: str | None) -> Place:
-    """Wait for the other ranks, if there are any."""
-    shard = current_shard()
-    how = parallel(options, shard.mod)
-    device = torch.device(device_name or "cpu")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"--device {options.device}: torch sees no GPU here. Use --device cpu, or install a build of torch for CUDA."
-            )
-        torch.cuda.set_device(device)
-    if how == "single":
-        return Place(how, device, Ranks())
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=options.collective_timeout)
-    if launched():
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-        except dist.DistError as error:
-            raise PeerFailed(
-                f"rank {shard.rem} of {shard.mod} did not meet the others within {options.collective_timeout:g} s "
-                f"({str(error).partition(chr(10))[0][:300]}). See that all ranks are started and can reach "
-                "MASTER_ADDR, or allow more with --collective-timeout."
-            ) from error
-    else:  # nobody else is there to be met
-        dist.init_process_group(backend, store=_store(), rank=0, world_size=1, timeout=timeout)
-    if shard.mod == 1:
-        return Place(how, device, Ranks())
-    # A rank may wait for data as long as its limits allow before it votes, and the others wait for its vote.
-    patience = options.collective_timeout + max(options.loader_timeout, options.stall_timeout)
-    return Place(how, device, GlooRanks(patience))
-
-
-def _store() -> Any:
-    return vars(dist)["HashStore"]()
-
-
-@contextlib.contextmanager
-def blaming_peers() -> Iterator[None]:
-    """One of training's collectives that fails because another rank has ended, or hangs, says just that."""
+@contextmanager
+def join_ranks(options: TrainOptions, device_name: str | None) -> Iterator[Placement]:
+    """Join the process group, if there are other ranks, and leave it at the end."""
     try:
-        yield
+        yield _join(options, device_name)
     except RuntimeError as error:
-        # Gloo has no exception of its own: its errors are known by the file that they come from.
+        # Gloo has no exception of its own: its errors name its source files.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
-        shard, told = current_shard(), str(error).partition("\n")[0][:300]
+        shard, first_line = current_shard(), str(error).partition("\n")[0][:300]
         raise PeerFailed(
-            f"rank {shard.rem} of {shard.mod} lost the other ranks: one of them has ended or hangs; see its own output ({told})"
+            f"rank {shard.rem} of {shard.mod} lost the other ranks: one of them has ended or hangs; "
+            f"see its own output ({first_line})"
         ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def part() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _join(options: TrainOptions, device_name: str | None) -> Placement:
+    shard = current_shard()
+    how, device = parallel(options, shard.mod), torch.device(device_name or "cpu")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"--device {options.device}: torch finds no GPU. Use --device cpu.")
+        torch.cuda.set_device(device)
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    name = options.dtype if options.dtype != "auto" else "bfloat16" if has_bf16 else "float32"
+    ranks = Ranks()
+    if how != "single":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout_s = options.collective_timeout
+        alone: dict[str, Any] = {}
+        if not launched():
+            alone = {"store": vars(dist)["HashStore"](), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+        if shard.mod > 1:
+            # A rank may wait for data this long before it votes, and the others wait for its vote.
+            waits_s = max(options.loader_timeout, options.stall_timeout)
+            ranks = GlooRanks(timeout_s + waits_s)
+    return Placement(how, device, getattr(torch, name), ranks)
 
 
-def computes_in(options: TrainOptions, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in."""
-    if options.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, options.dtype)
-        return chosen
-    return (
-        torch.bfloat16
-        if device.type == "cuda" and torch.cuda.is_bf16_supported()
-        else torch.float32
-    )
-
-
-def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
-    """The model, as this rank holds it."""
-    if place.parallel == "ddp":
-        ids = [place.device.index] if place.device.type == "cuda" else None
-        # Its buffers are tables that never change: nobody has to send them. Newer releases call that by another name.
-        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        unsent: dict[str, Any] = {
-            next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False
-        }
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True, **unsent
-        )
-    if place.parallel == "fsdp":
-        narrow = None if dtype == torch.float32 else dtype
-        # Inputs stay as they are: the tables of the rotation would lose their digits.
+def wrap(model: nn.Module, placement: Placement) -> nn.Module:
+    """Return the model as this rank holds it."""
+    device, dtype = placement.device, placement.dtype
+    if placement.parallel == "ddp":
+        # The buffers never change, so they need not be sent. torch renamed the argument.
+        known = inspect.signature(DistributedDataParallel).parameters
+        names = ("forward_sync_buffers", "broadcast_buffers")
+        arguments: dict[str, Any] = {next(name for name in names if name in known): False}
+        ids = [device.index] if device.type == "cuda" else None
+        arguments |= {"device_ids": ids, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(model, **arguments)
+    if placement.parallel == "fsdp":
+        # Inputs are not cast: the rotary tables need float32.
         policy = MixedPrecisionPolicy(
-            param_dtype=narrow,
-            reduce_dtype=None if narrow is None else torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mp_policy=policy)
@@ -138,45 +102,65 @@ def spread(model: nn.Module, place: Place, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The model without DDP around it."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model without DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-@contextlib.contextmanager
-def synchronising(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Whether a backward pass adds its gradients up over the ranks; only a step's last one has to."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
+@contextmanager
+def syncing(model: nn.Module, exchange: bool) -> Iterator[None]:
+    """Exchange gradients between ranks in backward passes, or only add them up on this one."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(exchange, recurse=False)
+                stack.callback(module.set_requires_gradient_sync, True, recurse=False)
+            elif isinstance(module, DistributedDataParallel) and not exchange:
+                stack.enter_context(module.no_sync())
         yield
-    elif isinstance(model, nn.parallel.DistributedDataParallel) and not wanted:
-        with model.no_sync():
-            yield
-    else:
-        yield
 
 
-def computing(place: Place, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Mixed precision, where it is asked for; FSDP2 sees to its own."""
-    if dtype == torch.float32 or place.parallel == "fsdp":
-        return contextlib.nullcontext()
-    return torch.autocast(place.device.type, dtype)
+def autocast(placement: Placement) -> AbstractContextManager[Any]:
+    """Compute in `placement.dtype`. FSDP2 casts by its own policy."""
+    if placement.dtype == torch.float32 or placement.parallel == "fsdp":
+        return nullcontext()
+    return torch.autocast(placement.device.type, placement.dtype)
 
 
-def add_up(values: torch.Tensor, place: Place) -> torch.Tensor:
-    """The sum over all ranks, in place."""
-    if place.parallel != "single":
+def add_up(values: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Replace values by their sum over all ranks."""
+    if placement.parallel != "single":
         dist.all_reduce(values)
     return values
 
 
-def local(gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient."""
-    part: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return part
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor on this rank."""
+    plain = tensor.detach()
+    return plain.to_local() if hasattr(plain, "to_local") else plain
 
 
-def whole(norm: torch.Tensor) -> torch.Tensor:
-    """A number that all ranks have, out of a DTensor."""
-    value: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return value
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, on every rank."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def scatter(ranks: Ranks, deal: Callable[[], list[T]]) -> T:
+    """Call `deal` on rank 0 and return to each rank its item. If it fails, it fails everywhere."""
+    if ranks.group is None:
+        return deal()[0]
+    items: list[Any] = []
+    error: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            items = [(item, "") for item in deal()]
+        except Exception as failed:
+            error, items = failed, [(None, f"{type(failed).__name__}: {failed}")] * ranks.world
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, items or None, src=0, group=ranks.group)
+    item, reason = received[0]
+    if reason:
+        raise PeerFailed(f"rank 0: {reason}") from error
+    dealt: T = item
+    return dealt

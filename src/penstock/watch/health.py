@@ -1,84 +1,77 @@
-"""Whether a run is well: limits on what a heartbeat says, and no alarm before the run is warm.
+"""Judge a run by its heartbeat: ok, warn or fail, with reasons.
 
-In:    the lines of one rank's heartbeat, in order.
-Out:   a verdict: ok, warn or fail, with reasons; online also `health` and `steady_state` events when that changes.
-Where: the heartbeat's thread while the run goes on, or any reader's.
-State: the steps of the last `for_s` seconds; in the grace period those that the search for the steady state keeps.
-
-A limit is judged on the average of the last `for_s` seconds and at least `for_steps` steps, without their worst step, so
-one checkpoint that nobody named is no alarm, and a slow-down is one within that time. Averages are not judged in a
-grace period, from the start, a resume or a recompilation until the steady state, or a cap: the loss, the age, a step
-that does not end and an error of the loader always are.
+Averages are taken over the last `for_s` seconds and at least `for_steps` steps, without their worst
+step. They are not judged in a grace period: from the start, a resume or a recompilation until the
+steady state, or until a cap. A loss that is not finite, a silent process, a step that does not end
+and an error of the loader count at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from penstock.errors import ConfigError
-from penstock.watch.health_window import Window
-from penstock.watch.view.fields import MOST_TOKENS
-from penstock.watch.world import world_size
+import numpy as np
 
-if TYPE_CHECKING:
-    from penstock.watch.steady import SteadyWatch
+from penstock.errors import ConfigError, PenstockError
+from penstock.types import MiB
+from penstock.watch.heartbeat_reader import expand, read_heartbeat
+from penstock.watch.line import Event, kind, number
+from penstock.watch.run import missing_ranks, step_seconds
+from penstock.watch.steady_state import SteadyWatch
 
 Status = Literal["ok", "warn", "fail"]
-Event = tuple[float, float, str, dict[str, Any]]
 
 LOOKS = 30
-"""A limit is looked at so often in `for_s`: more would find nothing sooner."""
-FEWEST = 4
-"""Steps from which on an average is worth a warning."""
+"""How often averages are compared with the limits in `for_s`."""
+LAST_BYTES = 16 * MiB
+"""Read of each file, some 25,000 steps: what was before does not change how a run is now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a run must keep to. None: not judged."""
+    """What a run must keep to. None disables a limit."""
 
     min_tokens_per_s: float | None = None
-    """Of one rank, over wall time without named pauses. A larger value raises the alarm earlier, and over less."""
+    """Of each rank, over wall time without named pauses. A larger value raises the alarm earlier."""
     max_data_wait_pct: float | None = None
-    """Per cent of the time spent waiting for data. A larger value lets more of the accelerator stand idle unnoticed."""
+    """Per cent of the time spent waiting for data. A larger value lets the device idle longer."""
     max_fetch_p95_ms: float | None = None
-    """Of the time in `next()`. A larger value lets slower batches pass, as long as prefetching does not hide them."""
+    """95th percentile of the time in `next()`. A larger value lets slower batches pass."""
     max_heartbeat_age_s: float | None = 60.0
-    """Since the last line, which comes every second from a process that lives. A larger value finds a dead one later."""
+    """Since the last line. A larger value finds a dead process later."""
     max_step_s: float | None = None
-    """Without a finished step, compilation and evaluation included. A larger value finds a hung collective later."""
+    """Without a finished step. A larger value finds a hung collective later."""
     finite_loss: bool = True
-    """A loss that is not finite fails at once, in the grace period too."""
+    """Fail at once if the loss is not finite."""
     for_s: float = 30.0
-    """A limit is judged on so many seconds. A larger value gives fewer alarms, each later by as much."""
+    """Seconds that averages are taken over. A larger value gives fewer and later alarms."""
     for_steps: int = 10
-    """And on so many steps, if those take longer. A larger value gives fewer alarms, each later by as many steps."""
+    """The least number of steps for an average. A larger value gives fewer and later alarms."""
     grace_s: float = 600.0
-    """The grace period ends so long after its first step if no steady state is found. A larger value leaves a run that
-    never gets steady unwatched for longer."""
+    """The longest grace period. A larger value leaves a run that never gets steady unjudged longer."""
     grace_steps: int = 1000
-    """And after so many steps, if they come first."""
+    """The same in steps."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, name = getattr(self, field.name), field.name
-            if name == "finite_loss":
-                fits = isinstance(value, bool)
-            elif name in ("for_steps", "grace_steps"):
-                fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            else:
-                optional = name.startswith(("min_", "max_"))
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                fits = (number and math.isfinite(value) and value >= 0) or (
-                    optional and value is None
-                )
-            if not fits:
-                kind = "True or False" if name == "finite_loss" else "a number, at least 0"
-                raise ConfigError(
-                    f"{name}={value!r}: needs {'a whole number, at least 1' if 'steps' in name else kind}"
-                )
+        for name, value in asdict(self).items():
+            if name == "finite_loss" or (value is None and name.startswith(("min_", "max_"))):
+                continue
+            least = 1 if name.endswith("_steps") else 0
+            if number(value) is None or value < least:
+                raise ConfigError(f"{name}={value!r}: needs a number, at least {least}")
+
+
+CHECKS = {
+    "min_tokens_per_s": ("tokens_per_s", "{:,.0f} tokens/s"),
+    "max_data_wait_pct": ("data_wait_pct", "data wait {:.1f} %"),
+    "max_fetch_p95_ms": ("fetch_p95_ms", "fetch p95 {:,.1f} ms"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,31 +80,40 @@ class Verdict:
 
     status: Status
     reasons: tuple[str, ...]
-    """What is wrong, with the number, the limit and over how long; else one that says what the run does."""
+    """What is wrong, with the value and the limit; otherwise what the run is doing."""
     grace: bool
+    judged: bool
+    """True if the run was long enough to compare averages with the limits."""
     known: bool
-    """Whether anything can be told of it: it has reported a step, or that its data failed before the first one."""
+    """True if the rank has reported a step, or why it could not take one."""
     rank: int | None
     step: int
     world_size: int | None = None
-    """Ranks of the run, by the newest boot among the lines."""
     ended: str | None = None
-    """Why it ended, if it said so."""
+    """Why the run ended, if it said so."""
     age_s: float | None = None
     loss: float | str | None = None
     tokens_per_s: float | None = None
     data_wait_pct: float | None = None
     fetch_p95_ms: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"reasons": list(self.reasons)}
+    def line(self) -> str:
+        """Return one line for people."""
+        parts = [f"step {self.step}"]
+        values = ((text, getattr(self, name)) for name, text in CHECKS.values())
+        parts += [text.format(value) for text, value in values if value is not None]
+        if self.ended is not None:
+            parts.append(f"ended: {self.ended}")
+        elif self.age_s is not None:
+            parts.append(f"last line {self.age_s:,.0f} s ago")
+        status = self.status if self.known else "unknown"
+        return f"rank {self.rank}: {status}: {', '.join(parts)}: {'; '.join(self.reasons)}"
 
 
 def judge(
     lines: Iterable[Mapping[str, Any]], now: float | None = None, limits: Limits | None = None
 ) -> Verdict:
-    """How a rank is, by the lines of its heartbeat; `now` in Unix seconds, or None for the time of its last line."""
+    """Judge one rank by its heartbeat lines, at a Unix time or at that of the last line."""
     gate = HealthGate(limits)
     for line in lines:
         gate.add(line)
@@ -119,303 +121,252 @@ def judge(
 
 
 class HealthGate:
-    """Judges one rank from its lines, as they come or afterwards."""
+    """Judges one rank from its lines, as they are written or afterwards."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._events: list[Event] = []
-        self._told: tuple[Status, bool] = ("ok", True)
-        self._rank: int | None = None
-        self._world: int | None = None
-        self._ts = self._mono = 0.0
-        self._pid: int | None = None
-        self._line: Mapping[str, Any] = {}
-        """The last progress line."""
-        self._waiting_s = 0.0
-        self._compiles: float | None = None
+        self._reported: tuple[Status, bool] = ("ok", True)
+        self._last: Mapping[str, Any] = {}
+        self._boot: Mapping[str, Any] | None = None
+        self._begin("start")
+
+    def _begin(self, reason: str) -> None:
+        """Another process begins."""
+        self._step: Mapping[str, Any] | None = None
+        self._compiles = math.inf
+        self._since_step_s = 0.0
         self._ended: str | None = None
-        self._error: str | None = None
-        self._synthetic: str | None = None
-        self._bad_loss: tuple[int, str] | None = None
-        self._open("start")
+        self._error = self._synthetic = ""
+        self._bad_loss: int | None = None
+        self._capped = False
+        self._open_grace(reason)
+
+    def _open_grace(self, reason: str) -> None:
+        self._grace, self._reason = True, reason
+        self._watch: SteadyWatch | None = None
+        self._steps, self._seconds = 0, 0.0
+        """Of the grace period, then of the window."""
+        self._window: deque[tuple[float, float | None, float | None]] = deque()
+        """Seconds, tokens and data wait of the last steps."""
+        self._averages: dict[str, float] = {}
+        self._broken: dict[str, tuple[float, str]] = {}
+        self._looked = -math.inf
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in the next line."""
-        msg = str(line.get("msg"))
-        self._rank = line.get("rank", self._rank)
-        self._ts, self._mono = _number(line, "ts") or self._ts, _number(line, "mono") or self._mono
+        """Add the next line."""
+        self._last = line
+        msg = kind(line)
         if msg == "boot":
-            self._world = world_size(line)
-        if msg == "boot" and not line.get("rotated"):
-            self._synthetic = None  # another process, which begins with data
-            self._begin(line)
+            if not line.get("rotated"):
+                self._begin("start" if self._boot is None and not line.get("resumed") else "resume")
+            self._boot = line
         elif msg == "progress":
             self._progress(line)
         elif msg == "beat":
-            self._waiting_s = _number(line, "since_step_s") or 0.0
+            self._since_step_s = number(line.get("since_step_s")) or 0.0
         elif msg == "shutdown":
             self._ended = str(line.get("reason", "end"))
         elif msg == "fallback":
-            to_data = line.get("to") == "data"
-            self._synthetic = (
-                None
-                if to_data
-                else f"synthetic data since step {line.get('at_step', line.get('step'))}: {line.get('reason')}"
-            )
-        elif msg.endswith("loader_error"):
+            since = f"synthetic data since step {line.get('at_step', line['step'])}"
+            self._synthetic = "" if line.get("to") == "data" else f"{since}: {line.get('reason')}"
+        elif msg == "loader_error":
             self._error = f"the loader failed at {line.get('stage')}: {line.get('error')}"
         if msg in ("progress", "beat", "boot"):
-            self._tell()
+            self._report()
 
     def verdict(self, now: float | None = None) -> Verdict:
-        """How the rank is, at a time in Unix seconds or at that of its last line."""
-        if not self._opened_grace:
-            self._look()
-        failed, warned, soft = self._reasons(now)
-        (rate, wait), p95 = self._averages, self._window.fetch_p95_ms()
-        status: Status = "fail" if failed else "warn" if warned or soft else "ok"
-        age = None if now is None or not self._ts else max(0.0, now - self._ts)
+        """Return how the rank is, at a Unix time or at that of its last line."""
+        self._look()
+        age = None if now is None or not self._last else max(0.0, now - self._last["ts"])
+        status, reasons = self._judge(age or 0.0)
+        step = self._step or {}
+        world = (self._boot or {}).get("world_size")
+        reported = {"tokens_per_s": number(step.get("toks_per_s"))}
+        reported |= {name: number(step.get(name)) for name in ("data_wait_pct", "fetch_p95_ms")}
         return Verdict(
             status=status,
-            reasons=(*failed, *warned, *soft) or (self._state(),),
-            grace=self._opened_grace,
-            known=bool(self._line) or self._error is not None,
-            rank=self._rank,
-            step=int(_number(self._line, "step") or 0),
-            world_size=self._world,
+            reasons=tuple(reasons),
+            grace=self._grace,
+            judged=self._judged(),
+            known=self._step is not None or bool(self._error),
+            rank=self._last.get("rank"),
+            step=step.get("step", 0),
+            world_size=world if type(world) is int else None,
             ended=self._ended,
             age_s=age,
-            loss=self._line.get("loss"),
-            tokens_per_s=_number(self._line, "toks_per_s") if rate is None else rate,
-            data_wait_pct=_number(self._line, "data_wait_pct") if wait is None else wait,
-            fetch_p95_ms=_number(self._line, "fetch_p95_ms") if p95 is None else p95,
+            loss=step.get("loss"),
+            **(reported | self._averages),
         )
 
     def take_events(self) -> list[Event]:
-        """What has changed since the last call, as (ts, mono, msg, fields): `health` and `steady_state`."""
+        """Return new `health` and `steady_state` events, as (ts, mono, msg, fields)."""
         events, self._events = self._events, []
         return events
 
-    # The grace period
-
-    def _open(self, reason: str) -> None:
-        self._opened_grace = True
-        self._why = reason
-        self._since: float | None = None
-        self._steps = 0
-        self._steady: SteadyWatch | None = None
-        self._ended_by_cap = False
-        self._window = Window(self.limits.for_s, self.limits.for_steps)
-        self._broken: dict[str, tuple[float, str]] = {}
-        self._looked = -math.inf
-        self._averages: tuple[float | None, float | None] = (None, None)
-
-    def _begin(self, line: Mapping[str, Any]) -> None:
-        again = self._pid is not None or bool(line.get("resumed"))
-        self._pid = int(_number(line, "pid") or 0)
-        self._ended = self._error = self._bad_loss = self._compiles = None
-        self._line, self._waiting_s = {}, 0.0
-        self._open("resume" if again else "start")
-
-    def _grace_step(self, step: int, dt: float, tokens: float | None, wait: float | None) -> None:
-        from penstock.watch.steady import SteadyWatch
-
-        if self._steady is None:
-            self._steady = SteadyWatch(first_step=step)
-            self._since = self._mono
-        self._steps += 1
-        evidence = {"compiles": self._compiles, "data_wait_s": wait}
-        reached = self._steady.step(dt, None if tokens is None else round(tokens), **evidence)
-        if reached is not None:
-            self._opened_grace = False
-            self._events.append((self._ts, self._mono, "steady_state", reached.as_event()))
-        elif (
-            self._mono - (self._since or 0.0) > self.limits.grace_s
-            or self._steps >= self.limits.grace_steps
-        ):
-            self._opened_grace, self._ended_by_cap = False, True
-        if not self._opened_grace:
-            self._steady = None
-
-    # Steps
-
     def _progress(self, line: Mapping[str, Any]) -> None:
-        before, step = _number(self._line, "step"), int(_number(line, "step") or 0)
-        pid = int(_number(line, "pid") or 0)
-        if (self._pid not in (None, pid)) or (before is not None and step <= before):
-            self._begin(line)  # its boot line was lost
-            before = None
-        self._pid = pid
-        compiles = _number(line, "compiles")
-        compiles = None if compiles is None or compiles < 0 else compiles
-        grew = compiles is not None and self._compiles is not None and compiles > self._compiles
+        if self._step is not None and line["step"] <= self._step["step"]:
+            self._begin("resume")  # its boot line was lost
+        compiles = number(line.get("compiles"))
+        # A run that recompiles at every step would never be judged, so a cap ends this for good.
+        if compiles is not None and compiles > self._compiles and not (self._grace or self._capped):
+            self._open_grace("recompilation")
         self._compiles = self._compiles if compiles is None else compiles
-        # In a grace period its cap goes on counting, and one that ended by its cap is not opened again by this: a run
-        # that recompiles at every step would never be judged.
-        if grew and not self._opened_grace and not self._ended_by_cap:
-            self._open("recompilation")
-        dt = self._step_s(line, step, before)
-        self._line, self._waiting_s, self._ended, self._error = line, 0.0, None, None
-        self._note_loss(line, step)
+        dt = step_seconds(line, None if self._step is None else self._step["mono"])
+        self._step, self._since_step_s, self._ended, self._error = line, 0.0, None, ""
+        if line.get("loss") is None or number(line["loss"]) is not None:
+            self._bad_loss = None
+        elif self._bad_loss is None:
+            self._bad_loss = line["step"]
         if dt is None:
             return
-        tokens, wait = _tokens(line, dt), _wait(line, dt)
-        if self._opened_grace:
-            self._grace_step(step, dt, tokens, wait)
+        tokens, wait = number(line.get("tokens")), number(line.get("dt_fetch_s"))
+        self._steps += 1
+        self._seconds += dt
+        if self._grace:
+            self._grace_step(dt, tokens)
             return
-        self._window.add(dt, tokens, wait)
-        if self._mono - self._looked >= self.limits.for_s / LOOKS:
+        self._window.append((dt, tokens, wait))
+        while self._full(len(self._window) - 1, self._seconds - self._window[0][0]):
+            self._seconds -= self._window.popleft()[0]
+        if line["mono"] - self._looked >= self.limits.for_s / LOOKS:
             self._look()
 
-    def _step_s(self, line: Mapping[str, Any], step: int, before: float | None) -> float | None:
-        dt = _number(line, "dt_step_s")
-        if dt is None and before is not None and step == before + 1:
-            paused = line.get("paused")
-            pauses = (
-                [_number(paused, name) or 0.0 for name in paused]
-                if isinstance(paused, Mapping)
-                else []
-            )
-            dt = self._mono - (_number(self._line, "mono") or 0.0) - sum(pauses)
-        return None if dt is None or not 0 <= dt < 1e9 else dt
+    def _grace_step(self, dt: float, tokens: float | None) -> None:
+        self._watch = self._watch or SteadyWatch(first_step=self._last["step"])
+        steady = self._watch.step(dt, tokens)
+        self._capped = self._seconds > self.limits.grace_s or self._steps >= self.limits.grace_steps
+        if steady is not None or self._capped:
+            self._grace, self._seconds = False, 0.0
+        if steady is not None:
+            self._add_event("steady_state", steady.as_event(self._reason))
 
-    def _note_loss(self, line: Mapping[str, Any], step: int) -> None:
-        loss = line.get("loss")
-        if loss in ("nan", "inf", "-inf") or (isinstance(loss, float) and not math.isfinite(loss)):
-            first = step if self._bad_loss is None else self._bad_loss[0]
-            self._bad_loss = (
-                first,
-                f"loss is {loss} since step {first} (limit finite_loss, at once)",
-            )
-        elif loss is not None:
-            self._bad_loss = None
-
-    # Limits
+    def _full(self, steps: int, seconds: float) -> bool:
+        return steps > self.limits.for_steps and seconds >= self.limits.for_s
 
     def _look(self) -> None:
-        """Compare the averages with the limits; one that is broken stays so until it has held for `for_s` again."""
-        self._looked = self._mono
-        self._averages = self._window.averages()
-        if self._window.full():
-            for name, text in self._over().items():
-                self._broken[name] = (self._mono, f"{text}; judged over {self._span()}")
-        self._broken = {
-            name: (at, text)
-            for name, (at, text) in self._broken.items()
-            if self._mono - at < self.limits.for_s
+        """Compare averages with the limits. One that is broken stays so until it held for `for_s`."""
+        if not self._window:
+            return
+        self._looked = self._last["mono"]
+        dt, tokens, waits = np.array(self._window, dtype=np.float64).T  # None is NaN
+        # The worst step is left out: a checkpoint without a name is no alarm.
+        slow, waited = (np.argsort(x)[: max(1, len(x) - 1)] for x in (dt, waits))
+        found = {
+            "tokens_per_s": tokens[slow].sum() / dt[slow].sum(),
+            "data_wait_pct": 100 * waits[waited].sum() / dt[waited].sum(),
+            "fetch_p95_ms": 1000 * np.quantile(waits[waited], 0.95, method="inverted_cdf"),
         }
+        self._averages = {name: float(value) for name, value in found.items() if value >= 0}
+        over = f"judged over {self.limits.for_s:g} s and at least {self.limits.for_steps} steps"
+        for limit, (name, text) in CHECKS.items():
+            allowed, value = getattr(self.limits, limit), self._averages.get(name)
+            if allowed is None or value is None or not self._full(len(dt), self._seconds):
+                continue
+            if value < allowed if limit.startswith("min") else value > allowed:
+                reason = f"{text.format(value)}, limit {allowed:,.10g}; {over}"
+                self._broken[limit] = (self._looked, reason)
+        since = self._looked - self.limits.for_s
+        self._broken = {k: (at, text) for k, (at, text) in self._broken.items() if at > since}
 
-    def _over(self) -> dict[str, str]:
-        limits, (rate, wait) = self.limits, self._averages
-        found = {}
-        if (
-            limits.min_tokens_per_s is not None
-            and rate is not None
-            and rate < limits.min_tokens_per_s
-        ):
-            found["min_tokens_per_s"] = (
-                f"{rate:,.0f} tokens/s, limit {limits.min_tokens_per_s:,.0f}"
-            )
-        if (
-            limits.max_data_wait_pct is not None
-            and wait is not None
-            and wait > limits.max_data_wait_pct
-        ):
-            found["max_data_wait_pct"] = (
-                f"data wait {wait:.1f} %, limit {limits.max_data_wait_pct:g} %"
-            )
-        p95 = None if limits.max_fetch_p95_ms is None else self._window.fetch_p95_ms()
-        if (
-            limits.max_fetch_p95_ms is not None
-            and p95 is not None
-            and p95 > limits.max_fetch_p95_ms
-        ):
-            found["max_fetch_p95_ms"] = (
-                f"fetch p95 {p95:.0f} ms, limit {limits.max_fetch_p95_ms:g} ms"
-            )
-        return found
-
-    def _span(self) -> str:
-        return f"{self.limits.for_s:g} s and at least {self.limits.for_steps} steps"
-
-    def _reasons(self, now: float | None) -> tuple[list[str], list[str], list[str]]:
-        """What fails, what warns, and what would fail if it went on."""
+    def _judge(self, age_s: float = 0.0) -> tuple[Status, list[str]]:
         limits = self.limits
         failed = [text for _, text in self._broken.values()]
-        failed += [self._error] if self._error is not None else []
-        warned = [self._synthetic] if self._synthetic is not None else []
-        if self._bad_loss is not None and limits.finite_loss:
-            failed.append(self._bad_loss[1])
-        if self._ended is None:
-            age = 0.0 if now is None or not self._ts else max(0.0, now - self._ts)
-            if limits.max_heartbeat_age_s is not None and age > limits.max_heartbeat_age_s:
-                failed.append(
-                    f"no sign of life for {age:,.0f} s, limit {limits.max_heartbeat_age_s:g} s"
-                )
-            if limits.max_step_s is not None and self._waiting_s > limits.max_step_s:
-                failed.append(
-                    f"no step finished for {self._waiting_s:,.0f} s, limit {limits.max_step_s:g} s"
-                )
-        if self._opened_grace:
-            return failed, warned, []
-        rate, wait = self._averages
-        if self._window.full():
-            if limits.min_tokens_per_s is not None and rate is None:
-                warned.append(
-                    "min_tokens_per_s cannot be judged: the lines have neither tokens nor toks_per_s"
-                )
-            if (limits.max_data_wait_pct, limits.max_fetch_p95_ms) != (None, None) and wait is None:
-                warned.append(
-                    "data wait and fetch cannot be judged: the lines have neither dt_fetch_s nor data_wait_pct"
-                )
-            return failed, warned, []
-        so_far = (
-            f"so far, {self._window.seconds:.0f} s and {len(self._window)} steps of {self._span()}"
-        )
-        soft = [
-            f"{text} {so_far}" for name, text in self._over().items() if name not in self._broken
+        failed += [self._error] if self._error else []
+        if self._step is not None and self._bad_loss is not None and limits.finite_loss:
+            failed.append(f"loss is {self._step['loss']} since step {self._bad_loss}")
+        since = {"no sign of life": (age_s, limits.max_heartbeat_age_s)}
+        since["no step finished"] = (self._since_step_s, limits.max_step_s)
+        for what, (value, limit) in since.items():
+            if self._ended is None and limit is not None and value > limit:
+                failed.append(f"{what} for {value:,.0f} s, limit {limit:g} s")
+        warned = [self._synthetic] if self._synthetic else []
+        warned += [
+            f"{limit} cannot be judged: the heartbeat does not record it"
+            for limit, (name, _) in CHECKS.items()
+            if self._averages and getattr(limits, limit) is not None and name not in self._averages
         ]
-        return failed, warned, soft if len(self._window) >= FEWEST else []
+        status: Status = "fail" if failed else "warn" if warned else "ok"
+        return status, [*failed, *warned] or [self._state()]
 
     def _state(self) -> str:
-        if not self._opened_grace:
-            return "within limits" if len(self._window) else "warm"
-        if not self._line:
+        if self._step is None:
             return "no step yet"
-        cap = f"until steady state, {self.limits.grace_s:g} s or {self.limits.grace_steps} steps"
-        return f"warming up since {self._why}: {self._steps} steps, {self._mono - (self._since or self._mono):.0f} s; {cap}"
+        what = "warming up" if self._ended is None else "too short to judge"
+        if self._grace:
+            return f"{what}: {self._steps} steps since {self._reason}, no steady state"
+        need = f"averages need {self.limits.for_s:g} s and {self.limits.for_steps} steady steps"
+        return "within limits" if self._judged() else f"{what}: {need}"
 
-    def _tell(self) -> None:
-        failed, warned, _ = self._reasons(None)
-        status: Status = "fail" if failed else "warn" if warned else "ok"
-        if (status, self._opened_grace) != self._told:
-            self._told = (status, self._opened_grace)
-            told = {
-                "status": status,
-                "reasons": [*failed, *warned] or [self._state()],
-                "grace": self._opened_grace,
-            }
-            self._events.append((self._ts, self._mono, "health", told))
+    def _judged(self) -> bool:
+        """Return whether averages, if there is a limit for one, were compared with it."""
+        limited = any(getattr(self.limits, limit) is not None for limit in CHECKS)
+        return not self._grace and (not limited or self._full(len(self._window), self._seconds))
 
+    def _report(self) -> None:
+        status, reasons = self._judge()
+        if (status, self._grace) != self._reported:
+            self._reported = status, self._grace
+            self._add_event("health", {"status": status, "reasons": reasons, "grace": self._grace})
 
-def _number(line: Any, name: str) -> float | None:
-    value = line.get(name)
-    if type(value) is float and -1e300 < value < 1e300:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)
+    def _add_event(self, msg: str, fields: dict[str, Any]) -> None:
+        self._events.append((self._last["ts"], self._last["mono"], msg, fields))
 
 
-def _tokens(line: Mapping[str, Any], dt: float) -> float | None:
-    tokens, rate = _number(line, "tokens"), _number(line, "toks_per_s")
-    found = tokens if tokens is not None else None if rate is None else rate * dt
-    return None if found is None or not 0 <= found < MOST_TOKENS else found
+@dataclass(frozen=True)
+class RunHealth:
+    """How a run is: a verdict for each file, and what could not be judged."""
+
+    verdicts: dict[Path, Verdict]
+    unknown: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """0: well, or warming up. 1: not well. 2: cannot tell."""
+        if any(verdict.status == "fail" and verdict.known for verdict in self.verdicts.values()):
+            return 1
+        return 2 if self.unknown or not self.verdicts else 0
+
+    def summary(self) -> str:
+        """Return the answer in a few words."""
+        found = self.verdicts.values()
+        if self.exit_code == 1:
+            failed = sum(verdict.status == "fail" for verdict in found)
+            return f"unhealthy: {failed} of {len(found)} ranks"
+        if self.exit_code == 2:
+            return "cannot tell"
+        if not all(verdict.judged for verdict in found):
+            ended = all(verdict.ended is not None for verdict in found)
+            return "healthy, but too short to judge" if ended else "healthy so far: warming up"
+        return "healthy" if all(v.status == "ok" for v in found) else "healthy, with warnings"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        ranks = [{"file": str(path)} | asdict(verdict) for path, verdict in self.verdicts.items()]
+        code, word = self.exit_code, ("ok", "fail", "unknown")[self.exit_code]
+        return {"verdict": word, "exit_code": code, "unknown": self.unknown, "ranks": ranks}
 
 
-def _wait(line: Mapping[str, Any], dt: float) -> float | None:
-    for name in ("dt_fetch_s", "dt_fetch_last"):
-        if (wait := _number(line, name)) is not None and wait >= 0:
-            return wait
-    share = _number(line, "data_wait_pct")
-    return None if share is None or share < 0 else share / 100 * dt
+def judge_run(
+    patterns: Sequence[str | os.PathLike[str]], now: float, limits: Limits | None = None
+) -> RunHealth:
+    """Judge the heartbeats in files, globs or folders. A folder must have one of every rank."""
+    verdicts = {}
+    unknown = [f"{pattern}: no heartbeat there" for pattern in patterns if not expand([pattern])]
+    for path in expand(patterns):
+        try:
+            verdict = judge(read_heartbeat(path, LAST_BYTES), now, limits)
+            if not verdict.known:  # perhaps hours of beats since the last step
+                verdict = judge(read_heartbeat(path), now, limits)
+        except (PenstockError, OSError) as error:
+            unknown.append(f"{path}: {error}")
+            continue
+        verdicts[path] = verdict
+        unknown += [] if verdict.known else [f"{path}: no step in it yet"]
+    if verdicts and any(Path(pattern).expanduser().is_dir() for pattern in patterns):
+        # The rank that wrote last knows: other files may be of a start with more ranks.
+        newest = min(verdicts.values(), key=lambda verdict: verdict.age_s or 0.0)
+        there = {verdict.rank for verdict in verdicts.values()}
+        if lacking := missing_ranks(newest.world_size, there):
+            unknown.append(lacking)
+    return RunHealth(verdicts, unknown)

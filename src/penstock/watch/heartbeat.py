@@ -1,38 +1,36 @@
 """Write the heartbeat of a run: a line for every step, and a sign of life between steps.
 
-The trainer's thread puts a log record on a queue and never waits. A `logging.handlers.QueueListener`
-takes it from there on a thread of its own: it completes the line, appends it to
-`heartbeat_rank{N}.jsonl`, passes the numbers to the metric hooks and judges the run's health.
-Torch is never imported here: a process without torch has no tensors.
+The trainer's thread puts an event on a queue and never waits. A `logging.handlers.QueueListener`
+takes it from there on a thread of its own: it appends a line to `heartbeat_rank{N}.jsonl`, passes
+the numbers to the metric hooks and judges the run's health. Torch is never imported here: a process
+without torch has no tensors.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import operator
 import os
 import platform
-import queue
+import queue as queue_
 import sys
 import threading
 import time
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from logging.handlers import QueueHandler, QueueListener
+from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from penstock.config import current_shard, installed_version, whole_number
+from penstock.config import current_shard, installed_version, one_of, whole_number
 from penstock.errors import ConfigError
 from penstock.types import KiB, MiB
 from penstock.watch.health import HealthGate, Limits
 from penstock.watch.heartbeat_reader import FOLDER
-from penstock.watch.line import MAX_TEXT, Line, encode, iso, numbers, plain
-from penstock.watch.memory import resident_bytes
+from penstock.watch.line import Line, encode, iso, numbers, plain
 
 log = logging.getLogger("penstock")
 
@@ -42,19 +40,6 @@ Hook = Callable[[int, dict[str, float]], None]
 DEVICE_WAIT_S = 10.0
 """How long a line waits for a value that a device is computing. Then it is written without it."""
 DEVICE_POLL_S = 0.05
-
-
-class TelemetrySource(Protocol):
-    """What a heartbeat reads from a loader: `penstock.Telemetry`, or an object like it."""
-
-    def step_fields(self) -> dict[str, Any]:
-        """Return the fields of the last step. Called on the trainer's thread: must be cheap."""
-
-    def beat_fields(self) -> dict[str, Any]:
-        """Return the fields of a beat. Called on the heartbeat's thread."""
-
-    def take_events(self) -> list[tuple[float, float, str, dict[str, Any]]]:
-        """Return new events: (ts, mono, msg, fields). Called on the heartbeat's thread."""
 
 
 class Heartbeat:
@@ -70,7 +55,7 @@ class Heartbeat:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        observed: TelemetrySource | None = None,
+        observed: Any = None,
         every_s: float = 1.0,
         max_bytes: int = 64 * MiB,
         keep: int = 3,
@@ -85,7 +70,8 @@ class Heartbeat:
 
         path: a folder, or a file whose name ends in `.jsonl`. With several ranks, a folder.
         rank, world_size: those of `torch.distributed` or of the launcher by default.
-        observed: the loader's telemetry.
+        observed: the loader's telemetry, or another object with `step_fields`, which is called on
+            the trainer's thread, and `beat_fields` and `take_events`.
         every_s: seconds between beats. A larger value detects a hang later.
         max_bytes, keep: the size at which the file is rotated, and how many old parts are kept.
         queue: lines that may wait for the disk. A larger queue loses fewer if the disk is slow.
@@ -94,40 +80,45 @@ class Heartbeat:
         settings, resumed: written into the `boot` line.
         limits: what the health gate checks. By default only that the loss is finite.
         """
-        shard = current_shard() if rank is None else None
-        self.rank = whole_number("rank", rank if shard is None else shard.rem, 0)
-        self.prefix = prefix
-        if not isinstance(prefix, str) or not prefix.endswith("loader_"):
-            raise ConfigError(
-                f"prefix={prefix!r}: must end in 'loader_', as 'fineweb_loader_' does"
-            )
+        shard = current_shard()
+        self.rank = whole_number("rank", shard.rem if rank is None else rank, 0)
         if not isinstance(every_s, int | float) or not 0.01 <= every_s <= 3600:
             raise ConfigError(f"every_s={every_s!r}: must be a number of seconds, 0.01 to 3600")
-        hooks = list(on_metrics)
-        if not all(map(callable, hooks)):
-            raise ConfigError("on_metrics: needs functions that take a step and its numbers")
-        given = Path(path).expanduser().absolute()
-        is_file = given.suffix == ".jsonl" or (given.exists() and not given.is_dir())
-        self.path = given if is_file else given / f"heartbeat_rank{self.rank}.jsonl"
+        self.path = Path(path).expanduser().absolute()
+        if self.path.suffix != ".jsonl":
+            self.path /= f"heartbeat_rank{self.rank}.jsonl"
         boot = {"settings": dict(settings or {}), "host": platform.node(), "resumed": bool(resumed)}
-        world = shard.mod if shard is not None and world_size is None else world_size
-        if world is not None:
+        if rank is None or world_size is not None:
+            world = shard.mod if world_size is None else world_size
             boot["world_size"] = whole_number("world_size", world, self.rank + 1)
-        failures = _Failures()
+        one_of("prefix", prefix, ("loader_", "fineweb_loader_"))
+        self._boot, self._prefix, self._observed = boot, prefix, observed
+        self._every_s, self._queue_size = every_s, whole_number("queue", queue, 2)
+        self._hooks, self._gate = list(on_metrics), HealthGate(limits or Limits())
+        self._failures: Counter[str] = Counter()
         max_bytes = whole_number("max_bytes", max_bytes, 4 * KiB)
-        file = _File(self.path, max_bytes, whole_number("keep", keep, 1), failures)
-        gate = HealthGate(limits or Limits())
-        size = whole_number("queue", queue, 2)
-        config = _Config(self.rank, prefix, float(every_s), size, observed, boot, gate)
-        self._listener = _Listener(file, _Hooks(hooks, failures), failures, config)
-        self._finalizer: weakref.finalize[[str, float], Heartbeat] | None = None
+        self._file = _File(self, max_bytes, whole_number("keep", keep, 1))
+        self._events: queue_.SimpleQueue[Any] = queue_.SimpleQueue()
+        self._listener = _Listener(self)
+        self._head: tuple[Any] | None = None
+        """Taken from the queue, but perhaps not computed yet."""
+        self._step = self._steps = self._tokens = 0
+        self._last_step = self._begun = time.monotonic()
+        self._next_beat = self._deadline = math.inf
+        self._started = self._closing = False
+        self._finished = threading.Event()
+        self._last: tuple[_Event, Line] | None = None
+        """The last progress."""
 
     def start(self) -> Heartbeat:
         """Start the thread. A second call does nothing."""
-        if self._finalizer is None and not self._listener.closing:
-            # Closes at interpreter exit, or when this object is dropped. A bound method of this
-            # object would keep it alive.
-            self._finalizer = weakref.finalize(self, self._listener.close, "not closed", 2.0)
+        if not self._started and not self._closing:
+            self._started, self._begun = True, time.monotonic()
+            self._next_beat = self._begun + self._every_s
+            self._put(self._new("boot", {})._replace(step=0))
+            with suppress(OSError):  # then each line is counted as lost
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            atexit.register(self.close, "not closed", 2.0)
             self._listener.start()
         return self
 
@@ -139,413 +130,248 @@ class Heartbeat:
         Values may be tensors. A tensor on the CPU is read at once. A tensor on a device is read on
         the heartbeat's thread once it is computed, so do not change it in place.
         """
-        listener = self._listener
-        if listener.is_forked():
-            return
         self.start()
-        fields = {**listener.ask(lambda observed: observed.step_fields(), {})}
-        given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
-        fields |= {name: _keep(value) for name, value in given.items() if value is not None}
-        fields |= {name: _keep(value) for name, value in more.items()}
-        if (compiles := compile_count()) is not None:
-            fields.setdefault("compiles", compiles)
-        record = _Record("progress", operator.index(step), fields)
-        listener.steps += 1
-        listener.step, listener.last_step = record.step, record.mono
-        listener.add(record)
+        self._take_events()  # they belong to the step before
+        self._step, self._steps = operator.index(step), self._steps + 1
+        self._last_step = time.monotonic()
+        more |= {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
+        more.setdefault("compiles", compile_count())
+        fields = {name: value for name, value in more.items() if value is not None}
+        self.event("progress", **self._ask("step_fields") | fields)
 
     def event(self, msg: str, /, **fields: Any) -> None:
         """Record an event. Never waits."""
-        if not self._listener.is_forked():
-            self.start()
-            kept = {name: _keep(value) for name, value in fields.items()}
-            self._listener.add(_Record(msg, self._listener.step, kept))
+        self.start()
+        self._put(self._new(msg, {name: _readable(value) for name, value in fields.items()}))
 
     def close(self, reason: str = "end", timeout: float = 5.0) -> bool:
         """Write what is queued and a `shutdown` line, and end the thread. May be called again.
 
         Returns False if that takes longer than `timeout`, or if the last line cannot be written.
         """
-        done = self._listener.close(reason, timeout)
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return done
+        first = self._started and not self._closing
+        if first:
+            self._deadline = time.monotonic() + timeout
+            self._take_events()
+            self._events.put(self._new("shutdown", {"reason": reason}))
+            self._listener.enqueue_sentinel()
+        self._closing = True
+        if not self._started:
+            return True
+        # `stop` waits without a limit, and a write or a hook may hang: then the thread, a daemon,
+        # is left behind.
+        if not self._finished.wait(timeout):
+            self._fail("errors", f"the thread hangs; {self._events.qsize()} lines are not written")
+            return False
+        if first:
+            self._listener.stop()
+            atexit.unregister(self.close)
+        return self._file.ok
 
     @property
     def dropped(self) -> int:
         """Lines that were lost."""
-        return self.counts()["dropped"]
+        return self._failures["dropped"]
 
     def counts(self) -> dict[str, int]:
         """Return how many lines were dropped, and how many writes, hooks and other calls failed."""
-        return self._listener.counts()
+        return {name: self._failures[name] for name in ("dropped", "disk_failures", "errors")}
 
     def __enter__(self) -> Heartbeat:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         self.close("end" if kind is None else f"{kind.__name__}: {error}"[:500])
 
+    def _new(self, msg: str, fields: dict[str, Any]) -> _Event:
+        return _Event(msg, fields, self._step, time.time(), time.monotonic())
 
-class _Record(logging.LogRecord):
-    """An event on its way to the file. `created` is its wall-clock time."""
-
-    def __init__(
-        self, msg: str, step: int, fields: dict[str, Any], ts: float = 0.0, mono: float = 0.0
-    ) -> None:
-        super().__init__("penstock.heartbeat", logging.INFO, "", 0, msg, None, None)
-        self.created = ts or self.created
-        self.mono = mono or time.monotonic()
-        self.step = step
-        self.fields = fields
-        self.line: Line = {}
-
-
-class _Failures(Counter[str]):
-    """Counts what failed, and logs the first failure of each kind."""
-
-    def add(self, kind: str, text: str, error: BaseException | None = None) -> None:
-        self[kind] += 1
-        if self[kind] == 1:
+    def _fail(self, kind: str, text: str, error: BaseException | None = None) -> None:
+        """Count a failure, and log the first of its kind."""
+        self._failures[kind] += 1
+        if self._failures[kind] == 1:
             log.warning("heartbeat: %s. The run continues; logged once.", text, exc_info=error)
 
+    def _ask(self, method: str) -> Any:
+        """Ask the loader's telemetry, if there is one."""
+        return {} if self._observed is None else self._call(getattr(self._observed, method)) or {}
 
-class _Enqueue(QueueHandler):
-    """Queues records as they are. Drops the oldest one if the queue is full."""
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a hook or the telemetry. An error in it must not end the run."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self._fail("errors", f"{function!r} failed at step {self._step}", error)
 
-    def __init__(self, records: queue.SimpleQueue[Any], size: int, failures: _Failures) -> None:
-        super().__init__(records)
-        self._records, self._size, self._failures = records, size, failures
+    def _take_events(self) -> None:
+        """Queue the events of the loader since the last call."""
+        for ts, mono, msg, fields in self._ask("take_events"):
+            self._put(_Event(msg, fields, self._step, ts, mono))
 
-    def prepare(self, record: Any) -> Any:
-        return record
-
-    def enqueue(self, record: Any) -> None:
-        while self._records.qsize() >= self._size:
-            with suppress(queue.Empty):  # the listener has taken it
-                self._records.get_nowait()
-                self._failures["dropped"] += 1
-        self._records.put_nowait(record)
-
-
-class _Config(NamedTuple):
-    rank: int
-    prefix: str
-    every_s: float
-    queue_size: int
-    observed: TelemetrySource | None
-    boot: dict[str, Any]
-    gate: HealthGate
-
-
-class _Listener(QueueListener):
-    """Turns records into lines on its own thread, and adds the beats.
-
-    It does not know its `Heartbeat`, which can therefore be garbage-collected while this runs.
-    """
-
-    def __init__(self, file: _File, hooks: _Hooks, failures: _Failures, config: _Config) -> None:
-        # A SimpleQueue, because a garbage collection within get() may call put() in `close`.
-        self._records: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(self._records, file, hooks)
-        self.step = self.steps = 0
-        self.last_step = self._begun = time.monotonic()
-        self.closing = False
-        self._enqueue = _Enqueue(self._records, config.queue_size, failures)
-        self._file, self._failures, self._config = file, failures, config
-        file.first_line = lambda: encode(self._line(_Record("boot", self.step, {"rotated": True})))
-        hooks.is_behind = lambda: self._records.qsize() > config.queue_size // 2
-        self._pid: int | None = None
-        self._thread_id = 0
-        self._finished = threading.Event()
-        self._reason, self._deadline, self._next_beat = "end", math.inf, math.inf
-        self._ended = self._stopped = False
-        self._pending: deque[_Record] = deque()
-        self._collected_step = 0
-        self._last_progress: _Record | None = None
-        self._tokens = 0
-
-    # Any thread
-
-    def is_forked(self) -> bool:
-        """Return True in a forked child, which has this object but not its thread."""
-        return self._pid not in (None, os.getpid())
-
-    def start(self) -> None:
-        self._pid = os.getpid()
-        self.last_step = self._begun = time.monotonic()
-        self._next_beat = self._begun + self._config.every_s
-        self._pending.append(_Record("boot", 0, {}))
-        super().start()
-
-    def add(self, record: _Record) -> None:
-        if self.closing:
+    def _put(self, event: _Event) -> None:
+        if self._closing or self._events.qsize() >= self._queue_size:
             self._failures["dropped"] += 1
         else:
-            self._enqueue.handle(record)
-
-    def ask(self, call: Callable[[TelemetrySource], Any], default: Any) -> Any:
-        """Ask the loader's telemetry, if there is one. An error in it must not end the run."""
-        if self._config.observed is None:
-            return default
-        try:
-            return call(self._config.observed)
-        except Exception as error:
-            self._failures.add("telemetry", "the loader's telemetry failed", error)
-            return default
-
-    def counts(self) -> dict[str, int]:
-        found = self._failures
-        names = ("dropped", "disk_failures", "hook_errors", "hook_dropped")
-        errors = found["telemetry"] + found["line"] + found["thread"]
-        return {name: found[name] for name in names} | {"errors": errors}
-
-    def close(self, reason: str, timeout: float) -> bool:
-        if self.is_forked():
-            return True
-        if not self.closing:
-            self._reason, self._deadline = reason, time.monotonic() + timeout
-            self.closing = True
-            self.enqueue_sentinel()  # wakes the thread
-        if self._pid is None or self._thread_id == threading.get_ident():
-            return True  # not started; or a garbage collection on the heartbeat's own thread
-        # `stop` waits without a limit, and a write or a hook may hang: then the thread, a daemon,
-        # is left behind.
-        if not self._finished.wait(timeout):
-            text = f"the thread hangs, and about {self._records.qsize()} lines are not written"
-            self._failures.add("thread", text)
-            return False
-        if not self._stopped:
-            self._stopped = True
-            self.stop()
-        return self._file.ok
+            self._events.put(event)
 
     # The heartbeat's thread
 
-    def dequeue(self, block: bool) -> Any:
-        """Return the next record: a beat that is due, one from the queue, or the last one."""
-        if not self._thread_id:
-            self._thread_id = threading.get_ident()
-            threading.current_thread().name = "penstock-heartbeat"
-        wait = 0.0
+    def _next_event(self) -> Any:
+        """Return a beat if one is due, or the next event once devices have computed its values."""
         while True:
-            is_full = len(self._pending) >= self._config.queue_size
-            if not is_full:
-                self._collect(wait)
             now = time.monotonic()
-            if now >= self._next_beat and not self.closing:
-                self._next_beat = now + self._config.every_s
-                return self._beat(now)
-            if self._pending and (is_full or self._is_ready(self._pending[0], now)):
-                return self._pending.popleft()
-            if self.closing and not self._pending:
-                return self._end(now)
-            wait = DEVICE_POLL_S if self._pending else max(0.0, self._next_beat - now)
+            if now >= self._next_beat and not self._closing:
+                self._next_beat = now + self._every_s
+                self._take_events()
+                since = {"since_step_s": round(max(0.0, now - self._last_step), 3)}
+                return self._new(
+                    "beat", _memory() | self._ask("beat_fields") | since | self.counts()
+                )
+            if self._head is None:
+                with suppress(queue_.Empty):
+                    self._head = (self._events.get(timeout=max(0.0, self._next_beat - now)),)
+            elif self._is_ready(self._head[0], now):
+                (event,), self._head = self._head, None
+                return event
+            else:
+                self._finished.wait(DEVICE_POLL_S)  # not set before the end
 
-    def _collect(self, wait: float) -> None:
-        """Move queued records and the loader's events to `_pending`, in the order of their time."""
-        found: list[_Record] = []
-        with suppress(queue.Empty):
-            item = self._records.get(timeout=wait) if wait else self._records.get_nowait()
-            while True:
-                if isinstance(item, _Record):
-                    found.append(item)
-                item = self._records.get_nowait()
-        for ts, mono, msg, fields in self.ask(lambda observed: observed.take_events(), []):
-            found.append(_Record(msg, -1, dict(fields), ts, mono))
-        for record in sorted(found, key=lambda record: record.mono):
-            if record.step < 0:  # an event of the loader belongs to the step before it
-                record.step = self._collected_step
-            self._collected_step = record.step
-            self._pending.append(record)
-
-    def _is_ready(self, record: _Record, now: float) -> bool:
-        late = (value for value in record.fields.values() if isinstance(value, _DeviceValue))
-        if now > min(record.mono + DEVICE_WAIT_S, self._deadline):
+    def _is_ready(self, event: _Event | None, now: float) -> bool:
+        """Return True if devices have computed the event's values, or if it is late."""
+        if event is None or now > min(event.mono + DEVICE_WAIT_S, self._deadline):
             return True
-        return all(value.is_ready() for value in late)
+        return self._events.qsize() >= self._queue_size or not _uncomputed(event.fields)
 
-    def _beat(self, now: float) -> _Record:
-        fields = _memory() | self.ask(lambda observed: observed.beat_fields(), {})
-        fields["since_step_s"] = round(max(0.0, now - self.last_step), 3)
-        fields |= {name: n for name, n in self.counts().items() if n or name == "dropped"}
-        return _Record("beat", self.step, fields)
+    def _totals(self) -> Line:
+        """Return the fields of the shutdown line."""
+        last = {"tokens_total": 0} | (self._last[1] if self._last else {})
+        known = last | plain(self._ask("beat_fields"))
+        names = ("verdict", "stages", "data_wait_pct", "tokens_total")
+        fields = {name: known[name] for name in names if name in known}
+        wall_s = round(time.monotonic() - self._begun, 3)
+        return fields | {"steps": self._steps, "dropped": self.dropped, "wall_s": wall_s}
 
-    def _end(self, now: float) -> Any:
-        """Return the shutdown record, and on the next call the sentinel that ends the thread."""
-        if self._ended:
-            self._file.close()
-            self._finished.set()
-            self.enqueue_sentinel()
-            return self._records.get_nowait()
-        self._ended = True
-        last = self._last_progress.line if self._last_progress is not None else {}
-        known = last | self.ask(lambda observed: observed.beat_fields(), {})
-        kept = ("verdict", "stages", "data_wait_pct")
-        fields: dict[str, Any] = {name: known[name] for name in kept if name in known}
-        fields |= {"reason": self._reason, "steps": self.steps}
-        fields |= {"wall_s": round(now - self._begun, 3), "dropped": self.counts()["dropped"]}
-        fields["tokens_total"] = last.get("tokens_total", 0)
-        return _Record("shutdown", self.step, fields)
-
-    def handle(self, record: Any) -> None:
-        """Write a line and judge it. No error ends the thread."""
+    def _handle(self, event: _Event) -> None:
+        """Write a line, pass it on and judge it. No error ends the thread."""
         try:
-            super().handle(record)
-            self._config.gate.add(record.line)
-            for ts, mono, msg, fields in self._config.gate.take_events():
-                super().handle(_Record(msg, record.step, fields, ts, mono))
+            line = self._line(event)
+            self._file.handle(_record(line))
+            if event.msg == "progress":
+                self._last = event, line
+                for hook in self._hooks:
+                    self._call(hook, event.step, numbers(line))
+            self._gate.add(line)
+            for ts, mono, msg, fields in self._gate.take_events():
+                self._file.handle(_record(self._line(_Event(msg, fields, event.step, ts, mono))))
                 if msg == "health":
                     level = logging.INFO if fields["status"] == "ok" else logging.WARNING
-                    what = (fields["status"], record.step, "; ".join(fields["reasons"]))
+                    what = (fields["status"], event.step, "; ".join(fields["reasons"]))
                     log.log(level, "health: %s at step %d: %s", *what)
         except Exception as error:
-            self._failures.add("line", f"a {record.msg} line failed", error)
+            self._fail("errors", f"a {event.msg} line failed", error)
 
-    def prepare(self, record: Any) -> Any:
-        """Complete a record with its line."""
-        record.line = self._line(record)
-        return record
-
-    def _line(self, record: _Record) -> Line:
-        fields = {
-            name: value.read() if isinstance(value, _DeviceValue) else value
-            for name, value in record.fields.items()
-            if not isinstance(value, _DeviceValue) or value.is_ready()
-        }
-        msg = record.msg
+    def _line(self, event: _Event) -> Line:
+        """Return the fields of a line."""
+        late = _uncomputed(event.fields)
+        msg, fields = event.msg, plain({k: v for k, v in event.fields.items() if k not in late})
         if msg == "boot":
-            fields |= self._config.boot | {"versions": _versions()}
+            fields |= plain(self._boot) | {"versions": _versions()}
+        elif msg == "shutdown":
+            fields |= self._totals()
         elif msg == "progress":
-            self._add_rates(record, fields)
+            self._add_rates(event, fields)
         elif msg.startswith("loader_"):
-            msg = self._config.prefix + msg.removeprefix("loader_")
-        first = {
-            "ts": round(record.created, 6),
-            "iso": iso(record.created),
-            "mono": round(record.mono, 6),
-            "pid": record.process,
-            "rank": self._config.rank,
-            "step": max(0, record.step),
-            "msg": msg,
-        }
-        return first | plain({name: value for name, value in fields.items() if name not in first})
+            msg = self._prefix + msg.removeprefix("loader_")
+        first = {"ts": round(event.ts, 6), "iso": iso(event.ts), "mono": round(event.mono, 6)}
+        first |= {"pid": os.getpid(), "rank": self.rank, "step": event.step, "msg": msg}
+        return first | {name: value for name, value in fields.items() if name not in first}
 
-    def _add_rates(self, record: _Record, fields: dict[str, Any]) -> None:
+    def _add_rates(self, event: _Event, fields: Line) -> None:
         """Add what can be measured without a loader's telemetry."""
-        last, self._last_progress = self._last_progress, record
-        if last is not None and record.step == last.step + 1:
-            fields.setdefault("dt_step_s", round(record.mono - last.mono, 6))
-        tokens: Any = plain({"tokens": fields.get("tokens")}).get("tokens")
-        if type(tokens) in (int, float):
+        if self._last is not None and event.step == self._last[0].step + 1:
+            fields.setdefault("dt_step_s", round(event.mono - self._last[0].mono, 6))
+        tokens = fields.get("tokens")
+        if isinstance(tokens, int | float):
             self._tokens += int(tokens)
             fields.setdefault("tokens_total", self._tokens)
-            if dt := fields.get("dt_step_s"):
-                fields.setdefault("toks_per_s", round(tokens / dt, 3))
-        for name, n in _memory().items():
-            fields.setdefault(name, n)
+            if seconds := fields.get("dt_step_s"):
+                fields.setdefault("toks_per_s", round(tokens / seconds, 3))
+        fields.update(_memory() | fields)
 
 
-class _OneThread(logging.Handler):
-    """A handler that only the listener's thread calls.
+class _Event(NamedTuple):
+    """A line before it is written."""
 
-    It has no lock: `logging.shutdown` would wait for one that a hanging write or hook holds.
-    """
+    msg: str
+    fields: dict[str, Any]
+    step: int
+    ts: float
+    mono: float
 
-    def createLock(self) -> None:  # noqa: N802 - a name of logging
-        self.lock = None
+
+class _Listener(QueueListener):
+    """Calls the heartbeat for the next event and to handle it, on a thread of its own."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        super().__init__(heartbeat._events)
+        self._heartbeat = heartbeat
+
+    def dequeue(self, block: bool) -> Any:
+        threading.current_thread().name = "penstock-heartbeat"
+        event = self._heartbeat._next_event()
+        if event is None:  # the sentinel
+            self._heartbeat._file.close()
+            self._heartbeat._finished.set()
+        return event
+
+    def handle(self, record: Any) -> None:
+        self._heartbeat._handle(record)
 
 
-class _File(_OneThread):
-    """Appends lines to a file, each in one write, and rotates it by size."""
+class _File(RotatingFileHandler):
+    """Appends lines to a file that is rotated by size. Counts lines that cannot be written."""
 
-    def __init__(self, path: Path, max_bytes: int, keep: int, failures: _Failures) -> None:
-        super().__init__()
+    def __init__(self, heartbeat: Heartbeat, max_bytes: int, keep: int) -> None:
+        path = heartbeat.path
+        super().__init__(path, "a", max_bytes, keep, "utf-8", delay=True, errors="replace")
+        self._heartbeat = heartbeat
         self.ok = True
         """False if the last line could not be written."""
-        self.first_line: Callable[[], bytes] = bytes
-        self._path, self._max_bytes, self._keep, self._failures = path, max_bytes, keep, failures
-        self._file: BinaryIO | None = None
+        with suppress(OSError), open(path, "rb+") as file:
+            if file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+                file.write(b"\n")  # a kill has cut off the last line
 
-    def emit(self, record: Any) -> None:
-        try:
-            self._write(self._current(record.msg == "boot"), encode(record.line))
-            self.ok = True
-        except OSError as error:
-            self.ok = False
-            self._failures["dropped"] += 1
-            self._failures.add("disk_failures", f"{self._path} cannot be written ({error})")
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self._heartbeat.dropped
+        super().emit(record)
+        self.ok = self._heartbeat.dropped == before
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, on a new line after one of which only a part was written."""
+        return record.getMessage() if self.ok else f"\n{record.getMessage()}"
+
+    def doRollover(self) -> None:  # noqa: N802 - a name of logging
+        super().doRollover()
+        boot = self._heartbeat._new("boot", {"rotated": True})
+        self.emit(_record(self._heartbeat._line(boot)))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a name of logging
+        self._heartbeat._failures["dropped"] += 1
+        text = f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})"
+        self._heartbeat._fail("disk_failures", text)
+        with suppress(OSError):  # what is buffered cannot be written either
             self.close()
 
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # a write that failed late, of a line that is lost
-                file.close()
-        super().close()
 
-    def _current(self, is_boot: bool) -> BinaryIO:
-        """Return the open file; a new one if it was deleted or is large."""
-        if self._file is not None:
-            found = os.fstat(self._file.fileno())
-            if not found.st_nlink or (found.st_size >= self._max_bytes and self._rotate()):
-                self.close()
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
-            if not self._file.seek(0, os.SEEK_END):
-                self._write(self._file, b"" if is_boot else self.first_line())
-            elif self._file.seek(-1, os.SEEK_END) and self._file.read(1) != b"\n":
-                self._write(self._file, b"\n")  # a kill or a full disk has cut the last line
-        return self._file
-
-    @staticmethod
-    def _write(file: BinaryIO, line: bytes) -> None:
-        if file.write(line) < len(line):
-            raise OSError("only part of a line was written")
-
-    def _rotate(self) -> bool:
-        names = [str(self._path), *(f"{self._path}.{n}" for n in range(1, self._keep + 1))]
-        try:
-            for n in reversed(range(self._keep)):
-                if os.path.exists(names[n]):
-                    os.replace(names[n], names[n + 1])
-        except OSError as error:  # the file grows instead
-            self._failures.add("disk_failures", f"{self._path} cannot be rotated ({error})")
-            return False
-        return True
-
-
-class _Hooks(_OneThread):
-    """Passes the numbers of each step to the functions of `on_metrics`."""
-
-    def __init__(self, hooks: list[Hook], failures: _Failures) -> None:
-        super().__init__()
-        self.is_behind: Callable[[], bool] = bool
-        self._hooks, self._failures = hooks, failures
-
-    def emit(self, record: Any) -> None:
-        if record.msg != "progress" or not self._hooks:
-            return
-        if self.is_behind():  # a slow hook must not cost lines
-            self._failures["hook_dropped"] += 1
-            return
-        for hook in self._hooks:
-            try:
-                hook(record.step, numbers(record.line))
-            except Exception as error:
-                text = f"the hook {hook!r} failed at step {record.step}"
-                self._failures.add("hook_errors", text, error)
+def _record(line: Line) -> logging.LogRecord:
+    return logging.makeLogRecord({"msg": encode(line).decode().rstrip("\n")})
 
 
 class _DeviceValue:
     """A tensor on a device. Reading it on the trainer's thread would wait for the device."""
 
     def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor.detach()
-        self._computed: Any = None
+        self._tensor, self._computed = tensor.detach(), None
         if tensor.device.type == "cuda":
             # Reading blocks until the value is computed, and a hanging device would stop the beats.
             cuda: Any = sys.modules["torch"].cuda
@@ -555,48 +381,44 @@ class _DeviceValue:
     def is_ready(self) -> bool:
         return self._computed is None or bool(self._computed.query())
 
-    def read(self) -> Any:
-        """Return the number, or why there is none: several values, or a lost device."""
-        try:
-            return self._tensor.item()
-        except Exception as error:
-            return f"unreadable: {type(error).__name__}: {error}"[:MAX_TEXT]
+    def item(self) -> Any:
+        return self._tensor.item()
 
 
-def _keep(value: Any) -> Any:
+def _uncomputed(fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that a device has not computed yet."""
+    return [k for k, v in fields.items() if isinstance(v, _DeviceValue) and not v.is_ready()]
+
+
+def _readable(value: Any) -> Any:
     """Return what to queue of a value. Reads tensors on the CPU, which may change after the step."""
-    device = getattr(value, "device", None)
-    if device is None or not hasattr(value, "detach"):
+    if not hasattr(value, "device") or not hasattr(value, "detach"):
         return value
-    if hasattr(value, "to_local"):  # reading a DTensor takes all ranks together
-        return "unreadable: a DTensor; pass its .full_tensor()"
-    kept = _DeviceValue(value)
-    return kept.read() if device.type == "cpu" else kept
+    if hasattr(value, "to_local") or value.numel() != 1:  # a DTensor takes all ranks to read
+        return f"not a number: {type(value).__name__} of shape {tuple(value.shape)}"
+    return value.item() if value.device.type == "cpu" else _DeviceValue(value)
 
 
 def compile_count() -> int | None:
     """Return how many graphs torch has compiled so far, or None if it has not been asked to."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    try:
-        return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else None
-    except Exception:  # not a public name of torch: the field is then missing
-        return None
+    # Not a public name of torch: without it the field is missing.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return None if counters is None else int(counters["stats"]["unique_graphs"])
 
 
-def _memory() -> dict[str, Any]:
+def _memory() -> dict[str, int]:
+    """Return the memory of this process, and on its device if it has one."""
+    found = {}
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:  # Linux
+        found["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
-        return {"rss_bytes": resident_bytes()}
-    return {"rss_bytes": resident_bytes(), "device_bytes": int(cuda.memory_allocated())}
+    if cuda is not None and cuda.is_initialized():
+        found["device_bytes"] = int(cuda.memory_allocated())
+    return found
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what takes part in a run, whether it is imported yet or not."""
-    from penstock import __version__
-
-    found = {"python": platform.python_version(), "penstock": __version__}
-    for name in ("torch", "numpy", "pyarrow", "gigatoken", "tokenizers"):
-        version = getattr(sys.modules.get(name), "__version__", None) or installed_version(name)
-        if version is not None:
-            found[name] = str(version)
-    return found
+    """Return the versions of what takes part in a run."""
+    names = ("penstock", "torch", "numpy", "pyarrow", "gigatoken", "tokenizers")
+    found = {name: version for name in names if (version := installed_version(name))}
+    return {"python": platform.python_version()} | found

@@ -1,8 +1,7 @@
 """Read heartbeat files: all at once, or while they grow.
 
 A heartbeat is `heartbeat_rank{N}.jsonl` and its rotated parts, `….jsonl.1` (the newest) to
-`….jsonl.N`. Readers need nothing from the run but these files. Lines that are cut off, too long or
-not a heartbeat's are skipped and counted. Files are read a megabyte at a time.
+`….jsonl.N`. Lines that are cut off, too long or not a heartbeat's are skipped and counted.
 """
 
 from __future__ import annotations
@@ -10,86 +9,52 @@ from __future__ import annotations
 import glob
 import os
 import re
-import stat
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.errors import NoData
+from penstock.errors import SourceError
 from penstock.types import MiB
 from penstock.watch.line import MAX_LINE_BYTES, Line, decode
 
 FOLDER = Path("artifacts/train_showcase")
 """The default folder of a run."""
 PATTERN = "heartbeat_rank*.jsonl"
-CHUNK = MiB
-HEAD_BYTES = 256
-"""A file is recognised by its first bytes after a rename: they hold the time of its first line."""
-OPEN_ATTEMPTS = 5
+POLL_BYTES = 16 * MiB
+"""Read in one poll, so that a long history does not delay the first screen."""
+LIST_S = 2.0
+"""Seconds between two searches for new files; listing may be slow on a shared disk."""
+HINT = "Has the run started, and does it write there?"
 _PART = re.compile(r"(.+\.jsonl)\.([1-9][0-9]{0,3})")
-
-
-class LineSplitter:
-    """Turns pieces of a file into lines. Holds at most one line in memory."""
-
-    def __init__(self) -> None:
-        self.skipped = 0
-        self._begun = b""
-
-    def feed(self, piece: bytes) -> Iterator[Line]:
-        """Yield the lines that this piece completes."""
-        *ended, begun = piece.split(b"\n")
-        for line in ended:
-            yield from self._take(self._begun + line)
-            self._begun = b""
-        # One byte more than allowed is enough to know that the line is too long.
-        self._begun = (self._begun + begun)[: MAX_LINE_BYTES + 1]
-
-    def end(self) -> Iterator[Line]:
-        """Yield the last line of a file that does not end with a newline, if it is complete."""
-        line, self._begun = self._begun, b""
-        yield from self._take(line)
-
-    def _take(self, line: bytes) -> Iterator[Line]:
-        found = decode(line) if len(line) <= MAX_LINE_BYTES else None
-        if found is not None:
-            yield found
-        elif line.strip():
-            self.skipped += 1
 
 
 def parts(path: Path) -> list[Path]:
     """Return the file and its rotated parts, those that exist, oldest first."""
-    try:
-        names = os.listdir(path.parent)
-    except OSError:
-        return []
-    numbers = [0] if path.name in names else []
-    rotated = (_PART.fullmatch(name) for name in names)
-    numbers += [int(part[2]) for part in rotated if part and part[1] == path.name]
-    return [
-        path.with_name(f"{path.name}.{number}") if number else path
-        for number in sorted(numbers, reverse=True)
-    ]
+    names = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
+    rotated = [part for name in names if (part := _PART.fullmatch(name)) and part[1] == path.name]
+    older = sorted((int(part[2]) for part in rotated), reverse=True)
+    found = [path.with_name(f"{path.name}.{number}") for number in older]
+    return [*found, path] if path.is_file() else found
 
 
 def expand(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Return the heartbeat files that names, globs and folders match, sorted by rank.
 
-    A rotated part stands for its file. Files that do not exist yet are not included.
+    A rotated part stands for its file.
     """
     found: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        if path.is_dir():
-            found.update(_file_of(part) for part in path.glob(PATTERN + "*"))
-        elif path.exists() or parts(path):
-            found.add(_file_of(path))
-        else:
-            names = glob.glob(str(path), recursive=True)
-            found.update(_file_of(Path(name)) for name in names if not os.path.isdir(name))
-    return sorted(found, key=lambda path: (str(path.parent), _numeric(path.name)))
+        names = path.glob(PATTERN + "*") if path.is_dir() else map(Path, glob.glob(str(path)))
+        matched = {_file_of(name) for name in names if name.is_file()}
+        if not matched and parts(_file_of(path)):
+            matched = {_file_of(path)}
+        found |= matched
+    # Numbers compare as numbers, so that rank 10 comes after rank 9.
+    return sorted(found, key=lambda path: (len(path.name), str(path)))
 
 
 def _file_of(part: Path) -> Path:
@@ -97,181 +62,119 @@ def _file_of(part: Path) -> Path:
     return part if rotated is None else part.with_name(rotated[1])
 
 
-def _numeric(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts rank 10 after rank 9."""
-    words = re.split(r"([0-9]{1,9})", name)
-    return [(int(word), "") if word.isdecimal() else (0, word) for word in words]
+class Tail:
+    """Follows the heartbeat of one rank through rotations.
 
-
-def _open(path: Path) -> BinaryIO:
-    # O_NONBLOCK: opening a named pipe without a writer would block.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = open(fd, "rb", buffering=0)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        file.close()
-        raise NoData(f"{path} is a pipe, a folder or a device: a heartbeat needs a regular file")
-    return file
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[list[BinaryIO]]:
-    """Open the file and its parts, oldest first, as they are between two rotations."""
-    for attempt in range(OPEN_ATTEMPTS):
-        with ExitStack() as stack:
-            try:
-                files = [stack.enter_context(_open(part)) for part in parts(path)]
-                now = [os.stat(part) for part in parts(path)]
-            except FileNotFoundError:  # renamed after it was listed
-                continue
-            then = [os.fstat(file.fileno()) for file in files]
-            if attempt == OPEN_ATTEMPTS - 1 or [s.st_ino for s in then] == [s.st_ino for s in now]:
-                yield files
-                return
-    yield []
-
-
-class Heartbeats:
-    """The recorded lines of one rank, oldest first.
-
-    Iterating reads the files each time; `lines` reads them once and keeps them in memory.
+    Holds no file open between two polls. Lines that are rotated away and deleted between two polls
+    are not seen.
     """
 
-    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _file_of(Path(path).expanduser())
         self.skipped = 0
-        """Lines that the last pass skipped."""
-        self._last_bytes = last_bytes
-        self._lines: list[Line] | None = None
+        """Lines that were cut off or not a heartbeat's."""
+        self.behind = False
+        """True if the last poll left lines for the next one."""
+        self._inode, self._offset = -1, 0
+        """The file that was read last, which a rotation renames, and how far it was read."""
 
-    @property
-    def lines(self) -> list[Line]:
-        """All lines, as a list."""
-        if self._lines is None:
-            self._lines = list(self._read())
-        return self._lines
+    def poll(self, max_bytes: int = POLL_BYTES, *, end: bool = False) -> list[Line]:
+        """Return the lines since the last poll; with `end` also a last one without a newline."""
+        lines: list[Line] = []
+        with ExitStack() as stack:
+            files = self._open(stack)
+            if self._inode not in files:
+                self._inode, self._offset = next(iter(files), -1), 0
+            for inode, file in dropwhile(lambda item: item[0] != self._inode, files.items()):
+                if inode != self._inode or file.seek(0, os.SEEK_END) < self._offset:
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                text = file.read(max_bytes)
+                max_bytes -= len(text)
+                text += file.readline() if not max_bytes else b""
+                if not end and inode == [*files][-1]:  # the last line may be incomplete
+                    text = text[: text.rfind(b"\n") + 1]
+                self._offset += len(text)
+                lines += self.decode_all(text.split(b"\n"))
+                if not max_bytes:
+                    break
+        self.behind = not max_bytes
+        return lines
 
-    def __iter__(self) -> Iterator[Line]:
-        return iter(self._lines) if self._lines is not None else self._read()
+    def _open(self, stack: ExitStack) -> dict[int, BinaryIO]:
+        """Open the files to read, oldest first, by inode."""
+        found: dict[int, BinaryIO] = {}
+        # Newest first: a rotation meanwhile makes a file appear twice, but never hides one.
+        for part in reversed(parts(self.path)):
+            with suppress(FileNotFoundError):
+                file = stack.enter_context(part.open("rb"))
+                found.setdefault(os.fstat(file.fileno()).st_ino, file)
+        return dict(reversed(found.items()))
 
-    def __len__(self) -> int:
-        return len(self.lines)
+    def decode_all(self, texts: Sequence[bytes]) -> list[Line]:
+        """Return the valid lines, and count the others."""
+        texts = [text for text in texts if text.strip()]
+        found = [decode(text) for text in texts if len(text) <= MAX_LINE_BYTES]
+        lines = [line for line in found if line is not None]
+        self.skipped += len(texts) - len(lines)
+        return lines
+
+
+class Heartbeats(list[Line]):
+    """The recorded lines of one rank, oldest first."""
+
+    skipped = 0
 
     def of(self, *msgs: str) -> list[Line]:
         """Return the lines with one of these messages."""
         return [line for line in self if line["msg"] in msgs]
 
-    def last_run(self) -> list[Line]:
-        """Return the lines since the process that wrote last was started."""
-        starts = [
-            number
-            for number, line in enumerate(self.lines)
-            if line["msg"] == "boot" and not line.get("rotated")
-        ]
-        return self.lines[starts[-1] if starts else 0 :]
-
-    def _read(self) -> Iterator[Line]:
-        splitter = LineSplitter()
-        with _opened(self.path) as files:
-            sizes = [os.fstat(file.fileno()).st_size for file in files]
-            before = 0 if self._last_bytes is None else sum(sizes) - self._last_bytes
-            for file, size in zip(files, sizes, strict=True):
-                if before > 0:
-                    _seek_to_line(file, min(before, size))
-                    before -= size
-                while piece := file.read(CHUNK):
-                    yield from splitter.feed(piece)
-                yield from splitter.end()
-                self.skipped = splitter.skipped
-        self.skipped = splitter.skipped
-
-
-def _seek_to_line(file: BinaryIO, offset: int) -> None:
-    """Seek to the first line that begins at the offset or after it."""
-    position = max(0, offset - 1)
-    file.seek(position)
-    while piece := file.read(CHUNK):
-        newline = piece.find(b"\n")
-        if newline >= 0:
-            file.seek(position + newline + 1)
-            return
-        position += len(piece)
-
 
 def read_heartbeat(path: str | os.PathLike[str], last_bytes: int | None = None) -> Heartbeats:
-    """Return the heartbeat of one rank, or only the lines in its last `last_bytes` bytes."""
-    file = _file_of(Path(path).expanduser())
-    if not parts(file):
-        raise NoData(f"{file}: no such heartbeat. Has the run started, and does it write there?")
-    return Heartbeats(file, last_bytes)
+    """Return the heartbeat of one rank; with `last_bytes` its boot line and the last lines."""
+    tail = Tail(path)
+    found = parts(tail.path)
+    if not found:
+        raise SourceError(f"{tail.path}: no heartbeat there. {HINT}")
+    lines = Heartbeats()
+    if last_bytes is not None:
+        text = b"".join(part.read_bytes() for part in found[-2:])  # each begins with a boot line
+        lines += tail.decode_all([text.split(b"\n", 1)[0], *text[-last_bytes:].split(b"\n")[1:]])
+    else:
+        lines += tail.poll(end=True)
+        while tail.behind:
+            lines += tail.poll(end=True)
+    lines.skipped = tail.skipped
+    return lines
 
 
-class Tail:
-    """Follows the heartbeat of one rank through rotations. No line is lost or returned twice.
+class Follower:
+    """Follows all heartbeats of a run, including files that do not exist yet."""
 
-    Holds no file open between two polls, so it can follow any number of ranks. Lines that are
-    rotated away and deleted between two polls are not seen.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _file_of(Path(path).expanduser())
-        self.behind = False
-        """True if the last poll stopped at `max_bytes`."""
-        self._head = b""
-        self._offset = 0
-        self._mtime = 0
-        self._splitter = LineSplitter()
+    def __init__(self, patterns: Sequence[str | os.PathLike[str]]) -> None:
+        self._patterns = [os.fspath(pattern) for pattern in patterns]
+        self._listed = -LIST_S
+        self.tails: dict[Path, Tail] = {}
 
     @property
-    def skipped(self) -> int:
-        """Lines that were skipped so far."""
-        return self._splitter.skipped
+    def behind(self) -> bool:
+        """True if the last poll left lines for the next one."""
+        return any(tail.behind for tail in self.tails.values())
 
-    def poll(self, max_bytes: int = 16 * MiB) -> list[Line]:
-        """Return the lines that were added since the last poll."""
-        found: list[Line] = []
-        left = self._poll_newest(found, max_bytes)
-        if left is None:
-            left = self._poll_all(found, max_bytes)
-        self.behind = left <= 0
-        return found
+    def poll(self) -> list[Line]:
+        """Return the lines that were added since the last poll, of all ranks."""
+        if not self.tails or time.monotonic() - self._listed >= LIST_S:
+            self._listed = time.monotonic()
+            for path in expand(self._patterns):
+                self.tails.setdefault(path, Tail(path))
+        lines: list[Line] = []
+        for tail in self.tails.values():
+            lines += tail.poll()
+        return lines
 
-    def _poll_newest(self, found: list[Line], max_bytes: int) -> int | None:
-        """Read on in the newest file if that is the current one. Avoids listing the folder."""
-        try:
-            with _open(self.path) as file:
-                return self._read(file, found, max_bytes) if self._is_current(file) else None
-        except FileNotFoundError:
-            return None
-
-    def _poll_all(self, found: list[Line], max_bytes: int) -> int:
-        with _opened(self.path) as opened:
-            files = [file for file in opened if os.fstat(file.fileno()).st_size]
-            current = next((n for n, file in enumerate(files) if self._is_current(file)), None)
-            if current is None:  # deleted: what was written since then is new
-                files = [f for f in files if os.fstat(f.fileno()).st_mtime_ns >= self._mtime]
-            else:
-                max_bytes = self._read(files[current], found, max_bytes)
-                files = files[current + 1 :]
-            for file in files:
-                if max_bytes <= 0:
-                    break
-                found += self._splitter.end()
-                self._head, self._offset = b"", 0
-                max_bytes = self._read(file, found, max_bytes)
-        return max_bytes
-
-    def _is_current(self, file: BinaryIO) -> bool:
-        size = os.fstat(file.fileno()).st_size
-        return 0 < self._offset <= size and file.read(len(self._head)) == self._head
-
-    def _read(self, file: BinaryIO, found: list[Line], max_bytes: int) -> int:
-        """Read from the offset on. Return how many of `max_bytes` are left."""
-        file.seek(self._offset)
-        while max_bytes > 0 and (piece := file.read(min(CHUNK, max_bytes))):
-            if self._offset < HEAD_BYTES:
-                self._head = (self._head + piece)[:HEAD_BYTES]
-            self._offset += len(piece)
-            max_bytes -= len(piece)
-            found += self._splitter.feed(piece)
-        self._mtime = os.fstat(file.fileno()).st_mtime_ns
-        return max_bytes
+    def notes(self) -> list[str]:
+        """Return what a reader should know about the files."""
+        notes = [] if self.tails else [f"waiting for {', '.join(self._patterns)}"]
+        if skipped := sum(tail.skipped for tail in self.tails.values()):
+            notes.append(f"skipped {skipped} lines that are cut off or not a heartbeat's")
+        return notes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from penstock.watch.telemetry import Telemetry
-from penstock.watch.window import StageTimes
+from penstock.types import Span
+from penstock.watch.telemetry import Observed, StageTimes, Telemetry
 
-PART, FAULT = "rows of ", "fault "
-"""Prefixes of a pipeline's counts by part of a mixture and by reason of a failed attempt."""
+FAULT = "fault "
+"""Prefix of a pipeline's counts by reason of a failed attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,17 @@ class Stats:
     wait_s: float = 0.0
     """Time spent in `next`."""
     wall_s: float = 0.0
-    """Time since the first `next`."""
+    """Time from the first `next` to the end of the last one, without pauses."""
     empty: int = 0
+    filtered: int = 0
+    """Documents that a filter or transform left out."""
     bad: dict[str, int] = field(default_factory=dict)
     """Rejected records by reason."""
     cropped_tokens: int = 0
     padded_tokens: int = 0
     dropped_tokens: int = 0
     parts: dict[str, int] = field(default_factory=dict)
-    """For mixtures: rows of each part, including batches that are not yet handed out."""
+    """For mixtures: rows of each part that were handed out."""
     requests: int = 0
     """Requests to servers, each attempt counted."""
     fetched_bytes: int = 0
@@ -51,11 +55,10 @@ class Stats:
     cache_misses: int = 0
     """Chunks that were read and tokenized."""
     cache_written: int = 0
-    """Chunks written to the cache, and those that it refused, skipped or evicted."""
+    """Chunks written to the cache, and those that it refused or skipped."""
     cache_written_bytes: int = 0
     cache_refused: int = 0
     cache_skipped: int = 0
-    cache_evicted: int = 0
     cache_damaged: int = 0
     """Damaged cache entries, which were made again."""
     worker_restarts: int = 0
@@ -81,6 +84,10 @@ class Stats:
     lane_balance: float | None = None
     """Bytes of the smallest lane as a share of the mean lane; None if lanes have no sizes."""
 
+    shuffle_quality: float | None = None
+    """Distinct source chunks in the last global batch, as a share of what a uniform order would give;
+    None if the data is not shuffled or has no chunks."""
+
     @property
     def data_wait(self) -> float:
         """The share of wall time that was spent in `next`."""
@@ -91,84 +98,79 @@ class Stats:
         return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
 
 
-class Counting(Protocol):
-    """The parts of a pipeline that are used here."""
+def shuffle_quality(
+    rows: Sequence[Sequence[Span]], chunks: int, chunk_bytes: int, ranks: int
+) -> float | None:
+    """Return the distinct chunks of a batch as a share of those that a uniform order would give.
 
-    @property
-    def depth(self) -> int: ...
-    def totals(self) -> dict[str, int]: ...
-    def bad(self) -> dict[str, int]: ...
-    def gauges(self) -> dict[str, Any]: ...
+    Ranks read different chunks, so one rank's batch stands for all. `chunk_bytes` finds the chunk of
+    a document that is known by its offset.
+    """
+    documents = {
+        (span.file, span.row_group, span.offset if span.row_group is None else span.row)
+        for row in rows
+        for span in row
+    }
+    if not chunks or not documents:
+        return None
+    distinct = {
+        (file, (at or 0) // max(1, chunk_bytes) if group is None else group)
+        for file, group, at in documents
+    }
+    uniform = chunks * (1 - (1 - 1 / chunks) ** (ranks * len(documents)))
+    return min(1.0, ranks * len(distinct) / uniform)
 
 
-@dataclass(slots=True)
 class LoaderStats:
-    """Adds up what a loader and its pipelines, one after the other, have done."""
+    """Adds up what the pipelines of a loader, one after the other, have counted."""
 
-    batches: int = 0
-    tokens: int = 0
-    wait_s: float = 0.0
-    first: float | None = None
-    last: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._bad: Counter[str] = Counter()
+        self._parts: Counter[str] = Counter()
 
-    def took(self, begun: float, now: float, tokens: int | None) -> None:
-        """Record a call of `next`, and the tokens of its batch or None."""
-        self.wait_s += now - begun
-        self.first = begun if self.first is None else self.first
-        self.last = now
-        if tokens is not None:
-            self.batches += 1
-            self.tokens += tokens
-
-    def keep(self, pipeline: Counting) -> None:
-        """Add what a pipeline that ends has counted."""
-        self.counts.update(pipeline.totals())
-        self.bad.update(pipeline.bad())
+    def keep(self, pipeline: Observed, parts: dict[str, int]) -> None:
+        """Add what a pipeline that ends has counted, and the rows of each part it handed out."""
+        self._counts.update(pipeline.totals())
+        self._bad.update(pipeline.bad())
+        self._parts.update(parts)
 
     def stats(
         self,
-        pipeline: Counting | None,
+        pipeline: Observed | None,
         telemetry: Telemetry,
+        *,
+        parts: dict[str, int],
         memory_estimate: int,
         device_wait_s: float | None,
     ) -> Stats:
         """Return everything so far, with the counts of the running pipeline."""
-        counts, bad = Counter(self.counts), Counter(self.bad)
-        gauges: dict[str, Any] = {}
+        now, gauges = copy.deepcopy(self), telemetry.gauges()
         if pipeline is not None:
-            counts.update(pipeline.totals())
-            bad.update(pipeline.bad())
-            gauges = pipeline.gauges()
-        parts, faults = _taken(counts, PART), _taken(counts, FAULT)
-        consumer, window = telemetry.consumer, telemetry.window
-        wall_s = 0.0 if self.first is None else self.last - self.first - consumer.paused.within_s
+            now.keep(pipeline, parts)
+        counts, timer = now._counts, telemetry.timer
+        faults = [name for name in counts if name.startswith(FAULT)]
+        total, current = timer.total, timer.current
+        p50_ms, p95_ms, p99_ms = timer.percentiles_ms().values()
         return Stats(
-            batches=self.batches,
-            tokens=self.tokens,
-            queue_depth=0 if pipeline is None else pipeline.depth,
-            wait_s=self.wait_s,
-            wall_s=wall_s,
-            bad=dict(bad),
-            parts=parts,
-            faults=faults,
+            batches=timer.steps,
+            tokens=total.tokens,
+            queue_depth=telemetry.queue()[0],
+            wait_s=total.wait,
+            wall_s=total.wall + (0.0 if current is None else current.wait),
+            bad=dict(now._bad),
+            parts=dict(now._parts),
+            faults={name.removeprefix(FAULT): counts.pop(name) for name in faults},
             memory_estimate=memory_estimate,
             lane_balance=gauges.get("balance"),
-            next_p50_ms=1e3 * window.percentile(0.5),
-            next_p95_ms=1e3 * window.percentile(0.95),
-            next_p99_ms=1e3 * window.percentile(0.99),
-            wait_by_stage=dict(consumer.wait_s),
+            wait_by_stage=dict(total.charges),
             stages=telemetry.stages(),
             fetch=gauges.get("fetch") or {},
-            paused_s=dict(consumer.paused.total),
+            paused_s=dict(timer.paused_s),
             device_wait_s=device_wait_s,
             verdict=telemetry.verdict().line,
+            next_p50_ms=p50_ms,
+            next_p95_ms=p95_ms,
+            next_p99_ms=p99_ms,
             **counts,
         )
-
-
-def _taken(counts: Counter[str], prefix: str) -> dict[str, int]:
-    """Remove and return the counts whose names have a prefix."""
-    names = [name for name in counts if name.startswith(prefix)]
-    return {name.removeprefix(prefix): counts.pop(name) for name in names}

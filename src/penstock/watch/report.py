@@ -1,175 +1,552 @@
-"""A report on a run: verdict first, then what it rests on.
+"""Write a report on a run: one HTML page, the same numbers as JSON, and a few lines for a terminal.
 
-In:    heartbeat files, of one run or of two.
-Out:   one HTML file that opens from disk, the same numbers as JSON, a few lines for a terminal.
-Where: the thread that asks for it; the run need not have ended.
-State: none.
+Reads heartbeat files only, so the run need not have ended. Text from these files is escaped where it
+enters the page. The page requests nothing, and its policy allows no script but plotly's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import base64
+import hashlib
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from penstock.config import write_atomically
-from penstock.errors import PenstockError
-from penstock.watch.page.compare import (
-    compare_body,
-    compare_figures,
-    compare_numbers,
-    compare_summary,
-)
-from penstock.watch.page.numbers import RankNumbers, RunNumbers, run_numbers
-from penstock.watch.page.page import card, page, plot, text
-from penstock.watch.page.plots import rank_figures, ranks_figure
-from penstock.watch.page.run import Run, read_run
-from penstock.watch.page.tables import (
-    cause_list,
-    event_table,
-    file_table,
-    rank_table,
-    session_table,
-    settings_tables,
-    stage_table,
-    verdict,
-)
-from penstock.watch.page.units import percent, printable
-from penstock.watch.page.words import Words, words
-from penstock.watch.world import missing
+import numpy as np
 
-MOST_RANKS = 8
-"""Ranks whose plots are in the page: those that wait most, and rank 0. All are in the table."""
-MOST_BARS = 64
+from penstock.config import write_atomically
+from penstock.errors import PenstockError, missing_extra
+from penstock.watch.attribution import band
+from penstock.watch.line import Line, kind
+from penstock.watch.run import RankRun, Run, describe, listed, read_run
+from penstock.watch.stage_timer import CHARGED, RANKS
+from penstock.watch.steady_state import Floats, StepAnalysis
+from penstock.watch.units import clean, count, percent, rate, seconds, size, when
+
+Numbers = dict[str, Any]
+
+MAX_POINTS = 1600
+"""Points of a line. A screen has no more pixels."""
+MAX_BLOCKS = 100
+"""Bars of a figure, and points of a running median."""
+MAX_EVENTS = 300
+"""Events that are listed, the latest."""
+MAX_RANKS = 64
+"""Ranks in the figure that compares them: those that wait longest."""
+MAX_TEXT = 600
+"""Characters of a text from a file."""
+LOG_RATIO = 10
+"""An axis is logarithmic if its largest value is this many times the median."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it."""
+    """A report on one run."""
 
-    html: str
-    numbers: dict[str, Any]
-    """For scripts: plain JSON."""
-    summary: str
-    """For a terminal."""
+    run: Run
+    numbers: Numbers
+    """Plain JSON, for scripts. Unknown values are None."""
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a few lines, for a terminal."""
+        lines = [f"{self.numbers['headline']} [{self.numbers['band'] or 'unknown'}]"]
+        lines += [f"  {clean(line)}" for line in self.numbers["sentences"]]
+        return "\n".join([*lines, *(f"  ! {clean(line)}" for line in self.numbers["warnings"])])
 
     def write(self, path: str | Path) -> Path:
         """Write the page, whole or not at all."""
         path = Path(path).expanduser()
-        try:
-            write_atomically(path, self.html)
-        except OSError as error:
-            raise PenstockError(
-                f"{path}: the report cannot be written: {error.strerror or error}"
-            ) from error
+        write_text(path, self.html())
         return path
+
+    def html(self) -> str:
+        """Return the page."""
+        try:
+            from plotly.offline import get_plotlyjs
+        except ImportError:
+            raise missing_extra("plotly", "a report with figures", "report") from None
+        numbers = self.numbers
+        rank, own = self.run.ranks[numbers["worst_rank"]], _worst(numbers)
+        several = len(self.run.ranks) > 1
+        figures = "".join(_Figures(rank, own, numbers["shape"]).all())
+        compared = f"<h2>Ranks compared</h2>{_ranks_figure(numbers)}" if several else ""
+        title = f"Rank {rank.rank}, which waits longest" if several else "Over the run"
+        sections = [
+            _verdict(numbers),
+            f'<h2>{title}</h2><div class="plots">{figures}</div>',
+            compared,
+            _stage_table(rank, own),
+            _event_table(self.run),
+            _settings_table(rank),
+        ]
+        scripts = [str(get_plotlyjs()), *_SCRIPT.findall(figures + compared)]
+        about = f"{_who(list(self.run.ranks))}, {numbers['begun']} to {numbers['last_line']}"
+        return Template(_resource("report.html")).substitute(
+            hashes=" ".join(f"'sha256-{_sha256(script)}'" for script in scripts),
+            about=_text(about),
+            plotly=scripts[0],
+            body="\n".join(sections),
+        )
 
 
 def report(*patterns: str | Path) -> Report:
-    """A report on one run, whose heartbeats are in these files, globs or folders."""
+    """Report on the run whose heartbeats are in these files, globs or folders."""
     run = read_run(patterns)
-    known = run_numbers(run)
-    said = words(known)
-    shown = _shown(known)
-    by_rank = {rank.rank: rank for rank in run.ranks}
-    ranks = {str(one.rank): rank_figures(by_rank[one.rank], one) for one in shown}
-    common = {}
-    if len(run.ranks) > 1:
-        most = sorted(known.ranks, key=lambda one: -one.own_wait_pct)[:MOST_BARS]
-        common["ranks"] = ranks_figure(known, most)
-    figures = {"common": common, "ranks": ranks, "rank": str(known.worst_rank)}
-    of = f" of {run.expected:,}" if missing(run.expected, {rank.rank for rank in run.ranks}) else ""
-    what = f"{len(run.ranks)}{of} ranks" if len(run.ranks) > 1 else run.first.path.name
-    host = f" on {known.worst.host}" if known.worst.host else ""
-    about = f"{what}{host} · {known.begun} to {known.last_line}"
-    body = "\n".join(_sections(run, known, said, shown))
-    return Report(
-        page("Penstock report", about, body, figures),
-        known.as_dict() | asdict(said),
-        summary(known, said),
-    )
+    numbers = _run_numbers(run)
+    numbers["headline"] = _headline(numbers)
+    numbers["sentences"] = list(_sentences(numbers, run))
+    numbers["warnings"] = list(_warnings(numbers, run))
+    return Report(run, numbers)
 
 
-def compare(a: str | Path, b: str | Path) -> Report:
-    """A report on two runs side by side, each a file, a glob or a folder."""
-    runs = read_run([a]), read_run([b])
-    both = run_numbers(runs[0]), run_numbers(runs[1])
-    said = words(both[0]), words(both[1])
-    names = (str(a), str(b))
-    difference = compare_numbers(runs, both)
-    figures = {"common": compare_figures(runs, both), "ranks": {}, "rank": ""}
-    about = f"A: {names[0]} · B: {names[1]}"
-    html = page(
-        "Penstock report: two runs", about, compare_body(both, said, names, difference), figures
-    )
-    told = {
-        letter: run.as_dict() | asdict(one)
-        for letter, run, one in zip("ab", both, said, strict=True)
+def _resource(name: str) -> str:
+    return files("penstock.watch").joinpath(name).read_text(encoding="utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise PenstockError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+# Numbers
+
+
+def _run_numbers(run: Run) -> Numbers:
+    """Return the numbers of a run.
+
+    A run waits as long as the rank that waits longest for its own data, because the other ranks
+    wait for that one. So its data wait is that rank's.
+    """
+    steady = run.analysis()
+    ranks = [_rank_numbers(rank, steady.steady_step) for rank in run.ranks.values()]
+    slowest = max(ranks, key=lambda one: (_own_wait(one), one["data_wait_pct"] or 0.0))
+    wait = slowest["data_wait_pct"]
+    return {
+        "version": 2,
+        "ranks_expected": run.world_size,
+        "band": None if wait is None else band(wait / 100),
+        "data_wait_pct": wait,
+        "worst_rank": slowest["rank"],
+        "tokens_per_s": steady.tokens_per_s,
+        "low": steady.low,
+        "high": steady.high,
+        "steady_from": steady.steady_step,
+        "overhead_s": steady.overhead_s,
+        "overhead_pct": steady.overhead_pct,
+        "shape": _shape(steady),
+        "begun": when(min((r.events or [r.last])[0]["ts"] for r in run.ranks.values())),
+        "last_line": when(max(rank.last["ts"] for rank in run.ranks.values())),
+        "ended": slowest["ended"] if all(one["ended"] for one in ranks) else None,
+        "skipped_lines": run.skipped,
+        "ranks": ranks,
     }
-    numbers = told | {"difference": difference.as_dict()}
-    return Report(html, numbers, compare_summary(both, names, difference))
 
 
-def summary(run: RunNumbers, said: Words) -> str:
-    """The verdict in a few lines."""
-    band = f" [{run.band}]" if run.band else ""
-    lines = [
-        f"{said.headline}{band}",
-        *(f"  {one}" for one in said.sentences),
-        *(f"  ! {one}" for one in said.warnings),
-    ]
-    return printable("\n".join(lines))
+def _rank_numbers(rank: RankRun, steady_step: int | None) -> Numbers:
+    """Return the numbers of a rank's last attempt: waits since steady state, or of all steps."""
+    start = rank.attempt.start
+    steps, loss = rank.steps[start:], rank.column("loss", start)
+    steady = start + int(np.searchsorted(steps, steady_step or 0))
+    wait, by_stage = rank.waits_pct(steady)
+    known = rank.column("dt_fetch_s", steady)
+    known = 1000 * known[np.isfinite(known)]
+    quantiles = np.quantile(known, (0.5, 0.95, 0.99)).tolist() if len(known) else [None] * 3
+    names = ("dt_step_s", "tokens")
+    wall, tokens = (float(np.nansum(rank.column(name, start))) for name in names)
+    finite, bad = loss[np.isfinite(loss)], steps[np.isinf(loss)]
+    warmups = [e for e in rank.events if kind(e) == "loader_warmup" and not e.get("of")]
+    events = Counter(kind(line).removeprefix("loader_") for line in rank.events)
+    return {
+        "rank": rank.rank,
+        "host": str(rank.boot.get("host") or ""),
+        "steps": len(steps),
+        "first_step": int(steps[0]) if len(steps) else None,
+        "last_step": int(steps[-1]) if len(steps) else None,
+        "sessions": len(rank.attempts),
+        "ended": rank.ended,
+        "shape": _shape(rank.analysis()),
+        "data_wait_pct": wait,
+        "data_wait_all_pct": rank.waits_pct(start)[0],
+        "waits_pct": by_stage,
+        **dict(zip(("next_p50_ms", "next_p95_ms", "next_p99_ms"), quantiles, strict=True)),
+        "tokens_per_s": tokens / wall if tokens and wall else None,
+        "tokens": int(tokens) or None,
+        "wall_s": wall,
+        "first_batch_s": rank.last_event("loader_ready").get("dt"),
+        "warmup_wait_s": warmups[-1]["wait_ms"] / 1000 if warmups else None,
+        "last_loss": float(finite[-1]) if len(finite) else None,
+        "loss_not_finite": int(bad[0]) if len(bad) else None,
+        "loss_not_finite_steps": len(bad),
+        "fell_back": any(e["msg"] == "fallback" and e.get("to") != "data" for e in rank.events),
+        "events": dict(sorted(events.items())),
+        "earlier_runs": rank.earlier_runs,
+        "dropped_lines": _overall(rank).get("dropped", 0),
+        "words": str(_overall(rank).get("verdict", "")),
+    }
 
 
-def _shown(run: RunNumbers) -> list[RankNumbers]:
-    """The ranks whose plots are drawn."""
-    order = sorted(
-        run.ranks,
-        key=lambda one: (one.rank != run.worst_rank, one.rank != 0, -one.own_wait_pct, one.rank),
+def _overall(rank: RankRun) -> Line:
+    """Return the newest line with totals: the last beat, completed by the shutdown."""
+    return (rank.beats[-1] if rank.beats else {}) | rank.last_event("shutdown")
+
+
+def _shape(found: StepAnalysis) -> Numbers:
+    """Return an analysis as JSON."""
+    return found.as_dict() | {"from_step": found.steady_step}
+
+
+def _own_wait(one: Numbers) -> float:
+    """Return the waiting of a rank that is not for other ranks."""
+    return float((one["data_wait_pct"] or 0.0) - one["waits_pct"].get(RANKS, 0.0))
+
+
+def _worst(numbers: Numbers) -> Numbers:
+    """Return the numbers of the rank that waits longest for its own data."""
+    return next(one for one in numbers["ranks"] if one["rank"] == numbers["worst_rank"])
+
+
+# Words
+
+
+def _headline(numbers: Numbers) -> str:
+    if numbers["data_wait_pct"] is None:
+        steps = any(one["steps"] for one in numbers["ranks"])
+        return "Data wait was not recorded" if steps else "No step has been recorded yet"
+    words = "Data slows this run down" if numbers["band"] in ("fair", "poor") else "Data keeps up"
+    return f"{words}: {percent(numbers['data_wait_pct'])} of the time is spent waiting for data"
+
+
+def _sentences(numbers: Numbers, run: Run) -> Iterator[str]:
+    slowest = _worst(numbers)
+    waits = sorted(slowest["waits_pct"].items(), key=lambda item: -item[1])
+    if parts := [f"{stage} {percent(pct)}" for stage, pct in waits[:3] if pct >= 0.05]:
+        yield f"Steps wait for {', '.join(parts)}."
+    # The loader's verdict is "input-bound 12 %: tokenize 9 %: what to change".
+    if len(verdict := slowest["words"].split(": ", 2)) == 3:
+        yield f"What to change: {verdict[2]}."
+    if len(numbers["ranks"]) > 1 and numbers["data_wait_pct"] is not None:
+        yield f"Rank {slowest['rank']} waits longest for its own data."
+    if slowest["steps"]:
+        speed = f"{rate(numbers['tokens_per_s'])}, " if numbers["tokens_per_s"] else ""
+        yield _sentence(f"{speed}{run.analysis().headline()}")
+    if (numbers["overhead_s"] or 0) > 0:
+        share, cause = percent(numbers["overhead_pct"]), numbers["shape"]["warmup_cause"]
+        yield f"Warmup cost {share} of the run{f': {cause}' if cause else ''}."
+
+
+def _warnings(numbers: Numbers, run: Run) -> Iterator[str]:
+    """Yield what a reader must not miss. What several ranks share is said once."""
+    ranks = numbers["ranks"]
+    if missing := run.missing():
+        yield f"{missing}. The numbers are those of the others."
+    shared: dict[str, list[int]] = {}
+    for one in ranks:
+        for warning in _rank_warnings(one):
+            shared.setdefault(warning, []).append(one["rank"])
+    for warning, who in shared.items():
+        yield f"{_who(who)}: {warning}." if len(ranks) > 1 else _sentence(warning)
+
+
+def _rank_warnings(one: Numbers) -> Iterator[str]:
+    if one["loss_not_finite"] is not None:
+        steps, first = one["loss_not_finite_steps"], one["loss_not_finite"]
+        yield f"the loss is not a finite number at {steps:,} steps, first at step {first:,}"
+    if one["fell_back"]:
+        yield "it fell back to synthetic data; see the events"
+    if errors := one["events"].get("error"):
+        yield f"the loader reported {errors} error{'s' * (errors > 1)}; see the events"
+    if one["earlier_runs"]:
+        yield f"earlier runs in the same file are left out: {one['earlier_runs']}"
+    if one["dropped_lines"]:
+        yield f"lines that could not be written are missing here: {one['dropped_lines']:,}"
+    if one["steps"] and one["ended"] is None:
+        yield "there is no shutdown line: the run was still going, or it was killed"
+
+
+def _who(ranks: list[int]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+# Figures
+
+BLUE, PALE, GREEN = "#3b82d6", "rgba(59, 130, 214, 0.45)", "#1f9d66"
+AMBER, RED, GREY = "#d98312", "#dc4a4a", "#8a93a1"
+"""Colours that can be read on white and on black: a figure cannot follow those of the page."""
+COLOURS = (BLUE, "#62b6e8", "#e0692a", "#e3a82c", GREEN, "#c06ba6", GREY, "#8f6bd0")
+STAGE_COLOURS = dict(zip(CHARGED, COLOURS, strict=True))
+CONFIG = {
+    "displaylogo": False,
+    # Plotly's own list has a button that uploads the figure.
+    "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
+}
+
+
+def _card(name: str, title: str, figure: Any, caption: str = "", wide: bool = False) -> str:
+    made = figure.to_html(CONFIG, full_html=False, include_plotlyjs=False, div_id=f"plot-{name}")
+    return (
+        f'<figure class="card{" wide" * wide}" id="{name}"><h3>{_text(title)}</h3>'
+        f"<figcaption>{_text(caption)}</figcaption>{made}</figure>"
     )
-    return sorted(order[:MOST_RANKS], key=lambda one: one.rank)
 
 
-def _sections(run: Run, known: RunNumbers, said: Words, shown: list[RankNumbers]) -> Iterable[str]:
-    yield verdict(known, said)
-    yield _over_time(known, shown)
-    causes = cause_list(known)
-    if causes:
-        yield f"<h2>Why steps were slow</h2>{card(causes)}"
-    if len(run.ranks) > 1:
-        yield "<h2>Ranks compared</h2>"
-        yield f'<div class="plots">{plot("ranks", "Who waits for what", wide=True, own_height=True)}</div>'
-        yield card(rank_table(known), "long")
-    worst = next(rank for rank in run.ranks if rank.rank == known.worst_rank)
-    if len(worst.sessions) > 1:
-        yield "<h2>Sessions</h2>" + card(session_table(worst))
-    stages = stage_table(worst)
-    if stages:
-        yield f"<h2>Stages</h2>{card(stages)}"
-    yield "<h2>Events</h2>" + card(event_table(run), "long tall")
-    yield "<h2>Settings and versions</h2>" + card(settings_tables(run), "long")
-    yield file_table(run)
+def _figure(x_title: str, y_title: str) -> Any:
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"template": json.loads(_resource("report_figures.json"))})
+    return figure.update_xaxes(title_text=x_title).update_yaxes(title_text=y_title)
 
 
-def _over_time(known: RunNumbers, shown: list[RankNumbers]) -> str:
-    choice = ""
-    if len(known.ranks) > 1:
-        options = "".join(
-            f'<option value="{one.rank}">{one.rank}: waits {text(percent(one.data_wait_pct))}'
-            f"{' (slowest)' if one.rank == known.worst_rank else ''}</option>"
-            for one in shown
+class _Figures:
+    """The figures over the steps of one rank. A figure without recorded data is left out."""
+
+    def __init__(self, rank: RankRun, own: Numbers, shape: Numbers) -> None:
+        self._rank, self._own, self._shape = rank, own, shape
+        self._steps = rank.steps.astype(float)
+        self._blocks = _blocks(len(self._steps), MAX_BLOCKS)
+        self._middle = [self._steps[block].mean() for block in self._blocks]
+
+    def all(self) -> Iterator[str]:
+        """Yield the figures in the order of the page."""
+        if len(self._steps):
+            column = self._rank.column
+            yield self._step_time()
+            yield from self._waits()
+            speed = column("tokens") / np.maximum(column("dt_step_s"), 1e-9)
+            yield from self._lines("rate", "Speed", "tokens/s", {"each step": speed}, noisy=True)
+            percentiles = {p: column(f"fetch_{p}_ms") for p in ("p50", "p95", "p99")}
+            yield from self._lines("next", "Time in next()", "ms", percentiles)
+            full = 100 * column("queue_depth") / np.maximum(column("queue_capacity"), 1)
+            yield from self._lines("queue", "Queue", "% full", {"batches": full}, noisy=True)
+            loss = {"each step": column("loss")}
+            yield from self._lines("loss", "Loss", "loss", loss, noisy=True)
+            memory = {"process": column("rss_bytes"), "device": column("device_bytes")}
+            yield from self._lines("memory", "Memory", "bytes", memory)
+        yield from self._first_batch()
+
+    def _step_time(self) -> str:
+        times, waits = self._rank.column("dt_step_s"), self._rank.column("dt_fetch_s")
+        figure = self._over_steps("seconds", log=times)
+        self._line(figure, "step time", times, "s")
+        self._line(figure, "in next()", waits, "s")
+        # A stall is recorded while its step still waits: the step after the last one.
+        stalls = [e["step"] + 1 for e in self._rank.events if e["msg"] == "stall"]
+        pauses = [e["step"] for e in self._rank.events if e["msg"] == "pause"]
+        marks = [("slow step", "circle-open", self._shape["spikes"]), ("stall", "x", stalls)]
+        for name, symbol, steps in [*marks, ("pause", "square-open", pauses)]:
+            rows = np.isin(self._rank.steps, steps)
+            marker = {"symbol": symbol, "size": 9}
+            if rows.any():
+                x, y = self._steps[rows], times[rows]
+                figure.add_scatter(name=name, x=x, y=y, mode="markers", marker=marker)
+        changes = [c for c in self._shape["changes"] if c["cause"]]
+        causes = [f"From step {c['step']:,} on: {c['cause']}." for c in changes]
+        return _card("step-time", "Step time", figure, " ".join(causes), wide=True)
+
+    def _waits(self) -> Iterator[str]:
+        """Stacked bars: shares of a block of steps add up, those of single steps only flicker."""
+        figure = self._over_steps("% of the time").update_layout(bargap=0)
+        starts = [block.start for block in self._blocks]
+        names = ("dt_step_s", *(f"wait_by_stage/{stage}" for stage in STAGE_COLOURS))
+        columns = (np.nan_to_num(self._rank.column(name)) for name in names)
+        wall, *waits = (np.add.reduceat(column, starts) for column in columns)
+        shares = [np.minimum(100 * wait / np.maximum(wall, 1e-9), 100) for wait in waits]
+        width = [np.ptp(self._steps[block]) + 1 for block in self._blocks]
+        for y, (stage, colour) in zip(shares, STAGE_COLOURS.items(), strict=True):
+            if y.any():
+                _bar(figure, stage, colour, "%{y:.2f} %", x=self._middle, y=y, width=width)
+        if figure.data:
+            yield _card("waits", "Data wait by stage", figure, wide=True)
+
+    def _lines(
+        self, name: str, title: str, unit: str, lines: dict[str, Floats], noisy: bool = False
+    ) -> Iterator[str]:
+        """A figure of some columns. One that varies from step to step gets a running median."""
+        figure = self._over_steps(unit, None if noisy else np.concatenate(list(lines.values())))
+        for label, y in lines.items():
+            y = np.where(np.isfinite(y), y, np.nan)
+            style = {"color": PALE, "width": 1} if noisy else {}
+            self._line(figure, label, y, unit, **style)
+            if noisy and figure.data:
+                medians = [np.median(y[block]) for block in self._blocks]
+                more = {"name": "median", "mode": "lines", "line_color": BLUE}
+                figure.add_scatter(x=self._middle, y=medians, **more)
+        if figure.data:
+            yield _card(name, title, figure)
+
+    def _first_batch(self) -> Iterator[str]:
+        if not (parts := self._rank.last_event("loader_ready").get("parts")):
+            return
+        figure = _figure("seconds", "").update_yaxes(autorange="reversed")
+        took = list(parts.values())
+        bars = {"x": took, "y": [_text(name) for name in parts], "orientation": "h"}
+        text = {"text": [seconds(part) for part in took], "textposition": "outside"}
+        _bar(figure, "", BLUE, "%{text}", cliponaxis=False, **bars, **text)
+        figure.update_layout(hovermode="y unified", margin_b=44, margin_r=60, showlegend=False)
+        yield _card("first-batch", "Time to the first batch", figure)
+
+    def _over_steps(self, unit: str, log: Floats | None = None) -> Any:
+        """Return a figure over steps, with warmup shaded and lines where the run changed."""
+        figure = _figure("step", unit).update_yaxes(rangemode="tozero")
+        figure.update_xaxes(range=[self._steps[0] - 0.5, self._steps[-1] + 0.5])
+
+        def mark(step: float, colour: str, label: str, where: str = "top left") -> None:
+            note = {"text": label, "font": {"color": colour}, "yshift": 20}
+            line = {"color": colour, "dash": "dash", "width": 1.5}
+            figure.add_vline(step - 0.5, line=line, annotation=note, annotation_position=where)
+
+        if (steady := self._shape["from_step"]) is not None:
+            box = {"fillcolor": GREY, "opacity": 0.18, "line_width": 0, "layer": "below"}
+            figure.add_vrect(x0=self._shape["first_step"] - 0.5, x1=steady - 0.5, **box)
+            mark(steady, GREEN, f"steady since {steady:,}", "top right")
+        for attempt in self._rank.attempts[1:]:
+            if attempt.start < len(self._steps):
+                mark(self._steps[attempt.start], GREY, "resumed")
+        for change in self._shape["changes"]:
+            mark(change["step"], AMBER, f"{change['pct']:+.0f} %")
+        if (bad := self._own["loss_not_finite"]) is not None:
+            mark(bad, RED, "loss not finite")
+        known = log[log > 0] if log is not None else self._steps[:0]
+        if len(known) and known.max() > LOG_RATIO * np.median(known):
+            figure.update_yaxes(type="log", dtick="D2", title_text=f"{unit} (log scale)")
+        return figure
+
+    def _line(self, figure: Any, name: str, y: Floats, unit: str, **line: Any) -> None:
+        if not np.isnan(y).all():
+            at, hover = _extremes(y), f"%{{y:,.4~r}} {unit}"
+            style = {"mode": "lines", "line": {"width": 1.5} | line, "hovertemplate": hover}
+            figure.add_scatter(name=name, x=self._steps[at], y=y[at], **style)
+
+
+def _bar(figure: Any, name: str, colour: str, hover: str, **more: Any) -> None:
+    marker = {"color": colour, "line": {"width": 0}}
+    figure.add_bar(name=name, marker=marker, hovertemplate=hover, **more)
+
+
+def _ranks_figure(numbers: Numbers) -> str:
+    ranks = sorted(numbers["ranks"], key=lambda one: -_own_wait(one))[:MAX_RANKS]
+    figure = _figure("% of the time", "").update_yaxes(autorange="reversed")
+    names = [f"rank {one['rank']}" for one in ranks]
+    for stage, colour in STAGE_COLOURS.items():
+        share = [one["waits_pct"].get(stage, 0.0) for one in ranks]
+        if any(share):
+            _bar(figure, stage, colour, "%{x:.2f} %", x=share, y=names, orientation="h")
+    figure.update_layout(height=140 + 26 * len(ranks), hovermode="y unified")
+    caption = "Sorted by waiting for own data; “ranks” is waiting for other ranks."
+    return _card("ranks", "Data wait by rank and stage", figure, caption, wide=True)
+
+
+def _blocks(n: int, most: int) -> list[slice]:
+    """Divide n values into blocks of equal size."""
+    length = max(1, -(-n // most))
+    return [slice(begin, min(begin + length, n)) for begin in range(0, n, length)]
+
+
+def _extremes(y: Floats) -> Any:
+    """Return the rows of the smallest and largest value of each block: slow steps stay visible."""
+    if len(y) <= MAX_POINTS:
+        return slice(None)
+    low, high = np.nan_to_num(y, nan=np.inf), np.nan_to_num(y, nan=-np.inf)
+    blocks = _blocks(len(y), MAX_POINTS // 2)
+    return np.unique([(b.start + low[b].argmin(), b.start + high[b].argmax()) for b in blocks])
+
+
+# HTML
+
+ELSEWHERE = frozenset(("loader_ready", "steady_state", "pause"))
+"""Events that the verdict or a figure shows."""
+_SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.DOTALL)
+
+
+def _text(value: Any) -> str:
+    """Return anything as text that is safe between tags and in an attribute."""
+    return html.escape(clean(value, MAX_TEXT))
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _verdict(numbers: Numbers) -> str:
+    facts = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}<small>{_text(more)}</small></dd></div>"
+        for name, value, more in _facts(numbers)
+        if value != "?"
+    )
+    warnings = "".join(f"<li>{_text(warning)}</li>" for warning in numbers["warnings"])
+    name = numbers["band"] or ""
+    return (
+        f'<section class="card verdict {name}"><span class="band">{name}</span>'
+        f"<h2>{_text(numbers['headline'])}</h2><p>{_text(' '.join(numbers['sentences']))}</p>"
+        f'<dl>{facts}</dl><ul class="warnings">{warnings}</ul></section>'
+    )
+
+
+def _facts(numbers: Numbers) -> Iterator[tuple[str, str, str]]:
+    own, shape = _worst(numbers), numbers["shape"]
+    interval = f"{count(numbers['low'])} to {count(numbers['high'])}"
+    yield "steady tokens/s", count(numbers["tokens_per_s"]), interval
+    tail = f"p95 {seconds(shape['p95_s'])}, p99 {seconds(shape['p99_s'])}"
+    yield "step time p50", seconds(shape["p50_s"]), tail
+    yield "warmup overhead", seconds(numbers["overhead_s"]), f"{shape['onset'] or 0} steps"
+    filled = f"then {seconds(own['warmup_wait_s'])} to fill the queue"
+    yield "first batch", seconds(own["first_batch_s"]), filled if own["warmup_wait_s"] else ""
+    yield "steps", f"{own['steps']:,}", f"{rate(own['tokens_per_s'])} with warmup, one rank"
+    yield "last loss", count(own["last_loss"]), "the last finite one"
+
+
+def _table(title: str, head: str, rows: Sequence[Sequence[Any]], text_columns: int = 9) -> str:
+    """A table in a card, numbers after the columns of text. Wide ones scroll by themselves."""
+    kinds = [' class="number"' * (i >= text_columns) for i in range(len(head.split(",")))]
+
+    def line(tag: str, cells: Iterable[Any]) -> str:
+        made = (f"<{tag}{k}>{_text(cell)}</{tag}>" for k, cell in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    table = f"<table><thead>{line('th', head.split(','))}</thead><tbody>{body}</tbody></table>"
+    card = f'<section class="card"><div class="scroll" tabindex="0">{table}</div></section>'
+    return f"<h2>{title}</h2>{card}" if rows else ""
+
+
+def _stage_table(rank: RankRun, own: Numbers) -> str:
+    rows = [
+        (
+            name,
+            percent(own["waits_pct"].get(name, 0.0)),
+            *(seconds(stage.get(key)) for key in ("busy_s", "blocked_in_s", "blocked_out_s")),
+            count(stage.get("items")),
+            size(stage.get("bytes")),
         )
-        more = f" of {len(known.ranks)}" if len(shown) < len(known.ranks) else ""
-        choice = f'<label>Rank{more} <select id="rank">{options}</select></label>'
-    plots = (
-        plot("step-time", "Step time", wide=True, log=True)
-        + plot("waits", "Data wait by stage", wide=True)
-        + plot("rate", "Tokens per second")
-        + plot("next", "Time in next(), p50, p95, p99", log=True)
-        + plot("queue", "Queues")
-        + plot("loss", "Loss", log=True)
-        + plot("ledger", "The way to the first batch", own_height=True)
-        + plot("memory", "Memory")
-    )
-    return f'<div class="bar"><h2>Over the run</h2>{choice}</div><div class="plots">{plots}</div>'
+        for name, stage in _overall(rank).get("stages", {}).items()
+    ]
+    head = "stage,steps wait for it,busy,waits for input,waits for room,items,bytes"
+    return _table("Stages", head, rows, text_columns=1)
+
+
+def _event_table(run: Run) -> str:
+    events = [event for rank in run.ranks.values() for event in rank.events]
+    shown = [e for e in events if kind(e) not in ELSEWHERE]
+    shown = sorted(shown, key=itemgetter("ts"))[-MAX_EVENTS:]
+    rows = [(when(e["ts"]), e["rank"], e["step"], kind(e), describe(e)) for e in shown]
+    return _table("Events", "time,rank,step,event,fields", rows)
+
+
+def _settings_table(rank: RankRun) -> str:
+    rows = [pair for part in ("settings", "versions") for pair in rank.boot.get(part, {}).items()]
+    return _table("Settings and versions", "name,value", rows)

@@ -1,204 +1,350 @@
-"""Telemetry: what a loader measures of itself while it feeds a run.
+"""Measure a loader while it feeds a run.
 
-In:    every call of `next`, pauses that the user names, the tracks of all threads (see `stage_timer`).
-Out:   time by stage, rolling percentiles and rates, a verdict in one line, events for a heartbeat.
-Where: written by the trainer's thread, but for the tracks; read by any.
-State: the last few hundred steps, sums since the beginning, events that nobody took yet.
-Cost:  a few microseconds a step, some tens more for a step that waited.
+The trainer's thread records every call of `next` and every pause; the pipeline's threads record
+their stages (see `stage_timer`). From these come the share of time that was spent waiting, by the
+stage that caused it; rolling rates and percentiles; a verdict in one line; and events for a
+heartbeat. A step costs a few microseconds, one that waited some tens more. Any thread may read.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, takewhile
 from time import perf_counter
 from typing import Any, Protocol
 
 from penstock.config import available_cores
 from penstock.errors import ConfigError, LoaderTimeout
-from penstock.watch.attribution import Known, Verdict, band, charge, judge
-from penstock.watch.consumer import Consumer
-from penstock.watch.ledger import Ledger, process_began
-from penstock.watch.memory import resident_bytes
+from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
+from penstock.watch.line import Event
 from penstock.watch.stage_timer import (
     IDLE,
     OUT,
     STAGES,
     WAIT,
     Clock,
-    NullClock,
+    Segment,
     ThreadTimeline,
-    role,
-    stage_of,
 )
-from penstock.watch.window import StageTimes, Window
 
 log = logging.getLogger("penstock")
 
-LOOK_S = 5.0
-"""How often the band is looked at."""
-LOOK_STEPS = 20
-"""Steps without which a band says nothing."""
-BRIEF_S = 20e-6
-"""A call of `next` that took less found its batch ready: it is not worth following."""
-SHORT_S = 1e-3
-SAMPLED = 8
-"""Of waits shorter than that, one in so many is followed."""
-STALL_S = 5.0
-FIRST_STALL_S = 30.0
-"""A first batch may take longer than later ones before it is called a stall."""
-EVENTS = 256
-STEP_S = 1e-3
-"""A step that trains anything takes longer than this beside its wait."""
+SHORT_S, SAMPLED = 1e-3, 16
+"""Of short waits in a row only every 16th is followed, which costs as much as the wait. The others
+are charged to the same stages."""
+WINDOW = 512
+"""Steps over which rolling numbers are taken."""
+BAND_EVERY_S, BAND_STEPS = 5.0, 20
+"""How often the band of data wait is checked, and the steps that are needed for it."""
+STALL_S, FIRST_STALL_S = 5.0, 30.0
+"""A wait of this length is a stall. A first batch may take longer."""
+MAX_EVENTS = 256
 
-Event = tuple[float, float, str, dict[str, Any]]
+
+@dataclass(slots=True)
+class StageTimes:
+    """What a stage did, over all its threads."""
+
+    busy_s: float = 0.0
+    blocked_in_s: float = 0.0
+    blocked_out_s: float = 0.0
+    items: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch, from the call that asks for it to the call that asks for the next one.
+
+    Also used for sums over several steps.
+    """
+
+    begin: float = 0.0
+    wait: float = 0.0
+    wall: float = 0.0
+    paused: float = 0.0
+    """Not part of the wall time."""
+    tokens: int = 0
+    done: bool = False
+    """True once the batch was handed out."""
+    charges: dict[str, float] = field(default_factory=dict)
+    """The wait by stage."""
+
+    def add_call(self, wait: float, tokens: int, charges: Mapping[str, float]) -> None:
+        """Add a call of `next`."""
+        self.wait += wait
+        self.tokens += tokens
+        for stage, seconds in charges.items():
+            self.charges[stage] = self.charges.get(stage, 0.0) + seconds
+
+    def wall_at(self, now: float) -> float:
+        """Return how long it has lasted."""
+        return max(self.wait, now - self.begin - self.paused)
+
+
+NO_STEP = Step()
+
+
+class StepTimer:
+    """Adds up steps and pauses. Written by the trainer's thread."""
+
+    def __init__(self) -> None:
+        self.tokens_total = 0
+        """Tokens of all streams, one after the other."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another stream."""
+        self.window: deque[Step] = deque(maxlen=WINDOW)
+        """The last steps that have ended, without the first of all."""
+        self.total, self.rolling, self._unreported = Step(), Step(), Step()
+        """Of all steps; of those in the window, without charges; of those since the last report."""
+        self.paused_s: dict[str, float] = {}
+        self._unreported_pauses: dict[str, float] = {}
+        self.steps = 0
+        self.current: Step | None = None
+        self.last_pause_s = 0.0
+
+    def begin(self, now: float) -> Step | None:
+        """Begin a call of `next`. Return the step that has ended with it, if one has."""
+        ended = self.current
+        if ended is None:
+            self._unreported.begin = now
+        elif not ended.done:
+            return None  # the call before gave no batch: this one continues its step
+        else:
+            ended.wall = ended.wall_at(now)
+            self.total.wall += ended.wall
+            self.last_pause_s = ended.paused
+            if self.steps > 1:
+                gone = self.window[0] if len(self.window) == WINDOW else NO_STEP
+                self.rolling.wait += ended.wait - gone.wait
+                self.rolling.wall += ended.wall - gone.wall
+                self.rolling.tokens += ended.tokens - gone.tokens
+                self.window.append(ended)
+        self.current = Step(now)
+        return ended
+
+    def end(self, wait: float, charges: Mapping[str, float], tokens: int | None) -> None:
+        """End a call of `next`, with a batch unless `tokens` is None."""
+        assert self.current is not None
+        for step in (self.current, self.total, self._unreported):
+            step.add_call(wait, tokens or 0, charges)
+        if tokens is not None:
+            self.current.done = True
+            self.steps += 1
+            self.tokens_total += tokens
+
+    def pause(self, name: str, seconds: float) -> None:
+        """Take a pause out of the current step."""
+        for pauses in (self.paused_s, self._unreported_pauses):
+            pauses[name] = pauses.get(name, 0.0) + seconds
+        for step in (self.current, self._unreported):
+            if step is not None:
+                step.paused += seconds
+
+    def charges(self) -> dict[str, float]:
+        """Return the wait by stage over the window."""
+        sums = Step()
+        for step in list(self.window):
+            sums.add_call(step.wait, step.tokens, step.charges)
+        return sums.charges
+
+    def percentiles_ms(self) -> dict[str, float]:
+        """Return percentiles of the time in `next` over the window."""
+        waits = sorted([step.wait for step in list(self.window)]) or [0.0]
+        return {f"p{p}": 1e3 * waits[p * len(waits) // 100] for p in (50, 95, 99)}
+
+    def report(self, now: float) -> dict[str, Any]:
+        """Return what happened since the last report, and rolling numbers."""
+        fields: dict[str, Any] = {"tokens_total": self.tokens_total}
+        since, rolling, current = self._unreported, self.rolling, self.current
+        if current is None:
+            return fields
+        self._unreported = Step(now)
+        fields["tokens"] = since.tokens
+        fields["dt_fetch_s"] = fields["dt_fetch_last"] = round(since.wait, 6)
+        fields["dt_step_s"] = round(since.wall_at(now), 6)
+        fields["wait_by_stage"] = {stage: round(s, 6) for stage, s in since.charges.items()}
+        if self._unreported_pauses:
+            fields["paused"], self._unreported_pauses = self._unreported_pauses, {}
+        if self.window:
+            for name, value in self.percentiles_ms().items():
+                fields[f"fetch_{name}_ms"] = round(value, 4)
+        wall = rolling.wall + current.wall_at(now)
+        fields["toks_per_s"] = round((rolling.tokens + current.tokens) / wall, 3)
+        fields["data_wait_pct"] = round(100 * (rolling.wait + current.wait) / wall, 4)
+        return fields
+
+
+class StartupTiming:
+    """Records when what was first there, from the start of the process to the first batch."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, float] = {}
+        self.parts: dict[str, float] = {}
+        """Seconds by what they were spent on."""
+        self._opened: tuple[float, float] | None = None
+
+    def spent(self, name: str, begin: float, end: float) -> None:
+        """Record what was done before the pipeline's threads ran. Only the first start counts."""
+        if self._opened is None:
+            self.marks[name] = end
+            self.parts[name] = self.parts.get(name, 0.0) + end - begin
+            if name == "open":
+                self._opened = (begin, end)
+
+    def ready(self, timelines: Iterable[ThreadTimeline], now: float) -> dict[str, Any]:
+        """Return the fields of `loader_ready`: the first batch is there."""
+        first: dict[str, float] = {}
+        for timeline in timelines:
+            for s in list(timeline.recent):
+                first[s.stage] = min(s.end, first.get(s.stage, s.end))
+        ready = first.get("batch", now)
+        begun, opened = self._opened or (ready, ready)
+        dt = ready - begun + self.parts.get("list", 0.0)
+        # The producer makes batches; without workers the trainer's own thread does.
+        maker = min(timelines, key=lambda t: not t.name.startswith("penstock-producer"))
+        self.parts |= charge(maker, opened, max(opened, ready), default="pack").seconds
+        for stage in first.keys() & STAGES[:-1]:  # perhaps done before it was waited for
+            self.parts.setdefault(stage, 0.0)
+        marks = {"first_bytes": "fetch", "first_tokens": "tokenize"}
+        self.marks |= {mark: first[stage] for mark, stage in marks.items() if stage in first}
+        self.marks["first_batch"] = ready
+        began = process_began() or min(self.marks.values())
+        since = accumulate((round(at - began, 6) for at in self.marks.values()), max)
+        return {
+            "dt": round(dt, 6),
+            "parts": {name: round(s, 6) for name, s in self.parts.items()},
+            "ledger": dict(zip(self.marks, since, strict=True)),
+        }
 
 
 class Observed(Protocol):
-    """What is running, as far as it is measured from outside."""
+    """The parts of a pipeline that are used here and in `loader_stats`."""
 
     def known(self) -> Known: ...
     def gauges(self) -> dict[str, Any]: ...
     def queue(self) -> tuple[int, int]: ...
+    def totals(self) -> dict[str, int]: ...
+    def bad(self) -> dict[str, int]: ...
 
 
 class Telemetry:
     """Measures one loader. Every loader has one: `loader.telemetry`."""
 
-    def __init__(self, *, stall_s: float = STALL_S, on: bool = True) -> None:
-        """`stall_s`: a wait of so long is an event of its own. `on=False` measures nothing but time in `next`."""
-        if not isinstance(stall_s, int | float) or isinstance(stall_s, bool) or not stall_s > 0:
-            raise ConfigError(f"stall_s={stall_s!r}: needs seconds, more than 0")
-        self.on = on
-        self.stall_s = float(stall_s)
-        self.clock: Clock = Clock() if on else NullClock()
+    def __init__(self) -> None:
+        self.stall_s = STALL_S
+        """A wait of this many seconds is reported as a stall."""
+        self.clock = Clock()
+        self.timer = StepTimer()
+        self.startup = StartupTiming()
+        self.first: dict[str, Any] = {}
+        """How long the first batch took, and with what, once it is there."""
+        self.prefix = "loader_"
+        """Of the loader's events."""
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
-        """Queue depths, fetch times and device waits of whoever runs now."""
-        self.queue: Callable[[], tuple[int, int]] = _no_queue
-        """Batches that stand ready, and how many may."""
+        """Returns queue depths and fetch times."""
+        self.queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns how many batches are buffered, and how many may be."""
         self.device: Callable[[], float | None] | None = None
-        """How long the device itself has waited, where there is one: None if it cannot tell."""
-        self.ledger = Ledger()
-        self.first: dict[str, Any] = {}
-        """What the ledger says of the first batch, once it is there."""
+        """Returns how long the device itself has waited, or None if that is not known."""
         self.owner: weakref.ref[Any] | None = None
-        self._events: deque[Event] = deque(maxlen=EVENTS)
-        self._lost = 0
-        self._lock = threading.Lock()
+        self._cores = 1
+        self._past = {stage: StageTimes() for stage in STAGES}
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._pauses = 0
         self._waiting: tuple[float, ThreadTimeline] | None = None
-        self._stalled: float | None = None
-        self._rss: tuple[float, int] = (0.0, 0)
-        self._pauses = self._short = 0
+        self._short_waits = 0
         self._shares: dict[str, float] = {}
-        self.trainer = ""
-        """The thread that last asked for a batch."""
-        self.consumer = Consumer()
-        """What the trainer did."""
-        self.prefix = "loader_"
-        self.cores = 1
+        """Of the last wait that was followed."""
+        self._stalled_at: float | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was measured: another stream begins."""
-        self.consumer.reset()
-        self._band = ""
-        self._looked = perf_counter()
-
-    @property
-    def window(self) -> Window:
-        """The last steps."""
-        return self.consumer.window
+        """Forget the steps: another stream begins."""
+        self.timer.reset()
+        self._band, self._band_at = "", perf_counter()
 
     # From the loader, on the trainer's thread
 
-    def entering(self, now: float) -> None:
-        """A call of `next` begins, and with it a step."""
-        counted = self.consumer.entering(now)
-        if counted and now - self._looked >= LOOK_S and len(self.window) >= LOOK_STEPS:
-            self._looked = now
-            self._look()
-        if self.on:
-            track = self.clock.timeline()
-            self._waiting, self.trainer = (now, track), track.name
+    def next_begins(self, now: float) -> None:
+        """Record that a call of `next` begins, and with it a step."""
+        ended = self.timer.begin(now)
+        timeline = self.clock.timeline()
+        self._waiting = (now, timeline)
+        if ended is not None:
+            if timeline.log is not None:
+                timeline.log.append((timeline.name, ended))
+                timeline.log.append(("", Segment(now, now, "queue", self.queue()[0])))
+            if now - self._band_at >= BAND_EVERY_S and len(self.timer.window) >= BAND_STEPS:
+                self._band_at = now
+                self._check_band()
 
-    def took(self, begun: float, now: float, tokens: int | None, depth: int = 0) -> None:
-        """It has ended, with so many tokens or None at the end of the stream."""
-        self._spent(begun, now)
-        if tokens is None:
-            return
-        self.consumer.took(tokens, depth)
-        if self.on and self.ledger.parts is None:
-            self._ready(now)
-
-    def _spent(self, begun: float, now: float) -> None:
-        """Charge the time of a call of `next`."""
+    def next_ended(self, begun: float, now: float, tokens: int | None) -> None:
+        """Record that a call of `next` ended, with a batch of `tokens` or None at the end."""
         self._waiting = None
-        wait, track = now - begun, self.clock.timeline()
-        if (
-            not self.on
-            or wait < BRIEF_S
-            or (not track.now[0] and (not track.recent or track.recent[-1].end <= begun))
-        ):
-            self.consumer.waited(
-                wait, {"batch": wait}
-            )  # it stood ready: what is left is the handing over
-            return
-        if wait < SHORT_S:
-            # To follow each of many short waits would cost more than the waits: the others are like the one before.
-            self._short += 1
-            if self._short % SAMPLED and self._shares:
-                self.consumer.waited(
-                    wait, {stage: wait * share for stage, share in self._shares.items()}
-                )
-                return
-        found = charge(track, begun, now, timelines=self.clock.timelines, cores=self.cores)
-        self.consumer.waited(wait, found.seconds)
-        if wait < SHORT_S:
-            self._shares = {stage: seconds / wait for stage, seconds in found.seconds.items()}
-        if wait >= self._stall_limit() and self._stalled != begun:
-            self._stall(*found.worst(), wait)
+        timeline, wait = self.clock.timeline(), now - begun
+        charges = {"batch": wait}  # a buffered batch takes only the handover
+        if timeline.recent and timeline.recent[-1].end > begun:
+            self._short_waits = self._short_waits + 1 if wait < SHORT_S and self._shares else 0
+            if self._short_waits % SAMPLED:
+                charges = {stage: wait * share for stage, share in self._shares.items()}
+            else:
+                timelines = self.clock.timelines
+                found = charge(timeline, begun, now, timelines=timelines, cores=self._cores)
+                charges = found.seconds
+                self._shares = {stage: s / wait for stage, s in charges.items()}
+                self._check_stall(found, begun, wait)
+        self.timer.end(wait, charges, tokens)
+        if tokens is not None and not self.first:
+            self.first = self.startup.ready(self.clock.timelines, now)
+            self.event(f"{self.prefix}ready", **self.first)
 
-    def follow(self, pipeline: Observed, begun: float) -> None:
-        """A pipeline was opened, from `begun` until now: it is what is measured from here on."""
-        self.ledger.spent("open", begun, perf_counter())
+    def next_failed(self, begun: float, now: float, error: BaseException) -> None:
+        """Record that a call of `next` raised. A failure of the stream is an event."""
+        self.next_ended(begun, now, None)
+        if isinstance(error, LoaderTimeout) or not isinstance(error, Exception):
+            return  # the call can be repeated; or Ctrl-C
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
+        # Such as "in stage fetch, decode, reading a.parquet".
+        words = notes[0].removeprefix("in stage ").split(", ") if notes else []
+        stages = list(takewhile(STAGES.__contains__, words))
+        where = ", ".join(words[len(stages) :])[:500]
+        fields = {"error": f"{type(error).__name__}: {error}"[:1000], "where": where}
+        self.event(f"{self.prefix}error", **fields, stage=stages[-1] if stages else "")
+
+    def opened(self, pipeline: Observed, begun: float) -> None:
+        """Measure a pipeline that was opened from `begun` until now."""
+        self.startup.spent("open", begun, perf_counter())
         self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
-        self.cores = available_cores()
+        self._cores = available_cores()
+
+    def closed(self) -> None:
+        """Let go of a pipeline that was closed, and keep what was measured."""
+        known = self.known()
+        self.known, self.gauges, self.queue, self.device = lambda: known, dict, lambda: (0, 0), None
+        _add_times(self._past, self.clock.remove_ended())
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
-        """A warmup has ended."""
-        wait = round(wait_ms, 3)
-        self.event(
-            f"{self.prefix}warmup", requested=requested, filled=filled, wait_ms=wait,
-            fetch_warmup_batches=filled, fetch_warmup_wait_ms=wait,
-        )  # fmt: skip
-
-    def left(self) -> None:
-        """The pipeline was closed: what was known of it stays known, and nothing of it is kept alive."""
-        known = self.known()
-        self.known, self.gauges, self.device, self.queue = lambda: known, dict, None, _no_queue
-        self.clock.fold()
-
-    def failed(self, begun: float, now: float, error: BaseException) -> None:
-        """A call of `next` ended without a batch. If the stream failed, everybody who watches should know."""
-        self._spent(begun, now)
-        if isinstance(error, LoaderTimeout) or not isinstance(error, Exception):
-            return  # it will be asked again, or somebody pressed Ctrl-C
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
-        stage, where = stage_of(notes[0].removeprefix("in stage ")) if notes else ("", "")
-        text = f"{type(error).__name__}: {error}"
-        self.event(f"{self.prefix}error", error=text[:1000], stage=stage, where=where[:500])
+        """Record a warmup that has ended."""
+        fields = {"requested": requested, "filled": filled, "wait_ms": round(wait_ms, 3)}
+        fields |= {"fetch_warmup_batches": filled, "fetch_warmup_wait_ms": round(wait_ms, 3)}
+        self.event(f"{self.prefix}warmup", **fields)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Evaluation, a checkpoint: time that is kept apart from the run's."""
+        """Keep evaluation, a checkpoint and the like apart from the run's time."""
         self._pauses += 1
         begun = perf_counter()
         try:
@@ -206,169 +352,149 @@ class Telemetry:
         finally:
             seconds = perf_counter() - begun
             self._pauses -= 1
-            if self._pauses == 0:  # one within another is counted once
-                self.consumer.pause(name, seconds)
+            if self._pauses == 0:  # a pause within another is counted once
+                self.timer.pause(name, seconds)
                 self.event("pause", name=name, seconds=round(seconds, 6))
 
-    def _look(self) -> None:
+    def _check_band(self) -> None:
+        """Log the verdict if data wait has changed its band."""
         verdict = self.verdict()
-        if verdict.band != self._band:
-            before, self._band = self._band, verdict.band
-            worse = verdict.band in ("fair", "poor")
-            # Whoever only reads, and trains nothing in between, waits all the time and knows it.
-            own_s = (self.window.wall - self.window.wait) / max(1, len(self.window))
-            trains = verdict.data_wait < 0.95 and own_s > STEP_S
-            if worse or before:
-                log.log(logging.WARNING if worse and trains else logging.INFO, "%s", verdict.line)
+        if verdict.band == self._band:
+            return
+        before, self._band = self._band, verdict.band
+        if verdict.advice or before:
+            # A consumer that trains nothing waits all the time.
+            warn = bool(verdict.advice) and verdict.data_wait < 0.95
+            log.log(logging.WARNING if warn else logging.INFO, "%s", verdict.line)
 
-    def _stall_limit(self) -> float:
-        return self.stall_s if self.consumer.steps else max(self.stall_s, FIRST_STALL_S)
+    def _check_stall(self, found: Charges, begun: float, wait: float) -> None:
+        """Report a long wait, once."""
+        limit = self.stall_s if self.timer.steps else max(self.stall_s, FIRST_STALL_S)
+        if wait < limit or self._stalled_at == begun:
+            return
+        self._stalled_at = begun
+        stage, where = found.worst()
+        text = f"waited {wait:.1f} s for data: {stage}" + (f", {where}" if where else "")
+        log.warning("%s", text)
+        self.event("stall", stage=stage, where=where, wait_s=round(wait, 3), verdict=text)
 
-    def _stall(self, stage: str, what: Any, wait: float) -> None:
-        where = str(what)[:500] if what is not None else ""
-        told = f"waited {wait:.1f} s for data: {stage}" + (f", {where}" if where else "")
-        log.warning("%s", told)
-        self.event("stall", stage=stage, where=where, wait_s=round(wait, 3), verdict=told)
-
-    def _ready(self, now: float) -> None:
-        self.first = self.ledger.close(self.clock.timelines, now)
-        self.event(f"{self.prefix}ready", **self.first)
-
-    # For everybody
+    # For any thread
 
     def event(self, msg: str, **fields: Any) -> None:
-        """Something that a heartbeat should tell. Kept until somebody takes it, the latest of them at least."""
-        with self._lock:
-            if len(self._events) == EVENTS:
-                self._lost += 1
-            self._events.append((time.time(), time.monotonic(), msg, fields))
+        """Record an event for the heartbeat. The latest are kept until they are taken."""
+        self._events.append((time.time(), time.monotonic(), msg, fields))
+        if self.clock.log is not None:
+            now = perf_counter()
+            self.clock.log.append((threading.current_thread().name, Segment(now, now, msg, fields)))
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-            if self._lost:
-                events[0][3]["events_lost"] = self._lost
-                self._lost = 0
-        return events
+        """Return the events since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def verdict(self) -> Verdict:
-        """Why the last steps waited, in one line."""
-        window, known = self.window, self.known()
-        if not len(window):
+        """Return why the last steps waited, in one line."""
+        if not self.timer.window:
             return Verdict(0.0, {}, "not enough steps to say", "")
-        if not self.on:
-            share = window.wait / window.wall if window.wall > 0 else 0.0
-            return Verdict(
-                share, {}, f"data wait {100 * share:.2g} %: {band(share)} (telemetry is off)", ""
-            )
+        known, rolling = self.known(), self.timer.rolling
         if self.device is not None:
-            waited, wall = self.device(), self.consumer.wall_s
-            known = replace(
-                known,
-                device=True,
-                device_wait=waited / wall if waited is not None and wall > 0 else None,
-            )
-        return judge(window.wait, window.wall, dict(window.by_stage), known)
+            waited, all_s = self.device(), self.timer.total.wall
+            share = waited / all_s if waited is not None and all_s > 0 else None
+            known = replace(known, device=True, device_wait=share)
+        return judge(rolling.wait, rolling.wall, self.timer.charges(), known)
+
+    def data_wait(self) -> float:
+        """Return the share of the time since the first `next` that was spent in `next`."""
+        total, current = self.timer.total, self.timer.current
+        return total.wait / (total.wall + current.wall_at(perf_counter())) if current else 0.0
 
     def stages(self) -> dict[str, StageTimes]:
-        """What each stage did so far."""
-        times = {stage: StageTimes() for stage in STAGES}
-        for track in list(self.clock.timelines):
-            seconds = dict(track.seconds)
-            now, since, _ = track.now
-            if now:
-                seconds[now] = seconds.get(now, 0.0) + max(0.0, perf_counter() - since)
-            for stage in STAGES:
-                times[stage].busy_s += seconds.get(stage, 0.0)
-                times[stage].items += track.items.get(stage, 0)
-                times[stage].bytes += track.bytes.get(stage, 0)
-            first, last = role(track)
-            times[first].blocked_in_s += seconds.get(WAIT, 0.0)
-            times[last].blocked_out_s += seconds.get(OUT, 0.0) + seconds.get(IDLE, 0.0)
+        """Return what each stage has done so far."""
+        times = {stage: replace(past) for stage, past in self._past.items()}
+        _add_times(times, list(self.clock.timelines))
         return times
 
     def waiting(self) -> dict[str, Any] | None:
-        """What `next` waits for at this moment, if it does. For any thread."""
-        waiting = self._waiting
-        if waiting is None:
+        """Return what `next` waits for at this moment, or None."""
+        waiting, now = self._waiting, perf_counter()
+        if waiting is None or now - waiting[0] < 0.1:
             return None
-        begun, track = waiting
-        now = perf_counter()
-        if now - begun < 0.1:
-            return None
-        # The last moments say what it is now; what it was at first may be over.
-        stage, what = charge(track, max(begun, now - 0.5), now).worst()
-        where = str(what)[:500] if what is not None else ""
-        if now - begun >= self._stall_limit() and self._stalled != begun:
-            self._stalled = begun  # said while it lasts, and not again when it is over
-            self._stall(stage, what, now - begun)
+        begun, timeline = waiting
+        # Only the last moments: the cause may have changed.
+        found = charge(timeline, max(begun, now - 0.5), now)
+        self._check_stall(found, begun, now - begun)
+        stage, where = found.worst()
         return {"stage": stage, "where": where, "for_s": round(now - begun, 3)}
 
     def blame(self, seconds: float) -> str:
-        """What this thread waited for in the last so many seconds: the stage, and the file where one is known."""
+        """Return what the calling thread waited for in the last `seconds`."""
         now = perf_counter()
-        stage, what = charge(self.clock.timeline(), now - seconds, now).worst()
-        return f"waiting for {stage}" + (f", {str(what)[:500]}" if what is not None else "")
-
-    # For a heartbeat
+        stage, where = charge(self.clock.timeline(), now - seconds, now).worst()
+        return f"waiting for {stage}" + (f", {where}" if where else "")
 
     def step_fields(self) -> dict[str, Any]:
-        """What happened since it was last asked for: a step, of however many batches. Cheap: it is asked for at each."""
-        fields = self.consumer.report(perf_counter())
+        """Return what happened since the last call, for a heartbeat's line of a step."""
+        fields = self.timer.report(perf_counter())
         fields["queue_depth"], fields["queue_capacity"] = self.queue()
         if self.device is not None and (waited := self.device()) is not None:
             fields["device_wait_s"] = round(waited, 6)
-        fields["rss_bytes"] = self._memory()
         return fields
 
     def beat_fields(self) -> dict[str, Any]:
-        """What is known between steps, from any thread."""
-        gauges = self.gauges()
-        fields: dict[str, Any] = {
-            "stages": {stage: times.as_dict() for stage, times in self.stages().items()},
+        """Return what is known between steps, for a heartbeat's beat."""
+        gauges = {name: value for name, value in self.gauges().items() if value is not None}
+        for queue in gauges.get("queues", {}).values():
+            queue["occupancy"] = round(queue["depth"] / max(1, queue["capacity"]), 4)
+        fields = {
+            "stages": {
+                stage: {name: round(value, 6) for name, value in asdict(times).items()}
+                for stage, times in self.stages().items()
+            },
             "verdict": self.verdict().line,
-            "rss_bytes": self._memory(),
-            **{name: value for name, value in gauges.items() if value is not None},
+            "queue_depth": self.queue()[0],
         }
-        queues = gauges.get("queues", {})
-        fields["queue_depth"] = queues.get("batches", {}).get("depth", 0)
-        for name, queue in queues.items():
-            share = queue["depth"] / max(1, queue["capacity"])
-            queue["occupancy"] = round(
-                self.consumer.occupancy(queue["capacity"]) if name == "batches" else share, 4
-            )
-        waiting = self.waiting()
-        if waiting is not None:
-            fields["waiting"] = waiting
-        return fields
+        return fields | gauges | ({"waiting": waiting} if (waiting := self.waiting()) else {})
 
-    def _memory(self) -> int:
-        now = perf_counter()
-        if now - self._rss[0] > 1.0:
-            self._rss = (now, resident_bytes())
-        return self._rss[1]
+    def bind(self, owner: Any, listings: Iterable[tuple[float, float]]) -> None:
+        """Measure the loader `owner`. `listings`: when files were listed for it."""
+        if self.owner is not None and self.owner() is not None:
+            raise ConfigError("this telemetry belongs to another loader. Give each loader its own.")
+        self.owner = weakref.ref(owner)
+        began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
+        if imported is not None and began is not None:
+            self.startup.spent("import", began, imported)
+        for listed in listings:
+            self.startup.spent("list", *listed)
 
 
-def attach(
-    telemetry: Telemetry | bool | None, owner: Any, listings: Iterable[tuple[float, float]] = ()
-) -> Telemetry:
-    """The telemetry of a loader: the one that was given, or a new one. `listings`: when files were listed for it."""
-    if telemetry is None or isinstance(telemetry, bool):
-        telemetry = Telemetry(on=telemetry is not False)
-    if not isinstance(telemetry, Telemetry):
-        raise ConfigError(f"telemetry={telemetry!r}: must be a Telemetry(…)")
-    if telemetry.owner is not None and telemetry.owner() is not None:
-        raise ConfigError("this telemetry belongs to another loader. Give each loader its own.")
-    telemetry.owner = weakref.ref(owner)
-    began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
-    if imported is not None and began is not None:
-        telemetry.ledger.spent("import", began, imported)
-    for listed in listings:
-        telemetry.ledger.spent("list", *listed)
-    return telemetry
+_BLOCKED = {
+    "penstock-fetch": ("fetch", "fetch"),
+    "penstock-worker": ("decode", "tokenize"),
+    "penstock-producer": ("pack", "batch"),
+}
+"""By a thread's name, the stages that its waits for input and for output belong to."""
 
 
-def _no_queue() -> tuple[int, int]:
-    return 0, 0
+def _add_times(times: dict[str, StageTimes], timelines: Iterable[ThreadTimeline]) -> None:
+    """Add what some threads did."""
+    for timeline in timelines:
+        seconds, (now, since, _) = dict(timeline.seconds), timeline.now
+        if now:
+            seconds[now] = seconds.get(now, 0.0) + max(0.0, perf_counter() - since)
+        for stage, of in times.items():
+            of.busy_s += seconds.get(stage, 0.0)
+            of.items += timeline.items.get(stage, 0)
+            of.bytes += timeline.bytes.get(stage, 0)
+        first, last = _BLOCKED.get(timeline.name.rstrip("-0123456789"), ("copy", "copy"))
+        times[first].blocked_in_s += seconds.get(WAIT, 0.0)
+        times[last].blocked_out_s += seconds.get(OUT, 0.0) + seconds.get(IDLE, 0.0)
+
+
+def process_began() -> float | None:
+    """Return when this process began, on the clock of `perf_counter`; None if that is not known."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return None  # not Linux
+    return perf_counter() - age

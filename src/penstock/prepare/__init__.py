@@ -1,0 +1,20 @@
+"""Tokenize a corpus once, on one machine or on a cluster, and read it with `PreparedDataset`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.prepare.local import Prepared as Prepared
+    from penstock.prepare.local import prepare as prepare
+
+__all__ = ["Prepared", "prepare"]
+
+
+def __getattr__(name: str) -> Any:
+    # On use: reading a manifest needs none of it.
+    if name in __all__:
+        from penstock.prepare import local
+
+        return getattr(local, name)
+    raise AttributeError(f"module 'penstock.prepare' has no attribute {name!r}")

@@ -1,0 +1,218 @@
+"""The manifest of a prepared corpus: what it was made of, and where every block of tokens is.
+
+`plan.json` is written first: the source files with their versions, tokenizer and settings. Every later
+run into the same place must agree with it. `entries.arrow` lists entries and their blocks. `manifest.json`
+is written last, with checksums of both: a corpus without it is unfinished. None of them holds a time or a
+host, so that every engine writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.errors import ConfigError, CorruptFile, SourceError
+from penstock.order.shuffle import I64
+from penstock.read.arrow_utils import integers
+from penstock.read.token_store import Block, Header, Key, TokenStore
+from penstock.types import ChunkRef, FileRef, Member
+
+FORMAT = 1
+PLAN, ENTRIES, MANIFEST = "plan.json", "entries.arrow", "manifest.json"
+BLOCK_TOKENS = 1 << 16
+"""About how many tokens a block has."""
+COLUMNS = ("length", "documents", "id_bytes", "crc32")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A prepared corpus, as its manifest describes it."""
+
+    about: dict[str, Any]
+    """The content of `manifest.json`."""
+    files: tuple[FileRef, ...]
+    """The source files, for provenance."""
+    names: pa.StringArray
+    """The name of each entry in the store."""
+    file_numbers: I64
+    chunks: I64
+    """The source file and chunk of each entry."""
+    first_blocks: I64
+    """The number of each entry's first block in the corpus; one more at the end."""
+    offsets: I64
+    """The byte of its entry at which each block begins."""
+    blocks: dict[str, I64]
+    """Bytes, documents, bytes of ids and CRC-32 of each block."""
+
+    def entry_of(self, block: int) -> int:
+        """Return the number of a block's entry."""
+        return int(np.searchsorted(self.first_blocks, block, side="right")) - 1
+
+    def block(self, number: int) -> tuple[str, Block]:
+        """Return a block and the name of its entry."""
+        values = [int(self.blocks[name][number]) for name in COLUMNS]
+        name: str = self.names[self.entry_of(number)].as_py()
+        return name, Block(int(self.offsets[number]), *values)
+
+
+def read_block(store: TokenStore, name: str, block: Block) -> tuple[pa.LargeBinaryArray, I64]:
+    """Return the documents and rows of a block, checked."""
+    try:
+        return store.read_blocks(name, Header(Key("", 0, ""), (block,), 0, {}))
+    except FileNotFoundError:
+        raise CorruptFile(f"{store.place}/{name} is missing") from None
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
+    """Write the plan, or raise if an earlier run into the same place had another one."""
+    try:
+        old = json.loads(store.read_file(PLAN))
+    except FileNotFoundError:
+        store.write_file(PLAN, to_json(plan))
+        return
+    except ValueError as error:
+        raise CorruptFile(f"{store.place}/{PLAN} is damaged: {error}") from error
+    again = "Prepare it in another place, or remove that one and start again."
+    plan = json.loads(to_json(plan))
+    if old.get("files") != plan["files"]:
+        raise SourceError(
+            f"{_changed(old.get('files', []), plan['files'])} since {store.place} was begun. {again}"
+        )
+    for name in plan:
+        if old.get(name) != plan[name]:
+            raise SourceError(
+                f"{store.place} was begun with other settings: {name} was {old.get(name)}, is "
+                f"{plan[name]}. {again}"
+            )
+
+
+def require_settings(store: TokenStore, settings: dict[str, Any]) -> None:
+    """Raise if a corpus was prepared with other settings than a run on its text has."""
+    try:
+        plan = json.loads(store.read_file(PLAN))
+    except FileNotFoundError:
+        raise ConfigError(f"store={store.place!r}: is not a prepared corpus") from None
+    for name, value in json.loads(to_json(settings)).items():
+        if plan["settings"].get(name) != value:
+            raise ConfigError(
+                f"store={store.place!r}: was prepared with {name}={plan['settings'].get(name)}, not "
+                f"{value}, so none of it can be used. Use the same settings, or prepare it again."
+            )
+
+
+def _changed(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    """Name the first file that differs."""
+    before, now = (
+        {file["source"].partition("\n")[0]: file for file in some} for some in (old, new)
+    )
+    for path in [*before, *now]:
+        if path not in now or path not in before:
+            return f"{path} {'was added' if path in now else 'is gone'}"
+        if before[path] != now[path]:
+            return f"{path} changed"
+    return "the order of the files changed"
+
+
+def write_manifest(
+    store: TokenStore,
+    plan: dict[str, Any],
+    files: Sequence[FileRef],
+    entries: Sequence[tuple[ChunkRef, Header]],
+    bad_files: dict[str, int],
+) -> dict[str, Any]:
+    """Write the manifest of a complete corpus."""
+    numbers = {file.path: number for number, file in enumerate(files)}
+    headers = [header for _, header in entries]
+    blocks = [block for header in headers for block in header.blocks]
+    counts = np.array([0, *(len(header.blocks) for header in headers)])
+    columns = [integers(np.array([getattr(b, name) for b in blocks])) for name in COLUMNS]
+    kinds = [pa.int64() if name == "id_bytes" else pa.uint32() for name in COLUMNS]
+    struct = pa.StructArray.from_arrays(
+        [column.cast(kind) for column, kind in zip(columns, kinds, strict=True)], COLUMNS
+    )
+    table = pa.table(
+        {
+            "name": pa.array([header.key.name for header in headers], pa.string()),
+            "file": integers(np.array([numbers[ref.file.path] for ref, _ in entries])),
+            "chunk": integers(np.array([ref.index for ref, _ in entries])),
+            "size": integers(np.array([header.size for header in headers])),
+            "begin": integers(np.array([h.blocks[0].offset if h.blocks else 0 for h in headers])),
+            "blocks": pa.LargeListArray.from_arrays(integers(np.cumsum(counts)), struct),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = sink.getvalue().to_pybytes()
+    bad = Counter(bad_files)
+    bad.update(reason for header in headers for _, reason, _ in header.chunk["bad"])
+    itemsize = np.dtype(plan["tokenizer"]["dtype"]).itemsize
+    about = plan | {
+        "entries": len(headers),
+        "blocks": len(blocks),
+        "documents": sum(header.documents for header in headers),
+        "tokens": sum(header.id_bytes for header in headers) // itemsize,
+        "bytes": sum(header.size for header in headers),
+        "text_bytes": sum(header.chunk["text_bytes"] for header in headers),
+        "empty": sum(header.chunk["empty"] for header in headers),
+        "filtered": sum(header.chunk["filtered"] for header in headers),
+        "bad": dict(sorted(bad.items())),
+        "entries_sha256": hashlib.sha256(data).hexdigest(),
+    }
+    about["sha256"] = hashlib.sha256(to_json(about)).hexdigest()
+    store.write_file(ENTRIES, data)
+    store.write_file(MANIFEST, to_json(about))
+    return about
+
+
+def read_manifest(store: TokenStore) -> Manifest:
+    """Read and check the manifest of a corpus."""
+    path = f"{store.place}/{MANIFEST}"
+    try:
+        about = json.loads(store.read_file(MANIFEST))
+        if about["format"] != FORMAT:
+            raise CorruptFile(f"{path} has format {about['format']}, not {FORMAT}")
+        sha256 = about.pop("sha256")
+        if sha256 != hashlib.sha256(to_json(about)).hexdigest():
+            raise CorruptFile(f"{path} is damaged: it has another checksum")
+        data = store.read_file(ENTRIES)
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{store.place} is not a prepared corpus: it has no {error.filename or MANIFEST}. If "
+            "`penstock prepare` was interrupted, run it again: it does what is missing."
+        ) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptFile(f"{path} is damaged: {error!r}") from error
+    if hashlib.sha256(data).hexdigest() != about["entries_sha256"]:
+        raise CorruptFile(f"{store.place}/{ENTRIES} is damaged: it has another checksum")
+    table = pa.ipc.open_stream(data).read_all().combine_chunks()
+    columns = {name: table.column(name).chunk(0) for name in table.column_names}
+    lists = columns["blocks"]
+    first = lists.offsets.to_numpy()
+    blocks = {name: lists.values.field(name).to_numpy().astype(np.int64) for name in COLUMNS}
+    # An entry's blocks lie one after the other, from its byte `begin` on.
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["length"])])
+    offsets = ends[:-1] + np.repeat(columns["begin"].to_numpy() - ends[first[:-1]], np.diff(first))
+    return Manifest(
+        about | {"sha256": sha256}, tuple(map(_file, about["files"])), columns["name"],
+        columns["file"].to_numpy(), columns["chunk"].to_numpy(), first, offsets, blocks,
+    )  # fmt: skip
+
+
+def _file(values: dict[str, Any]) -> FileRef:
+    path = values["source"].partition("\n")[0]
+    members = tuple(Member(name, name, 0) for name in values["members"])
+    return FileRef(path, values["name"], values["size"], values["format"], members=members)

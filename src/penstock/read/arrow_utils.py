@@ -1,0 +1,79 @@
+"""Make Arrow arrays from numpy arrays and bytes.
+
+Not with `pa.array` or `pa.scalar`: they import pandas where it is installed, which takes 0.2 s of the
+time to the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+def empty(kind: pa.DataType) -> pa.Array:
+    """Return an array without values."""
+    return pa.nulls(0, kind)
+
+
+def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
+    """Return an array over the same memory."""
+    values = np.ascontiguousarray(values, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
+
+
+def booleans(values: np.ndarray[Any, np.dtype[np.bool_]]) -> pa.BooleanArray:
+    bits = np.packbits(values, bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
+
+
+def binaries(values: Sequence[bytes], kind: pa.DataType | None = None) -> pa.Array:
+    """Return an array of byte strings; of texts, if `kind` is large_string and they are UTF-8."""
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(kind or pa.large_binary(), len(values), buffers)
+
+
+@lru_cache(64)
+def scalar(value: bytes, kind: pa.DataType | None = None) -> pa.Scalar:
+    """Return a single byte string, or text."""
+    return binaries([value], kind)[0]
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True for strings and byte strings of every kind."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(
+        kind == text
+        for text in (
+            pa.string(), pa.large_string(), pa.string_view(),
+            pa.binary(), pa.large_binary(), pa.binary_view(),
+        )
+    )  # fmt: skip
+
+
+def widened(column: pa.Array) -> pa.Array:
+    """Return strings or byte strings with 64-bit offsets, over the same bytes if possible."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    wide = pa.large_string() if "string" in str(kind) else pa.large_binary()
+    if column.type == wide:
+        return column
+    if column.null_count or column.type not in (pa.string(), pa.binary()):
+        return column.cast(wide)
+    _, raw, data = column.buffers()
+    if raw is None:
+        return empty(wide)
+    offsets = np.frombuffer(raw, np.int32)[column.offset : column.offset + len(column) + 1]
+    buffers = [None, pa.py_buffer(offsets.astype(np.int64)), data]
+    return pa.Array.from_buffers(wide, len(column), buffers)
+
+
+def combined(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column of texts as one array with 64-bit offsets."""
+    # Widened first: 32-bit offsets end at 2 GiB.
+    chunks = [widened(chunk) for chunk in column.chunks] or [empty(pa.large_string())]
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)

@@ -1,0 +1,430 @@
+"""Ranges of remote files: retried within a budget, and checked before they are believed.
+
+An answer is believed if it is the range asked for, with its length, of a file with the size and
+ETag of the listing. A retry asks only for the bytes that are still missing. An attempt that takes
+longer than most is given up early and made again on another connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from penstock.config import hub_token
+from penstock.errors import LoaderClosed, PenstockError, RemoteError, SourceError
+from penstock.options import RemoteOptions
+from penstock.read.http import (
+    NO_RANGES,
+    Deadline,
+    Http,
+    Place,
+    Refused,
+    RequestError,
+    Response,
+    denied,
+    plain_etag,
+    split_login,
+)
+from penstock.read.hub import refusal, resolve_url
+from penstock.types import MODIFIED, FileRef, MiB, version_change
+
+if TYPE_CHECKING:
+    from penstock.read.buckets import Bucket
+    from penstock.read.listing import Secret
+
+log = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+PIECE = 8 * MiB
+"""A longer range is fetched in pieces, in parallel."""
+MAX_BODY = 64 * MiB
+"""The longest listing or card."""
+MAX_PAUSE_S = 10.0
+BELIEVED = 3
+"""How often an error that ends a run has to be met to be believed."""
+RESTARTS = 8
+"""Slow attempts that may be made again, beyond a tenth of all requests."""
+FILES = 4096
+"""Files whose addresses and ETags are remembered."""
+ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
+
+
+class Threads(Protocol):
+    """A pool that runs functions."""
+
+    def submit(self, call: Callable[[], T], *, urgent: bool = False) -> Future[T]: ...
+
+
+class NetworkStats:
+    """Counts of requests, bytes, seconds and faults, shared by many threads."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self._recent: deque[float] = deque(maxlen=512)
+        self._lock = threading.Lock()
+
+    def add(self, fault: str = "", read_s: float | None = None, **counts: Any) -> None:
+        with self._lock:
+            self.counts.update(counts)
+            self.faults.update([fault] if fault else [])
+            self._recent.extend([] if read_s is None else [read_s])
+
+    def times(self) -> dict[str, Any]:
+        """Return where requests spend their time, over all threads."""
+        with self._lock:
+            waits, counts = sorted(self._recent) or [0.0], self.counts
+            parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
+            return {
+                **{name: round(counts[name], 6) for name in parts},
+                **{f"p{p}_ms": round(1e3 * waits[len(waits) * p // 101], 3) for p in (50, 95, 99)},
+                "requests": counts["requests"],
+                "retries": self.faults.total(),
+                "bytes": counts["bytes"],
+            }
+
+    def totals(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "requests": self.counts["requests"],
+                "fetched_bytes": self.counts["bytes"],
+                "hedges": self.counts["restarts"],
+                "retry_wait_ms": round(1e3 * self.counts["retry_s"]),
+                **{f"fault {name}": n for name, n in self.faults.items()},
+            }
+
+
+class LatencyTracker:
+    """How long reads usually take, for each power of two of their lengths."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recent: dict[int, deque[float]] = {}
+
+    def add(self, length: int, seconds: float) -> None:
+        with self._lock:
+            self._recent.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
+
+    def too_long(self, length: int) -> float | None:
+        """Return a time that few reads of this length take, or None if too little is known."""
+        with self._lock:
+            recent = sorted(self._recent.get(length.bit_length(), ()))
+        # Reads that share a link take turns: one a little slower than most is not stuck.
+        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if len(recent) >= 8 else None
+
+
+class Network:
+    """The connections, limits, retries and counts of one run."""
+
+    def __init__(self, limits: RemoteOptions, threads: Threads | None = None) -> None:
+        self.limits = limits
+        self.threads = threads
+        """Run what can be done in parallel; None to do one after another."""
+        self.stats = NetworkStats()
+        self.http = Http(self.stats.add)
+        self.closing = threading.Event()
+        """Set when the run ends."""
+        self._random = random.Random()
+        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
+        self._lock = threading.RLock()
+        self._deadlines: dict[int, Deadline] = {}
+
+    def retry(
+        self,
+        what: str,
+        attempt: Callable[[Deadline], T],
+        *,
+        setting: str = "metadata_budget",
+        first_s: float | None = None,
+    ) -> T:
+        """Return the result of the first attempt that succeeds, within the budget.
+
+        what: names it in messages, without secrets. setting: the option with the budget.
+        first_s: how long the first attempt may take before it is given up as unusually slow.
+        """
+        budget_s = getattr(self.limits, setting)
+        began = time.monotonic()
+        tried: Counter[str] = Counter()
+        met: Counter[str] = Counter()
+        last: RequestError | None = None
+        pause = self.limits.backoff
+        while True:
+            deadline = Deadline(self.limits, began + budget_s)
+            if first_s is not None:
+                deadline.until = min(deadline.until, deadline.began + first_s)
+            try:
+                with self._registered(deadline):
+                    return attempt(deadline)
+            except RequestError as error:
+                failed = error
+            if self.closing.is_set():
+                raise LoaderClosed("the loader was shut down")
+            hedge, first_s = first_s is not None and failed.reason == "deadline", None
+            if hedge:
+                self.stats.add(restarts=1)
+                continue
+            self.stats.add(fault=failed.reason)
+            tried[failed.reason] += 1
+            met[failed.detail] += 1
+            if last is None or failed.reason != "deadline":
+                last = failed  # an attempt that had little time left says nothing of the server
+            delay = pause * self._random.uniform(0.5, 1.0)
+            pause = min(2 * pause, MAX_PAUSE_S, budget_s / 10)
+            if failed.retry_after is not None:
+                delay = max(delay, min(failed.retry_after, self.limits.retry_after_cap))
+            spent = time.monotonic() - began
+            over = spent + delay >= budget_s
+            if last.final is not None and (over or met[last.detail] >= BELIEVED):
+                final = last.final
+                raise final if what in str(final) else type(final)(f"{what}: {final}") from last
+            if over:
+                reasons = ", ".join(f"{name} {n}x" for name, n in tried.most_common())
+                raise RemoteError(
+                    f"{what} cannot be fetched: {tried.total()} attempts in {spent:.1f} s failed "
+                    f"({reasons}); at last: {last.detail}. See that the server can be reached, or "
+                    f"allow more time: RemoteOptions({setting}=…)."
+                ) from last
+            level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
+            log.log(level, "%s: %s; next attempt in %.1f s", what, failed.detail, delay)
+            self.stats.add(retry_s=delay)
+            if self.closing.wait(delay):
+                raise LoaderClosed("the loader was shut down")
+
+    @contextmanager
+    def _registered(self, deadline: Deadline) -> Iterator[None]:
+        """Have a shutdown cancel what is done meanwhile."""
+        with self._lock:
+            if self.closing.is_set():
+                raise LoaderClosed("the loader was shut down")
+            self._deadlines[id(deadline)] = deadline
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._deadlines[id(deadline)]
+
+    def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of calls, made in parallel if there are threads for it."""
+        if self.threads is None or len(calls) < 2:
+            return [call() for call in calls]
+        futures = [self.threads.submit(call, urgent=True) for call in calls[1:]]
+        try:
+            return [calls[0](), *map(finish, futures, calls[1:])]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def get(
+        self,
+        url: str,
+        what: str,
+        read: Callable[[bytes, Mapping[str, str]], T],
+        *,
+        token: str | None = None,
+    ) -> T:
+        """Return what `read` makes of a small body and its headers, or raise `Refused`."""
+        url, headers = split_login(url)
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+
+        def attempt(deadline: Deadline) -> T:
+            with self.http.request(Place(url), headers, deadline) as response:
+                response.check()
+                body = response.read(MAX_BODY)
+                self.stats.add(bytes=len(body))
+                return read(body, response.headers)
+
+        return self.retry(what, attempt)
+
+    def stop(self) -> None:
+        """Cancel all requests and pauses, without waiting."""
+        with self._lock:
+            self.closing.set()
+            for deadline in self._deadlines.values():
+                deadline.cancel()
+
+    def close(self) -> None:
+        self.stop()
+        self.http.close()
+
+
+def finish(future: Future[T], call: Callable[[], T]) -> T:
+    """Return a future's result; make the call here if no thread has begun with it.
+
+    So threads of the pool may wait for each other's calls: only those that run are waited for.
+    """
+    return call() if future.cancel() else future.result()
+
+
+class RemoteFiles:
+    """The remote files of one run."""
+
+    def __init__(self, network: Network, secrets: Mapping[str, Secret]) -> None:
+        self._network = network
+        self._secrets = secrets
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, Place] = OrderedDict()
+        """Where redirects led: signed addresses, which hold for a while."""
+        self._etags: OrderedDict[str, str] = OrderedDict()
+        self._latency = LatencyTracker()
+        self._buckets: dict[str, Bucket] = {}
+
+    def read(self, file: FileRef, start: int, length: int) -> bytearray:
+        """Return a range of a file, which must lie within it."""
+        return self.read_all([(file, start, length)])[0]
+
+    def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
+        """Return ranges of files, fetched in parallel; long ones in pieces."""
+        out = [bytearray(length) for _, _, length in ranges]
+        self._network.gather(
+            [
+                partial(self._read, file, start + at, memoryview(data)[at : at + PIECE])
+                for (file, start, length), data in zip(ranges, out, strict=True)
+                for at in range(0, length, PIECE)
+            ]
+        )
+        return out
+
+    def ahead(self, file: FileRef, start: int, length: int) -> Callable[[], bytearray]:
+        """Begin to read a range, and return a function that waits for it."""
+        read = partial(self.read, file, start, length)
+        if self._network.threads is None:
+            return read
+        return partial(finish, self._network.threads.submit(read, urgent=True), read)
+
+    def _read(self, file: FileRef, start: int, view: memoryview) -> None:
+        done = 0
+
+        def attempt(deadline: Deadline) -> None:
+            nonlocal done
+            length = len(view) - done
+            try:
+                if file.path.startswith(("http://", "https://", "hf://")):
+                    with self._opened(file, start + done, length, deadline) as response:
+                        try:
+                            response.read_into(view[done:])
+                        finally:
+                            self._network.stats.add(bytes=response.done)
+                            # Without an ETag nothing tells that the rest is of the same version.
+                            done += response.done if file.path in self._etags else 0
+                else:
+                    check = partial(self._check, file)
+                    self._bucket(file).read_into(file, start, view, deadline, check)
+            except RequestError:
+                with self._lock:
+                    self._found.pop(file.path, None)  # another server may have it
+                raise
+            took = time.monotonic() - deadline.began
+            self._latency.add(length, took)
+            self._network.stats.add(read_s=took)
+
+        self._network.retry(
+            file.path, attempt, setting="retry_budget", first_s=self._slow_s(len(view))
+        )
+
+    def _bucket(self, file: FileRef) -> Bucket:
+        from penstock.read.buckets import Bucket, place
+
+        root = place(file.path)[0]
+        with self._lock:
+            return self._buckets.setdefault(root, Bucket(self._network, root))
+
+    def _slow_s(self, length: int) -> float | None:
+        """Return how long a read may take before it is made again on another connection."""
+        counts = self._network.stats.counts
+        # If everything has become slow, more requests would make it slower.
+        many = counts["restarts"] > RESTARTS + counts["requests"] // 10
+        return None if many or not self._network.limits.hedge else self._latency.too_long(length)
+
+    # One attempt
+
+    @contextmanager
+    def _opened(
+        self, file: FileRef, start: int, length: int, deadline: Deadline
+    ) -> Iterator[Response]:
+        """Open a range where it was found last, else at its own address."""
+        found = self._found.get(file.path)
+        hub = file.path.startswith("hf://")
+        headers: dict[str, str] = {}
+        if found is not None:
+            place = found
+        else:
+            secret = self._secrets.get(file.path)
+            address = secret.text if secret else file.path
+            url, headers = split_login(resolve_url(file.path) if hub else address)
+            if hub and (token := hub_token()):
+                headers["Authorization"] = f"Bearer {token}"
+            place = Place(url)
+        headers["Range"] = f"bytes={start}-{start + length - 1}"
+        with self._network.http.request(place, headers, deadline) as response:
+            elsewhere = response.place.origin != place.origin
+            try:
+                self._check_head(file, response, start, length)
+            except Refused as refused:
+                status = refused.status
+                if found is not None:
+                    raise RequestError("expired", f"the server answered {status}") from None
+                final = _refusal(file, refused, hub and not elsewhere)
+                raise RequestError(f"status_{status}", final) from None
+            if elsewhere:
+                self._remember(self._found, file.path, response.place)
+            yield response
+
+    def _check_head(self, file: FileRef, response: Response, start: int, length: int) -> None:
+        """Raise unless the head of an answer promises the range asked for, of the file listed."""
+        wanted = f"bytes {start}-{start + length - 1}"
+        if response.status == 416:
+            text = f"{file.path} has no {wanted}: it was {file.size} bytes long. {ADVICE}"
+            raise RequestError("range", SourceError(text))
+        response.check()
+        total: int | None = file.size
+        if response.status == 206:
+            came = response.headers.get("content-range", "")
+            span, _, size = came.partition("/")
+            if span != wanted:
+                raise RequestError("wrong_range", f"{wanted} were asked for, {came[:60]!r} came")
+            total = int(size) if size.isdigit() else None
+        elif not (start == 0 and length == file.size == response.length):
+            raise RequestError("no_range", RemoteError(f"{file.path}: {NO_RANGES}"))
+        if response.length not in (None, length):
+            raise RequestError("short", f"{response.length} bytes instead of {length}")
+        self._check(file, response.version(), total)
+
+    def _check(self, file: FileRef, version: str, total: int | None) -> None:
+        """Raise unless an answer is of the file that was listed."""
+        if total is not None and total != file.size:
+            text = f"{file.path} changed: it was {file.size} bytes long, it is {total}. {ADVICE}"
+            raise RequestError("size", SourceError(text))
+        before = plain_etag(file.etag)
+        # A commit of the Hub cannot change, and its storage may have ETags of its own.
+        if not before or (file.path.startswith("hf://") and len(before) != len(version)):
+            before = self._etags.get(file.path, "")
+        dated = version.startswith(MODIFIED)
+        if version and before and dated == before.startswith(MODIFIED) and version != before:
+            text = f"{file.path} changed: {version_change(before, version)}. {ADVICE}"
+            raise RequestError("etag", SourceError(text))
+        if version and not dated:
+            self._remember(self._etags, file.path, version)
+
+    def _remember(self, table: OrderedDict[str, Any], key: str, value: Any) -> None:
+        with self._lock:
+            table[key] = value
+            if len(table) > FILES:
+                table.popitem(last=False)
+
+
+def _refusal(file: FileRef, refused: Refused, hub: bool) -> PenstockError:
+    if hub and refused.code not in ("EntryNotFound", "RevisionNotFound"):
+        return refusal(file.path, refused)
+    if refused.status in (404, 410):
+        return SourceError(f"{file.path} is gone: its server answers {refused.status}. {ADVICE}")
+    return denied(file.path, refused.status)

@@ -1,0 +1,436 @@
+"""Store token chunks by key, on disk or in a bucket: the cache of a run, and prepared corpora.
+
+An entry is an Arrow IPC stream. The metadata of its schema is a header in JSON: the key, what else is
+known of the chunk, and a table of blocks. A block is a record batch of whole documents with a CRC-32 of
+its bytes, so that it can be read and checked alone. Entries appear whole or not at all. A folder may have
+a limit in bytes, and then takes entries until it is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.config import write_atomically
+from penstock.errors import CorruptFile, RemoteError
+from penstock.options import RemoteOptions
+from penstock.order.shuffle import I64
+from penstock.read.arrow_utils import integers
+from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
+
+log = logging.getLogger("penstock")
+
+VERSION = 2
+"""Part of every key: entries of another version are never read."""
+SCHEMA = pa.schema([("docs", pa.large_binary()), ("rows", pa.int64())])
+"""The ids of a document as bytes, and the document's row in its source."""
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+HEAD_BYTES = 64 * KiB
+"""Read at first, for the header: more makes a second request from a bucket rarer."""
+NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{16}-[0-9]+-[0-9a-f]{24}\.arrows")
+FIELDS = ("last", "bad", "empty", "text_bytes", "filtered")
+"""Of a `TokenChunk`, besides its documents."""
+LOCK = ".lock"
+RETRIES = 5
+"""Of a request to a bucket; a store has no other way to repeat one."""
+
+
+class Key(NamedTuple):
+    """Names an entry by everything that decides its tokens."""
+
+    source: str
+    """The source file and its version. It is stored and shown, so it must not hold secrets."""
+    chunk: int
+    settings: str
+    """Tokenizer, filter and whatever else the ids depend on, as text."""
+
+    @property
+    def text(self) -> str:
+        return json.dumps([VERSION, self.source, self.chunk, self.settings])
+
+    @property
+    def name(self) -> str:
+        """The entry's path in its store."""
+        file = _digest(self.source, 16)
+        return f"{file[:2]}/{file}-{self.chunk}-{_digest(self.text, 24)}.arrows"
+
+
+def _digest(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:digits]
+
+
+class Block(NamedTuple):
+    """A part of an entry that can be read alone."""
+
+    offset: int
+    """The first byte in the entry."""
+    length: int
+    documents: int
+    id_bytes: int
+    crc32: int
+
+
+class Header(NamedTuple):
+    """What an entry says about itself."""
+
+    key: Key
+    blocks: tuple[Block, ...]
+    size: int
+    """Bytes of the whole entry."""
+    chunk: dict[str, Any]
+    """The fields of the `TokenChunk` other than its documents."""
+
+    @property
+    def documents(self) -> int:
+        return sum(block.documents for block in self.blocks)
+
+    @property
+    def id_bytes(self) -> int:
+        return sum(block.id_bytes for block in self.blocks)
+
+
+class Entry(NamedTuple):
+    """An entry as a listing shows it."""
+
+    name: str
+    size: int
+    used: float
+    """When it was last written or read."""
+
+
+class TokenStore:
+    """Token chunks in a folder or a bucket. Nothing is opened or made before the first use."""
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        limit_bytes: int | None = None,
+        block_bytes: int | None = None,
+        best_effort: bool = False,
+    ) -> None:
+        """`limit_bytes` bounds a folder, `block_bytes` the ids of a block (by default an entry has one).
+
+        `best_effort` is for caches: a damaged entry is removed and counts as absent, and the first
+        write that fails is logged and ends writing. Otherwise both raise.
+        """
+        self.place = os.fspath(place)
+        self.limit_bytes, self.block_bytes, self.best_effort = limit_bytes, block_bytes, best_effort
+        bucket = "://" in self.place
+        self._place = Bucket(self.place) if bucket else Folder(self.place, limit_bytes)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self.off: str | None = None
+        """Why nothing is written any more."""
+        self.full = False
+        """True if there was no room for an entry."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore, (self.place, self.limit_bytes, self.block_bytes, self.best_effort)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was written, refused and found damaged, by its name in `Stats`."""
+        with self._lock:
+            names = ("written", "written_bytes", "refused", "damaged")
+            return {f"cache_{name}": self._counts[name] for name in names}
+
+    def exists(self, key: Key) -> bool:
+        """Return True if there is an entry, damaged or not."""
+        return self._place.exists(key.name)
+
+    def list(self) -> Iterator[Entry]:
+        return self._place.list()
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._place.remove(names)
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of a file beside the entries, such as a manifest."""
+        return bytes(self._place.read(name, 0, 1 << 40))
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a file beside the entries. It appears whole or not at all."""
+        self._place.write(name, [data], len(data))
+
+    def header(self, name: str) -> Header:
+        """Read what an entry says about itself: one short read."""
+        data = self._place.read(name, 0, HEAD_BYTES)
+        length = 8 + int.from_bytes(data[4:8], "little")
+        if length > HEAD_BYTES:
+            data = self._place.read(name, 0, length)
+        return _parse_header(self._path(name), data, length)
+
+    def read_blocks(
+        self, name: str, header: Header, first: int = 0, last: int | None = None
+    ) -> tuple[pa.LargeBinaryArray, I64]:
+        """Read the documents and rows of the blocks [first, last) in one piece, and check them."""
+        blocks = header.blocks[first:last]
+        if not blocks:
+            return pa.nulls(0, pa.large_binary()), np.empty(0, np.int64)
+        start, end = blocks[0].offset, blocks[-1].offset + blocks[-1].length
+        data = self._place.read(name, start, end - start)
+        docs, rows = [], []
+        for block in blocks:
+            body = data[block.offset - start :][: block.length]  # shorter, if the entry is
+            if zlib.crc32(body) != block.crc32:
+                raise CorruptFile(f"{self._path(name)} is damaged: a block has another checksum")
+            batch = pa.ipc.read_record_batch(body, SCHEMA)
+            docs.append(batch.column(0))
+            rows.append(batch.column(1).to_numpy())
+        if len(blocks) == 1:  # without a copy
+            return docs[0], rows[0]
+        return pa.concat_arrays(docs), np.concatenate(rows)
+
+    def get(self, key: Key, ref: ChunkRef) -> TokenChunk | None:
+        """Return the chunk of a key, checked, or None if there is none."""
+        try:
+            header = self.header(key.name)
+            docs, rows = self.read_blocks(key.name, header)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (CorruptFile, OSError) as error:
+            if not self.best_effort:
+                raise
+            self._count(f"token cache: {error}. What cannot be read is made again.", damaged=1)
+            if isinstance(error, CorruptFile):
+                with contextlib.suppress(OSError):  # read-only: it stays, and is refused again
+                    self.remove([key.name])
+            return None
+        if self.best_effort:
+            self._place.touch(key.name)
+        bad = [Bad(Address(*address), *why) for address, *why in header.chunk["bad"]]
+        return TokenChunk(ref, docs, rows, **(header.chunk | {"bad": bad}))
+
+    def entry_size(self, key: Key, chunk: TokenChunk) -> int:
+        """Return the bytes that an entry takes."""
+        return _serialize(key, chunk, self.block_bytes)[0].size
+
+    def put(self, key: Key, chunk: TokenChunk) -> Header | None:
+        """Write a chunk, and return its header; None if there is no room or writing has ended."""
+        why = ""
+        try:
+            if self.off is None:
+                header, parts = _serialize(key, chunk, self.block_bytes)
+                if self._place.write(key.name, parts, header.size):
+                    self._count(written=1, written_bytes=header.size)
+                    return header
+                self.full = True
+                why = (
+                    f"the token cache in {self.place} is full ({self.limit_bytes} bytes). Raise "
+                    "RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
+                )
+        except Exception as error:
+            if not self.best_effort:
+                raise
+            self.off = f"{error}. Free or repair it, or name another with PENSTOCK_CACHE"
+            why = f"the token cache in {self.place} is off: {self.off}."
+        self._count(why, refused=1)
+        return None
+
+    def verify(self) -> Sequence[tuple[str, str]]:
+        """Read every entry; return the names of those that are damaged, and why."""
+        damaged = []
+        for entry in self.list():
+            try:
+                header = self.header(entry.name)
+                if header.size != entry.size or header.key.name != entry.name:
+                    raise CorruptFile(f"{self._path(entry.name)} has another size or name")
+                self.read_blocks(entry.name, header)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except (CorruptFile, OSError) as error:
+                damaged.append((entry.name, str(error)))
+        return damaged
+
+    def _path(self, name: str) -> str:
+        return f"{self.place.rstrip('/')}/{name}"
+
+    def _count(self, why: str = "", **more: int) -> None:
+        """Count events. The first of a kind that has a reason is logged."""
+        with self._lock:
+            new = not any(self._counts[name] for name in more)
+            self._counts.update(more)
+        if why and new:
+            log.warning("%s", why)
+
+
+# Entries
+
+
+def _serialize(
+    key: Key, chunk: TokenChunk, block_bytes: int | None
+) -> tuple[Header, list[pa.Buffer | bytes]]:
+    """Return an entry's header and bytes."""
+    whole = pa.record_batch([chunk.docs, integers(chunk.rows)], schema=SCHEMA)
+    ends = np.frombuffer(chunk.docs.buffers()[1], np.int64) if len(chunk.docs) else np.zeros(1, int)
+    ends = ends[chunk.docs.offset :][: len(chunk.docs) + 1] - ends[chunk.docs.offset]
+    step = block_bytes or max(1, int(ends[-1]))
+    cuts = np.searchsorted(ends, np.arange(step, ends[-1], step)).tolist()
+    bodies, table = [], []
+    for first, last in itertools.pairwise(sorted({0, *cuts, len(whole)})):
+        body = whole.slice(first, last - first).serialize()
+        bodies.append(body)
+        table.append([len(body), last - first, int(ends[last] - ends[first]), zlib.crc32(body)])
+    fields = {name: getattr(chunk, name) for name in FIELDS}
+    header = {"key": key.text, "chunk": fields, "blocks": table}
+    text = json.dumps(header, default=int).encode()  # some fields may be numpy's
+    metadata = {"penstock": text, "crc32": str(zlib.crc32(text))}
+    head = SCHEMA.with_metadata(metadata).serialize()
+    return _parse_header(key.name, head, len(head)), [head, *bodies, END_OF_STREAM]
+
+
+def _parse_header(path: str, data: pa.Buffer, length: int) -> Header:
+    try:
+        metadata = pa.ipc.read_schema(data).metadata
+        if int(metadata[b"crc32"]) != zlib.crc32(metadata[b"penstock"]):
+            raise ValueError("its header has another checksum")
+        header = json.loads(metadata[b"penstock"])
+        offset, blocks = length, []
+        for size, *more in header["blocks"]:
+            blocks.append(Block(offset, size, *more))
+            offset += size
+        key = Key(*json.loads(header["key"])[1:])
+        return Header(key, tuple(blocks), offset + len(END_OF_STREAM), header["chunk"])
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+# Places
+
+
+class Folder:
+    """Entries in a folder, for many processes at once.
+
+    With a limit, the bytes in use are kept in a lock file. They are raised before an entry is written
+    and only one process writes at a time, so the limit holds. Each process counts them once, which
+    corrects what a killed process left behind.
+    """
+
+    def __init__(self, folder: str, limit_bytes: int | None) -> None:
+        self._folder, self._limit, self._counted = Path(folder), limit_bytes, False
+
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self._folder / name)
+
+    def read(self, name: str, start: int, length: int) -> pa.Buffer:
+        """Read a range; shorter at the end of the file."""
+        # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
+        # page would kill the process.
+        with pa.OSFile(os.fsencode(self._folder / name)) as file:
+            file.seek(start)
+            return file.read_buffer(max(0, min(length, file.size() - start)))
+
+    def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
+        path = self._folder / name
+        if self._limit is None:
+            write_atomically(path, parts)
+            return True
+        with self._locked() as lock:
+            if path.exists():
+                return True
+            known = os.pread(lock, 20, 0) if self._counted else b""
+            used, self._counted = int(known) if known else self._count(), True
+            if used + size > self._limit:
+                return False
+            os.pwrite(lock, b"%020d" % (used + size), 0)
+            write_atomically(path, parts)
+            return True
+
+    def touch(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # read-only, or removed meanwhile
+            os.utime(self._folder / name)
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._locked() as lock:
+            for name in names:
+                (self._folder / name).unlink(missing_ok=True)
+            os.truncate(lock, 0)  # the next writer counts again
+
+    def list(self) -> Iterator[Entry]:
+        for path in sorted(self._folder.glob("??/*.arrows")):
+            name = path.relative_to(self._folder).as_posix()
+            with contextlib.suppress(FileNotFoundError):
+                if NAME.fullmatch(name):
+                    yield Entry(name, path.stat().st_size, path.stat().st_mtime)
+
+    def _count(self) -> int:
+        """Return the bytes in use, after removing what killed processes left. Needs the lock."""
+        for left in self._folder.glob("??/.*"):
+            left.unlink(missing_ok=True)
+        return sum(entry.size for entry in self.list())
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Exclude other writers. The kernel releases the lock of a process that dies."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield lock
+        finally:
+            os.close(lock)
+
+
+class Bucket:
+    """Entries below a prefix of a bucket. obstore retries by itself."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._opened: Any = None
+
+    def exists(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError), self._open(name) as (obstore, bucket):
+            return bool(obstore.head(bucket, name))
+        return False
+
+    def read(self, name: str, start: int, length: int) -> pa.Buffer:
+        with self._open(name) as (obstore, bucket):
+            return pa.py_buffer(obstore.get_range(bucket, name, start=start, length=length))
+
+    def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
+        with self._open(name) as (obstore, bucket):
+            obstore.put(bucket, name, b"".join(parts))
+        return True
+
+    def touch(self, name: str) -> None:
+        return
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._open() as (obstore, bucket):
+            obstore.delete(bucket, [*names])
+
+    def list(self) -> Iterator[Entry]:
+        with self._open() as (obstore, bucket):
+            for meta in itertools.chain.from_iterable(obstore.list(bucket)):
+                if NAME.fullmatch(meta["path"]):
+                    yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+
+    @contextlib.contextmanager
+    def _open(self, name: str = "") -> Iterator[tuple[Any, Any]]:
+        """Yield obstore and its store; turn its errors into ours."""
+        from penstock.read.buckets import open_store
+
+        self._opened = self._opened or open_store(self._url, RemoteOptions(), retries=RETRIES)
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            yield obstore, self._opened
+        except BaseError as error:
+            # The first line, without logins and signatures.
+            text = re.sub(r"//[^/\s@]*@|\?\S*", "//…", str(error).partition("\n")[0])[:300]
+            raise RemoteError(f"{self._url}/{name}: {text}") from None

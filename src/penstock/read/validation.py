@@ -1,0 +1,190 @@
+"""Turn the records of a chunk into documents: those of the chosen split that can be tokenized.
+
+Records are judged one by one, so that a bad record does not cost the whole chunk. It is raised, or reported
+and replaced by an empty text, so that the others keep their numbers. Costs one pass for the encoding
+(5 GB/s); Python per document only where something is bad.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import ConfigError, CorruptFile, SourceError
+from penstock.order.shuffle import I64, mix, mix_array
+from penstock.read.arrow_utils import booleans, empty, scalar, widened
+from penstock.read.filters import select
+from penstock.read.settings import ReadSettings
+from penstock.types import Address, Bad, ChunkRef, Documents
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Skip = Mapping[str, Collection[tuple[int | None, int]]]
+"""By file: the row groups and rows to leave out."""
+
+
+class ChunkValidator:
+    """Judges the records of one chunk, and notes those that are left out."""
+
+    def __init__(self, ref: ChunkRef, settings: ReadSettings, skip: Skip) -> None:
+        """A chunk with the number -1 is the whole file."""
+        self._ref, self._settings, self._skip = ref, settings, skip
+        self.max_bytes = settings.max_doc_bytes
+        self._group = ref.index if ref.file.format == "parquet" and ref.index >= 0 else None
+        self.bad: list[Bad] = []
+
+    def documents(self, table: pa.Table, rows: I64, *, last: bool = False) -> Documents:
+        """Return the valid texts of a table; `rows` has the row or offset of each."""
+        if (chosen := self._chosen(rows)) is not None:
+            table, rows = table.filter(booleans(chosen)), rows[chosen]
+        before = len(rows)
+        column, rows = select(self._settings, table, rows, self._ref.file.path)
+        column = widened(column)
+        if column.null_count:
+            column = pc.coalesce(column, scalar(b"", column.type))
+        lengths = _lengths(column)
+        too_long = np.flatnonzero(lengths > self.max_bytes)
+        for i in too_long.tolist():
+            detail = f"a text of {lengths[i]} bytes exceeds max_doc_bytes={self.max_bytes}"
+            self.reject(int(rows[i]), "too_long", detail)
+        column = blank(column, too_long)
+        try:
+            if column.type == pa.large_string():
+                column.validate(full=True)
+            else:
+                column = column.cast(pa.large_string())
+        except pa.ArrowInvalid:
+            column = self._blank_invalid(column.cast(pa.large_binary()), rows)
+        n_empty = int(np.count_nonzero(_lengths(column) == 0)) - len(self.bad)
+        if self._skip:
+            skipped = [self._is_skipped(row) for row in rows.tolist()]
+            column = blank(column, np.flatnonzero(skipped))
+        return Documents(column, rows, last, self.bad, max(0, n_empty), before - len(rows))
+
+    def no_documents(self, *, last: bool = False) -> Documents:
+        return Documents(empty(pa.large_string()), np.empty(0, np.int64), last, self.bad)
+
+    def reject(self, row: int, reason: str, detail: str) -> None:
+        """Raise, or note that a record is left out, if it is in the chosen split."""
+        chosen = self._chosen(np.array([row]))
+        if chosen is not None and not chosen.all():
+            return
+        address = self._address(row)
+        if self._settings.on_bad_record == "raise":
+            raise SourceError(
+                f"{where(address)}: {detail}. Correct the record, or leave such records out: "
+                "TextDataset(…, on_bad_record='skip' or 'quarantine:FILE')"
+            )
+        self.bad.append(Bad(address, reason, detail))
+
+    def reject_chunk(self, error: CorruptFile) -> None:
+        """The same for a file or chunk that cannot be read."""
+        if self._settings.on_bad_record == "raise":
+            # A new exception: several threads may meet the same damage and add their notes.
+            raise type(error)(str(error)) from error
+        address = Address(self._ref.file.name, self._group, -1)
+        self.bad.append(Bad(address, error.reason, str(error).splitlines()[0]))
+
+    def _blank_invalid(self, column: pa.Array, rows: I64) -> pa.Array:
+        invalid = []
+        for i, text in enumerate(column):
+            try:
+                str(text.as_buffer(), "utf-8")
+            except UnicodeDecodeError as error:
+                invalid.append(i)
+                detail = f"not UTF-8 at byte {error.start} of the text ({error.reason})"
+                self.reject(int(rows[i]), "invalid_utf8", detail)
+        return blank(column, np.array(invalid, np.int64)).cast(pa.large_string())
+
+    def _chosen(self, rows: I64) -> Mask | None:
+        """Return which rows are in the chosen split, by the address of each document; None for all."""
+        file, settings = self._ref.file, self._settings
+        if settings.split is None:
+            return None
+        if file.members:
+            keys = [self._split_key(file.members[i].name) for i in rows.tolist()]
+            hashed = np.array(keys, np.uint64)
+        else:
+            hashed = mix_array(self._split_key(file.name), rows)
+        in_val: Mask = hashed < np.uint64(int(settings.val_fraction * 2**64))
+        return in_val if settings.split == "val" else ~in_val
+
+    def _split_key(self, name: str) -> int:
+        # By the file's own name, without its folder: a name relative to what was listed would change
+        # with the other files, and an absolute path with a move of the data.
+        digest = hashlib.sha256(os.path.basename(name).encode("utf-8", "surrogateescape")).digest()
+        group = -1 if self._group is None else self._group
+        return mix(self._settings.split_seed, group, int.from_bytes(digest[:8], "little"))
+
+    def _address(self, row: int) -> Address:
+        members = self._ref.file.members
+        if members:
+            return Address(members[row].name, None, 0)
+        return Address(self._ref.file.name, self._group, row)
+
+    def _is_skipped(self, row: int) -> bool:
+        file, *place = self._address(row)
+        return tuple(place) in self._skip.get(file, ())
+
+
+def where(address: Address) -> str:
+    """Return an address in words."""
+    if address.group is None:
+        return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
+    row = f", row {address.row}" if address.row >= 0 else ""
+    return f"{address.file}, row group {address.group}{row}"
+
+
+def _lengths(column: pa.Array) -> I64:
+    if not len(column):
+        return np.empty(0, np.int64)
+    offsets = np.frombuffer(column.buffers()[1], np.int64)
+    return np.diff(offsets[column.offset : column.offset + len(column) + 1])
+
+
+def blank(column: pa.Array, indices: I64) -> pa.Array:
+    """Replace texts by empty ones."""
+    if len(indices) == 0:
+        return column
+    keep = np.ones(len(column), bool)
+    keep[indices] = False
+    return pc.if_else(booleans(keep), column, scalar(b"", column.type))
+
+
+class Quarantine:
+    """A JSONL file with the address and the reason of each record that was left out."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = os.path.abspath(path)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the quarantine file {path}: {error.strerror}"
+            ) from error
+
+    def write(self, bad: list[Bad]) -> None:
+        """Append all of them in a single write, so that a reader never sees half a line."""
+        lines = [
+            json.dumps({"file": b.address.file, "row_group": b.address.group, "row": b.address.row,
+                        "reason": b.reason, "detail": b.detail}, ensure_ascii=False) + "\n"
+            for b in bad
+        ]  # fmt: skip
+        self._file.write("".join(lines))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Quarantine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,251 @@
+"""PreparedDataset: a corpus that `penstock prepare` has tokenized, with a global shuffle.
+
+A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation and
+dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are memory-mapped by workers;
+blocks in a bucket are fetched by the I/O pool, one range each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.encode.rows import LaneOptions
+from penstock.encode.window import flatten
+from penstock.errors import ConfigError, StateError
+from penstock.feed.worker_pool import Pool, Task, ThreadPool
+from penstock.options import PreparedOptions, accepts
+from penstock.order.permute import permute
+from penstock.order.shuffle import I64, mix
+from penstock.prepare.manifest import Manifest, read_block, read_manifest
+from penstock.read.token_store import Block, TokenStore
+from penstock.read.validation import blank
+from penstock.sources.base import RowSource, RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
+from penstock.state import address
+from penstock.types import Address, ChunkRef, LanePosition, TokenChunk
+from penstock.watch.stage_timer import Clock
+
+GROUP_BLOCKS = 512
+"""Blocks of a lane whose places are computed at once."""
+FETCHES = 16
+"""Requests in flight to a bucket."""
+_BLOCKS = 6  # a permutation of blocks shares no key with those of text
+
+
+class PreparedDataset:
+    """A prepared corpus, streamed as packed rows of ids."""
+
+    packed = True
+    """Its batches are packed rows of ids."""
+
+    @accepts(PreparedOptions)
+    def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Read the manifest of a corpus.
+
+        path: the folder or bucket (s3://, gs://, az://) that `penstock prepare` wrote.
+        """
+        self.options = options = PreparedOptions(**kwargs)
+        self.seq_len = options.seq_len
+        self.store = TokenStore(path)
+        self.manifest: Manifest = read_manifest(self.store)
+        about = self.manifest.about
+        self.documents: int = about["documents"]
+        self.tokens: int = about["tokens"]
+        self.dtype = np.dtype(about["tokenizer"]["dtype"])
+        self.vocab_size: int = about["tokenizer"]["vocab_size"]
+        try:
+            self.skip = frozenset(map(address, options.skip))
+        except (StateError, TypeError) as error:
+            raise ConfigError(f"skip: {error}") from error
+
+    def __repr__(self) -> str:
+        return (
+            f"PreparedDataset({self.store.place}, {self.tokens:,} tokens, seq_len={self.seq_len})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef(ChunkRef):
+    """The address of a block: its chunk of the source, and its number in the corpus."""
+
+    block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Deals the blocks of an epoch to lanes in turn: in one permutation of them all, or in order."""
+
+    manifest: Manifest
+    lanes: int
+    shuffle: bool
+    seed: int
+
+    def numbers(self, lane: int, epoch: int, first: int = 0, last: int | None = None) -> I64:
+        """Return the numbers of the lane's blocks [first, last)."""
+        n = len(self.manifest.offsets)
+        own = range(lane, n, self.lanes)[first:last]
+        places = np.arange(own.start, own.stop, own.step)
+        return permute(n, mix(self.seed, epoch, _BLOCKS), places) if self.shuffle else places
+
+    def groups(self, lane: int, epoch: int) -> list[tuple[int, ...]]:
+        blocks = len(range(lane, len(self.manifest.offsets), self.lanes))
+        return [(number,) for number in range(-(-blocks // GROUP_BLOCKS))]
+
+    def is_sequential(self, group: tuple[int, ...]) -> bool:
+        return False
+
+    def chunks(
+        self,
+        lane: int,
+        epoch: int,
+        number: int,
+        group: tuple[int, ...],
+        chunks: Sequence[Sequence[ChunkRef]],
+    ) -> list[ChunkRef]:
+        manifest, first = self.manifest, number * GROUP_BLOCKS
+        refs: list[ChunkRef] = []
+        for block in self.numbers(lane, epoch, first, first + GROUP_BLOCKS).tolist():
+            entry, size = manifest.entry_of(block), int(manifest.blocks["id_bytes"][block])
+            file, chunk = manifest.files[manifest.file_numbers[entry]], int(manifest.chunks[entry])
+            refs.append(BlockRef(file, chunk, size, lane=lane, block=block))
+        return refs
+
+    def next_chunk(self, lane: int, epoch: int, file: int, index: int, nbytes: int) -> ChunkRef:
+        raise NotImplementedError  # no group is sequential
+
+    def lane_tokens(self, lane: int, epoch: int, itemsize: int) -> int:
+        """Return the tokens of a lane in an epoch."""
+        return int(self.manifest.blocks["id_bytes"][self.numbers(lane, epoch)].sum()) // itemsize
+
+    def balance(self) -> float:
+        """Return the blocks of the lane that has least, as a share of the mean."""
+        n = len(self.manifest.offsets)
+        return n // self.lanes * self.lanes / n if n else 1.0
+
+
+class BlockWork(Work):
+    """What workers do: read and check a block."""
+
+    def __init__(self, store: TokenStore, skip: frozenset[Address], clock: Clock) -> None:
+        self.store, self.clock = store, clock
+        self._skip: dict[tuple[str, int | None], list[int]] = {}
+        for file, group, row in skip:
+            self._skip.setdefault((file, group), []).append(row)
+
+    def read(self, ref: ChunkRef, name: str, block: Block) -> TokenChunk:
+        note = f"in stage fetch, reading {ref} from {self.store.place}/{name}"
+        with noted(note), self.clock.stage("fetch", ref) as timeline:
+            docs, rows = read_block(self.store, name, block)
+        timeline.count("fetch", 1, block.length)
+        empty = int(np.count_nonzero(np.diff(flatten(docs, np.dtype(np.uint8))[1]) == 0))
+        if self._skip:
+            docs = blank(docs, np.flatnonzero(self._skipped(ref, rows)))
+        return TokenChunk(ref, docs, rows, False, [], empty, 0, cached=True)
+
+    def _skipped(self, ref: ChunkRef, rows: I64) -> Any:
+        file = ref.file
+        if file.members:
+            return [(file.members[row].name, None) in self._skip for row in rows.tolist()]
+        group = ref.index if file.format == "parquet" else None
+        return np.isin(rows, self._skip.get((file.name, group), []))
+
+
+class BlockChunks(ChunkReader):
+    """The blocks of a corpus, for the lanes of one rank."""
+
+    def __init__(self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work) -> None:
+        self._manifest, self._pool = dataset.manifest, pool
+        self.io: ThreadPool | None = None
+        if "://" in dataset.store.place and pool.n_workers:
+            self.io = ThreadPool(FETCHES, work, name="fetch", clock=run.clock)
+
+    @property
+    def read_ahead(self) -> int:
+        return 0 if self.io is None else 2 * FETCHES
+
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        assert isinstance(ref, BlockRef)
+        return (self.io or self._pool).submit("read", ref, *self._manifest.block(ref.block))
+
+    def gauges(self) -> dict[str, Any]:
+        chunk_bytes = self._manifest.about["settings"]["chunk_bytes"][0]
+        return {
+            "fetches": 0 if self.io is None else FETCHES,
+            "cached": True,
+            "source_chunks": [len(self._manifest.names), chunk_bytes],
+        }
+
+    def stop(self) -> None:
+        if self.io is not None:
+            self.io.stop()
+
+    def close(self) -> None:
+        if self.io is not None:
+            self.io.join(10.0)
+
+
+class PreparedSource(RowSource):
+    """A `PreparedDataset` as the loader sees it."""
+
+    def __init__(self, dataset: PreparedDataset) -> None:
+        self.dataset = dataset
+        self.seq_len, self.positions = dataset.seq_len, dataset.options.positions
+        self.dtype, self.skip = dataset.dtype, dataset.skip
+
+    def data_id(self) -> dict[str, Any]:
+        about = self.dataset.manifest.about
+        return {"corpus": about["sha256"][:16], "tokens": about["tokens"]}
+
+    def tokenizer_id(self) -> dict[str, Any]:
+        tokenizer = self.dataset.manifest.about["tokenizer"]
+        return {name: tokenizer[name] for name in ("name", "fingerprint")}
+
+    def settings_id(self) -> dict[str, Any]:
+        names = ("seq_len", "packing", "shuffle_blocks")
+        return {name: getattr(self.dataset.options, name) for name in names}
+
+    def work(self, run: RunContext) -> BlockWork:
+        return BlockWork(self.dataset.store, run.skip, run.clock)
+
+    def batches(self, run: RunContext) -> int | None:
+        """Return the batches of a pass; None for packings that depend on the documents."""
+        if self.dataset.options.packing != "concat" or run.end_epoch is None or run.skip:
+            return None
+        plan, size = self._plan(run), self.dtype.itemsize
+        rows = []
+        for lane in range(run.lanes):
+            epochs = range(run.first_epoch, run.end_epoch)
+            tokens = sum(plan.lane_tokens(lane, epoch, size) for epoch in epochs)
+            full, left = divmod(max(0, tokens - 1), self.seq_len)
+            rows.append(full + (left > 0 and not run.drop_last))
+        mod = run.shard.mod
+        ranks = [rows[rank::mod] for rank in ([run.shard.rem] if run.alone else range(mod))]
+        if not run.drop_last:
+            return -(-sum(ranks[run.shard.rem if len(ranks) > 1 else 0]) // run.batch_size)
+        # The stream ends with the first lane that has no row for its turn, on all ranks together.
+        ends = [min(n * len(own) + i for i, n in enumerate(own)) for own in ranks]
+        return min(ends) // run.batch_size
+
+    def open_lanes(self, run: RunContext, pool: Pool, work: BlockWork) -> ChunkLanes:
+        options, about = self.dataset.options, self.dataset.manifest.about
+        lane_options = LaneOptions(
+            chunk_bytes=0,
+            window_chunks=options.shuffle_blocks if run.shuffle else 1,
+            expansion=1,
+            packing=options.packing,
+            seq_len=options.seq_len,
+            pad_id=about["tokenizer"]["pad_id"],
+            dtype=self.dtype,
+            positions=options.positions,
+            keep_tail=not run.drop_last,
+        )
+        reader = BlockChunks(self.dataset, run, pool, work)
+        return ChunkLanes(self._plan(run), lane_options, reader, run, pool)
+
+    def _plan(self, run: RunContext) -> BlockPlan:
+        return BlockPlan(self.dataset.manifest, run.lanes, run.shuffle, run.seed)

@@ -1,1 +1,0 @@
-"""The parts of `watch.metrics`: names, Prometheus, TensorBoard and the like."""

@@ -1,1 +1,0 @@
-"""The parts of `watch.report`: what is on the page."""

@@ -1,1 +1,0 @@
-"""The parts of `watch.steady`: how steps are analysed."""

@@ -1,1 +1,0 @@
-"""The parts of `watch.live`: what the terminal shows."""

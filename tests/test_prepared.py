@@ -1,0 +1,175 @@
+"""Prepared corpora: shuffled as a whole, with a known length, and damage that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import AsyncDataLoader, ConfigError, Mixture, PreparedDataset, Shard, TextDataset
+from penstock.errors import CorruptFile, SourceError, StateError
+from penstock.prepare import prepare
+
+DOCUMENTS, WORDS = 1200, 600
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of 40 blocks in 4 entries: 1200 documents of about 2 kB."""
+    folder = tmp_path_factory.mktemp("blocks")
+    words = [f"{i} " * WORDS for i in range(DOCUMENTS)]
+    pq.write_table(pa.table({"text": words}), folder / "a.parquet", row_group_size=DOCUMENTS // 4)
+    done = prepare(folder / "a.parquet", tokenizer="byte", out=folder / "out")
+    assert done.complete
+    return folder / "out"
+
+
+def documents_of(batch: Any) -> set[tuple[int, int]]:
+    return {(span.row_group, span.row) for row in batch.provenance() for span in row}
+
+
+def test_every_document_is_seen_once_an_epoch(blocks: Path) -> None:
+    data = PreparedDataset(blocks, seq_len=512)
+    orders = []
+    with AsyncDataLoader(data, 16, shuffle=True, epochs=2, drop_last=False) as loader:
+        seen: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+        for batch in loader:
+            for row in batch.provenance():
+                seen[batch.epoch] += [
+                    (s.row_group, s.row) for s in row if s.tokens[0] == 0 and s.at[0] < 512
+                ]
+    for epoch in (0, 1):
+        assert len(set(seen[epoch])) >= DOCUMENTS - 16  # a batch may span both epochs
+        orders.append(seen[epoch])
+    assert len(orders[0] + orders[1]) == 2 * DOCUMENTS
+    assert orders[0] != orders[1]
+
+
+def test_the_shuffle_is_global(blocks: Path) -> None:
+    """After the first, small windows a batch has documents of all parts of the corpus."""
+    with AsyncDataLoader(PreparedDataset(blocks, seq_len=512), 64, shuffle=True) as loader:
+        for _ in range(60):
+            batch = loader.next_batch()
+        assert batch is not None
+        groups = {group for group, _ in documents_of(batch)}
+    assert groups == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_length_is_known(blocks: Path, shuffle: bool, drop_last: bool, lanes: int) -> None:
+    loader = AsyncDataLoader(
+        PreparedDataset(blocks, seq_len=500), 7, shuffle=shuffle, epochs=2, drop_last=drop_last,
+        lanes=lanes,
+    )  # fmt: skip
+    expected = len(loader)
+    with loader:
+        assert sum(1 for _ in loader) == expected
+
+
+def test_the_length_of_one_shard_is_known(blocks: Path) -> None:
+    for rem in (0, 1):
+        loader = AsyncDataLoader(
+            PreparedDataset(blocks, seq_len=500), 7, shuffle=True, epochs=1, shard=Shard(2, rem)
+        )
+        expected = len(loader)
+        with loader:
+            assert sum(1 for _ in loader) == expected
+    with pytest.raises(TypeError, match="no len"):
+        len(AsyncDataLoader(PreparedDataset(blocks, seq_len=500), 7))
+    with pytest.raises(TypeError, match="unknown length"):
+        len(AsyncDataLoader(PreparedDataset(blocks, seq_len=500, packing="best_fit"), 7, epochs=1))
+
+
+def test_a_damaged_entry_is_named(tmp_path: Path, corpus: Path) -> None:
+    prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
+    entry = sorted(tmp_path.glob("??/*.arrows"))[3]
+    good = entry.read_bytes()
+    data = PreparedDataset(tmp_path, seq_len=128)
+    for content in (good[:-200] + b"!" + good[-199:], good[: len(good) // 2]):
+        entry.write_bytes(content)
+        with (
+            AsyncDataLoader(data, 4, epochs=1, shuffle=True) as loader,
+            pytest.raises(CorruptFile, match=entry.name),
+        ):
+            list(loader)
+    entry.unlink()
+    with (
+        AsyncDataLoader(data, 4, epochs=1) as loader,
+        pytest.raises(CorruptFile, match=rf"{entry.name} is missing"),
+    ):
+        list(loader)
+
+
+def test_skipped_documents_are_left_out(blocks: Path) -> None:
+    with AsyncDataLoader(PreparedDataset(blocks, seq_len=512), 8) as loader:
+        first = next(loader)
+    span = first.provenance()[0][0]
+    data = PreparedDataset(blocks, seq_len=512, skip=[span])
+    with AsyncDataLoader(data, 8, epochs=1) as loader:
+        for batch in loader:
+            assert (span.row_group, span.row) not in documents_of(batch)
+    with pytest.raises(ConfigError, match="skip"):
+        PreparedDataset(blocks, seq_len=512, skip=["nonsense"])
+
+
+def test_a_state_of_another_corpus_is_refused(blocks: Path, tmp_path: Path, corpus: Path) -> None:
+    prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
+    state = AsyncDataLoader(PreparedDataset(blocks, seq_len=512), 8).state_dict()
+    with pytest.raises(StateError):
+        AsyncDataLoader(PreparedDataset(tmp_path, seq_len=512), 8).load_state_dict(state)
+
+
+def test_too_few_blocks_for_the_lanes_is_an_error(blocks: Path) -> None:
+    loader = AsyncDataLoader(PreparedDataset(blocks, seq_len=512), 64, lanes=64)
+    with loader, pytest.raises(SourceError, match="fewer lanes"):
+        next(loader)
+
+
+def test_a_mixture_takes_prepared_corpora(blocks: Path, tmp_path: Path, corpus: Path) -> None:
+    prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
+    parts = {
+        "blocks": (PreparedDataset(blocks, seq_len=256), 0.5),
+        "corpus": (PreparedDataset(tmp_path, seq_len=256), 0.5),
+    }
+    with AsyncDataLoader(Mixture(parts), 8, shuffle=True) as loader:
+        ids = np.concatenate([np.asarray(next(loader).inputs).ravel() for _ in range(20)])
+        stats = loader.stats()
+    assert len(ids) == 20 * 8 * 256
+    assert min(stats.parts.values()) > 0
+
+
+def test_a_settings_file_names_a_prepared_corpus(blocks: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nkind = "prepared"\npath = "{blocks}"\nseq_len = 64\n[loader]\nbatch_size = 2\n'
+    )
+    with AsyncDataLoader.from_config(tmp_path / "run.toml") as loader:
+        assert tuple(next(loader).inputs.shape) == (2, 64)
+
+
+def test_stats_say_how_well_a_batch_is_mixed(tmp_path: Path) -> None:
+    texts = [f"document {i} " * 40 for i in range(4000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=20)
+    prepare(tmp_path / "a.parquet", tokenizer="byte", out=tmp_path / "out")
+    text = TextDataset(tmp_path / "a.parquet", tokenizer="byte", seq_len=256)
+    quality = []
+    for data, shuffle in (
+        (PreparedDataset(tmp_path / "out", seq_len=256), True),
+        (text, True),
+        (text, False),
+    ):
+        with AsyncDataLoader(data, 64, shuffle=shuffle) as loader:
+            for _ in range(180):  # in the second epoch, where windows are full
+                next(loader)
+            quality.append(loader.stats().shuffle_quality)
+    prepared, windows, none = quality
+    assert none is None
+    assert prepared is not None
+    assert windows is not None
+    assert windows < prepared <= 1
+    assert prepared > 0.9
