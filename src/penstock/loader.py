@@ -185,7 +185,8 @@ class AsyncDataLoader:
         if self._interrupted:
             self.shutdown()
             self._interrupted = False
-        self._begin()
+        if self._pipeline is None:
+            self._begin()
         if self._agreement is None:
             batch = self._take_own(timeout)
         else:
@@ -201,7 +202,12 @@ class AsyncDataLoader:
 
     def _take_own(self, timeout: float | None) -> Batch | None:
         assert self._pipeline is not None
-        return (self._feed or self._pipeline).next(timeout)
+        if self._feed is not None:
+            return self._feed.next(timeout)
+        batch = self._pipeline.next(timeout)
+        if batch is not None:
+            batch.widen()
+        return batch
 
     # Starting and stopping
 

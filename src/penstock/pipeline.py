@@ -75,13 +75,13 @@ class Pipeline:
         if run.n_workers > 0:
             slot_bytes = max(1, run.queue_bytes // run.prefetch_size)
             self._queue = PrefetchQueue(
-                self._producer.next,
+                self._make,
                 run.prefetch_size,
                 clock=run.clock,
                 cpus=run.cpus,
                 # Batches whose size is not known beforehand take slots by their bytes.
                 slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
-                burst=run.burst,
+                block=run.block,
             )
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
@@ -93,19 +93,23 @@ class Pipeline:
             )
         if self._queue is not None:
             batch = self._queue.get(timeout_s)
-            if batch is not None:
+            if batch is not None and self._low >= 0:
                 self._watch_depth(self._queue)
             return batch
         if self._failed is not None:
             raise self._failed
         try:
-            with self._clock.stage("pack") as timeline:
-                batch = self._producer.next()
-            timeline.count("batch", int(batch is not None))
-            return batch
+            return next(iter(self._make(1)), None)
         except Exception as error:
             self._failed = error
             raise
+
+    def _make(self, n: int) -> list[Batch]:
+        """Return the next batches, at most `n`; none at the end of a finite stream."""
+        with self._clock.stage("pack") as timeline:
+            batches = self._producer.take(n)
+        timeline.count("batch", len(batches))
+        return batches
 
     def poll(self) -> Batch | None:
         """Return a batch if one is buffered."""
@@ -131,9 +135,7 @@ class Pipeline:
 
     def _watch_depth(self, queue: PrefetchQueue[Batch]) -> None:
         """Warn once if the workers do not keep up."""
-        if self._low < 0 or queue.capacity < 2:
-            return
-        self._low = self._low + 1 if queue.depth * 2 < queue.capacity else 0
+        self._low = self._low + 1 if queue.depth * 2 < queue.capacity >= 2 else 0
         if self._low >= LOW_BATCHES:
             self._low = -1
             log.warning(

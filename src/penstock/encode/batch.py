@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from penstock.types import IGNORE, Span, StreamPosition
 
@@ -59,7 +60,7 @@ class Batch(Mapping[str, Any]):
     synthetic: bool = False
     """True if these ids stand in for data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = None
-    """On the way to a device: the arrays to send, in their narrowest types."""
+    """Until `next` or a device widens it: `ids` of seq_len + 1 a row, `valid`, `positions`, …"""
     _origin: BatchOrigin | None = None
     _tokens: int = 0
     _ids: bool = False
@@ -143,9 +144,29 @@ class Batch(Mapping[str, Any]):
         moved.change(move)
         return moved
 
+    def widen(self) -> None:
+        """Make inputs and targets of narrow ids."""
+        narrow, self.narrow = self.narrow, None
+        if narrow is None:
+            return
+        ids = narrow["ids"]
+        (rows, width), (row_step, step) = ids.shape, ids.strides
+        # One cast for both, because numpy releases the GIL for each: wide[1] is shifted by one.
+        both = as_strided(ids, (2, rows, width - 1), (step, row_step, step), writeable=False)
+        self.inputs, self.targets = both.astype(np.int64)
+        if "valid" in narrow:
+            self.targets[np.arange(1, width) >= narrow["valid"][:, None]] = IGNORE
+        if "positions" in narrow:
+            self.positions = narrow["positions"].astype(np.int64)
+            self.cu_seqlens = narrow["cu_seqlens"]
+
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
-        self.change(_as_tensor)
+        if self._ids and self.positions is None and type(self.targets) is np.ndarray:
+            # The usual case, several times faster.
+            self.inputs, self.targets = _as_tensor(self.inputs), _as_tensor(self.targets)
+        else:
+            self.change(_as_tensor)
 
     def change(self, function: Callable[[Any], Any]) -> None:
         """Replace each array or tensor by what a function returns; one that fields share, once."""

@@ -1,8 +1,8 @@
 """Deal rows from a rank's lanes in turn, and make batches of them.
 
 Runs on the producer thread. Global row g is row g div lanes of lane g mod lanes, so the stream is
-the same for any number of ranks. Each token is widened to int64 twice, into inputs and targets,
-which share no memory; on the way to a device ids stay narrow.
+the same for any number of ranks. Ids stay in their narrow type, and if all rows come from one lane
+they are not copied; `next` or the device widens them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 from penstock.encode.batch import Batch
 from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import I64, NO_IDS
-from penstock.types import IGNORE, Shard, Span, StreamPosition
-from penstock.watch.stage_timer import Clock
+from penstock.types import Shard, Span, StreamPosition
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
 Piece = tuple[I64, Rows]
@@ -58,44 +57,50 @@ class Batcher:
         seq_len: int,
         drop_last: bool,
         positions: bool,
-        narrow: np.dtype[Any] | None,
+        dtype: np.dtype[Any],
         start: StreamPosition,
         state: Callable[[StreamPosition], dict[str, Any]],
-        clock: Clock,
         by_lane: bool = True,
         total_rows: int | None = None,
     ) -> None:
-        """`narrow` is the type of ids on their way to a device; None to widen them here. `by_lane`:
-        a state needs the lanes' positions. `total_rows` bounds a state's row: the last batch may
-        repeat rows."""
+        """`by_lane`: a state needs the lanes' positions. `total_rows` bounds a state's row: the last
+        batch may repeat rows."""
         self._packers, self._shard, self._lanes = packers, shard, lanes
         self._batch_size, self._seq_len, self._drop_last = batch_size, seq_len, drop_last
-        self._positions, self._narrow = positions, narrow
+        self._positions, self._dtype = positions, dtype
         self._row, self._batch, self._total_rows = start.row, start.batch, total_rows
         self._by_lane = by_lane
-        self._state, self._clock = state, clock
+        self._state = state
         self._finished = [False] * len(packers)
         self._slots = np.arange(batch_size)
         self._ended = False
+        self._failed: Exception | None = None
 
-    def next(self) -> Batch | None:
-        """Return the next batch, or None at the end of a finite stream."""
-        if self._ended:
-            return None
-        pieces, size, slots = self._deal()
-        if size == 0:
-            self._ended = True
-            return None
-        row = self._row = self._row + slots * self._shard.mod
-        if self._total_rows is not None:
-            row = min(row, self._total_rows)
-        self._batch += 1
-        marks = tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
-        with self._clock.stage("batch") as timeline:
-            batch = self._make(pieces, size)
-        batch._origin = RowsOrigin(row, self._batch, marks, pieces, size)
-        timeline.count("pack", size)
-        return batch
+    def take(self, n: int) -> list[Batch]:
+        """Return the next batches, at most `n`; none at the end of a finite stream.
+
+        After the first one it stops where a row would have to be waited for. A failure is raised
+        after the batches before it.
+        """
+        if self._failed is not None:
+            raise self._failed
+        batches: list[Batch] = []
+        try:
+            while len(batches) < n and not self._ended and (not batches or self._is_buffered()):
+                pieces, size, turns = self._deal()
+                self._ended = size == 0
+                if size:
+                    batches.append(self._make(pieces, size, turns))
+        except Exception as error:
+            self._failed = error
+            if not batches:
+                raise
+        return batches
+
+    def _is_buffered(self) -> bool:
+        """Return True if the rows of a batch are there."""
+        each = -(-self._batch_size // len(self._packers))
+        return all(packer.buffered >= each for packer in self._packers)
 
     def _deal(self) -> tuple[list[Piece], int, int]:
         """Take a batch's rows from the lanes in turn. Return them, how many, and the turns used."""
@@ -151,42 +156,40 @@ class Batcher:
         row = self._row + (shard.rem - self._row) % shard.mod + turn * shard.mod
         return (row % self._lanes - shard.rem) // shard.mod
 
-    def _make(self, pieces: list[Piece], size: int) -> Batch:
-        seq_len = self._seq_len
-        batch = Batch(
-            None, None, min(rows.epoch for _, rows in pieces), self._batch - 1, _state=self._state
-        )
-        batch._tokens, batch._ids = size * seq_len, True
-        if self._narrow is not None:
-            ids = np.empty((size, seq_len + 1), self._narrow)
-            valid = np.full(size, seq_len + 1, np.int32)
-            for at, rows in pieces:
-                ids[at] = rows.ids
-                if rows.valid is not None:
-                    valid[at] = rows.valid
-            batch.narrow = {"ids": ids, "valid": valid}
-        else:
-            inputs = np.empty((size, seq_len), np.int64)
-            targets = np.empty((size, seq_len), np.int64)
-            for at, rows in pieces:
-                where = slice(at[0], at[-1] + 1) if at[-1] - at[0] == len(at) - 1 else at
-                inputs[where], targets[where] = rows.ids[:, :-1], rows.ids[:, 1:]
-                if rows.valid is not None:
-                    for row, valid_ids in zip(at.tolist(), rows.valid.tolist(), strict=True):
-                        targets[row, max(0, valid_ids - 1) :] = IGNORE
-            batch.inputs, batch.targets = inputs, targets
+    def _make(self, pieces: list[Piece], size: int, turns: int) -> Batch:
+        row = self._row = self._row + turns * self._shard.mod
+        if self._total_rows is not None:
+            row = min(row, self._total_rows)
+        self._batch += 1
+        marks = tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
+        epoch = min(rows.epoch for _, rows in pieces)
+        batch = Batch(None, None, epoch, self._batch - 1, _state=self._state)
+        batch._origin = RowsOrigin(row, self._batch, marks, pieces, size)
+        batch._tokens, batch._ids = size * self._seq_len, True
+        batch.narrow = self._narrow(pieces, size)
         if self._positions:
             positions, cu_seqlens = self._documents(pieces, size)
             batch.max_seqlen = int(np.diff(cu_seqlens).max())
-            if batch.narrow is not None:
-                batch.narrow |= {"positions": positions.astype(np.int32), "cu_seqlens": cu_seqlens}
-            else:
-                batch.positions, batch.cu_seqlens = positions, cu_seqlens
+            batch.narrow |= {"positions": positions, "cu_seqlens": cu_seqlens}
         for _, rows in pieces:
-            rows.ids = NO_IDS  # the batch need not keep alive what was copied
+            rows.ids = NO_IDS  # what the batch keeps for `provenance` needs no ids
         return batch
 
-    def _documents(self, pieces: list[Piece], size: int) -> tuple[I64, I32]:
+    def _narrow(self, pieces: list[Piece], size: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the ids of a batch's rows and, if some are padded, how many of each are real."""
+        if len(pieces) == 1:
+            rows = pieces[0][1]
+            return {"ids": rows.ids} | ({} if rows.valid is None else {"valid": rows.valid})
+        ids = np.empty((size, self._seq_len + 1), self._dtype)
+        valid = np.full(size, self._seq_len + 1)
+        for at, rows in pieces:
+            ids[at] = rows.ids
+            if rows.valid is not None:
+                valid[at] = rows.valid
+        padded = any(rows.valid is not None for _, rows in pieces)
+        return {"ids": ids} | ({"valid": valid} if padded else {})
+
+    def _documents(self, pieces: list[Piece], size: int) -> tuple[I32, I32]:
         """Return `positions` and `cu_seqlens`. A document that began in an earlier row begins again
         at position 0; padding counts as a document of its own."""
         seq_len = self._seq_len
@@ -201,4 +204,4 @@ class Batcher:
         begins = np.unique(np.concatenate(starts))
         bounds = np.append(begins, size * seq_len)
         positions = np.arange(size * seq_len) - np.repeat(begins, np.diff(bounds))
-        return positions.reshape(size, seq_len), bounds.astype(np.int32)
+        return positions.reshape(size, seq_len).astype(np.int32), bounds.astype(np.int32)

@@ -29,6 +29,10 @@ class BestFitPacker(WindowPacker):
         self._doc = self._last = self._row = 0
         """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
 
+    @property
+    def buffered(self) -> int:
+        return 0 if self._group is None else len(self._group.ids) - self._row
+
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (group := self._current_group()) is not None:
@@ -73,7 +77,7 @@ class BestFitPacker(WindowPacker):
     def _pack(self, window: Window, first: int, last: int) -> PackedRows:
         """Fit the documents [first, last) of a window into rows."""
         seq_len, width = self._seq_len, self._seq_len + 1
-        flat = window.gather(first, last)
+        flat = np.concatenate(window.gather(first, last))
         origin = window.map.begin(first)
         ends = window.map.ends[first:last] - origin
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])

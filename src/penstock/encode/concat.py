@@ -85,6 +85,10 @@ class ConcatPacker(WindowPacker):
         self._doc = 0
         """The next document of the window to gather."""
 
+    @property
+    def buffered(self) -> int:
+        return (self._end - self._at - 1) // self._seq_len
+
     def rows(self, n: int) -> list[Rows]:
         if not self._windows and not self._ended:
             self._open_window()
@@ -171,7 +175,7 @@ class ConcatPacker(WindowPacker):
         """Extend the buffer to the token `until`, or to the end of the stream."""
         if self._end >= until or self._ended:
             return
-        pieces: list[Ids] = []
+        pieces = [self._buffer[self._at - self._base :]]
         starts = [self._doc_starts]
         while self._end < until:
             if self._window is None or self._doc == len(self._window.map.ends):
@@ -179,8 +183,8 @@ class ConcatPacker(WindowPacker):
                     break
                 continue
             starts.append(self._gather(self._window, until, pieces))
-        keep = self._at - self._base
-        self._buffer = np.concatenate([self._buffer[keep:], *pieces])
+        # Unlike numpy, `join` does not release the GIL for each piece, which wakes threads in vain.
+        self._buffer = np.frombuffer(b"".join([ids.data for ids in pieces]), self._buffer.dtype)
         self._base = self._at
         while len(self._windows) > 1 and self._windows[1][0] <= self._at:
             self._windows = self._windows[1:]
@@ -194,7 +198,7 @@ class ConcatPacker(WindowPacker):
         first, last = window.map.begin(self._doc), len(ends)
         wanted = first + max(until - self._end, GATHER_TOKENS)
         last = min(int(np.searchsorted(ends, wanted)) + 1, last)
-        pieces.append(window.gather(self._doc, last))
+        pieces += window.gather(self._doc, last)
         stops = ends[self._doc : last]
         begins = np.concatenate([np.array([first]), stops[:-1]])
         self._doc = last
@@ -219,6 +223,6 @@ class ConcatPacker(WindowPacker):
         self._doc = window.map.doc_at(token)
         inside = token - window.map.begin(self._doc)
         if inside:
-            self._buffer = window.gather(self._doc, self._doc + 1)[inside:]
+            self._buffer = window.gather(self._doc, self._doc + 1)[0][inside:]
             self._doc += 1
             self._end = token + len(self._buffer)

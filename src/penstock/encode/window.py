@@ -2,7 +2,7 @@
 
 Built on the producer thread. A `WindowMap` has no ids and may outlive its window: batches keep it
 for `provenance()` and for their position. Documents are gathered a stretch at a time, as they are
-needed, so that the copies stay in the processor's caches.
+needed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock.read.arrow_utils import integers
 from penstock.types import ChunkRef, LanePosition, Span, TokenChunk
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 Ids = np.ndarray[Any, np.dtype[Any]]
-APART = 64
-"""Windows of more chunks are joined: a stretch of documents would take a little of each of them."""
 NO_IDS: Ids = np.empty((0, 0), np.uint16)
 
 
@@ -94,16 +91,11 @@ class Window:
         order: I64 | None,
         dtype: np.dtype[Any],
     ) -> None:
-        self._dtype = dtype
-        # Shuffled chunks stay apart: joining those of a full window first would take a tenth of
-        # a second, in which the queue runs empty.
-        self._docs = [chunk.docs for chunk in chunks]
-        if len(chunks) > (1 if order is None else APART):
-            self._docs = [pa.concat_arrays(self._docs)]
-        flat = [flatten(docs, dtype) for docs in self._docs]
-        self._flat = flat[0][0]
+        """`order` may be None only for a single chunk."""
+        flat = [flatten(chunk.docs, dtype) for chunk in chunks]
+        self._flat = [ids for ids, _ in flat]
+        self._begins = np.concatenate([offsets[:-1] for _, offsets in flat])
         lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
-        self._order = order
         self.map = WindowMap(
             start=start,
             refs=tuple(chunk.ref for chunk in chunks),
@@ -113,29 +105,21 @@ class Window:
             ends=np.cumsum(lengths if order is None else lengths[order]),
         )
 
-    def gather(self, first: int, last: int) -> Ids:
-        """Return the ids of the documents [first, last), one after the other."""
-        if self._order is None:
-            return self._flat[self.map.begin(first) : self.map.begin(last)]
-        return flatten(self._taken(self._order[first:last]), self._dtype)[0]
+    def gather(self, first: int, last: int) -> list[Ids]:
+        """Return the ids of the documents [first, last), as views in their order.
 
-    def _taken(self, wanted: I64) -> pa.LargeBinaryArray:
-        """Return documents in this order: taken chunk by chunk, then brought into order."""
-        if len(self._docs) == 1:
-            return self._docs[0].take(integers(wanted))
-        firsts = self.map.firsts
-        of = np.searchsorted(firsts, wanted, side="right") - 1
-        by_chunk = np.argsort(of, kind="stable")
-        sorted_of, sorted_wanted = of[by_chunk], wanted[by_chunk]
-        parts = []
-        for chunk in np.unique(sorted_of).tolist():
-            begin, end = np.searchsorted(sorted_of, [chunk, chunk + 1])
-            parts.append(self._docs[chunk].take(integers(sorted_wanted[begin:end] - firsts[chunk])))
-        if len(parts) <= 1:
-            return parts[0] if parts else self._docs[0][:0]
-        back = np.empty_like(by_chunk)
-        back[by_chunk] = np.arange(len(back))
-        return pa.concat_arrays(parts).take(integers(back))
+        A view a document costs less than bringing them into order by Arrow, unless documents have
+        far fewer than a hundred tokens.
+        """
+        window, flat = self.map, self._flat
+        if window.order is None:
+            return [flat[0][window.begin(first) : window.begin(last)]]
+        wanted = window.order[first:last]
+        chunks = np.searchsorted(window.firsts, wanted, side="right") - 1
+        begins = self._begins[wanted]
+        ends = begins + np.diff(window.ends[first:last], prepend=window.begin(first))
+        places = zip(chunks.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return [flat[chunk][begin:end] for chunk, begin, end in places]
 
 
 def flatten(docs: pa.LargeBinaryArray, dtype: np.dtype[Any]) -> tuple[Ids, I64]:

@@ -184,7 +184,7 @@ def _widen(batch: Batch, narrow: dict[str, Array], upload: Upload) -> None:
     signed, mask = SIGNED.get(narrow["ids"].dtype.name, (None, None))
     ids = upload(_tensor(narrow["ids"], signed))
     batch.inputs, batch.targets = _int64(ids[:, :-1], mask), _int64(ids[:, 1:], mask)
-    if (narrow["valid"] < width).any():
+    if "valid" in narrow:
         valid = upload(_tensor(narrow["valid"]))
         columns = torch.arange(1, width, device=valid.device)
         batch.targets.masked_fill_(columns >= valid[:, None], IGNORE)

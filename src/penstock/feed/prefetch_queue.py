@@ -26,19 +26,19 @@ class PrefetchQueue(Generic[T]):
 
     def __init__(
         self,
-        produce: Callable[[], T | None],
+        produce: Callable[[int], list[T]],
         capacity: int,
         *,
         clock: Clock,
         cpus: frozenset[int] | None,
         slots: Callable[[T], int],
-        burst: int = 1,
+        block: int = 1,
     ) -> None:
-        """`produce` returns the next item, or None at the end. `slots` returns how much of the
-        capacity an item takes. Up to `burst` items are handed over at once: waking the consumer
-        costs as much as making a small one."""
+        """`produce` returns up to that many items, and none at the end. `slots` returns how much of
+        the capacity an item takes. Up to `block` items are made at once, if need be beyond the
+        capacity: waking a thread costs more than making a small one."""
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
-        self._burst = burst
+        self._block = block
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
         # Taken by itself: Ctrl-C between two lines of `Condition.__exit__` would leave it locked.
@@ -47,9 +47,9 @@ class PrefetchQueue(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._used = 0
         self.capacity = self._limit = capacity
-        self._taken = False
-        """True if an item was taken since the producer looked for room."""
-        self._ended = self._stopped = False
+        self._low = capacity // 2
+        """A full queue is filled again once it is half empty, so that threads seldom wake up."""
+        self._blocked = self._ended = self._stopped = False
         self._error: BaseException | None = None
         self.first_made: float | None = None
         """When the first item was there, in monotonic time."""
@@ -58,13 +58,13 @@ class PrefetchQueue(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """Items that are buffered."""
-        return len(self._items)
+        """Items that are buffered, without those beyond the capacity."""
+        return min(len(self._items), self._limit)
 
     def get(self, timeout_s: float | None = None) -> T | None:
         """Return the next item, or None at the end. Raise the producer's exception after its items."""
         with self._lock:
-            if not self._waited(1, timeout_s):
+            if not self._items and not self._waited(1, timeout_s):
                 raise LoaderTimeout(
                     f"no batch within {timeout_s} s. Nothing is lost: ask again, or see where the "
                     "time goes with stats()."
@@ -72,8 +72,7 @@ class PrefetchQueue(Generic[T]):
             if self._items:
                 item, slots = self._items.popleft()
                 self._used -= slots
-                self._taken = True
-                if self._has_room():
+                if self._blocked and self._used <= self._low:
                     self._changed.notify_all()
                 return item
             if self._error is not None:
@@ -85,15 +84,18 @@ class PrefetchQueue(Generic[T]):
     def fill(self, items: int, timeout_s: float) -> int:
         """Wait until `items` are buffered, and return how many are. The capacity grows meanwhile."""
         with self._lock:
-            self._limit, self._taken = max(self.capacity, items), False
+            self._limit = max(self.capacity, items)
+            self._low = self._limit - 1
             self._changed.notify_all()
             self._waited(items, timeout_s)
-            self._limit = self.capacity
-            return len(self._items)
+            filled = self.depth
+            self.resize(self.capacity)
+            return filled
 
     def resize(self, capacity: int) -> None:
         with self._lock:
             self.capacity = self._limit = capacity
+            self._low = capacity // 2
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -125,47 +127,29 @@ class PrefetchQueue(Generic[T]):
         self._clock.adopt(self._timeline)
         try:
             pin(self._cpus)
-            wanted, more = 1, True  # the first item is not held back for a second one
-            while more and (room := self._room()):
-                more = self._make(min(wanted, room))
-                wanted = min(2 * wanted, self._burst)
+            wanted = 1  # the first item does not wait for a second one
+            while (made := self._produce(wanted)) and self._put(made):
+                wanted = min(2 * wanted, self._block)
         except BaseException as error:  # raised by the `get` that comes to it
             self._error = error
         with self._lock:
             self._ended = True
             self._changed.notify_all()
 
-    def _room(self) -> int:
-        """Wait for room and return how much there is; 0 once the queue was stopped."""
+    def _put(self, made: list[T]) -> bool:
+        """Wait for room and hand over items. Return False once the queue was stopped."""
+        items = [(item, self._slots(item)) for item in made]
         with self._lock:
-            if not self._has_room():
+            if self.first_made is None:
+                self.first_made = time.monotonic()
+            if self._used >= self._limit:
+                self._blocked = True
                 with self._clock.stage(OUT):
-                    self._changed.wait_for(self._has_room)
-            self._taken = False
-            return 0 if self._stopped else self._limit - self._used
-
-    def _has_room(self) -> bool:
-        """Return True if there is room: for a burst, if the consumer takes items meanwhile."""
-        wanted = min(self._burst, max(1, self._limit // 2)) if self._taken else 1
-        return self._limit - self._used >= wanted or self._stopped
-
-    def _make(self, wanted: int) -> bool:
-        """Make items and hand them over, also those before a failure. Return False at the end."""
-        made: list[tuple[T, int]] = []
-        try:
-            with self._clock.stage("pack"):
-                while len(made) < wanted:
-                    item = self._produce()
-                    if item is None:
-                        return False
-                    made.append((item, self._slots(item)))
-            return True
-        finally:
-            self._timeline.count("batch", len(made))
-            with self._lock:
-                if made and self.first_made is None:
-                    self.first_made = time.monotonic()
-                if not self._stopped:
-                    self._items.extend(made)
-                    self._used += sum(slots for _, slots in made)
-                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._used <= self._low or self._stopped)
+                self._blocked = False
+            if self._stopped:
+                return False
+            self._items.extend(items)
+            self._used += sum(slots for _, slots in items)
+            self._changed.notify_all()
+        return True

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 BEGINNING = StreamPosition(0, 0)
-BURST_BYTES = 2 * MiB
-"""Batches are handed over together up to this size: 8 batches of 16 rows of 1024 tokens."""
+BLOCK_BYTES = 8 * MiB
+"""Small batches are made together up to this size, counted as int64; in the queue they take a
+quarter of it or less. That is 32 batches of 16 rows of 1024 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,9 @@ class RunContext:
         return range(self.shard.rem, self.lanes, self.shard.mod)
 
     @property
-    def burst(self) -> int:
-        """Batches to make before they are handed over: more than one if they are small."""
-        small = BURST_BYTES // max(1, self.row_bytes * self.batch_size) if self.row_bytes else 1
-        return max(1, min(small, self.prefetch_size))
+    def block(self) -> int:
+        """Batches that are made at once: more than one if they are small."""
+        return max(1, BLOCK_BYTES // (self.row_bytes * self.batch_size)) if self.row_bytes else 1
 
 
 @contextmanager
@@ -129,8 +129,8 @@ class Work:
 class Producer(Counted, Protocol):
     """Makes the batches of one run, on the producer thread."""
 
-    def next(self) -> Batch | None:
-        """Return the next batch, or None at the end of a finite stream."""
+    def take(self, n: int) -> list[Batch]:
+        """Return the next batches, at most `n`; none at the end of a finite stream."""
 
 
 class Lanes(Counted, Protocol):
@@ -235,16 +235,15 @@ class RowProducer(Producer):
             seq_len=source.seq_len,
             drop_last=run.drop_last,
             positions=source.positions,
-            narrow=None if run.device is None else source.dtype,
+            dtype=source.dtype,
             start=run.start,
             state=run.state,
-            clock=run.clock,
             by_lane=source.by_lane,
             total_rows=total_rows,
         )
 
-    def next(self) -> Batch | None:
-        return self._batcher.next()
+    def take(self, n: int) -> list[Batch]:
+        return self._batcher.take(n)
 
     def bad(self) -> dict[str, int]:
         return self.lanes.bad()

@@ -124,6 +124,10 @@ class IndexedPacker:
         self.counts: Counter[str] = Counter()
         self.failed: Exception | None = None
 
+    @property
+    def buffered(self) -> int:
+        return 0 if self._rest is None else len(self._rest.ids)
+
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (rows := self._rest or self._read()) is not None:

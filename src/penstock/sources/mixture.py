@@ -131,6 +131,10 @@ class MixturePacker:
             )
 
     @property
+    def buffered(self) -> int:
+        return 0  # which part the next row comes from is not looked up for this
+
+    @property
     def counts(self) -> Counter[str]:
         return sum((part.packers[self._index].counts for part in self._parts), Counter())
 

@@ -164,11 +164,11 @@ class SampleProducer(Producer):
         self._row, self._batch = run.start.row, run.start.batch
         self._batch_bytes = self._samples = 0
 
-    def next(self) -> Batch | None:
+    def take(self, n: int) -> list[Batch]:
         self._submit_ahead()
         batch, samples = self._ahead.popleft().result() if self._ahead else (None, None)
         if batch is None or samples is None:
-            return None
+            return []
         self._batch_bytes = batch.nbytes
         self._submit_ahead()
         run = self._run
@@ -180,7 +180,7 @@ class SampleProducer(Producer):
         after = StreamPosition(self._row, self._batch, (), samples.after)
         batch._origin = SamplesOrigin(after, samples.numbers, self._spans_of)
         batch._state = run.state
-        return batch
+        return [batch]
 
     def _submit_ahead(self) -> None:
         """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""

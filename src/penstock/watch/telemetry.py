@@ -83,8 +83,9 @@ class Step:
         """Add a call of `next`."""
         self.wait += wait
         self.tokens += tokens
+        own = self.charges
         for stage, seconds in charges.items():
-            self.charges[stage] = self.charges.get(stage, 0.0) + seconds
+            own[stage] = own.get(stage, 0.0) + seconds
 
     def wall_at(self, now: float) -> float:
         """Return how long it has lasted."""
@@ -106,8 +107,8 @@ class StepTimer:
         """Begin another stream."""
         self.window: deque[Step] = deque(maxlen=WINDOW)
         """The last steps that have ended, without the first of all."""
-        self.total, self.rolling, self._unreported = Step(), Step(), Step()
-        """Of all steps; of those in the window, without charges; of those since the last report."""
+        self.total, self.rolling, self._reported = Step(), Step(), Step()
+        """Sums over all steps; over the window, without charges; over all at the last report."""
         self.paused_s: dict[str, float] = {}
         self._unreported_pauses: dict[str, float] = {}
         self.steps = 0
@@ -118,7 +119,7 @@ class StepTimer:
         """Begin a call of `next`. Return the step that has ended with it, if one has."""
         ended = self.current
         if ended is None:
-            self._unreported.begin = now
+            self._reported.begin = now
         elif not ended.done:
             return None  # the call before gave no batch: this one continues its step
         else:
@@ -137,8 +138,8 @@ class StepTimer:
     def end(self, wait: float, charges: Mapping[str, float], tokens: int | None) -> None:
         """End a call of `next`, with a batch unless `tokens` is None."""
         assert self.current is not None
-        for step in (self.current, self.total, self._unreported):
-            step.add_call(wait, tokens or 0, charges)
+        self.current.add_call(wait, tokens or 0, charges)
+        self.total.add_call(wait, tokens or 0, charges)
         if tokens is not None:
             self.current.done = True
             self.steps += 1
@@ -148,9 +149,9 @@ class StepTimer:
         """Take a pause out of the current step."""
         for pauses in (self.paused_s, self._unreported_pauses):
             pauses[name] = pauses.get(name, 0.0) + seconds
-        for step in (self.current, self._unreported):
-            if step is not None:
-                step.paused += seconds
+        self.total.paused += seconds
+        if self.current is not None:
+            self.current.paused += seconds
 
     def charges(self) -> dict[str, float]:
         """Return the wait by stage over the window."""
@@ -167,14 +168,16 @@ class StepTimer:
     def report(self, now: float) -> dict[str, Any]:
         """Return what happened since the last report, and rolling numbers."""
         fields: dict[str, Any] = {"tokens_total": self.tokens_total}
-        since, rolling, current = self._unreported, self.rolling, self.current
+        rolling, current, total, last = self.rolling, self.current, self.total, self._reported
         if current is None:
             return fields
-        self._unreported = Step(now)
-        fields["tokens"] = since.tokens
+        self._reported = replace(total, begin=now, charges=dict(total.charges))
+        since = Step(last.begin, total.wait - last.wait, paused=total.paused - last.paused)
+        charges = {s: t - last.charges.get(s, 0.0) for s, t in total.charges.items()}
+        fields["tokens"] = total.tokens - last.tokens
         fields["dt_fetch_s"] = fields["dt_fetch_last"] = round(since.wait, 6)
         fields["dt_step_s"] = round(since.wall_at(now), 6)
-        fields["wait_by_stage"] = {stage: round(s, 6) for stage, s in since.charges.items()}
+        fields["wait_by_stage"] = {stage: round(s, 6) for stage, s in charges.items() if s}
         if self._unreported_pauses:
             fields["paused"], self._unreported_pauses = self._unreported_pauses, {}
         if self.window:
