@@ -20,8 +20,11 @@ from penstock.encode.collate import Collated, default_collate, of_mapping, plain
 from penstock.errors import ConfigError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Producer, RunContext, Work, noted
+from penstock.sources.base import Producer, RunContext, Source, Work, noted
 from penstock.types import MiB, Span, StreamPosition
+
+Preprocess = Callable[..., Any] | None
+Collate = Callable[[list[Any]], Any] | None
 
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
@@ -43,11 +46,7 @@ class SampleWork(Work):
     """Fetches samples and makes batches or rows of them."""
 
     def __init__(
-        self,
-        dataset: Any,
-        preprocess: Callable[..., Any] | None,
-        collate: Callable[[list[Any]], Any] | None,
-        run: RunContext,
+        self, dataset: Any, preprocess: Preprocess, collate: Collate, run: RunContext
     ) -> None:
         self.clock = run.clock
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
@@ -61,12 +60,27 @@ class SampleWork(Work):
 
     def batch(self, samples: Samples) -> tuple[Batch | None, Samples]:
         """Return a batch, or None of no samples, and which samples it is made of."""
-        if not len(samples.numbers):
+        numbers, epochs, values = samples.numbers, samples.epochs, samples.values
+        if not len(numbers):
             return None, samples
-        numbers, values = samples.numbers, samples.values
-        values = self._fetch(numbers) if values is None else values
         samples.values = None
-        return self._collated(values, numbers, samples.epochs), samples
+        values = self._fetch(numbers) if values is None else values
+        with self.clock.stage("decode") as timeline:
+            prepared = self._prepared(values, numbers, epochs)
+        timeline.count("decode", len(values))
+        with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(numbers)}"):
+            if self._collate is None:
+                made = default_collate(prepared)
+            else:
+                made = _of_value(self._collate(list(prepared)))
+        size = getattr(made.inputs, "size", None)
+        tokens = size if isinstance(size, int) else len(values)
+        # The epoch that every sample has reached.
+        epoch = int(epochs.min())
+        batch = Batch(
+            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
+        )
+        return batch, samples
 
     def rows(self, indices: I64) -> Any:
         """Return rows of ids, of a dataset that reads many at once."""
@@ -75,60 +89,35 @@ class SampleWork(Work):
         timeline.count("fetch", len(ids), ids.nbytes)
         return ids
 
-    def _collated(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
-        with self.clock.stage("decode") as timeline:
-            prepared = self._prepared(samples, indices, epochs)
-        timeline.count("decode", len(samples))
-        with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(indices)}"):
-            if self._collate is None:
-                made = default_collate(prepared)
-            else:
-                made = _of_value(self._collate(list(prepared)))
-        ids = getattr(made.inputs, "size", None)
-        tokens = ids if isinstance(ids, int) else len(samples)
-        # The epoch that every sample has reached.
-        epoch = int(epochs.min())
-        return Batch(
-            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
-        )
-
     def _fetch(self, indices: I64) -> Sequence[Any]:
+        dataset, numbers, name = self._dataset, indices.tolist(), str(self)
+        samples: list[Any] = []
         with self.clock.stage("fetch", self) as timeline:
-            samples = self._get(indices)
+            if hasattr(dataset, "__getitems__"):
+                with noted(f"in __getitems__ of {name}, samples {_shown(indices)}"):
+                    samples = dataset.__getitems__(numbers)
+            else:
+                for number in numbers:
+                    with noted(f"in __getitem__ of {name}, sample {number}"):
+                        samples.append(dataset[number])
+        if len(samples) != len(numbers):
+            raise ConfigError(
+                f"__getitems__ of {name} returned {len(samples)} samples for {len(numbers)} indices"
+            )
         timeline.count("fetch", len(indices))
         return samples
 
-    def _get(self, indices: I64) -> Sequence[Any]:
-        dataset, numbers, name = self._dataset, indices.tolist(), str(self)
-        if hasattr(dataset, "__getitems__"):
-            with noted(f"in __getitems__ of {name}, samples {_shown(indices)}"):
-                samples: Sequence[Any] = dataset.__getitems__(numbers)
-            if len(samples) != len(numbers):
-                raise ConfigError(
-                    f"__getitems__ of {name} returned {len(samples)} samples for {len(numbers)} indices"
-                )
-            return samples
-        found = []
-        for number in numbers:
-            with noted(f"in __getitem__ of {name}, sample {number}"):
-                found.append(dataset[number])
-        return found
-
     def _prepared(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Sequence[Any]:
-        function = self._preprocess
-        if function is None:
+        if self._preprocess is None:
             return samples
-        prepared = []
+        prepared, rng = [], {}
         for number, epoch, sample in zip(indices.tolist(), epochs.tolist(), samples, strict=True):
+            if self._takes_rng:  # seeded by (seed, epoch, number)
+                philox = np.random.Philox(mix(self._seed, epoch, number))
+                rng = {"rng": np.random.Generator(philox)}
             with noted(f"in preprocess, sample {number}"):
-                prepared.append(function(sample, **self._rng(epoch, number)))
+                prepared.append(self._preprocess(sample, **rng))
         return prepared
-
-    def _rng(self, epoch: int, index: int) -> dict[str, np.random.Generator]:
-        """Return a generator seeded by (seed, epoch, index), if `preprocess` takes one."""
-        if not self._takes_rng:
-            return {}
-        return {"rng": np.random.Generator(np.random.Philox(mix(self._seed, epoch, index)))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +192,23 @@ class SampleProducer(Producer):
         return {"python": True}
 
 
-def refuse_text(sample: Any) -> None:
-    if isinstance(sample, str):
-        raise ConfigError(
-            "these are texts, which need a tokenizer: "
-            "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
-        )
+class CollatedSource(Source):
+    """Samples of the user's own, map-style or iterated."""
+
+    def __init__(self, preprocess: Preprocess, collate: Collate, indexed: Any = None) -> None:
+        """`indexed` is what workers fetch samples from, if they do."""
+        self._preprocess, self._collate, self._indexed = preprocess, collate, indexed
+
+    def work(self, run: RunContext) -> SampleWork:
+        return SampleWork(self._indexed, self._preprocess, self._collate, run)
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise for a text that nothing tokenizes."""
+        if isinstance(sample, str) and self._preprocess is None and self._collate is None:
+            raise ConfigError(
+                "these are texts, which need a tokenizer: "
+                "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
+            )
 
 
 def is_rows(dataset: Any) -> bool:
