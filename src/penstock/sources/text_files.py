@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -57,8 +57,8 @@ log = logging.getLogger("penstock")
 
 FORMAT = 3
 """Increased when the same text would give other token chunks than before."""
-LOOKED_UP = 64
-"""Files whose chunks are remembered, beyond those of the current group."""
+LOOKED_UP = 1024
+"""Files whose chunks are remembered."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
 CLOSE_S = 5.0
@@ -291,22 +291,16 @@ def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork
     return TextWork(*made_of)
 
 
-def _same_chunk(ref: ChunkRef, chunk: TokenChunk) -> TokenChunk:
-    return replace(chunk, ref=ref, cached=True)
-
-
 class FileChunks(ChunkReader):
     """The chunks of files, for the lanes of one rank."""
 
     def __init__(self, dataset: TextDataset, run: RunContext, pool: Pool, work: TextWork) -> None:
         self._files, self._pool, self._work = dataset.files, pool, work
         self._chunk_bytes = dataset.options.chunk_bytes
-        self._looked_up: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
-        self._unreadable: set[int] = set()
-        self._bad_files: list[Bad] = []
-        self._before: dict[int, tuple[FileRef, Task[Any]]] = {}
-        """By lane: the chunk before the next one of the sequential file that the lane reads."""
-        self._ahead: WeakValueDictionary[tuple[Any, ...], Task[Any]] = WeakValueDictionary()
+        self._looked_up: dict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = {}
+        self._before: dict[int, Task[Any]] = {}
+        """By lane: the chunk before the next one, if its file can only be read in order."""
+        self._ahead: WeakValueDictionary[ChunkRef, Task[TokenChunk]] = WeakValueDictionary()
         """Remote chunks that are read ahead. The next epoch of a small dataset needs them too."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._unwritten: deque[TokenChunk] = deque()
@@ -321,88 +315,55 @@ class FileChunks(ChunkReader):
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
                 work.session.network.threads = self.io
-        self._prepared = pool.n_workers == 0
+        if pool.n_workers:  # the vocabulary is loaded while the first chunk is fetched
+            pool.submit("prepare")
 
     @property
     def read_ahead(self) -> int:
         # Twice as many as are fetched at once: while one is late, the others go on.
         return 2 * self.fetches
 
-    def look_up(self, files: tuple[int, ...]) -> None:
+    def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         for index in files:
-            file = self._files[index]
-            if index not in self._looked_up and not file.sequential:
+            if index not in self._looked_up:
+                file = self._files[index]
                 pool = self.io if self.io is not None and file.remote else self._pool
+                if len(self._looked_up) >= LOOKED_UP:
+                    del self._looked_up[next(iter(self._looked_up))]
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
-
-    def known(self, files: tuple[int, ...]) -> bool:
-        return all(i in self._looked_up and self._looked_up[i].ready() for i in files)
-
-    def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
-        self.look_up(files)
-        chunks = []
-        for index in files:
-            refs, bad = self._looked_up[index].result()
-            if bad and index not in self._unreadable:
-                self._unreadable.add(index)
-                self._bad_files += bad
-            chunks.append(refs)
-        while len(self._looked_up) > max(LOOKED_UP, len(files)):
-            self._looked_up.popitem(last=False)
-        return chunks
-
-    def take_bad(self) -> list[Bad]:
-        bad, self._bad_files = self._bad_files, []
-        return bad
+        return [self._looked_up[index] for index in files]
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        task = self._submit(ref)
+        earlier = self._ahead.get(ref)
+        if earlier is not None and not earlier.cancelled():
+            return earlier
+        task = self._submit(ref, position)
         if self.io is not None and self._work.caches(ref.file):
             task.add_done_callback(self._made)
-        if not self._prepared:  # the vocabulary is loaded while the first chunk is read
-            self._prepared = True
-            self._pool.submit("prepare")
         return task
 
-    def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
-        store = self._work.store
-        if store is not None and self._work.has_stored(ref):
-            pool = self.io if self.io is not None and "://" in store.place else self._pool
-            task = pool.submit("encode", ref)
-            self._before[ref.lane] = ref.file, task
-            return task
-        if ref.file.sequential:
-            return self._submit_sequential(ref)
-        if self.io is None or not ref.file.remote or ref.file.codec or self._work.has_cached(ref):
-            return self._pool.submit("encode", ref)
-        key = (ref.file.path, ref.index, ref.part, ref.parts, ref.span)
-        if (earlier := self._ahead.get(key)) is not None:
-            task = self._pool.submit(_same_chunk, ref, after=earlier)
-        else:
-            task = self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
-        self._ahead[key] = task
+    def _submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        pool, work, file = self._pool, self._work, ref.file
+        fetched: Task[Any] | None = None
+        stored = work.has_stored(ref)
+        if stored and self.io is not None and work.store is not None and "://" in work.store.place:
+            pool = self.io
+        elif not stored and not work.has_cached(ref):
+            if file.sequential:
+                # Read after the chunk before it, and tokenized on any worker. As a function: in
+                # this process, also if workers are processes, which could not pass the
+                # decompressor on.
+                before = self._before.get(ref.lane) if position.chunk else None
+                read = self._before[ref.lane] = pool.submit(work.read_next, ref, after=before)
+                return pool.submit("tokenize", ref, after=read)
+            if self.io is not None and file.remote and not file.codec:
+                fetched = self.io.submit("fetch", ref)
+        task = pool.submit("encode", ref, after=fetched)
+        if file.sequential:
+            self._before[ref.lane] = task
+        elif fetched is not None:
+            self._ahead[ref] = task
         return task
-
-    def _submit_sequential(self, ref: ChunkRef) -> Task[TokenChunk]:
-        """Read the next chunk of a file after the one before it, and tokenize it on any worker."""
-        file, before = self._before.get(ref.lane, (None, None))
-        if self._work.has_cached(ref):
-            task = self._pool.submit("encode", ref)
-            self._before[ref.lane] = ref.file, task
-            return task
-        # As a function: in this process, also if workers are processes. They could not pass the
-        # decompressor on.
-        follows = before if file is ref.file else None
-        read = self._pool.submit(self._work.read_next, ref, after=follows)
-        self._before[ref.lane] = ref.file, read
-        return self._pool.submit("tokenize", ref, after=read)
-
-    def reopen(self, lane: int, epoch: int) -> None:
-        self._before.pop(lane, None)
-
-    def used(self, chunk: TokenChunk) -> None:
-        if chunk.last and chunk.ref.file.sequential:
-            self._before.pop(chunk.ref.lane, None)  # its next epoch begins with nothing before it
 
     def _made(self, task: Future[TokenChunk]) -> None:
         """Have a chunk written, whether or not the stream comes to it. Called on any thread."""
