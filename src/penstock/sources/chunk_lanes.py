@@ -18,22 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from penstock.encode.best_fit import BestFitPacker
 from penstock.encode.concat import ConcatPacker
 from penstock.encode.rows import LaneOptions, Packer
-from penstock.encode.tokenizer import Tokenizer
 from penstock.encode.window import Window
 from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
-from penstock.options import TextOptions
 from penstock.order.plan import Plan
 from penstock.order.shuffle import permutation, window_chunks
 from penstock.read.validation import where
-from penstock.sources.base import Counted, Lanes, RowSource, RunContext
+from penstock.sources.base import Counted, Lanes, RunContext
 from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
 
 if TYPE_CHECKING:
+    from penstock.dataset import TextDataset
     from penstock.sources.prepared import BlockPlan
+    from penstock.sources.text_iterable import TextIterable
 
 log = logging.getLogger("penstock")
 
@@ -43,6 +45,8 @@ SHUFFLE_BYTES = 256 * MiB
 """Bytes of text after which a shuffle window is full, however few chunks it has."""
 LOOK_AHEAD = 8
 """Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
+IDS = np.dtype(np.uint32)
+"""The type of ids if there is no tokenizer."""
 _DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
 
 
@@ -55,10 +59,8 @@ class ChunkReader(Counted, Protocol):
         return 0
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
-        """Start to find the chunks of each file, and why it is left out if it cannot be read.
-
-        Not called for sequential files.
-        """
+        """Start to find the chunks of each file, and why it is left out if it cannot be read. Return
+        nothing for sequential files."""
         return []
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
@@ -91,9 +93,10 @@ class ChunkLane:
         self.number, self._lanes = number, lanes
         self._plan, self._options, self._reader = lanes.plan, lanes.options, lanes.reader
         self._end_epoch = start.epoch + 1 if lanes.run.by_epoch else lanes.run.end_epoch
-        self._ahead: deque[Ahead] = deque()
+        self.ahead: deque[Ahead] = deque()
+        """The chunks under way."""
         self._estimated: set[Ahead] = set()
-        """Those under way whose size was not known when it was last asked for."""
+        """Those whose size was not known when it was last asked for."""
         self._ahead_bytes = 0
         self._epoch, self._group, self._chunk = start[:3]
         """The next chunk to submit."""
@@ -110,10 +113,6 @@ class ChunkLane:
 
     # Read-ahead
 
-    def ahead(self) -> list[Task[TokenChunk]]:
-        """Return the tasks under way. May be called by other threads."""
-        return [ahead.task for ahead in list(self._ahead)]
-
     def ahead_bytes(self) -> int:
         """Return the memory that the chunks under way take, or may take."""
         for ahead in [each for each in self._estimated if each.task.ready()]:
@@ -126,35 +125,16 @@ class ChunkLane:
         self._estimated.discard(ahead)
         self._ahead_bytes -= ahead.nbytes
 
-    @property
-    def n_ahead(self) -> int:
-        return len(self._ahead)
-
     def wants_chunks(self, beyond: int) -> bool:
         """Return True if fewer chunks are under way than the next window and `beyond` need."""
         full = self._options.window_chunks
-        return len(self._ahead) < window_chunks(self._window_epoch, self._window, full) + beyond
+        return len(self.ahead) < window_chunks(self._window_epoch, self._window, full) + beyond
 
-    def would_wait(self) -> bool:
-        """Return True if submitting a chunk would wait for a footer, and look up the next few."""
-        if self._groups is None or (self._refs is not None and self._chunk < len(self._refs)):
-            return False
-        next_group = self._group if self._refs is None else self._group + 1
-        upcoming = self._groups[next_group : next_group + LOOK_AHEAD]
-        if not upcoming or self._plan.is_sequential(upcoming[0]):
-            return False
-        if all(task.ready() for task in self._reader.look_up(upcoming[0])):
-            return False
-        self._look_up(upcoming[1:])
-        return True
+    def submit(self, wait: bool = True) -> int:
+        """Submit one more chunk, and return the memory that it may take.
 
-    def _look_up(self, groups: list[tuple[int, ...]]) -> None:
-        for group in groups:
-            if not self._plan.is_sequential(group):
-                self._reader.look_up(group)
-
-    def submit(self) -> int:
-        """Submit one more chunk. Return the memory that it may take; 0 at the end of a finite stream."""
+        Return 0 at the end of a finite stream, and with wait=False if a footer has to be read first.
+        """
         while self._end_epoch is None or self._epoch < self._end_epoch:
             if self._groups is None:
                 self._groups = self._plan.groups(self.number, self._epoch)
@@ -163,7 +143,9 @@ class ChunkLane:
                     raise self.no_data()
                 self._epoch, self._group, self._groups = self._epoch + 1, 0, None
                 continue
-            ref = self._next_ref(self._groups)
+            if self._refs is None and not self._open_group(self._groups, wait):
+                return 0
+            ref = self._next_ref(self._groups[self._group])
             if ref is None:
                 self._next_group()
                 continue
@@ -174,7 +156,7 @@ class ChunkLane:
             self._chunk += 1
             self._chunk_epoch = self._epoch
             ahead = Ahead(position, ref, task, max(1, self._options.expansion * ref.nbytes))
-            self._ahead.append(ahead)
+            self.ahead.append(ahead)
             self._estimated.add(ahead)
             self._ahead_bytes += ahead.nbytes
             return ahead.nbytes
@@ -183,17 +165,25 @@ class ChunkLane:
     def _next_group(self) -> None:
         self._group, self._chunk, self._refs = self._group + 1, 0, None
 
-    def _next_ref(self, groups: list[tuple[int, ...]]) -> ChunkRef | None:
-        lane, epoch, group, chunk = self.number, self._epoch, groups[self._group], self._chunk
-        if self._plan.is_sequential(group):
-            return self._plan.next_chunk(lane, epoch, group[0], chunk, self._options.chunk_bytes)
-        if self._refs is None:
-            found = [task.result() for task in self._reader.look_up(group)]
+    def _open_group(self, groups: list[tuple[int, ...]], wait: bool) -> bool:
+        """Find the lane's chunks of the next group. Return False if that would wait."""
+        group, later = groups[self._group], groups[self._group + 1 :]
+        lookups = self._reader.look_up(group)
+        ready = wait or all(task.ready() for task in lookups)
+        for upcoming in later[: 1 if ready else LOOK_AHEAD]:
+            self._reader.look_up(upcoming)
+        if ready and not self._plan.is_sequential(group):
+            found = [task.result() for task in lookups]
             self._lanes.leave_out([bad for _, bad_file in found for bad in bad_file])
             chunks = [refs for refs, _ in found]
-            self._refs = self._plan.chunks(lane, epoch, self._group, group, chunks)
-            self._look_up(groups[self._group + 1 : self._group + 2])
-        return self._refs[chunk] if chunk < len(self._refs) else None
+            self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
+        return ready
+
+    def _next_ref(self, group: tuple[int, ...]) -> ChunkRef | None:
+        if self._refs is not None:
+            return self._refs[self._chunk] if self._chunk < len(self._refs) else None
+        nbytes = self._options.chunk_bytes
+        return self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
 
     # Windows
 
@@ -228,7 +218,7 @@ class ChunkLane:
         if ahead is None:
             return None
         chunk = ahead.task.result()  # if this raises, the chunk stays the next one
-        self._forget(self._ahead.popleft())
+        self._forget(self.ahead.popleft())
         if chunk.last and ahead.ref.file.sequential:
             self._end_file(ahead.position[:2])
         self._lanes.use(chunk)
@@ -236,7 +226,7 @@ class ChunkLane:
 
     def _first(self) -> Ahead | None:
         """Return the next chunk while it is under way, or None at the end of a finite stream."""
-        return self._ahead[0] if self._ahead or self.submit() else None
+        return self.ahead[0] if self.ahead or self.submit() else None
 
     def _take_window(self, epoch: int) -> list[TokenChunk]:
         limit = window_chunks(epoch, self._window, self._options.window_chunks)
@@ -255,8 +245,8 @@ class ChunkLane:
 
     def _end_file(self, file: tuple[int, ...]) -> None:
         """A sequential file (epoch, group) ended: drop what was submitted beyond its end."""
-        while self._ahead and self._ahead[-1].position[:2] == file:
-            self._forget(dropped := self._ahead.pop())
+        while self.ahead and self.ahead[-1].position[:2] == file:
+            self._forget(dropped := self.ahead.pop())
             dropped.task.cancel()
         if (self._epoch, self._group) == file:
             self._next_group()
@@ -284,7 +274,7 @@ class ChunkLanes(Lanes):
     ) -> None:
         """`report_docs`: documents between two log lines; 0 for none."""
         self.plan, self.options, self.reader, self.run = plan, options, reader, run
-        self._pool = pool
+        self._pool, self.inner = pool, [reader]
         self.read_ahead_bytes = run.read_ahead_bytes
         self.min_read_ahead = 0
         """Chunks to have under way beyond the next window, at least: set by autotune."""
@@ -303,8 +293,8 @@ class ChunkLanes(Lanes):
         return packer(self.options, partial(self._next_window, lane), start)
 
     def reopen(self, index: int, epoch: int) -> None:
-        for task in self.lanes[index].ahead():
-            task.cancel()
+        for ahead in self.lanes[index].ahead:
+            ahead.task.cancel()
         number, start = self.lanes[index].number, LanePosition(epoch=epoch)
         self.reader.reopen(number, epoch)
         self.lanes[index] = ChunkLane(self, number, start)
@@ -313,25 +303,19 @@ class ChunkLanes(Lanes):
         self.packers[index] = packer
 
     def totals(self) -> dict[str, int]:
-        return self.reader.totals() | self._counts
+        return super().totals() | self._counts
 
     def bad(self) -> dict[str, int]:
         return dict(self._bad)
 
     def gauges(self) -> dict[str, Any]:
-        tasks = [task for lane in self.lanes for task in lane.ahead()]
-        return self.reader.gauges() | {
+        tasks = [ahead.task for lane in self.lanes for ahead in list(lane.ahead)]
+        return super().gauges() | {
             "chunks_ready": sum(task.ready() for task in tasks),
             "chunks_under_way": len(tasks),
             "memory_bound": self.memory_bound,
             "lane_balance": self.plan.balance(),
         }
-
-    def stop(self) -> None:
-        self.reader.stop()
-
-    def close(self) -> None:
-        self.reader.close()
 
     @property
     def read_ahead(self) -> int:
@@ -353,12 +337,10 @@ class ChunkLanes(Lanes):
         budget = self.read_ahead_bytes - sum(lane.ahead_bytes() for lane in self.lanes)
         hungry = [lane for lane in self.lanes if lane.wants_chunks(beyond)]
         while hungry and budget > 0:
-            lane = min(hungry, key=lambda lane: lane.n_ahead)
-            if lane.would_wait():  # what is known already goes first
-                hungry.remove(lane)
-                continue
+            lane = min(hungry, key=lambda lane: len(lane.ahead))
             try:
-                nbytes = lane.submit()
+                # The first batch waits for footers; later, what is known already goes first.
+                nbytes = lane.submit(wait=beyond == 0)
             except Exception:  # raised again when the stream comes to this chunk
                 nbytes = 0
             if not nbytes or not lane.wants_chunks(beyond):
@@ -414,17 +396,15 @@ class ChunkLanes(Lanes):
 
 
 def text_lanes(
-    source: RowSource,
-    files: Sequence[FileRef],
-    options: TextOptions,
-    tokenizer: Tokenizer | None,
+    dataset: TextDataset | TextIterable,
+    files: tuple[FileRef, ...],
     reader: ChunkReader,
     run: RunContext,
     pool: Pool,
     report_docs: int = 0,
 ) -> ChunkLanes:
     """Open the lanes of text in files or of an iterable."""
-    plan = Plan(files=tuple(files), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+    options, tokenizer = dataset.options, dataset.tokenizer
     lane_options = LaneOptions(
         chunk_bytes=options.chunk_bytes,
         window_chunks=options.shuffle_chunks if run.shuffle else 1,
@@ -432,8 +412,9 @@ def text_lanes(
         packing=options.packing,
         seq_len=options.seq_len,
         pad_id=0 if tokenizer is None else tokenizer.pad_id,
-        dtype=source.dtype,
+        dtype=IDS if tokenizer is None else tokenizer.dtype,
         positions=options.positions,
         keep_tail=not run.drop_last,
     )
+    plan = Plan(files=files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
     return ChunkLanes(plan, lane_options, reader, run, pool, report_docs)

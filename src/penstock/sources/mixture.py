@@ -180,7 +180,7 @@ class MixtureLanes(Lanes):
     """A rank's lanes of a mixture, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
-        self.parts: list[Lanes] = []
+        self.inner = self.parts = list[Lanes]()
         try:
             for i, (name, part) in enumerate(source.parts.items()):
                 own = source.part_run(run, i)
@@ -195,12 +195,6 @@ class MixtureLanes(Lanes):
         own_lanes = enumerate(run.own_lanes)
         self.packers: list[MixturePacker] = [MixturePacker(self, i, n, run) for i, n in own_lanes]
 
-    def totals(self) -> dict[str, int]:
-        return sum((Counter(part.totals()) for part in self.parts), Counter())
-
-    def bad(self) -> dict[str, int]:
-        return sum((Counter(part.bad()) for part in self.parts), Counter())
-
     def gauges(self) -> dict[str, Any]:
         """Return those of the part with the most fetches, and sums over the parts."""
         every = [gauges for part in self.parts if (gauges := part.gauges())]
@@ -208,14 +202,6 @@ class MixtureLanes(Lanes):
         names = ("chunks_ready", "chunks_under_way", "fetches")
         sums = {name: sum(gauges.get(name, 0) for gauges in every) for name in names}
         return most | sums | {"memory_bound": any(gauges.get("memory_bound") for gauges in every)}
-
-    def stop(self) -> None:
-        for part in self.parts:
-            part.stop()
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.close()
 
 
 class MixtureSource(RowSource):
@@ -300,8 +286,11 @@ class MixtureSource(RowSource):
         whole = all(len(weights) == n and sum(weights) == UNIT for _, weights in state.weights)
         if not whole or changes != sorted(set(changes)) or not changes or changes[0] > first:
             raise StateError(f"invalid state: its weights are not those of {n} parts")
-        if any(len(at.parts) != n or len(at.counts) != n for at in positions.values()):
-            raise StateError(f"invalid state: every lane needs a position in {n} parts")
+        for lane, at in positions.items():
+            row = at.row * state.lanes
+            since = row - max(begin for begin in changes if begin <= row)
+            if len(at.parts) != n or len(at.counts) != n or (since and sum(at.counts) != since):
+                raise StateError(f"invalid state: lane {lane} needs a position in {n} parts")
         for i, (name, part) in enumerate(self.parts.items()):
             part.check_state(
                 replace(

@@ -8,9 +8,9 @@ processes. `RemoteSession` is what one run opens: the network, the remote files,
 from __future__ import annotations
 
 import importlib
-import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from penstock.options import RemoteOptions
 from penstock.read.listing import RemoteListing, Secret, explain_change
 from penstock.read.metadata_cache import MetadataCache
 from penstock.read.remote_files import Network, RemoteFiles
-from penstock.types import FileRef, Member
+from penstock.types import FileRef
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
@@ -57,9 +57,6 @@ class RemoteConfig:
         """Name the file that changed since an earlier listing, if that listing is kept."""
         return explain_change(MetadataCache(self.folder), fingerprint, files)
 
-    def open(self) -> RemoteSession:
-        return RemoteSession(self)
-
 
 class RemoteSession:
     """The connections, files and metadata cache of one run."""
@@ -92,7 +89,7 @@ def list_remote(
 ) -> tuple[Files, Tokenizer, RemoteConfig]:
     """List files and load the tokenizer at the same time."""
     remote = RemoteConfig(limits=limits, folder=cache_dir())
-    session = remote.open()
+    session = RemoteSession(remote)
     pool = ThreadPool(min(limits.fetches, LISTING_THREADS), None, name="fetch")
     session.network.threads = pool
     listing = RemoteListing(
@@ -118,8 +115,5 @@ def list_remote(
 
 def list_on_rank_0(make: Callable[[], Files]) -> Files:
     """Return on every rank what rank 0 lists."""
-    data = from_rank_0(lambda: json.dumps([asdict(file) for file in make()]).encode())
-    return tuple(
-        FileRef(**{**values, "members": tuple(Member(*member) for member in values["members"])})
-        for values in json.loads(data)
-    )
+    files: Files = pickle.loads(from_rank_0(lambda: pickle.dumps(make())))
+    return files

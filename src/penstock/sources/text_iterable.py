@@ -21,13 +21,11 @@ from penstock.options import TextOptions
 from penstock.read.arrow_utils import empty
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
+from penstock.sources.chunk_lanes import IDS, ChunkLanes, ChunkReader, text_lanes
 from penstock.state import State
 from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
-IDS = np.dtype(np.uint32)
-"""The type of ids if there is no tokenizer."""
 OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks"}
 """The options of text in files that apply here too."""
 
@@ -267,7 +265,5 @@ class TextIterableSource(RowSource):
         return IterableWork(self.data.tokenizer, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        data = self.data
-        file = FileRef(data.name, data.name, 0, "text", "iterable")
-        reader = IterableChunks(data, run, pool)
-        return text_lanes(self, [file], data.options, data.tokenizer, reader, run, pool)
+        file = FileRef(self.data.name, self.data.name, 0, "text", "iterable")
+        return text_lanes(self.data, (file,), IterableChunks(self.data, run, pool), run, pool)
