@@ -211,8 +211,7 @@ class Stateful:
     """An iterable with a state of its own, as those of torchdata have."""
 
     def __init__(self, items: list[Any]) -> None:
-        self._items = items
-        self._at = self._start = 0
+        self._items, self._at, self._start = items, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
         self._at, self._start = self._start, 0

@@ -8,9 +8,9 @@ processes. `RemoteSession` is what one run opens: the network, the remote files,
 from __future__ import annotations
 
 import importlib
-import pickle
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from penstock.options import RemoteOptions
 from penstock.read.listing import RemoteListing, Secret, explain_change
 from penstock.read.metadata_cache import MetadataCache
 from penstock.read.remote_files import Network, RemoteFiles
-from penstock.types import FileRef
+from penstock.types import FileRef, Member
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
@@ -115,5 +115,8 @@ def list_remote(
 
 def list_on_rank_0(make: Callable[[], Files]) -> Files:
     """Return on every rank what rank 0 lists."""
-    files: Files = pickle.loads(from_rank_0(lambda: pickle.dumps(make())))
-    return files
+    data = from_rank_0(lambda: json.dumps([asdict(file) for file in make()]).encode())
+    return tuple(
+        FileRef(**values | {"members": tuple(Member(*each) for each in values["members"])})
+        for values in json.loads(data)
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.encode.batch import Batch
-from penstock.encode.collate import Collated, default_collate, of_mapping, plain
+from penstock.encode.collate import default_collate, of_value
 from penstock.errors import ConfigError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
@@ -74,10 +74,8 @@ class SampleWork(Work):
             prepared = self._prepared(values, numbers, epochs)
         timeline.count("decode", len(values))
         with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(numbers)}"):
-            if self._collate is None:
-                made = default_collate(prepared)
-            else:
-                made = _of_value(self._collate(list(prepared)))
+            collate = self._collate or default_collate
+            made = of_value(collate(list(prepared)))
         size = getattr(made.inputs, "size", None)
         tokens = size if isinstance(size, int) else len(values)
         # The epoch that every sample has reached.
@@ -295,21 +293,6 @@ class IterableSource(CollatedSource):
 def span_of(name: str, number: int) -> list[Span]:
     """Return where a sample comes from: its number is all that is known."""
     return [Span(name, None, None, number, (0, 0), (0, 0))]
-
-
-def _of_value(value: Any) -> Collated:
-    """Find inputs and targets in what a user's `collate` returned."""
-    if isinstance(value, Collated):
-        return value
-    value = plain(dict(value) if isinstance(value, Mapping) else value)
-    if isinstance(value, Mapping):
-        return of_mapping(value)
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    if pair and (isinstance(value, tuple) or all(hasattr(part, "shape") for part in value)):
-        return Collated(value[0], value[1], None)
-    if isinstance(value, np.ndarray):
-        return Collated(value, None, None)
-    return Collated(None, None, value)
 
 
 def _shown(indices: I64) -> str:
