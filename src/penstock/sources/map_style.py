@@ -72,8 +72,7 @@ def sample_parts(
 def spans_of(dataset: Any, index: int) -> list[Span]:
     """Return where a sample comes from, as far as its dataset knows."""
     if hasattr(dataset, "spans"):
-        spans: list[Span] = dataset.spans(index)
-        return spans
+        return list(dataset.spans(index))
     return span_of(type(dataset).__name__, index)
 
 
@@ -244,12 +243,10 @@ class RowsSource(SampleSource, RowSource):
         """How many rows the first task reads, and how many later ones."""
 
     def data_id(self) -> dict[str, Any]:
-        about: dict[str, Any] = self.dataset.data_id()
-        return about | {"length": self._length}
+        return {**self.dataset.data_id(), "length": self._length}
 
     def settings_id(self) -> dict[str, Any]:
-        settings: dict[str, Any] = self.dataset.settings_id()
-        return settings
+        return dict(self.dataset.settings_id())
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
         (first, end), total = self.rows_of(run)

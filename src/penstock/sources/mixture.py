@@ -77,8 +77,7 @@ class Mixture:
         """Return the text of a row of ids, if a part has a tokenizer."""
         for part, _ in self.parts.values():
             if getattr(part, "tokenizer", None):
-                text: str = part.decode(ids)
-                return text
+                return str(part.decode(ids))
         raise ConfigError("decode: none of the parts has a tokenizer")
 
     def __repr__(self) -> str:

@@ -176,17 +176,13 @@ class SampleProducer(Producer):
 
     def _submit_ahead(self) -> None:
         """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""
-        while len(self._ahead) <= self._pool.n_workers and not (self._ahead and self._is_full()):
-            task = next(self._tasks, None)
+        limit, size = self._run.read_ahead_bytes, self._batch_bytes
+        while (ahead := len(self._ahead)) <= self._pool.n_workers:
+            full = (ahead + 2) * size > limit if size else limit < PROBE_BYTES
+            task = None if ahead and full else next(self._tasks, None)
             if task is None:
                 return
             self._ahead.append(task)
-
-    def _is_full(self) -> bool:
-        limit = self._run.read_ahead_bytes
-        if not self._batch_bytes:
-            return limit < PROBE_BYTES
-        return (len(self._ahead) + 2) * self._batch_bytes > limit
 
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}

@@ -59,10 +59,8 @@ class TextIterable:
         self.name = name or name_of(source)
         self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
-        self.tokenizer: Tokenizer | None = None
-        if tokenizer is not None:
-            eos, bos = self.options.eos, self.options.bos
-            self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
+        separators = {"eos": self.options.eos, "bos": self.options.bos}
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, **separators)
 
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
@@ -253,12 +251,10 @@ class TextIterableSource(RowSource):
         return settings | {"chunk_docs": self.data.chunk_docs}
 
     def check_state(self, state: State) -> None:
-        for at in state.lane_positions.values():
-            if at.source is not None and not (
-                isinstance(at.source, dict) and is_count(at.source.get("taken"))
-            ):
+        for at in (position.source for position in state.lane_positions.values()):
+            if at is not None and not (isinstance(at, dict) and is_count(at.get("taken"))):
                 raise StateError(
-                    f"invalid state: the position of an iterable must have 'taken': {at.source!r:.80}"
+                    f"invalid state: the position of an iterable must have 'taken': {at!r:.80}"
                 )
 
     def work(self, run: RunContext) -> IterableWork:
