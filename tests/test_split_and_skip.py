@@ -118,17 +118,13 @@ def test_documents_of_a_split_name_their_true_rows(tmp_path: Path) -> None:
     assert list(named) == split(tmp_path, "parquet", "val")
 
 
-def test_a_split_without_documents_is_no_data(tmp_path: Path) -> None:
+def test_a_split_without_documents_or_sense_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
     with pytest.raises(SourceError, match="empty or left out"):
         documents(bytes_of(path, split="val:1e-9"))
-
-
-@pytest.mark.parametrize("how", [{"split": "test"}, {"split": "val:0.0"}, {"split": "val:1.0"}])
-def test_a_split_that_makes_no_sense_is_refused(tmp_path: Path, how: dict[str, Any]) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(ConfigError, match=next(iter(how))):
-        bytes_of(path, **how)
+    for wrong in ("test", "val:0.0", "val:1.0"):
+        with pytest.raises(ConfigError, match="split"):
+            bytes_of(path, split=wrong)
 
 
 # Skipping

@@ -170,13 +170,13 @@ class ChunkLane:
         group, later = groups[self._group], groups[self._group + 1 :]
         lookups = self._reader.look_up(group)
         ready = wait or all(task.ready() for task in lookups)
-        for upcoming in later[: 1 if ready else LOOK_AHEAD]:
-            self._reader.look_up(upcoming)
         if ready and not self._plan.is_sequential(group):
             found = [task.result() for task in lookups]
             self._lanes.leave_out([bad for _, bad_file in found for bad in bad_file])
             chunks = [refs for refs, _ in found]
             self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
+        for upcoming in later[: 1 if ready else LOOK_AHEAD]:
+            self._reader.look_up(upcoming)
         return ready
 
     def _next_ref(self, group: tuple[int, ...]) -> ChunkRef | None:
