@@ -167,7 +167,7 @@ class ChunkLane:
 
     def _open_group(self, groups: list[tuple[int, ...]], wait: bool) -> bool:
         """Find the lane's chunks of the next group. Return False if that would wait."""
-        group, later = groups[self._group], groups[self._group + 1 :]
+        group, after = groups[self._group], self._group + 1
         lookups = self._reader.look_up(group)
         ready = wait or all(task.ready() for task in lookups)
         if ready and not self._plan.is_sequential(group):
@@ -175,7 +175,7 @@ class ChunkLane:
             self._lanes.leave_out([bad for _, bad_file in found for bad in bad_file])
             chunks = [refs for refs, _ in found]
             self._refs = self._plan.chunks(self.number, self._epoch, self._group, group, chunks)
-        for upcoming in later[: 1 if ready else LOOK_AHEAD]:
+        for upcoming in groups[after : after + (1 if ready else LOOK_AHEAD)]:
             self._reader.look_up(upcoming)
         return ready
 
