@@ -100,10 +100,14 @@ class MixturePacker:
         self._mixed, self._index, self._lane, self._run = mixed, index, lane, run
         start = run.positions[lane]
         self._epoch, self.row = start.epoch, start.row
+        self._ended = self._is_last(start.epoch - 1)
         self._given = start.row > 0
         """True if the epoch has had a row."""
         self._part_rows = [0] * len(mixed.parts)
         self.failed: Exception | None = None
+
+    def _is_last(self, epoch: int) -> bool:
+        return self._run.end_epoch is not None and epoch + 1 >= self._run.end_epoch
 
     def _packers(self) -> list[Packer]:
         return [part.packers[self._index] for part in self._mixed.parts]
@@ -111,10 +115,6 @@ class MixturePacker:
     @property
     def counts(self) -> Counter[str]:
         return sum((packer.counts for packer in self._packers()), Counter())
-
-    @property
-    def _ended(self) -> bool:
-        return self._run.end_epoch is not None and self._epoch >= self._run.end_epoch
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
@@ -152,9 +152,11 @@ class MixturePacker:
                 f"lane {self._lane} of {self._run.lanes} gets no row of part {part} of the mixture"
             )
             return
-        self._epoch += 1
-        self._given = False
+        # After the last epoch the position stays at its end, so that a run of more epochs continues.
+        self._ended = self._is_last(self._epoch)
         if not self._ended:
+            self._epoch += 1
+            self._given = False
             for lanes in self._mixed.parts:
                 lanes.reopen(self._index, self._epoch)
 

@@ -131,11 +131,8 @@ class DocumentReader:
                     failed = error  # raised after the documents that came before it
                     break
                 size += len(documents[-1] or "")
-            position = self._positions.get(number % lanes)
-            if position is not None and (epoch, number // lanes) >= (
-                position.epoch,
-                position.chunk,
-            ):
+            own = self._positions.get(number % lanes)
+            if own is not None and (epoch, number // lanes) >= (own.epoch, own.chunk):
                 chunk = self._documents(documents, first, last)
                 chunk.source = {"taken": first} | ({} if state is None else {"state": state})
                 self._ready[epoch, number] = chunk
