@@ -59,8 +59,9 @@ class TextIterable:
         self.name = name or name_of(source)
         self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
-        separators = {"eos": self.options.eos, "bos": self.options.bos}
-        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, **separators)
+        eos, bos = self.options.eos, self.options.bos
+        given = tokenizer is not None
+        self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if given else None
 
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
