@@ -6,6 +6,7 @@ import gzip
 import json
 import pydoc_data.topics
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -48,8 +49,10 @@ def write_corpus(folder: Path) -> None:
     train_vocabulary(folder / "tokenizer.json")
 
 
-def train_vocabulary(path: Path, size: int = 400) -> None:
-    """A small byte-level BPE in the style of GPT-2."""
+def train_vocabulary(
+    path: Path, size: int = 400, of: Sequence[str] = (), specials: Sequence[str] = ()
+) -> Path:
+    """Train a small byte-level BPE in the style of GPT-2, on the corpus or other texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -57,9 +60,10 @@ def train_vocabulary(path: Path, size: int = 400) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", *specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(of or texts(), trainer)
     tokenizer.save(str(path))
+    return path

@@ -211,8 +211,7 @@ class Stateful:
     """An iterable with a state of its own, as those of torchdata have."""
 
     def __init__(self, items: list[Any]) -> None:
-        self._items = items
-        self._at = self._start = 0
+        self._items, self._at, self._start = items, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
         self._at, self._start = self._start, 0
@@ -285,15 +284,11 @@ ROW_NUMBERS = {
     for shuffle in (False, True)
 }
 ITERATED = {
-    "iterated samples": Kind(
-        lambda _: iterate_samples, {}, lambda _, span: sample_rows()[span.row], sample_rows
-    ),
-    "stateful samples": Kind(
-        lambda _: Stateful(list(iterate_samples())),
-        {},
-        lambda _, span: sample_rows()[span.row],
-        sample_rows,
-    ),
+    name: Kind(build, {}, lambda _, span: sample_rows()[span.row], sample_rows)
+    for name, build in (
+        ("iterated samples", lambda _: iterate_samples),
+        ("stateful samples", lambda _: Stateful(list(iterate_samples()))),
+    )
 }
 PROCESSED = {
     "preprocessed": Kind(lambda _: Samples(), {"preprocess": add_noise}),

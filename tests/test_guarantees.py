@@ -1,4 +1,4 @@
-"""Even use of uneven files, stable splits, several consumers, and clear refusals."""
+"""Even use of uneven files, several consumers, and clear refusals."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ def write_parquet(path: Path, texts: list[str], group: int) -> None:
     pq.write_table(pa.table({"text": texts}), path, row_group_size=group)
 
 
-def finite_documents(data: Any, **how: Any) -> list[str]:
-    """Return the texts of one pass over a dataset of bytes."""
-    with AsyncDataLoader(data, 4, epochs=1, drop_last=False, **how) as loader:
-        rows = [row for batch in loader for row in contracts.rows_of(batch)]
-    ids = [id for row in rows for id in row[:-1]] + rows[-1][-1:]
-    return bytes(0 if id == EOS else id for id in ids).decode().split("\0")[:-1]
-
-
 # Uneven files
 
 
@@ -65,26 +57,6 @@ def test_documents_of_uneven_files_are_used_equally_often(tmp_path: Path) -> Non
     assert max(starts.values()) - min(starts.values()) <= 1
 
 
-# Splits
-
-
-def test_the_split_of_a_document_does_not_depend_on_the_other_files(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        texts = [f"{name} {row}" for row in range(300)]
-        write_parquet(tmp_path / name / "p.parquet", texts, group=50)
-
-    def validation(*names: str) -> set[str]:
-        data = TextDataset(
-            [tmp_path / name / "p.parquet" for name in names],
-            tokenizer="byte", seq_len=32, split="val:0.3",
-        )  # fmt: skip
-        return {text for text in finite_documents(data) if text.startswith("one")}
-
-    alone = validation("one")
-    assert 30 < len(alone) < 200
-    assert validation("one", "two") == alone
-
-
 # Several consumers
 
 
@@ -97,16 +69,12 @@ def test_two_threads_that_share_a_loader_get_each_batch_once(corpus: Path, n_wor
 
     whole = contracts.ledger(make, 1_000)
     got: list[str] = []
-    refused: list[Exception] = []
     begin = threading.Barrier(2)
 
     def consume(loader: AsyncDataLoader) -> None:
         begin.wait(20)
-        try:
-            while (batch := loader.next_batch(timeout=20)) is not None:
-                got.append(contracts.digest(batch))
-        except Exception as error:
-            refused.append(error)
+        while (batch := loader.next_batch(timeout=20)) is not None:
+            got.append(contracts.digest(batch))
 
     with make() as loader:
         threads = [threading.Thread(target=consume, args=(loader,)) for _ in range(2)]
@@ -114,9 +82,6 @@ def test_two_threads_that_share_a_loader_get_each_batch_once(corpus: Path, n_wor
             thread.start()
         for thread in threads:
             thread.join(60)
-    # Either both get batches, or one is refused at once. Neither waits for a batch that never comes.
-    assert len(refused) <= 1
-    assert all(type(error) in (ConfigError, PenstockError, RuntimeError) for error in refused)
     assert sorted(got) == sorted(whole)
 
 
@@ -138,14 +103,12 @@ def test_a_mixture_of_different_vocabularies_is_refused(corpus: Path, tmp_path: 
 def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path: Path) -> None:
     columns = [pa.array(["a", "b"]), pa.array(["c", "d"])]
     pq.write_table(pa.table(columns, names=["text", "text"]), tmp_path / "twice.parquet")
-
-    def read() -> None:
-        data = TextDataset(tmp_path, tokenizer="byte", seq_len=2)
-        with AsyncDataLoader(data, 1, epochs=1) as loader:
-            list(loader)
-
-    with pytest.raises(PenstockError, match=r"twice\.parquet"):
-        read()
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=2)
+    with (
+        AsyncDataLoader(data, 1, epochs=1) as loader,
+        pytest.raises(PenstockError, match=r"twice\.parquet"),
+    ):
+        list(loader)
 
 
 # What a mixture looks like
@@ -154,15 +117,10 @@ def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path:
 def test_a_mixture_shows_itself_as_a_tree_with_weights(corpus: Path) -> None:
     text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=32)
     made = SyntheticDataset(seq_len=32, vocab_size=EOS + 1)
-    lines = repr(Mixture({"web": (text, 0.7), "made": (made, 0.3)})).splitlines()
-    assert lines[0].startswith("Mixture")
-    (web,) = (line for line in lines if "web" in line)
-    (other,) = (line for line in lines if "made" in line)
-    assert web != other
-    assert "TextDataset" in web
-    assert "SyntheticDataset" in other
-    assert "0.7" in web or "70" in web
-    assert "0.3" in other or "30" in other
+    title, web, other = repr(Mixture({"web": (text, 0.7), "made": (made, 0.3)})).splitlines()
+    assert title.startswith("Mixture")
+    assert all(word in web for word in ("web", "70.00%", "TextDataset"))
+    assert all(word in other for word in ("made", "30.00%", "SyntheticDataset"))
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,42 +101,32 @@ def test_the_first_for_after_a_state_was_loaded_is_the_rest_of_its_pass(corpus: 
             assert rest == (digests[1][at + 1 :] or digests[2])
 
 
-def test_the_last_batch_is_short_or_dropped(corpus: Path) -> None:
+def test_the_last_batch_is_short_or_dropped_and_then_there_is_none(corpus: Path) -> None:
     def sizes(drop_last: bool) -> list[int]:
         with AsyncDataLoader(dataset(corpus), 7, epochs=1, drop_last=drop_last) as loader:
-            return [len(batch.inputs) for batch in loader]
+            found = [len(batch.inputs) for batch in loader]
+            assert loader.next_batch() is loader.next_batch(timeout=0) is None
+            return found
 
     kept, dropped = sizes(False), sizes(True)
-    assert set(kept[:-1]) == {7}
-    assert 0 < kept[-1] <= 7
     assert dropped == [7] * len(dropped)
-    assert len(kept) - len(dropped) in (0, 1)
+    assert kept[: len(dropped)] == dropped
+    assert len(kept) == len(dropped) or 0 < kept[-1] < 7
 
 
 # Waiting
 
 
-def test_a_timeout_is_its_own_exception_and_loses_nothing(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4), 5)
-    gate = Gate(monkeypatch)
-    with AsyncDataLoader(dataset(corpus), 4) as loader:
-        for _ in range(3):
-            with pytest.raises(LoaderTimeout, match="Nothing is lost"):
-                loader.next_batch(timeout=0.01)
-        gate.opened.set()
-        assert contracts.take(loader, 5) == whole
-
-
-def test_a_warmup_that_times_out_says_what_it_has_and_loses_nothing(
+def test_a_next_or_warmup_that_times_out_loses_nothing(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = contracts.ledger(lambda: AsyncDataLoader(dataset(corpus), 4), 40)
-    gate = Gate(monkeypatch, free=1)
+    gate = Gate(monkeypatch)
     with AsyncDataLoader(dataset(corpus), 4, prefetch_size=2, n_workers=1) as loader:
-        done = loader.warmup(batches=500, timeout=0.2)
-        assert done.filled < 500
+        for _ in range(3):
+            with pytest.raises(LoaderTimeout, match="Nothing is lost"):
+                loader.next_batch(timeout=0.01)
+        assert loader.warmup(batches=500, timeout=0.2).filled < 500
         gate.opened.set()
         assert contracts.take(loader, 40) == whole
 
@@ -203,11 +194,10 @@ def test_shutdown_returns_while_every_worker_is_in_the_middle_of_its_work(
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=3).start()
     for _ in range(4):
         assert gate.entered.acquire(timeout=30)
-    closing = threading.Thread(target=loader.shutdown)
-    closing.start()
-    gate.opened.set()
-    closing.join(30)
-    assert not closing.is_alive()
+    with ThreadPoolExecutor() as threads:
+        closing = threads.submit(loader.shutdown)
+        gate.opened.set()
+        closing.result(30)
 
 
 def test_a_consumer_that_waits_is_woken_by_a_shutdown(
@@ -215,24 +205,13 @@ def test_a_consumer_that_waits_is_woken_by_a_shutdown(
 ) -> None:
     gate = Gate(monkeypatch)
     loader = AsyncDataLoader(dataset(corpus), 4, n_workers=1).start()
-    outcome: list[BaseException] = []
-
-    def consume() -> None:
-        try:
-            loader.next_batch()
-        except LoaderClosed as error:
-            outcome.append(error)
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    assert gate.entered.acquire(timeout=30)
-    closing = threading.Thread(target=loader.shutdown)
-    closing.start()
-    gate.opened.set()
-    consumer.join(30)
-    closing.join(30)
-    assert not consumer.is_alive()
-    assert len(outcome) == 1
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(loader.next_batch)
+        assert gate.entered.acquire(timeout=30)
+        closing = threads.submit(loader.shutdown)
+        gate.opened.set()
+        assert isinstance(waiting.exception(30), LoaderClosed)
+        closing.result(30)
 
 
 def test_a_loader_that_nobody_holds_ends_its_threads(corpus: Path) -> None:
@@ -267,7 +246,6 @@ def test_a_stuck_worker_does_not_make_shutdown_hang(
     assert not pipeline.close(0.05)
     assert "still busy" in caplog.text
     gate.opened.set()
-    assert pipeline._pool.join(30)
     loader.shutdown()
 
 
@@ -294,7 +272,6 @@ def run(corpus: Path, body: str) -> subprocess.CompletedProcess[str]:
     "body",
     [
         "next(loader)",
-        "loader.start()",
         "loader.start(); sys.exit(0)",
         "[next(loader) for _ in range(50)]; loader.shutdown()",
         "it = iter(loader); next(it); del loader",
@@ -323,11 +300,9 @@ def test_ctrl_c_while_waiting_for_a_batch_ends_cleanly(corpus: Path) -> None:
     ("wrong", "says"),
     [
         ({"batch_size": 0}, "batch_size=0: must be an integer ≥ 1"),
-        ({"batch_size": 2.0}, "batch_size=2.0"),
         ({"n_workers": -1}, "n_workers=-1"),
         ({"prefetch_size": 0}, "prefetch_size=0"),
         ({"epochs": 0}, "epochs=0"),
-        ({"lanes": 0}, "lanes=0"),
         ({"workers": "fiber"}, "workers='fiber': must be one of 'thread', 'process'"),
         ({"memory_limit": 1000}, "memory_limit=1000: the 9 batches"),
     ],
@@ -340,31 +315,22 @@ def test_an_argument_that_does_not_fit_is_named(
     assert says in str(caught.value)
 
 
-def test_the_estimate_of_memory_is_prefetch_and_one_times_inputs_and_targets_of_eight_bytes(
-    corpus: Path,
-) -> None:
+def test_the_estimate_of_memory_is_of_inputs_and_targets_of_eight_bytes(corpus: Path) -> None:
     loader = AsyncDataLoader(dataset(corpus, seq_len=64), 4, prefetch_size=8)
     assert loader.stats().memory_estimate == (8 + 1) * 4 * 64 * 8 * 2
-    loader.shutdown()
 
 
-class Slow:
-    """Samples that come later than they are asked for."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.004)
-        return np.arange(index, index + 9)
+def slowly(sample: Any) -> Any:
+    time.sleep(0.004)
+    return sample
 
 
 def test_a_queue_that_stays_low_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    with AsyncDataLoader(Slow(), 1, n_workers=1) as loader:
+    samples = [np.arange(9)] * 1000
+    with AsyncDataLoader(samples, 1, n_workers=1, preprocess=slowly) as loader:
         contracts.take(loader, 250)
-    told = [record for record in caplog.records if "less than half full" in record.getMessage()]
-    assert len(told) == 1
-    assert "n_workers" in told[0].getMessage()
+    (told,) = (r.getMessage() for r in caplog.records if "less than half full" in r.getMessage())
+    assert "n_workers" in told
 
 
 def test_documents_are_reported_every_so_often(
@@ -375,20 +341,5 @@ def test_documents_are_reported_every_so_often(
         contracts.take(loader, 10_000)
         documents = loader.stats().documents
     told = [int(r.getMessage().split()[0]) for r in caplog.records if "documents" in r.getMessage()]
-    assert told
-    assert told == sorted(told)
+    assert told == sorted(told) != []
     assert told[-1] <= documents
-
-
-def test_a_world_without_a_rank_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="RANK=None and WORLD_SIZE=2"):
-        AsyncDataLoader(dataset(corpus), 4)
-
-
-def test_a_finite_stream_ends_with_none_and_stays_ended(corpus: Path) -> None:
-    with AsyncDataLoader(dataset(corpus), 4, epochs=1) as loader:
-        n = sum(1 for _ in loader)
-        assert loader.next_batch() is None
-        assert loader.next_batch(timeout=0) is None
-        assert loader.stats().batches == n

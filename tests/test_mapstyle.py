@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,32 +39,12 @@ def loader_of(data: Any, batch_size: int = 4, **how: Any) -> AsyncDataLoader:
     return AsyncDataLoader(data, batch_size, **{"n_workers": 1, **how})
 
 
-def firsts(loader: AsyncDataLoader, n: int = 10**6) -> list[int]:
-    out: list[int] = []
-    while n > 0 and (batch := loader.next_batch(timeout=20)) is not None:
-        out += np.asarray(batch.inputs)[:, 0].tolist()
-        n -= 1
-    return out
-
-
-def drain(loader: AsyncDataLoader, seen: list[int]) -> None:
-    """Read on until something is raised."""
-    while True:
-        seen += firsts(loader, 1)
+def firsts(loader: AsyncDataLoader) -> Iterator[int]:
+    for batch in loader:
+        yield from np.asarray(batch.inputs)[:, 0].tolist()
 
 
 # Ranks
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this process one of several ranks, as a launcher would."""
-
-    def be(world: int, rank: int) -> None:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        monkeypatch.setenv("RANK", str(rank))
-
-    return be
 
 
 @given(
@@ -79,14 +60,8 @@ def test_all_ranks_get_equally_many_full_batches_and_together_every_sample(
         for rank in range(world):
             patch.setenv("WORLD_SIZE", str(world))
             patch.setenv("RANK", str(rank))
-            loader = loader_of(
-                Numbers(length),
-                size,
-                epochs=epochs,
-                drop_last=drop_last,
-                shuffle=shuffle,
-                n_workers=0,
-            )
+            how = {"epochs": epochs, "drop_last": drop_last, "shuffle": shuffle}
+            loader = loader_of(Numbers(length), size, n_workers=0, **how)
             steps = len(loader)
             if not steps:
                 with pytest.raises(SourceError):
@@ -104,11 +79,9 @@ def test_all_ranks_get_equally_many_full_batches_and_together_every_sample(
     counts = Counter(rows)
     if not drop_last:
         assert set(counts) == set(range(length))
-        # What fills up the last batch are the first rows of the pass: any sample is at most so much more often there.
-        extra = len(rows) - total
-        most = epochs + -(-extra // length) if extra else epochs
+        # The first rows of the pass fill up the last batch.
         assert epochs <= min(counts.values())
-        assert max(counts.values()) <= most
+        assert max(counts.values()) <= epochs + -(-(len(rows) - total) // length)
     else:
         assert max(counts.values()) <= epochs
 
@@ -118,9 +91,8 @@ def test_a_shard_given_by_hand_runs_to_its_own_end(length: int) -> None:
     seen: Counter[int] = Counter()
     for r in range(4):
         with loader_of(Numbers(length), 2, epochs=1, shard=Shard(4, r)) as loader:
-            promised = len(loader)
             batches = [np.asarray(b.inputs)[:, 0].tolist() for b in loader]
-        assert len(batches) == promised, f"shard {r}"
+            assert len(batches) == len(loader), f"shard {r}"
         seen.update(row for batch in batches for row in batch)
     assert seen == Counter(range(length))
 
@@ -164,16 +136,12 @@ def test_ragged_rows_are_filled_up() -> None:
 
 
 def test_mappings_are_put_together_by_field() -> None:
-    samples = [
-        {
-            "input_ids": [1, 2, 3],
-            "labels": [1, -100, 3],
-            "attention_mask": [1, 1, 1],
-            "x": {"y": 1.5},
-            "s": "a",
-        }
+    fields = ("input_ids", "labels", "attention_mask", "x", "s")
+    values = [
+        ([1, 2, 3], [1, -100, 3], [1, 1, 1], {"y": 1.5}, "a"),
+        ([4], [4], [1], {"y": 2}, "b"),
     ]
-    samples += [{"input_ids": [4], "labels": [4], "attention_mask": [1], "x": {"y": 2}, "s": "b"}]
+    samples = [dict(zip(fields, each, strict=True)) for each in values]
     batch = one(samples, collate=pad_with(7))
     assert batch.inputs.tolist() == batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch.targets.tolist() == [[1, -100, 3], [4, -100, -100]]
@@ -215,24 +183,20 @@ def test_the_rng_of_preprocess_depends_on_sample_epoch_and_seed_only() -> None:
 # Errors
 
 
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        if index == 350:
-            raise LookupError("no such sample")
-        return super().__getitem__(index)
-
-
-class FailingAtOnce(Numbers):
-    def __getitems__(self, indices: list[int]) -> Any:
-        if 350 in indices:
-            raise LookupError("no such sample")
-        return [self[i] for i in indices]
-
-
 def failing(sample: Any) -> Any:
     if sample[0] == 350:
         raise LookupError("no such sample")
     return sample
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return failing(super().__getitem__(index))
+
+
+class FailingAtOnce(Failing):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[i] for i in indices]
 
 
 def failing_collate(samples: Any) -> Any:
@@ -257,7 +221,7 @@ def test_an_error_comes_after_exactly_the_batches_before_it_and_names_the_sample
         loader_of(data, shuffle=False, n_workers=n_workers, prefetch_size=16, **how) as loader,
         pytest.raises(LookupError, match="no such sample") as caught,
     ):
-        drain(loader, seen)
+        seen.extend(firsts(loader))
     assert any(note in n for n in caught.value.__notes__), caught.value.__notes__
     assert seen == list(range(348))
 

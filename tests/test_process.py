@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,6 @@ def loader(dataset: Any, **how: Any) -> AsyncDataLoader:
     return AsyncDataLoader(dataset, **usual | how)
 
 
-def eventually(true: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def values(batches: list[Batch]) -> list[int]:
     return [int(x) for batch in batches for x in batch["x"]]
 
@@ -46,23 +36,16 @@ def values(batches: list[Batch]) -> list[int]:
 # The stream
 
 
-def test_samples_come_in_order_from_processes_of_their_own() -> None:
-    with loader(Rows(80)) as running:
-        batches = list(running)
-    assert values(batches) == list(range(80))
-    pids = {int(pid) for batch in batches for pid in batch["pid"]}
-    assert os.getpid() not in pids
-    assert not any(psutil.pid_exists(pid) for pid in pids), "shutdown leaves no process"
-
-
-def test_shutdown_in_the_middle_leaves_no_process_and_a_later_next_continues() -> None:
+def test_samples_come_in_order_from_processes_that_end_with_a_shutdown_at_any_moment() -> None:
     running = loader(Rows(80))
     first = [next(running) for _ in range(3)]
     running.shutdown()
-    assert not any(psutil.pid_exists(int(pid)) for batch in first for pid in batch["pid"])
     rest = list(iter(running.next_batch, None))
-    assert values(first + rest) == list(range(80))
     running.shutdown()
+    assert values(first + rest) == list(range(80))
+    pids = {int(pid) for batch in first + rest for pid in batch["pid"]}
+    assert os.getpid() not in pids
+    assert not any(map(psutil.pid_exists, pids)), "shutdown leaves no process"
 
 
 # Deaths
@@ -209,7 +192,7 @@ def test_a_program_leaves_no_process_however_it_ends(
     assert stderr.strip().endswith(says)
     assert stderr.count("Traceback") == bool(says)
     assert "died" not in stderr
-    assert eventually(lambda: not any(child.is_running() for child in family))
+    assert not psutil.wait_procs(family, timeout=60)[1]
 
 
 def test_a_script_without_a_main_guard_ends_with_a_clear_error(tmp_path: Path) -> None:

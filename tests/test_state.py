@@ -6,10 +6,12 @@ import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,6 @@ def test_a_state_names_no_path_of_this_machine(corpus: Path) -> None:
 
 
 def test_a_copy_of_the_data_elsewhere_continues_the_run(corpus: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(corpus / "parquet", tmp_path / "moved")
     whole = contracts.ledger(lambda: loader(corpus), 40)
     with loader(corpus, {"path": tmp_path / "moved"}) as moved:
@@ -72,22 +72,18 @@ def test_another_stream_is_refused_and_the_difference_named(
     assert says in str(caught.value)
 
 
-def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(corpus / "parquet", tmp_path / "more")
-    shutil.copy(corpus / "parquet" / "a.parquet", tmp_path / "more" / "c.parquet")
-    with pytest.raises(
-        StateError, match=r"the data changed since the state was saved: .*count was 2, is 3"
-    ):
-        loader(corpus, {"path": tmp_path / "more"}).load_state_dict(state_after(corpus, 5))
-
-
-def test_another_vocabulary_of_the_same_name_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_other_data_and_another_vocabulary_of_the_same_name_are_refused(
+    corpus: Path, tmp_path: Path
+) -> None:
     state = state_after(corpus, 5, about={"tokenizer": str(corpus / "tokenizer.json")})
     train_vocabulary(tmp_path / "tokenizer.json", size=350)
     with pytest.raises(StateError, match="the tokenizer changed"):
         loader(corpus, {"tokenizer": str(tmp_path / "tokenizer.json")}).load_state_dict(state)
+    shutil.copytree(corpus / "parquet", tmp_path / "more")
+    shutil.copy(corpus / "parquet" / "a.parquet", tmp_path / "more" / "c.parquet")
+    changed = r"the data changed since the state was saved: .*count was 2, is 3"
+    with pytest.raises(StateError, match=changed):
+        loader(corpus, {"path": tmp_path / "more"}).load_state_dict(state)
 
 
 def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
@@ -97,6 +93,12 @@ def test_what_does_not_change_the_stream_may_change(corpus: Path) -> None:
     ) as other:
         other.load_state_dict(state_after(corpus, 10))
         assert contracts.take(other, 20) == whole[10:]
+
+
+@cache
+def _shared(corpus: Path) -> tuple[AsyncDataLoader, dict[str, Any]]:
+    """Return one loader, and a state of its stream, for many examples."""
+    return loader(corpus, lanes=2), json.loads(json.dumps(state_after(corpus, 7, lanes=2)))
 
 
 junk = st.recursive(
@@ -111,7 +113,7 @@ junk = st.recursive(
 def test_a_damaged_state_is_refused_or_continues_but_never_crashes(
     corpus: Path, data: st.DataObject
 ) -> None:
-    state = _shared_state(corpus)
+    stream, state = _shared(corpus)
     damaged = copy.deepcopy(state)
     spot: Any = damaged
     while True:
@@ -124,44 +126,20 @@ def test_a_damaged_state_is_refused_or_continues_but_never_crashes(
             continue
         spot[key] = data.draw(junk)
         break
-    stream = _shared_loader(corpus)
     try:
         stream.load_state_dict(damaged)
     except PenstockError:
         stream.load_state_dict(state)  # a refusal changes nothing
 
 
-_cached: dict[str, Any] = {}
-
-
-def _shared_state(corpus: Path) -> dict[str, Any]:
-    if "state" not in _cached:
-        _cached["state"] = json.loads(json.dumps(state_after(corpus, 7, lanes=2)))
-    state: dict[str, Any] = _cached["state"]
-    return state
-
-
-def _shared_loader(corpus: Path) -> AsyncDataLoader:
-    if "loader" not in _cached:
-        _cached["loader"] = loader(corpus, lanes=2)
-    stream: AsyncDataLoader = _cached["loader"]
-    return stream
-
-
-class Samples:
-    """An iterable of samples, anew for each epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([{"input_ids": [1, 2, i]} for i in range(10)])
-
-
+SAMPLES = [{"input_ids": [1, 2, i]} for i in range(10)]
 KINDS: dict[str, Callable[[], Any]] = {
     "text": lambda: TextDataset.from_iterable(
         ["abc" * 10] * 10, tokenizer="byte", seq_len=8, name="texts"
     ),
     "rows": lambda: SyntheticDataset(9, 8, 10),
-    "map-style": lambda: [{"input_ids": [1, 2, i]} for i in range(10)],
-    "samples": Samples,
+    "map-style": lambda: SAMPLES,
+    "samples": lambda: lambda: iter(SAMPLES),
     "mixture": lambda: Mixture({"a": (SyntheticDataset(9, 8, 10), 1)}, on_end="stop"),
 }
 
@@ -177,6 +155,9 @@ def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(kind: str) ->
     with make(1) as stream:
         stream.load_state_dict(at_end)
         assert stream.next_batch(timeout=60) is None
+    with make(2) as stream:  # a longer run goes on with the next epoch
+        stream.load_state_dict(at_end)
+        assert contracts.take(stream, 3)
     with make(3) as stream:
         past = next(batch for batch in stream if batch.epoch == 2).state_dict()
     with make(1) as stream, pytest.raises(StateError, match="beyond the end"):
@@ -201,17 +182,16 @@ def test_lanes_come_from_the_state_unless_asked_for_otherwise(corpus: Path) -> N
         loader(corpus, lanes=4).load_state_dict(state)
 
 
-def test_a_rank_without_the_states_of_its_lanes_is_told_to_load_them_all(corpus: Path) -> None:
-    states = [state_after(corpus, 5, shard=Shard(2, rank), lanes=4) for rank in range(2)]
+def test_the_states_of_all_ranks_go_together_if_they_are_of_one_batch(corpus: Path) -> None:
+    first, second, later = (
+        state_after(corpus, n, shard=Shard(2, rank), lanes=4)
+        for n, rank in ((5, 0), (5, 1), (6, 1))
+    )
     with pytest.raises(StateError, match=r"lanes \[1, 3\] of 4.*states of all ranks"):
-        loader(corpus).load_state_dict(states[0])
-    loader(corpus).load_state_dict(states)
-
-
-def test_states_of_different_batches_do_not_go_together(corpus: Path) -> None:
-    states = [state_after(corpus, 5 + rank, shard=Shard(2, rank), lanes=4) for rank in range(2)]
+        loader(corpus).load_state_dict(first)
     with pytest.raises(StateError, match="not taken at the same batch"):
-        loader(corpus).load_state_dict(states)
+        loader(corpus).load_state_dict([first, later])
+    loader(corpus).load_state_dict([first, second])
 
 
 CHILD = """
@@ -250,16 +230,11 @@ def test_a_killed_process_goes_on_exactly_where_its_last_state_was(
     for _ in range(4):
         child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        for _ in range(rng.randrange(1, 30)):
-            number, found = child.stdout.readline().split()
-            assert recorded.setdefault(int(number), found) == found
+        lines = [child.stdout.readline() for _ in range(rng.randrange(1, 30))]
         os.kill(child.pid, signal.SIGKILL)
-        for line in child.stdout.read().splitlines():
-            if len(line.split()) == 2:
-                number, found = line.split()
-                assert recorded.setdefault(int(number), found) == found
-        child.wait()
-        child.stdout.close()
+        lines += child.communicate()[0].splitlines()
+        for number, found in (line.split() for line in lines if len(line.split()) == 2):
+            assert recorded.setdefault(int(number), found) == found
     assert sorted(recorded) == list(range(len(recorded)))
     checked = min(150, len(recorded))
     assert [recorded[i] for i in range(checked)] == whole[:checked]

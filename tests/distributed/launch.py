@@ -223,3 +223,14 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
     return found
+
+
+def run_ranks(worker: str, out: Path, *arguments: str | Path) -> list[dict[str, Any]]:
+    """Run a script on two ranks, each of which writes `out/RANK.json`, and return these."""
+    script = out / "worker.py"
+    script.write_text(worker)
+    command = torchrun(script, ROOT, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    results = [out / f"{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in results), done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in results]

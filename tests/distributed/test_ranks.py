@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from penstock import AsyncDataLoader, ConfigError, TextDataset
+from tests.distributed.launch import run_ranks
 
 WORKER = """
 import json, sys
@@ -57,15 +57,8 @@ if dist.is_initialized():
 """
 
 
-def run(corpus: Path, out: Path, mode: str, world: int = 2) -> list[dict[str, Any]]:
-    script = out / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-               f"--nproc_per_node={world}", str(script), str(Path(__file__).parents[2]), str(corpus), str(out), mode]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    results = [out / f"{rank}.json" for rank in range(world)]
-    assert all(path.exists() for path in results), done.stderr[-3000:]
-    return [json.loads(path.read_text()) for path in results]
+def run(corpus: Path, out: Path, mode: str) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, out, corpus, out, mode)
 
 
 def test_ranks_end_a_finite_stream_with_equally_many_batches_each_its_own(
@@ -103,8 +96,6 @@ def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path)
 def test_a_finite_stream_on_ranks_that_cannot_agree_is_refused(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock import AsyncDataLoader, ConfigError, TextDataset
-
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)

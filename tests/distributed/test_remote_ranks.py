@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.launch import run_ranks
 from tests.reading import write_jsonl
 from tests.servers import Fault, HubServer
 
-pytestmark = (
-    pytest.mark.slow
-)  # what it shows is shown in one process, or by other ranks, in `make test`
+# What it shows is shown in one process, or by other ranks, in `make test`.
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import json, os, sys
@@ -58,14 +55,7 @@ def hub(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(out: Path, mode: str) -> list[dict[str, Any]]:
-    script = out / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-               "--nproc_per_node=2", str(script), str(Path(__file__).parents[2]), str(out), mode]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    results = [out / f"{rank}.json" for rank in range(2)]
-    assert all(path.exists() for path in results), done.stderr[-3000:]
-    return [json.loads(path.read_text()) for path in results]
+    return run_ranks(WORKER, out, out, mode)
 
 
 def api_requests(hub: HubServer) -> list[str]:
@@ -84,7 +74,6 @@ def test_ranks_of_a_host_ask_for_the_listing_and_each_footer_once(
     assert len(whole) == 2, "each of the two small files once, with its footer"
 
 
-@pytest.mark.slow
 def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -> None:
     shared = run(tmp_path, "hosts")
     assert "error" not in shared[0] | shared[1]
@@ -93,7 +82,6 @@ def test_rank_0_lists_for_ranks_on_other_hosts(hub: HubServer, tmp_path: Path) -
     assert len([path for path in paths if "/revision/" in path]) == 1
 
 
-@pytest.mark.slow
 def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_path: Path) -> None:
     hub.fault(
         Fault(
@@ -106,7 +94,6 @@ def test_what_fails_on_rank_0_fails_on_all_with_its_reason(hub: HubServer, tmp_p
     assert "SourceError" in results[1]["error"]
 
 
-@pytest.mark.slow
 def test_a_fault_that_one_rank_meets_stays_its_own(hub: HubServer, tmp_path: Path) -> None:
     hub.fault(Fault("reset", path="*b.parquet", port="cdn", times=2, after=10))
     hub.fault(Fault("status", path="*a.parquet", port="hub", times=1, code=503))
@@ -116,7 +103,6 @@ def test_a_fault_that_one_rank_meets_stays_its_own(hub: HubServer, tmp_path: Pat
     assert sum(sum(result["faults"].values()) for result in results) >= 2
 
 
-@pytest.mark.slow
 def test_rank_0_lists_a_shared_disk_for_all(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " * 40 for i in range(200)])

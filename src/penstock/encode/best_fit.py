@@ -57,22 +57,18 @@ class BestFitPacker(WindowPacker):
             if self._group is not None:
                 self._doc, self._row, self._group = self._last, 0, None
             if self._window is None or self._doc >= len(self._window.map.ends):
-                if not self._open_window():
+                first, window = self._window is None, self._next()
+                if window is None:
                     return None
+                self._window = window
+                self._doc, self._row = (self._start.doc, self._start.row) if first else (0, 0)
                 continue
-            window = self._window.map
-            wanted = window.begin(self._doc) + GROUP_ROWS * (self._seq_len + 1)
-            self._last = min(int(np.searchsorted(window.ends, wanted)) + 1, len(window.ends))
-            self._group = self._pack(self._window, self._doc, self._last)
+            window = self._window
+            wanted = window.map.begin(self._doc) + GROUP_ROWS * (self._seq_len + 1)
+            ends = window.map.ends
+            self._last = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
+            self._group = self._pack(window, self._doc, self._last)
         return self._group
-
-    def _open_window(self) -> bool:
-        first, window = self._window is None, self._next()
-        if window is None:
-            return False
-        self._window = window
-        self._doc, self._row = (self._start.doc, self._start.row) if first else (0, 0)
-        return True
 
     def _pack(self, window: Window, first: int, last: int) -> PackedRows:
         """Fit the documents [first, last) of a window into rows."""
@@ -80,31 +76,25 @@ class BestFitPacker(WindowPacker):
         flat = np.concatenate(window.gather(first, last))
         origin = window.map.begin(first)
         ends = window.map.ends[first:last] - origin
-        begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-        lengths = ends - begins
+        lengths = np.diff(ends, prepend=0)
+        begins = ends - lengths
         # A document longer than a row fills whole rows that overlap by one id, as in `concat`, so
         # that each of its tokens is a target once; only its remainder has to be fitted.
         full = np.maximum(lengths - 1, 0) // seq_len
         rest = lengths - full * seq_len
-        fits = (rest > 1) | ((full == 0) & (rest == 1))
-        docs = np.flatnonzero(fits)
+        docs = np.flatnonzero((rest > 1) | ((full == 0) & (rest == 1)))
         rows, columns = best_fit(rest[docs], width)
         inside = np.arange(int(full.sum())) - np.repeat(np.cumsum(full) - full, full)
         whole = np.repeat(begins, full) + inside * seq_len
-        bins = int(rows.max()) + 1 if len(rows) else 0
-        pieces = np.empty((len(whole) + len(docs), 4), np.int64)
-        pieces[: len(whole)] = np.stack(
-            [bins + np.arange(len(whole)), np.zeros_like(whole), whole, np.full_like(whole, width)],
-            axis=1,
-        )
-        tails = begins[docs] + full[docs] * seq_len
-        pieces[len(whole) :] = np.stack([rows, columns, tails, rest[docs]], axis=1)
-        # Rows in the order of the first document in each: neighbours stay neighbours.
+        bins = int(rows.max(initial=-1)) + 1
         count = bins + len(whole)
+        starts = [np.arange(bins, count), np.zeros_like(whole), whole, np.full_like(whole, width)]
+        tails = [rows, columns, begins[docs] + full[docs] * seq_len, rest[docs]]
+        pieces = np.concatenate([np.stack(starts, axis=1), np.stack(tails, axis=1)])
+        # Rows in the order of the first document in each: neighbours stay neighbours.
         earliest = np.full(count, np.iinfo(np.int64).max)
         np.minimum.at(earliest, pieces[:, 0], pieces[:, 2])
-        rank = np.empty(count, np.int64)
-        rank[np.argsort(earliest, kind="stable")] = np.arange(count)
+        rank = np.argsort(np.argsort(earliest, kind="stable"))
         pieces[:, 0] = rank[pieces[:, 0]]
         pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
         ids = np.full((count, width), self._pad_id, self._dtype)

@@ -54,16 +54,30 @@ def default_collate(samples: Sequence[Any], pad: int | None = None) -> Collated:
             return Collated(_column(fields[0], pad), _column(fields[1], ignore), None)
         return Collated(None, None, tuple(_column(values, pad) for values in fields))
     if _is_row(first):
-        rows = [as_array(sample) for sample in samples]
+        rows = [np.asarray(plain(sample)) for sample in samples]
         if min(map(len, rows)) < 2:
             raise ConfigError("a row of ids needs at least two: one as input, and one to predict")
         inputs = _stacked([row[:-1] for row in rows], pad)
         targets = _stacked([row[1:] for row in rows], ignore)
         return Collated(inputs.astype(np.int64), targets.astype(np.int64), None, rows=True)
     column = _column(samples, pad)
-    if isinstance(column, np.ndarray):
-        return Collated(column, None, None)
-    return Collated(None, None, column)
+    stacked = isinstance(column, np.ndarray)
+    return Collated(column, None, None) if stacked else Collated(None, None, column)
+
+
+def of_value(value: Any) -> Collated:
+    """Find inputs and targets in what a `collate` function returned."""
+    if isinstance(value, Collated):
+        return value
+    value = plain(dict(value) if isinstance(value, Mapping) else value)
+    if isinstance(value, Mapping):
+        return of_mapping(value)
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    if pair and (isinstance(value, tuple) or all(hasattr(part, "shape") for part in value)):
+        return Collated(value[0], value[1], None)
+    if isinstance(value, np.ndarray):
+        return Collated(value, None, None)
+    return Collated(None, None, value)
 
 
 def of_mapping(fields: Mapping[str, Any]) -> Collated:
@@ -73,11 +87,6 @@ def of_mapping(fields: Mapping[str, Any]) -> Collated:
         for names in (INPUTS, TARGETS)
     )
     return Collated(inputs, targets, fields)
-
-
-def as_array(value: Any) -> Array:
-    """Return a tensor's memory, or a list as an array."""
-    return np.asarray(plain(value))
 
 
 def plain(value: Any) -> Any:
@@ -125,7 +134,7 @@ def _column(values: Sequence[Any], filler: int | None) -> Any:
     if isinstance(first, bool | int | float | np.generic):
         return np.asarray(values)
     if isinstance(first, np.ndarray) or (isinstance(first, list) and _are_numbers(values)):
-        return _stacked([as_array(value) for value in values], filler)
+        return _stacked([np.asarray(plain(value)) for value in values], filler)
     if hasattr(first, "requires_grad"):
         import torch
 

@@ -183,8 +183,13 @@ class GigatokenEngine(Engine):
             self._sharing += first
         if first:
             try:
-                documents = texts.view(pa.large_binary()).to_pylist()
-                return _flatten([self._encode_shared(tokenizer, each) for each in documents])
+                ids = []
+                for document in texts.view(pa.large_binary()).to_pylist():
+                    # The library refuses a call while another thread is within one, which the
+                    # GIL prevents mostly, but not always.
+                    with self._one_call:
+                        ids.append(tokenizer.encode(document))
+                return _flatten(ids)
             finally:
                 with self._lock:
                     self._sharing -= 1
@@ -206,12 +211,6 @@ class GigatokenEngine(Engine):
         if not self._idle:
             self._idle.append(load_gigatoken(self._vocabulary))
         return self._idle[-1]
-
-    def _encode_shared(self, tokenizer: Any, document: bytes) -> Any:
-        # The library refuses a call while another thread is within one, which the GIL prevents
-        # mostly, but not always.
-        with self._one_call:
-            return tokenizer.encode(document)
 
     def _take(self) -> Any:
         """Take an instance that no other call uses: not the shared one while a call is on it."""

@@ -1,1 +1,1 @@
-"""Each kind of data: how a dataset becomes batches. Every file is one kind, behind the protocol in `source`."""
+"""Each kind of data: how a dataset becomes batches. Every file is one kind, behind the protocols in `base`."""

@@ -91,27 +91,31 @@ def noted(note: str) -> Iterator[None]:
 
 
 class Counted(Protocol):
-    """Something that runs and counts what it does. By default there is nothing to count or close."""
+    """Something that runs and counts what it does: by default, what its inner parts do."""
+
+    inner: Sequence[Counted] = ()
 
     def totals(self) -> dict[str, int]:
         """Return what was read into the stream, by its name in `Stats`."""
-        return {}
+        return sum((Counter(each.totals()) for each in self.inner), Counter())
 
     def bad(self) -> dict[str, int]:
         """Return the number of rejected records by reason."""
-        return {}
+        return sum((Counter(each.bad()) for each in self.inner), Counter())
 
     def gauges(self) -> dict[str, Any]:
         """Return the state of read-ahead and fetches, for telemetry."""
-        return {}
+        return {name: value for each in self.inner for name, value in each.gauges().items()}
 
     def stop(self) -> None:
         """Cancel what is under way, without waiting."""
-        return
+        for each in self.inner:
+            each.stop()
 
     def close(self) -> None:
         """Release everything. Called once no worker runs any more."""
-        return
+        for each in self.inner:
+            each.close()
 
 
 class Work:
@@ -226,7 +230,7 @@ class RowProducer(Producer):
         self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None
     ) -> None:
         """`total_rows` is for map-style data: see `Batcher`."""
-        self.lanes = lanes
+        self.lanes, self.inner = lanes, [lanes]
         self._batcher = Batcher(
             lanes.packers,
             shard=run.shard,
@@ -245,18 +249,6 @@ class RowProducer(Producer):
     def take(self, n: int) -> list[Batch]:
         return self._batcher.take(n)
 
-    def bad(self) -> dict[str, int]:
-        return self.lanes.bad()
-
-    def gauges(self) -> dict[str, Any]:
-        return self.lanes.gauges()
-
-    def stop(self) -> None:
-        self.lanes.stop()
-
-    def close(self) -> None:
-        self.lanes.close()
-
     def totals(self) -> dict[str, int]:
         packed = sum((packer.counts for packer in self.lanes.packers), Counter())
-        return self.lanes.totals() | packed
+        return super().totals() | packed

@@ -8,7 +8,6 @@ from typing import Any
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError
 from penstock.sources.base import Source
-from penstock.sources.samples import is_rows
 
 
 def as_source(
@@ -18,23 +17,24 @@ def as_source(
 ) -> Source:
     """Return the source of a dataset."""
     if hasattr(dataset, "packed"):
-        for name, value in (("preprocess", preprocess), ("collate", collate)):
-            if value is not None:
-                raise ConfigError(
-                    f"{name}=… is for samples of your own; {type(dataset).__name__} gives packed rows "
-                    "of ids. Use device_preprocess=…, or pass a map-style dataset."
-                )
+        if preprocess is not None or collate is not None:
+            raise ConfigError(
+                f"{'collate' if preprocess is None else 'preprocess'}=… is for samples of your own; "
+                f"{type(dataset).__name__} gives packed rows of ids. Use device_preprocess=…, or "
+                "pass a map-style dataset."
+            )
         return _packed(dataset)
     if not isinstance(dataset, str | bytes | dict):
         map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if map_style and not _is_iterable_dataset(dataset):
             from penstock.sources.map_style import RowsSource, SampleSource
 
-            if is_rows(dataset) and preprocess is None and collate is None:
+            rows = all(hasattr(dataset, name) for name in ("boundaries", "dtype", "seq_len"))
+            if rows and preprocess is None and collate is None:
                 return RowsSource(dataset)
             return SampleSource(dataset, preprocess, collate)
         if callable(dataset) or isinstance(dataset, Iterable):
-            from penstock.sources.iterable import IterableSource
+            from penstock.sources.samples import IterableSource
 
             return IterableSource(dataset, preprocess, collate)
     raise ConfigError(

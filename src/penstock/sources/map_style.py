@@ -9,9 +9,10 @@ batcher as text (`RowsSource`); samples of the user's own are collated by the wo
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,15 @@ from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext, Source
-from penstock.sources.samples import SampleProducer, Samples, SampleWork, refuse_text, span_of
+from penstock.sources.base import Lanes, Producer, RowProducer, RowSource, RunContext
+from penstock.sources.samples import (
+    Collate,
+    CollatedSource,
+    Preprocess,
+    SampleProducer,
+    Samples,
+    span_of,
+)
 from penstock.types import LanePosition, Shard, Span
 
 TASK_TOKENS = 1 << 19
@@ -37,7 +45,6 @@ def sample_parts(
     run: RunContext,
     length: int,
     shard: Shard,
-    *,
     epoch: int,
     rows: tuple[int, int | None],
     sizes: tuple[int, int],
@@ -65,8 +72,7 @@ def sample_parts(
 def spans_of(dataset: Any, index: int) -> list[Span]:
     """Return where a sample comes from, as far as its dataset knows."""
     if hasattr(dataset, "spans"):
-        spans: list[Span] = dataset.spans(index)
-        return spans
+        return list(dataset.spans(index))
     return span_of(type(dataset).__name__, index)
 
 
@@ -110,11 +116,7 @@ class IndexedPacker:
     """The rows l, l + n, l + 2n, … of a stream: lane l of n. Read by workers, a few tasks ahead."""
 
     def __init__(
-        self,
-        dataset: Any,
-        pool: Pool,
-        parts: Iterator[tuple[I64, I64]],
-        start: LanePosition,
+        self, dataset: Any, pool: Pool, parts: Iterator[tuple[I64, I64]], start: LanePosition
     ) -> None:
         """`parts`: the samples and epochs to ask for. `start.row` counts the lane's own rows."""
         self._dataset, self._pool, self._parts = dataset, pool, parts
@@ -142,10 +144,7 @@ class IndexedPacker:
         return fixed(self._start._replace(row=self._next))
 
     def _read(self) -> IndexedRows | None:
-        while len(self._tasks) <= self._pool.n_workers:
-            part = next(self._parts, None)
-            if part is None:
-                break
+        for part in islice(self._parts, self._pool.n_workers + 1 - len(self._tasks)):
             self._tasks.append((*part, self._pool.submit("rows", part[0])))
         if not self._tasks or self.failed is not None:
             return None
@@ -158,55 +157,53 @@ class IndexedPacker:
 
 
 class RowLanes(Lanes):
-    """A rank's lanes of map-style rows, as part of a mixture."""
+    """A rank's lanes of map-style rows: several in a mixture, otherwise one."""
 
-    def __init__(self, source: RowsSource, run: RunContext, pool: Pool) -> None:
+    def __init__(
+        self,
+        source: RowsSource,
+        run: RunContext,
+        pool: Pool,
+        end: int | None = None,
+        repeat: int | None = None,
+    ) -> None:
+        """`end` and `repeat` are as for `sample_parts`."""
         self._source, self._run, self._pool = source, run, pool
+        self._end, self._repeat = end, repeat
         self.packers: list[Packer] = [
             self._packer(lane, run.positions[lane]) for lane in run.own_lanes
         ]
 
     def _packer(self, lane: int, start: LanePosition) -> IndexedPacker:
         """Return a lane's packer. Its position counts rows from the beginning of an epoch."""
-        run, length = self._run, self._source.length()
-        end = len(range(lane, length, run.lanes)) if run.by_epoch else None
-        rows, sizes = (start.row, end), self._source.task_rows
-        shard = Shard(run.lanes, lane)
-        parts = sample_parts(run, length, shard, epoch=start.epoch, rows=rows, sizes=sizes)
-        return IndexedPacker(self._source.dataset, self._pool, parts, start)
+        run, source, length = self._run, self._source, self._source.length()
+        end = len(range(lane, length, run.lanes)) if run.by_epoch else self._end
+        shard, rows = Shard(run.lanes, lane), (start.row, end)
+        parts = sample_parts(run, length, shard, start.epoch, rows, source.task_rows, self._repeat)
+        return IndexedPacker(source.dataset, self._pool, parts, start)
 
     def reopen(self, index: int, epoch: int) -> None:
         lane = self._run.own_lanes[index]
         self.packers[index] = self._packer(lane, LanePosition(epoch=epoch))
 
 
-class OneLane(Lanes):
-    """All rows of a rank, outside of a mixture."""
-
-    def __init__(self, packer: Packer) -> None:
-        self.packers = [packer]
-
-
-class SampleSource(Source):
+class SampleSource(CollatedSource):
     """A map-style dataset of the user's own as the loader sees it."""
 
     shuffles = True
     even = True
 
     def __init__(
-        self,
-        dataset: Any,
-        preprocess: Callable[..., Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        self, dataset: Any, preprocess: Preprocess = None, collate: Collate = None
     ) -> None:
-        self.dataset, self._preprocess, self._collate = dataset, preprocess, collate
-        self._length = len(dataset)
+        super().__init__(preprocess, collate, dataset)
+        self.dataset, self._length = dataset, len(dataset)
         if self._length < 1:
             raise SourceError(
                 f"{type(dataset).__name__} has no samples: its length is {self._length}"
             )
-        if isinstance(dataset, list | tuple) and preprocess is None and collate is None:
-            refuse_text(dataset[0])
+        if isinstance(dataset, list | tuple):
+            self.check_sample(dataset[0])
 
     def data_id(self) -> dict[str, Any]:
         return {"type": type(self.dataset).__name__, "length": self._length}
@@ -214,15 +211,12 @@ class SampleSource(Source):
     def length(self) -> int:
         return self._length
 
-    def work(self, run: RunContext) -> SampleWork:
-        return SampleWork(self.dataset, self._preprocess, self._collate, run)
-
-    def rows_of(self, run: RunContext) -> tuple[int, int | None, int | None]:
-        """Return the rank's first row, the end of its rows, and the rows of all ranks."""
+    def rows_of(self, run: RunContext) -> tuple[tuple[int, int | None], int | None]:
+        """Return the rank's rows [first, end) of this pass, and the rows of all ranks."""
         # The first row at or after the global one of the state.
         first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
         if run.end_epoch is None:
-            return first, None, None
+            return (first, None), None
         total = (run.end_epoch - run.first_epoch) * self._length
         end = own_rows(total, run)
         if end == 0 and run.drop_last:
@@ -230,24 +224,12 @@ class SampleSource(Source):
                 f"{total} samples do not fill one batch of {run.batch_size} on each of "
                 f"{run.shard.mod} ranks. Use a smaller batch_size, more epochs, or drop_last=False."
             )
-        return first, end, total
-
-    def parts(self, run: RunContext, sizes: tuple[int, int]) -> Iterator[tuple[I64, I64]]:
-        """Yield the samples and epochs of the rank's rows, part by part."""
-        first, end, total = self.rows_of(run)
-        return sample_parts(
-            run,
-            self._length,
-            run.shard,
-            epoch=run.first_epoch,
-            rows=(first, end),
-            sizes=sizes,
-            repeat=total,
-        )
+        return (first, end), total
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
-        *_, total = self.rows_of(run)
-        parts = self.parts(run, (run.batch_size, run.batch_size))
+        rows, total = self.rows_of(run)
+        sizes = (run.batch_size, run.batch_size)
+        parts = sample_parts(run, self._length, run.shard, run.first_epoch, rows, sizes, total)
         tasks = (pool.submit("batch", Samples(*part)) for part in parts)
         return SampleProducer(run, pool, tasks, partial(spans_of, self.dataset), total)
 
@@ -265,19 +247,16 @@ class RowsSource(SampleSource, RowSource):
         """How many rows the first task reads, and how many later ones."""
 
     def data_id(self) -> dict[str, Any]:
-        about: dict[str, Any] = self.dataset.data_id()
-        return about | {"length": self._length}
+        return {**self.dataset.data_id(), "length": self._length}
 
     def settings_id(self) -> dict[str, Any]:
-        settings: dict[str, Any] = self.dataset.settings_id()
-        return settings
+        return dict(self.dataset.settings_id())
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
-        first, _, total = self.rows_of(run)
-        parts = self.parts(run, self.task_rows)
-        packer = IndexedPacker(self.dataset, pool, parts, LanePosition(row=first))
-        run = replace(run, lanes=run.shard.mod, drop_last=False)
-        return RowProducer(self, run, OneLane(packer), total)
+        (first, end), total = self.rows_of(run)
+        start = {run.shard.rem: LanePosition(run.first_epoch, row=first)}
+        run = replace(run, lanes=run.shard.mod, drop_last=False, positions=start)
+        return RowProducer(self, run, RowLanes(self, run, pool, end, total), total)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: Any) -> RowLanes:
         return RowLanes(self, run, pool)

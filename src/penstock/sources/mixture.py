@@ -8,7 +8,7 @@ since the weights changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, cast
@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.config import one_of
 from penstock.encode.batching import RowsOrigin
-from penstock.encode.rows import Mark, Rows, fixed
+from penstock.encode.rows import Mark, Packer, Rows
 from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
@@ -75,12 +75,10 @@ class Mixture:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a row of ids, if a part has a tokenizer."""
-        texts = (part for part, _ in self.parts.values() if getattr(part, "tokenizer", None))
-        part = next(texts, None)
-        if part is None:
-            raise ConfigError("decode: none of the parts has a tokenizer")
-        text: str = part.decode(ids)
-        return text
+        for part, _ in self.parts.values():
+            if getattr(part, "tokenizer", None):
+                return str(part.decode(ids))
+        raise ConfigError("decode: none of the parts has a tokenizer")
 
     def __repr__(self) -> str:
         """Return a tree of the parts with their shares and, if known, tokens."""
@@ -98,37 +96,21 @@ class Mixture:
 class MixturePacker:
     """Interleaves the rows of one lane of every part."""
 
-    def __init__(
-        self,
-        index: int,
-        lane: int,
-        run: RunContext,
-        parts: list[Lanes],
-        chooser: Chooser,
-        by_epoch: bool,
-        peers: Sequence[MixturePacker],
-    ) -> None:
-        """`peers`: the packers of all lanes of this rank, which share the chooser."""
+    def __init__(self, mixed: MixtureLanes, index: int, lane: int, run: RunContext) -> None:
+        self._mixed, self._index, self._lane, self._run = mixed, index, lane, run
         start = run.positions[lane]
-        self._index, self._lane, self._lanes = index, lane, run.lanes
-        self._parts, self._chooser, self._by_epoch = parts, chooser, by_epoch
-        self._peers = peers
-        self._epoch, self._end_epoch = start.epoch, run.end_epoch
-        self.row = start.row
-        """Rows that the lane has given since the pass began."""
-        self._given = 1 if start.row else 0
-        """Rows of this epoch, to notice an empty one."""
-        self._ended = run.end_epoch is not None and start.epoch >= run.end_epoch
-        self._before_end: MixtureMark | None = None
-        """The next row's position, if its part was found to have ended: the end belongs to that row,
-        so that the position does not depend on how many rows were asked for at once."""
-        self._part_rows = [0] * len(parts)
+        self._epoch, self.row = start.epoch, start.row
+        self._ended = self._is_last(start.epoch - 1)
+        self._given = start.row > 0
+        """True if the epoch has had a row."""
+        self._part_rows = [0] * len(mixed.parts)
         self.failed: Exception | None = None
-        if self._ended:
-            parts_at = tuple(map(fixed, start.parts))
-            self._before_end = MixtureMark(
-                start.epoch, start.row, start.counts, parts_at, tuple(self._part_rows)
-            )
+
+    def _is_last(self, epoch: int) -> bool:
+        return self._run.end_epoch is not None and epoch + 1 >= self._run.end_epoch
+
+    def _packers(self) -> list[Packer]:
+        return [part.packers[self._index] for part in self._mixed.parts]
 
     @property
     def buffered(self) -> int:
@@ -136,57 +118,50 @@ class MixturePacker:
 
     @property
     def counts(self) -> Counter[str]:
-        return sum((part.packers[self._index].counts for part in self._parts), Counter())
+        return sum((packer.counts for packer in self._packers()), Counter())
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
-        self._chooser.forget(min(peer.row for peer in self._peers) * self._lanes)
+        chooser, lanes = self._mixed.chooser, self._run.lanes
+        chooser.forget(min(packer.row for packer in self._mixed.packers) * lanes)
         while n > 0 and not self._ended and self.failed is None:
             own = self.row + np.arange(n, dtype=np.int64)
-            chosen = self._chooser.parts(choice_of(own, self._lane, self._lanes))
+            chosen = chooser.parts(choice_of(own, self._lane, lanes))
             for part, run in groupby(chosen.tolist()):
                 wanted = len(list(run))
-                got = self._take(part, wanted, out)
+                rows = self._mixed.parts[part].packers[self._index].rows(wanted)
+                got = sum(len(each.ids) for each in rows)
+                out += rows
                 n -= got
+                self.row += got
+                self._part_rows[part] += got
+                self._given = self._given or got > 0
                 if got < wanted:
                     self._end(part)
                     break
         return out
 
     def mark(self) -> MixtureMark:
-        if self._before_end is not None:
-            return self._before_end
-        counts = self._chooser.counts(self.row * self._lanes)
-        parts = tuple(part.packers[self._index].mark() for part in self._parts)
+        counts = self._mixed.chooser.counts(self.row * self._run.lanes)
+        parts = tuple(packer.mark() for packer in self._packers())
         return MixtureMark(self._epoch, self.row, counts, parts, tuple(self._part_rows))
-
-    def _take(self, part: int, wanted: int, out: list[Rows]) -> int:
-        rows = self._parts[part].packers[self._index].rows(wanted)
-        out += rows
-        got = sum(len(each.ids) for each in rows)
-        self.row += got
-        self._given += got
-        self._part_rows[part] += got
-        self._before_end = None if got else self._before_end
-        return got
 
     def _end(self, part: int) -> None:
         """A part has no more rows: it failed, or the epoch ends for all parts."""
-        if self._before_end is None:
-            mark = self.mark()
-            self._before_end = replace(mark, parts=tuple(fixed(part()) for part in mark.parts))
-        self.failed = self._parts[part].packers[self._index].failed
-        if self.failed is None and not (self._by_epoch and self._given):
-            self.failed = SourceError(
-                f"lane {self._lane} of {self._lanes} gets no row of part {part} of the mixture"
-            )
+        self.failed = self._packers()[part].failed
         if self.failed is not None:
             return
-        self._epoch += 1
-        self._given = 0
-        self._ended = self._end_epoch is not None and self._epoch >= self._end_epoch
+        if not (self._mixed.by_epoch and self._given):
+            self.failed = SourceError(
+                f"lane {self._lane} of {self._run.lanes} gets no row of part {part} of the mixture"
+            )
+            return
+        # After the last epoch the position stays at its end, so that a run of more epochs continues.
+        self._ended = self._is_last(self._epoch)
         if not self._ended:
-            for lanes in self._parts:
+            self._epoch += 1
+            self._given = False
+            for lanes in self._mixed.parts:
                 lanes.reopen(self._index, self._epoch)
 
 
@@ -210,44 +185,28 @@ class MixtureLanes(Lanes):
     """A rank's lanes of a mixture, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
-        self._parts: list[Lanes] = []
+        self.inner = self.parts = list[Lanes]()
         try:
             for i, (name, part) in enumerate(source.parts.items()):
                 own = source.part_run(run, i)
-                self._parts.append(part.open_lanes(own, PartPool(pool, name), work.parts[name]))
+                self.parts.append(part.open_lanes(own, PartPool(pool, name), work.parts[name]))
         except BaseException:
             self.stop()
             self.close()
             raise
         behind = min((run.positions[lane] for lane in run.own_lanes), key=lambda at: at.row)
-        chooser = Chooser(run.weights, behind.row * run.lanes, behind.counts)
-        by_epoch = source.mixture.on_end == "stop"
-        self.packers: list[MixturePacker] = []
-        for i, lane in enumerate(run.own_lanes):
-            packer = MixturePacker(i, lane, run, self._parts, chooser, by_epoch, self.packers)
-            self.packers.append(packer)
-
-    def totals(self) -> dict[str, int]:
-        return sum((Counter(part.totals()) for part in self._parts), Counter())
-
-    def bad(self) -> dict[str, int]:
-        return sum((Counter(part.bad()) for part in self._parts), Counter())
+        self.chooser = Chooser(run.weights, behind.row * run.lanes, behind.counts)
+        self.by_epoch = source.mixture.on_end == "stop"
+        own_lanes = enumerate(run.own_lanes)
+        self.packers: list[MixturePacker] = [MixturePacker(self, i, n, run) for i, n in own_lanes]
 
     def gauges(self) -> dict[str, Any]:
         """Return those of the part with the most fetches, and sums over the parts."""
-        every = [gauges for part in self._parts if (gauges := part.gauges())]
+        every = [gauges for part in self.parts if (gauges := part.gauges())]
         most = max(every, key=lambda gauges: int(gauges.get("fetches", 0)), default={})
         names = ("chunks_ready", "chunks_under_way", "fetches")
         sums = {name: sum(gauges.get(name, 0) for gauges in every) for name in names}
         return most | sums | {"memory_bound": any(gauges.get("memory_bound") for gauges in every)}
-
-    def stop(self) -> None:
-        for part in self._parts:
-            part.stop()
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
 
 
 class MixtureSource(RowSource):
@@ -267,36 +226,28 @@ class MixtureSource(RowSource):
                 )
             self.parts[name] = source
         parts = self.parts.items()
-        self._check_parts()
-        self.seq_len = next(iter(self.parts.values())).seq_len
+        lengths = {name: part.seq_len for name, part in parts}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(f"the parts of a mixture need one seq_len, and have {lengths}")
+        ids = {name: about["fingerprint"] for name, part in parts if (about := part.tokenizer_id())}
+        if len({str(fingerprint).split("/")[0] for fingerprint in ids.values()}) > 1:
+            raise ConfigError(
+                f"the parts {', '.join(map(repr, ids))} of a mixture have different vocabularies: "
+                "the same id would mean different tokens. Use one tokenizer for all of them."
+            )
         self.positions = any(part.positions for _, part in parts)
         for name, part in parts:
             if self.positions and not (part.positions or isinstance(part, RowsSource)):
                 raise ConfigError(
                     f"positions=True holds for a whole batch: give it to {name!r} too"
                 )
+        self.seq_len = max(lengths.values())
         self.dtype = np.result_type(*(part.dtype for _, part in parts))
         self.skip = frozenset(
             address._replace(file=f"{name}{OF_PART}{address.file}")
             for name, part in parts
             for address in part.skip
         )
-
-    def _check_parts(self) -> None:
-        """Raise if the parts have rows of different lengths, or different vocabularies."""
-        lengths = {name: part.seq_len for name, part in self.parts.items()}
-        if len(set(lengths.values())) > 1:
-            raise ConfigError(f"the parts of a mixture need one seq_len, and have {lengths}")
-        known = {
-            name: str(part.tokenizer_id()["fingerprint"]).split("/")[0]
-            for name, part in self.parts.items()
-            if part.tokenizer_id()
-        }
-        if len(set(known.values())) > 1:
-            raise ConfigError(
-                f"the parts {', '.join(map(repr, known))} of a mixture have different vocabularies: "
-                "the same id would mean different tokens. Use one tokenizer for all of them."
-            )
 
     def listings(self) -> list[tuple[float, float]]:
         return [listed for part in self.parts.values() for listed in part.listings()]
@@ -334,14 +285,15 @@ class MixtureSource(RowSource):
         return LanePosition(epoch=epoch, counts=(0,) * len(parts), parts=parts)
 
     def check_state(self, state: State) -> None:
-        n, lanes, positions = len(self.parts), state.lanes, state.lane_positions
+        n, positions = len(self.parts), state.lane_positions
         changes = [row for row, _ in state.weights]
-        first = min((at.row for at in positions.values()), default=0) * lanes
+        first = min((at.row for at in positions.values()), default=0) * state.lanes
         whole = all(len(weights) == n and sum(weights) == UNIT for _, weights in state.weights)
         if not whole or changes != sorted(set(changes)) or not changes or changes[0] > first:
             raise StateError(f"invalid state: its weights are not those of {n} parts")
         for lane, at in positions.items():
-            since = at.row * lanes - max(begin for begin in changes if begin <= at.row * lanes)
+            row = at.row * state.lanes
+            since = row - max(begin for begin in changes if begin <= row)
             if len(at.parts) != n or len(at.counts) != n or (since and sum(at.counts) != since):
                 raise StateError(f"invalid state: lane {lane} needs a position in {n} parts")
         for i, (name, part) in enumerate(self.parts.items()):
@@ -359,23 +311,21 @@ class MixtureSource(RowSource):
 
         Later changes that were planned stay; what no lane needs any more goes.
         """
-        lanes, now = state.lanes, state.row // state.lanes
+        lanes, positions = state.lanes, state.lane_positions
         row = -(-row // lanes) * lanes
         # A lane that has ended stays behind the others, under the weights that it ended with.
-        behind = {now, *(at.row for at in state.lane_positions.values() if at.row < now)}
-        held = {max(begin for begin, _ in state.weights if begin <= n * lanes) for n in behind}
-        kept = [
-            (begin, weights)
-            for begin, weights in state.weights
-            if begin != row and (begin in held or begin > now * lanes)
-        ]
-        schedule = tuple(sorted([*kept, (row, whole_weights(changed, list(self.parts)))]))
+        behind = min([state.row // lanes, *(at.row for at in positions.values())]) * lanes
+        first = max(begin for begin, _ in state.weights if begin <= behind)
+        kept = [each for each in state.weights if each[0] >= first and each[0] != row]
         none = (0,) * len(self.parts)
-        positions = {
-            lane: at._replace(counts=none) if at.row * lanes == row else at
-            for lane, at in state.lane_positions.items()
-        }
-        return replace(state, weights=schedule, lane_positions=positions)
+        return replace(
+            state,
+            weights=tuple(sorted([*kept, (row, whole_weights(changed, list(self.parts)))])),
+            lane_positions={
+                lane: at._replace(counts=none) if at.row * lanes == row else at
+                for lane, at in positions.items()
+            },
+        )
 
     def extended(self, state: State, fresh: State) -> State:
         """Return a state of fewer parts as one of these: new parts begin at zero, and the weights of this
@@ -387,27 +337,22 @@ class MixtureSource(RowSource):
                 f"extend=True: the state has the parts {sorted(old)}. The mixture needs the same ones first, "
                 f"and new ones after them, and has {names}."
             )
-        added = tuple(names[n:])
+        added = names[n:]
+        zeros = (0,) * len(added)
+
+        def position(at: LanePosition) -> LanePosition:
+            epoch = at.epoch if self.mixture.on_end == "stop" else 0
+            parts = (self.parts[name].first_position(epoch) for name in added)
+            return at._replace(counts=at.counts + zeros, parts=(*at.parts, *parts))
 
         def merged(saved: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             own = {k: v for k, v in new.items() if k == "weights" or k.partition(".")[0] in added}
             return saved | own
 
-        stops = self.mixture.on_end == "stop"
-        positions = {
-            lane: at._replace(
-                counts=(*at.counts, *(0 for _ in added)),
-                parts=(
-                    *at.parts,
-                    *(self.parts[name].first_position(at.epoch if stops else 0) for name in added),
-                ),
-            )
-            for lane, at in state.lane_positions.items()
-        }
         padded = replace(
             state,
-            lane_positions=positions,
-            weights=tuple((row, (*w, *(0 for _ in added))) for row, w in state.weights),
+            lane_positions={lane: position(at) for lane, at in state.lane_positions.items()},
+            weights=tuple((row, weights + zeros) for row, weights in state.weights),
             stream=merged(state.stream, fresh.stream),
             data=merged(state.data, fresh.data),
             tokenizer=merged(state.tokenizer, fresh.tokenizer),
@@ -444,12 +389,8 @@ class MixtureSource(RowSource):
         )
 
     def work(self, run: RunContext) -> PartWorks:
-        return PartWorks(
-            {
-                name: part.work(self.part_run(run, i))
-                for i, (name, part) in enumerate(self.parts.items())
-            }
-        )
+        parts = enumerate(self.parts.items())
+        return PartWorks({name: part.work(self.part_run(run, i)) for i, (name, part) in parts})
 
     def open_lanes(self, run: RunContext, pool: Pool, work: PartWorks) -> MixtureLanes:
         return MixtureLanes(self, run, pool, work)

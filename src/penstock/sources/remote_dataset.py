@@ -57,9 +57,6 @@ class RemoteConfig:
         """Name the file that changed since an earlier listing, if that listing is kept."""
         return explain_change(MetadataCache(self.folder), fingerprint, files)
 
-    def open(self) -> RemoteSession:
-        return RemoteSession(self)
-
 
 class RemoteSession:
     """The connections, files and metadata cache of one run."""
@@ -92,7 +89,7 @@ def list_remote(
 ) -> tuple[Files, Tokenizer, RemoteConfig]:
     """List files and load the tokenizer at the same time."""
     remote = RemoteConfig(limits=limits, folder=cache_dir())
-    session = remote.open()
+    session = RemoteSession(remote)
     pool = ThreadPool(min(limits.fetches, LISTING_THREADS), None, name="fetch")
     session.network.threads = pool
     listing = RemoteListing(
@@ -120,6 +117,6 @@ def list_on_rank_0(make: Callable[[], Files]) -> Files:
     """Return on every rank what rank 0 lists."""
     data = from_rank_0(lambda: json.dumps([asdict(file) for file in make()]).encode())
     return tuple(
-        FileRef(**{**values, "members": tuple(Member(*member) for member in values["members"])})
+        FileRef(**values | {"members": tuple(Member(*each) for each in values["members"])})
         for values in json.loads(data)
     )

@@ -1,27 +1,35 @@
 """Samples of the user's own: fetch, preprocess, collate.
 
 `SampleWork` has pure functions of sample numbers and epochs, for worker threads or processes. Random
-numbers depend on the sample only. `SampleProducer` has batches made ahead.
+numbers depend on the sample only. `SampleProducer` has batches made ahead. An iterable of samples
+(`IterableSource`) is read in order by one task after the other; every rank reads all of it and keeps
+its own samples. Map-style datasets are in `map_style`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.encode.batch import Batch
-from penstock.encode.collate import Collated, default_collate, of_mapping, plain
-from penstock.errors import ConfigError
+from penstock.encode.collate import default_collate, of_value
+from penstock.errors import ConfigError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
-from penstock.sources.base import Producer, RunContext, Work, noted
-from penstock.types import MiB, Span, StreamPosition
+from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
+from penstock.sources.base import Producer, RunContext, Source, Work, noted
+from penstock.state import State
+from penstock.types import MiB, Span, StreamPosition, is_count
+
+Preprocess = Callable[..., Any] | None
+Collate = Callable[[list[Any]], Any] | None
 
 PROBE_BYTES = 256 * MiB
 """If memory is tighter than this, the first batch shows how large batches are before more are made."""
@@ -43,11 +51,7 @@ class SampleWork(Work):
     """Fetches samples and makes batches or rows of them."""
 
     def __init__(
-        self,
-        dataset: Any,
-        preprocess: Callable[..., Any] | None,
-        collate: Callable[[list[Any]], Any] | None,
-        run: RunContext,
+        self, dataset: Any, preprocess: Preprocess, collate: Collate, run: RunContext
     ) -> None:
         self.clock = run.clock
         self._dataset, self._preprocess, self._collate = dataset, preprocess, collate
@@ -61,12 +65,25 @@ class SampleWork(Work):
 
     def batch(self, samples: Samples) -> tuple[Batch | None, Samples]:
         """Return a batch, or None of no samples, and which samples it is made of."""
-        if not len(samples.numbers):
+        numbers, epochs, values = samples.numbers, samples.epochs, samples.values
+        if not len(numbers):
             return None, samples
-        numbers, values = samples.numbers, samples.values
-        values = self._fetch(numbers) if values is None else values
         samples.values = None
-        return self._collated(values, numbers, samples.epochs), samples
+        values = self._fetch(numbers) if values is None else values
+        with self.clock.stage("decode") as timeline:
+            prepared = self._prepared(values, numbers, epochs)
+        timeline.count("decode", len(values))
+        with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(numbers)}"):
+            collate = self._collate or default_collate
+            made = of_value(collate(list(prepared)))
+        size = getattr(made.inputs, "size", None)
+        tokens = size if isinstance(size, int) else len(values)
+        # The epoch that every sample has reached.
+        epoch = int(epochs.min())
+        batch = Batch(
+            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
+        )
+        return batch, samples
 
     def rows(self, indices: I64) -> Any:
         """Return rows of ids, of a dataset that reads many at once."""
@@ -75,60 +92,35 @@ class SampleWork(Work):
         timeline.count("fetch", len(ids), ids.nbytes)
         return ids
 
-    def _collated(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Batch:
-        with self.clock.stage("decode") as timeline:
-            prepared = self._prepared(samples, indices, epochs)
-        timeline.count("decode", len(samples))
-        with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(indices)}"):
-            if self._collate is None:
-                made = default_collate(prepared)
-            else:
-                made = _of_value(self._collate(list(prepared)))
-        ids = getattr(made.inputs, "size", None)
-        tokens = ids if isinstance(ids, int) else len(samples)
-        # The epoch that every sample has reached.
-        epoch = int(epochs.min())
-        return Batch(
-            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
-        )
-
     def _fetch(self, indices: I64) -> Sequence[Any]:
+        dataset, numbers, name = self._dataset, indices.tolist(), str(self)
+        samples: list[Any] = []
         with self.clock.stage("fetch", self) as timeline:
-            samples = self._get(indices)
+            if hasattr(dataset, "__getitems__"):
+                with noted(f"in __getitems__ of {name}, samples {_shown(indices)}"):
+                    samples = dataset.__getitems__(numbers)
+            else:
+                for number in numbers:
+                    with noted(f"in __getitem__ of {name}, sample {number}"):
+                        samples.append(dataset[number])
+        if len(samples) != len(numbers):
+            raise ConfigError(
+                f"__getitems__ of {name} returned {len(samples)} samples for {len(numbers)} indices"
+            )
         timeline.count("fetch", len(indices))
         return samples
 
-    def _get(self, indices: I64) -> Sequence[Any]:
-        dataset, numbers, name = self._dataset, indices.tolist(), str(self)
-        if hasattr(dataset, "__getitems__"):
-            with noted(f"in __getitems__ of {name}, samples {_shown(indices)}"):
-                samples: Sequence[Any] = dataset.__getitems__(numbers)
-            if len(samples) != len(numbers):
-                raise ConfigError(
-                    f"__getitems__ of {name} returned {len(samples)} samples for {len(numbers)} indices"
-                )
-            return samples
-        found = []
-        for number in numbers:
-            with noted(f"in __getitem__ of {name}, sample {number}"):
-                found.append(dataset[number])
-        return found
-
     def _prepared(self, samples: Sequence[Any], indices: I64, epochs: I64) -> Sequence[Any]:
-        function = self._preprocess
-        if function is None:
+        if self._preprocess is None:
             return samples
-        prepared = []
+        prepared, rng = [], {}
         for number, epoch, sample in zip(indices.tolist(), epochs.tolist(), samples, strict=True):
+            if self._takes_rng:  # seeded by (seed, epoch, number)
+                philox = np.random.Philox(mix(self._seed, epoch, number))
+                rng = {"rng": np.random.Generator(philox)}
             with noted(f"in preprocess, sample {number}"):
-                prepared.append(function(sample, **self._rng(epoch, number)))
+                prepared.append(self._preprocess(sample, **rng))
         return prepared
-
-    def _rng(self, epoch: int, index: int) -> dict[str, np.random.Generator]:
-        """Return a generator seeded by (seed, epoch, index), if `preprocess` takes one."""
-        if not self._takes_rng:
-            return {}
-        return {"rng": np.random.Generator(np.random.Philox(mix(self._seed, epoch, index)))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +176,13 @@ class SampleProducer(Producer):
 
     def _submit_ahead(self) -> None:
         """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""
-        while len(self._ahead) <= self._pool.n_workers and not (self._ahead and self._is_full()):
-            task = next(self._tasks, None)
+        limit, size = self._run.read_ahead_bytes, self._batch_bytes
+        while (ahead := len(self._ahead)) <= self._pool.n_workers:
+            full = (ahead + 2) * size > limit if size else limit < PROBE_BYTES
+            task = None if ahead and full else next(self._tasks, None)
             if task is None:
                 return
             self._ahead.append(task)
-
-    def _is_full(self) -> bool:
-        limit = self._run.read_ahead_bytes
-        if not self._batch_bytes:
-            return limit < PROBE_BYTES
-        return (len(self._ahead) + 2) * self._batch_bytes > limit
 
     def totals(self) -> dict[str, int]:
         return {"documents": self._samples}
@@ -203,37 +191,104 @@ class SampleProducer(Producer):
         return {"python": True}
 
 
-def refuse_text(sample: Any) -> None:
-    if isinstance(sample, str):
-        raise ConfigError(
-            "these are texts, which need a tokenizer: "
-            "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
-        )
+class CollatedSource(Source):
+    """Samples of the user's own, map-style or iterated."""
+
+    def __init__(self, preprocess: Preprocess, collate: Collate, indexed: Any = None) -> None:
+        """`indexed` is what workers fetch samples from, if they do."""
+        self._preprocess, self._collate, self._indexed = preprocess, collate, indexed
+
+    def work(self, run: RunContext) -> SampleWork:
+        return SampleWork(self._indexed, self._preprocess, self._collate, run)
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise for a text that nothing tokenizes."""
+        if isinstance(sample, str) and self._preprocess is None and self._collate is None:
+            raise ConfigError(
+                "these are texts, which need a tokenizer: "
+                "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
+            )
 
 
-def is_rows(dataset: Any) -> bool:
-    """Return True if a dataset gives rows of ids, a whole batch in one array."""
-    return all(hasattr(dataset, name) for name in ("boundaries", "dtype", "seq_len"))
+class IterableSource(CollatedSource):
+    """An iterable of samples as the loader sees it."""
+
+    def __init__(self, source: Any, preprocess: Preprocess = None, collate: Collate = None) -> None:
+        super().__init__(preprocess, collate)
+        self._source, self._name, self._shared = source, name_of(source), shared_position(source)
+
+    def data_id(self) -> dict[str, Any]:
+        return {"iterable": self._name}
+
+    def first_source(self, epoch: int) -> dict[str, Any]:
+        return {"epoch": epoch, "taken": 0}
+
+    def check_state(self, state: State) -> None:
+        at = state.source
+        if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
+            raise StateError(
+                f"invalid state: 'source' must have the iterable's epoch and taken, not {at!r:.80}"
+            )
+
+    def open(self, run: RunContext, pool: Pool, work: Any) -> SampleProducer:
+        if run.shuffle:
+            raise ConfigError(
+                "shuffle=True: an iterable of samples keeps its own order. Shuffle it at its source."
+            )
+        items = ResumableIterator(self._source, self._name, self._shared)
+        batches = self._batches(items, run)
+
+        def read(_previous: Any = None) -> Samples:
+            try:
+                with run.clock.stage("fetch"):
+                    return next(batches)
+            except Exception as error:
+                error.add_note(f"in stage fetch, sample {items.taken} of epoch {items.epoch}")
+                raise
+
+        def tasks() -> Iterator[Task[Any]]:
+            last: Task[Any] | None = None
+            while True:
+                # A function runs in this process, also if workers are processes.
+                last = pool.submit(read, after=last)
+                yield pool.submit("batch", after=last)
+
+        return SampleProducer(run, pool, tasks(), partial(span_of, self._name))
+
+    def _batches(self, items: ResumableIterator, run: RunContext) -> Iterator[Samples]:
+        """Yield the rank's samples of each batch; none for ever after the end."""
+        at, end, world = run.start.source, run.end_epoch, run.shard.mod
+        ended = end is not None and at["epoch"] >= end
+        if not ended:
+            items.open(at["epoch"], at["taken"], at.get("state"))
+        while True:
+            own: list[tuple[int, int, Any]] = []
+            count = 0
+            while count < run.batch_size * world and not ended:
+                item = items.take()
+                if item is END:
+                    ended = end is not None and items.epoch + 1 >= end
+                    if not ended:
+                        items.next_epoch()
+                    continue
+                self.check_sample(item)
+                if count % world == run.shard.rem:
+                    own.append((items.taken - 1, items.epoch, item))
+                count += 1
+            if count < run.batch_size * world and run.drop_last:
+                own = []
+            after: dict[str, Any] = {"epoch": items.epoch, "taken": items.taken}
+            if ended:
+                after = {"epoch": end, "taken": 0}
+            elif (state := items.state()) is not None:
+                after["state"] = state
+            numbers, epochs = np.array([each[:2] for each in own], np.int64).reshape(-1, 2).T
+            yield Samples(numbers, epochs, [item for *_, item in own], after)
 
 
 def span_of(name: str, number: int) -> list[Span]:
     """Return where a sample comes from: its number is all that is known."""
     return [Span(name, None, None, number, (0, 0), (0, 0))]
-
-
-def _of_value(value: Any) -> Collated:
-    """Find inputs and targets in what a user's `collate` returned."""
-    if isinstance(value, Collated):
-        return value
-    value = plain(dict(value) if isinstance(value, Mapping) else value)
-    if isinstance(value, Mapping):
-        return of_mapping(value)
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    if pair and (isinstance(value, tuple) or all(hasattr(part, "shape") for part in value)):
-        return Collated(value[0], value[1], None)
-    if isinstance(value, np.ndarray):
-        return Collated(value, None, None)
-    return Collated(None, None, value)
 
 
 def _shown(indices: I64) -> str:

@@ -14,11 +14,12 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -31,10 +32,8 @@ from penstock.errors import (
     CorruptFile,
     LoaderClosed,
     SourceError,
-    StateError,
 )
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
-from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
 from penstock.read.arrow_utils import empty
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
@@ -57,8 +56,8 @@ log = logging.getLogger("penstock")
 
 FORMAT = 3
 """Increased when the same text would give other token chunks than before."""
-LOOKED_UP = 64
-"""Files whose chunks are remembered, beyond those of the current group."""
+LOOKED_UP = 1024
+"""Files whose chunks are remembered."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
 CLOSE_S = 5.0
@@ -66,32 +65,35 @@ CLOSE_S = 5.0
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
+@dataclass(eq=False)
 class TextWork(Work):
     """The work of one run."""
 
-    def __init__(
-        self,
-        read: ReadSettings,
-        tokenizer: Tokenizer,
-        doc_batch: int | None,
-        n_workers: int,
-        lanes: int,
-        remote: RemoteConfig | None = None,
-        clock: Clock | None = None,
-        store: TokenStore | None = None,
-    ) -> None:
-        """`store` has prepared chunks."""
-        self.clock, self.store = clock or NullClock(), store
-        self._made_of = (read, tokenizer, doc_batch, n_workers, lanes, remote, self.clock, store)
-        self._read, self._tokenizer, self._doc_batch = read, tokenizer, doc_batch
-        session = None if remote is None else remote.open()
-        self.session: RemoteSession | None = session
-        files, kept = (None, None) if session is None else (session.files, session.metadata)
-        self._reader = Reader(read, n_workers, lanes, files, kept, self.clock)
+    read: ReadSettings
+    tokenizer: Tokenizer
+    doc_batch: int | None
+    n_workers: int
+    lanes: int
+    remote: RemoteConfig | None = None
+    clock: Clock = field(default_factory=NullClock)
+    store: TokenStore | None = None
+    """Has prepared chunks."""
+
+    def __post_init__(self) -> None:
+        self.session: RemoteSession | None = None
+        self.cache: TokenStore | None = None
+        files = metadata = None
+        self.fetches = 0
+        if self.remote is not None:
+            from penstock.sources.remote_dataset import RemoteSession
+
+            self.session, self.cache = RemoteSession(self.remote), self.remote.cache()
+            files, metadata = self.session.files, self.session.metadata
+            self.fetches = self.remote.limits.fetches
+        read, tokenizer = self.read, self.tokenizer
+        self._reader = Reader(read, self.n_workers, self.lanes, files, metadata, self.clock)
         self.lane_bytes = self._reader.lane_bytes
         """Memory for the decompressed parts of compressed files, for each lane."""
-        self.cache: TokenStore | None = None if remote is None else remote.cache()
-        self.fetches = 0 if remote is None else remote.limits.fetches
         self.expansion = tokenizer.expansion
         self.settings = {
             "version": FORMAT,
@@ -106,16 +108,15 @@ class TextWork(Work):
         }
         """The settings that decide the tokens of every chunk."""
         self._stopped = False
-        self._stored_names: set[str] | None = None
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        access = access_variables() if self._made_of[5] is not None else None
-        return _in_worker_process, (access, *self._made_of)
+        access = access_variables() if self.remote is not None else None
+        return _in_worker_process, (access, *(getattr(self, each.name) for each in fields(self)))
 
     def prepare(self) -> None:
         """Load the vocabulary, while the first chunk is fetched."""
-        self._tokenizer.engine.prepare()
+        self.tokenizer.engine.prepare()
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks, and why it is left out if it cannot be read."""
@@ -133,19 +134,10 @@ class TextWork(Work):
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
         """Return a chunk's tokens: from the store or the cache, or decoded and tokenized."""
-        if fetched is None and self.store is not None and has_version(ref.file):
-            with self.clock.stage("fetch", ref) as timeline:
-                chunk = self._stored(self.store, ref)
-            if chunk is not None:
-                timeline.count("fetch", 1, chunk.nbytes)
-                return chunk
-        if fetched is None and self.cache is not None and self.caches(ref.file):
-            with self.clock.stage("fetch", ref) as timeline:
-                chunk = self.cache.get(self.key(ref), ref)
-            if chunk is not None and self._may_use(chunk):
-                chunk.cached = True
-                timeline.count("fetch", 1, chunk.nbytes)
-                return chunk
+        if fetched is None and has_version(ref.file):
+            for store in (self.store, self.cache):
+                if store is not None and (chunk := self._stored(store, ref)) is not None:
+                    return chunk
         return self.tokenize(ref, self.decode(ref, fetched))
 
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
@@ -166,7 +158,7 @@ class TextWork(Work):
         """Return the tokens of documents."""
         note = f"in stage tokenize, reading {ref}"
         with noted(note), self.clock.stage("tokenize", ref) as timeline:
-            chunk = self._tokenizer.encode(ref, documents, self._doc_batch, self._check_stopped)
+            chunk = self.tokenizer.encode(ref, documents, self.doc_batch, self._check_stopped)
         timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         return chunk
 
@@ -192,24 +184,22 @@ class TextWork(Work):
 
     # The token cache, and prepared chunks
 
-    def _may_use(self, chunk: TokenChunk) -> bool:
-        """Return False for a chunk with rejected records that are to be raised: by reading it again."""
-        return not (chunk.bad and self._read.on_bad_record == "raise")
-
     def has_stored(self, ref: ChunkRef) -> bool:
         """Return True if the chunk, or the chunk that it is a part of, is in the store."""
-        if self.store is None:
-            return False
-        if self._stored_names is None:
-            self._stored_names = {entry.name for entry in self.store.list()}
-        return self.key(self._reader.whole(ref)).name in self._stored_names
+        return self.store is not None and self.key(self._reader.whole(ref)).name in self._in_store
+
+    @cached_property
+    def _in_store(self) -> set[str]:
+        return set() if self.store is None else {entry.name for entry in self.store.list()}
 
     def _stored(self, store: TokenStore, ref: ChunkRef) -> TokenChunk | None:
-        """Return a chunk's documents from the entry of the whole chunk."""
-        whole = self._reader.whole(ref)
-        chunk = store.get(self.key(whole), ref)
-        if chunk is None or not self._may_use(chunk):
+        """Return a chunk from the store or the cache. The store has whole chunks only."""
+        whole = self._reader.whole(ref) if store is self.store else ref
+        with self.clock.stage("fetch", ref) as timeline:
+            chunk = store.get(self.key(whole), ref)
+        if chunk is None or (chunk.bad and self.read.on_bad_record == "raise"):
             return None
+        timeline.count("fetch", 1, chunk.nbytes)
         chunk.cached = True
         if (whole.part, whole.parts) != (ref.part, ref.parts):
             lo, hi = self._reader.rows_of(ref)
@@ -226,7 +216,7 @@ class TextWork(Work):
         """Return a chunk's key in the cache: everything that decides its tokens."""
         file = ref.file
         names = {member.name for member in file.members} or {file.name}
-        skip = sorted(([a.group, a.row] for a in self._read.skip if a.file in names), key=str)
+        skip = sorted(([a.group, a.row] for a in self.read.skip if a.file in names), key=str)
         settings = self.settings | {
             "part": [ref.part, ref.parts, ref.span],
             "format": [file.format, file.codec],
@@ -242,11 +232,6 @@ class TextWork(Work):
 
     def has_cached(self, ref: ChunkRef) -> bool:
         return self.cache is not None and self.caches(ref.file) and self.cache.exists(self.key(ref))
-
-    def save(self, chunk: TokenChunk) -> None:
-        """Write a chunk to the cache. A cache that fails turns itself off, and the run continues."""
-        assert self.cache is not None
-        self.cache.put(self.key(chunk.ref), chunk)
 
     def stop(self) -> None:
         self._stopped = True
@@ -291,118 +276,80 @@ def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork
     return TextWork(*made_of)
 
 
-def _same_chunk(ref: ChunkRef, chunk: TokenChunk) -> TokenChunk:
-    return replace(chunk, ref=ref, cached=True)
-
-
 class FileChunks(ChunkReader):
     """The chunks of files, for the lanes of one rank."""
 
     def __init__(self, dataset: TextDataset, run: RunContext, pool: Pool, work: TextWork) -> None:
         self._files, self._pool, self._work = dataset.files, pool, work
         self._chunk_bytes = dataset.options.chunk_bytes
-        self._looked_up: OrderedDict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = OrderedDict()
-        self._unreadable: set[int] = set()
-        self._bad_files: list[Bad] = []
-        self._before: dict[int, tuple[FileRef, Task[Any]]] = {}
-        """By lane: the chunk before the next one of the sequential file that the lane reads."""
-        self._ahead: WeakValueDictionary[tuple[Any, ...], Task[Any]] = WeakValueDictionary()
+        self._looked_up: dict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = {}
+        self._before: dict[int, Task[Any]] = {}
+        """By lane: the chunk before the next one, if its file can only be read in order."""
+        self._ahead: WeakValueDictionary[ChunkRef, Task[TokenChunk]] = WeakValueDictionary()
         """Remote chunks that are read ahead. The next epoch of a small dataset needs them too."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._unwritten: deque[TokenChunk] = deque()
         self._writing = threading.Lock()
         self.skipped_writes = 0
         self.fetches = dataset.fetches() if pool.n_workers else 0
-        threads = self.fetches or int(pool.n_workers > 0 and work.cache is not None)
-        if pool.n_workers and work.store is not None and "://" in work.store.place:
-            threads = max(threads, dataset.remote.fetches)
+        self._remote_store = work.store is not None and "://" in work.store.place
+        threads = max(self.fetches, self._remote_store * dataset.remote.fetches)
+        if not threads and work.cache is not None:
+            threads = 1
         self.io: ThreadPool | None = None
-        if threads:
+        if threads and pool.n_workers:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
                 work.session.network.threads = self.io
-        self._prepared = pool.n_workers == 0
+        if pool.n_workers:  # the vocabulary is loaded while the first chunk is fetched
+            pool.submit("prepare")
 
     @property
     def read_ahead(self) -> int:
         # Twice as many as are fetched at once: while one is late, the others go on.
         return 2 * self.fetches
 
-    def look_up(self, files: tuple[int, ...]) -> None:
+    def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         for index in files:
             file = self._files[index]
             if index not in self._looked_up and not file.sequential:
                 pool = self.io if self.io is not None and file.remote else self._pool
+                if len(self._looked_up) >= LOOKED_UP:
+                    del self._looked_up[next(iter(self._looked_up))]
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
-
-    def known(self, files: tuple[int, ...]) -> bool:
-        return all(i in self._looked_up and self._looked_up[i].ready() for i in files)
-
-    def chunks_of(self, files: tuple[int, ...]) -> list[list[ChunkRef]]:
-        self.look_up(files)
-        chunks = []
-        for index in files:
-            refs, bad = self._looked_up[index].result()
-            if bad and index not in self._unreadable:
-                self._unreadable.add(index)
-                self._bad_files += bad
-            chunks.append(refs)
-        while len(self._looked_up) > max(LOOKED_UP, len(files)):
-            self._looked_up.popitem(last=False)
-        return chunks
-
-    def take_bad(self) -> list[Bad]:
-        bad, self._bad_files = self._bad_files, []
-        return bad
+        return [self._looked_up[index] for index in files if index in self._looked_up]
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        task = self._submit(ref)
+        earlier = self._ahead.get(ref)
+        if earlier is not None and not earlier.cancelled():
+            return earlier
+        task = self._submit(ref, position)
         if self.io is not None and self._work.caches(ref.file):
             task.add_done_callback(self._made)
-        if not self._prepared:  # the vocabulary is loaded while the first chunk is read
-            self._prepared = True
-            self._pool.submit("prepare")
         return task
 
-    def _submit(self, ref: ChunkRef) -> Task[TokenChunk]:
-        store = self._work.store
-        if store is not None and self._work.has_stored(ref):
-            pool = self.io if self.io is not None and "://" in store.place else self._pool
-            task = pool.submit("encode", ref)
-            self._before[ref.lane] = ref.file, task
-            return task
-        if ref.file.sequential:
-            return self._submit_sequential(ref)
-        if self.io is None or not ref.file.remote or ref.file.codec or self._work.has_cached(ref):
-            return self._pool.submit("encode", ref)
-        key = (ref.file.path, ref.index, ref.part, ref.parts, ref.span)
-        if (earlier := self._ahead.get(key)) is not None:
-            task = self._pool.submit(_same_chunk, ref, after=earlier)
-        else:
-            task = self._pool.submit("encode", ref, after=self.io.submit("fetch", ref))
-        self._ahead[key] = task
+    def _submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        pool, work, file = self._pool, self._work, ref.file
+        fetched: Task[Any] | None = None
+        stored = work.has_stored(ref)
+        if stored and self.io is not None and self._remote_store:
+            pool = self.io
+        elif not stored and not work.has_cached(ref):
+            if file.sequential:
+                # Read after the chunk before it, and tokenized on any worker. As a function: in
+                # this process, also if workers are processes, which could not pass the
+                # decompressor on.
+                before = self._before.get(ref.lane) if position.chunk else None
+                read = self._before[ref.lane] = pool.submit(work.read_next, ref, after=before)
+                return pool.submit("tokenize", ref, after=read)
+            if self.io is not None and file.remote and not file.codec:
+                fetched = self.io.submit("fetch", ref)
+        task = pool.submit("encode", ref, after=fetched)
+        if file.sequential:
+            self._before[ref.lane] = task
+        elif fetched is not None:
+            self._ahead[ref] = task
         return task
-
-    def _submit_sequential(self, ref: ChunkRef) -> Task[TokenChunk]:
-        """Read the next chunk of a file after the one before it, and tokenize it on any worker."""
-        file, before = self._before.get(ref.lane, (None, None))
-        if self._work.has_cached(ref):
-            task = self._pool.submit("encode", ref)
-            self._before[ref.lane] = ref.file, task
-            return task
-        # As a function: in this process, also if workers are processes. They could not pass the
-        # decompressor on.
-        follows = before if file is ref.file else None
-        read = self._pool.submit(self._work.read_next, ref, after=follows)
-        self._before[ref.lane] = ref.file, read
-        return self._pool.submit("tokenize", ref, after=read)
-
-    def reopen(self, lane: int, epoch: int) -> None:
-        self._before.pop(lane, None)
-
-    def used(self, chunk: TokenChunk) -> None:
-        if chunk.last and chunk.ref.file.sequential:
-            self._before.pop(chunk.ref.lane, None)  # its next epoch begins with nothing before it
 
     def _made(self, task: Future[TokenChunk]) -> None:
         """Have a chunk written, whether or not the stream comes to it. Called on any thread."""
@@ -421,8 +368,8 @@ class FileChunks(ChunkReader):
     def _write_next(self) -> None:
         with self._writing:
             chunk = self._unwritten.popleft() if self._unwritten else None
-        if chunk is not None:
-            self._work.save(chunk)
+        if chunk is not None and self._work.cache is not None:  # if it fails, it turns itself off
+            self._work.cache.put(self._work.key(chunk.ref), chunk)
 
     def rejected(self, bad: Sequence[Bad]) -> None:
         if self._quarantine is not None:
@@ -493,18 +440,9 @@ class TextSource(RowSource):
         return [] if told else [self.dataset.listed]
 
     def check_state(self, state: State) -> None:
-        dataset, files = self.dataset, str(state.data.get("files"))
-        if files == self.data_id()["files"]:
-            shuffle = bool(state.stream.get("shuffle"))
-            plan = Plan(files=dataset.files, lanes=state.lanes, shuffle=shuffle, seed=0)
-            for lane, at in state.lane_positions.items():
-                if at.group > (groups := len(plan.groups(lane, at.epoch))):
-                    raise StateError(
-                        f"the state continues lane {lane} at group {at.group} of {groups} groups of "
-                        "files: it belongs to other data"
-                    )
-        elif dataset.remote_config is not None:
-            change = dataset.remote_config.explain_change(files, dataset.files)
+        dataset, saved = self.dataset, str(state.data.get("files"))
+        if saved != self.data_id()["files"] and dataset.remote_config is not None:
+            change = dataset.remote_config.explain_change(saved, dataset.files)
             if change is not None:
                 raise SourceError(f"the data changed since the state was saved: {change}")
 
@@ -531,7 +469,4 @@ class TextSource(RowSource):
         if any(file.sequential for file in dataset.files):
             decompressors = work.lane_bytes * len(run.own_lanes)
             run = replace(run, read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors))
-        report_docs = dataset.remote.report_docs
-        return text_lanes(
-            self, dataset.files, dataset.options, dataset.tokenizer, reader, run, pool, report_docs
-        )
+        return text_lanes(dataset, dataset.files, reader, run, pool, dataset.remote.report_docs)

@@ -6,7 +6,7 @@ Every rank reads the whole iterable and keeps its own lanes' chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,14 @@ from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
+from penstock.read.arrow_utils import empty
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
 from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
+from penstock.sources.chunk_lanes import IDS, ChunkLanes, ChunkReader, text_lanes
 from penstock.state import State
 from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
-IDS = np.dtype(np.uint32)
-"""The type of ids if there is no tokenizer."""
 OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks"}
 """The options of text in files that apply here too."""
 
@@ -60,10 +59,9 @@ class TextIterable:
         self.name = name or name_of(source)
         self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
-        self.tokenizer: Tokenizer | None = None
-        if tokenizer is not None:
-            eos, bos = self.options.eos, self.options.bos
-            self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos)
+        eos, bos = self.options.eos, self.options.bos
+        given = tokenizer is not None
+        self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if given else None
 
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
@@ -86,75 +84,65 @@ class DocumentReader:
     def __init__(
         self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
     ) -> None:
-        self._data, self._lanes, self._positions = data, run.lanes, positions
-        self._shuffle = run.shuffle
-        lanes = run.lanes
+        self._data, self._run, self._positions = data, run, positions
         self._items = ResumableIterator(data.source, data.name, data.shared)
         self._ready: dict[tuple[int, int], Documents] = {}
         """Chunks that were read for other lanes of this rank, by epoch and number."""
-        self._failed: Exception | None = None
-        self._ended = self._opened = False
         # The lane that is furthest behind decides where to begin.
-        lane = min(positions, key=lambda n: (positions[n].epoch, positions[n].chunk * lanes + n))
-        self._start = start = positions[lane]
-        self._epoch = start.epoch
-        started = start.chunk or start.source is not None
-        self._number = start.chunk * lanes + lane if started else 0
+        places = {(at.epoch, at.chunk * run.lanes + lane): at for lane, at in positions.items()}
+        self._next = epoch, _ = min(places)
+        """Epoch and number of the next chunk to read."""
+        self._start = start = places[self._next]
+        if not start.chunk and start.source is None:
+            self._next = epoch, 0
+        self._reading = self._read_chunks()
 
     def read(self, epoch: int, number: int) -> Documents:
         """Return a chunk of an epoch; an empty last one if the epoch has fewer."""
-        wanted = (epoch, number)
-        while wanted not in self._ready:
-            if self._failed is not None:
-                raise self._failed
-            if wanted < (self._epoch, self._number) or (epoch == self._epoch and self._ended):
-                return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
+        while (epoch, number) not in self._ready:
+            if (epoch, number) < self._next:
+                return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
             try:
-                self._read_chunk()
-            except Exception as error:
-                self._fail(error)
-        return self._ready.pop(wanted)
+                next(self._reading)
+            except Exception as error:  # every later read follows this one, and fails with it
+                place = f"{self._data.name}, document {self._items.taken}"
+                error.add_note(f"in stage fetch, reading {place}")
+                raise
+        return self._ready.pop((epoch, number))
 
-    def _read_chunk(self) -> None:
-        items, data = self._items, self._data
-        if not self._opened:
-            self._opened = True
-            at = self._start.source or {}
-            items.open(self._epoch, int(at.get("taken", 0)), at.get("state"))
-        elif self._ended:
-            items.next_epoch()
-            self._epoch, self._number, self._ended = self._epoch + 1, 0, False
-        state, first = items.state(), items.taken
-        documents: list[Any] = []
-        size = 0
-        while len(documents) < data.chunk_docs and size < data.options.chunk_bytes:
-            try:
-                item = items.take()
-                if item is END:
-                    self._ended = True
+    def _read_chunks(self) -> Iterator[None]:
+        """Read a chunk at each step, and keep it if a lane of this rank will ask for it."""
+        items, data, lanes = self._items, self._data, self._run.lanes
+        at = self._start.source or {}
+        items.open(self._next[0], int(at.get("taken", 0)), at.get("state"))
+        while True:
+            (epoch, number), state, first = self._next, items.state(), items.taken
+            documents: list[Any] = []
+            failed: Exception | None = None
+            size, last = 0, False
+            while len(documents) < data.chunk_docs and size < data.options.chunk_bytes:
+                try:
+                    last = (item := items.take()) is END
+                    if last:
+                        break
+                    documents.append(self._document(item))
+                except Exception as error:
+                    if not documents or self._run.shuffle:
+                        raise
+                    failed = error  # raised after the documents that came before it
                     break
-                documents.append(self._document(item))
-            except Exception as error:
-                if not documents or self._shuffle:
-                    raise
-                self._fail(error)  # raised after the documents that came before it
-                break
-            size += len(documents[-1] or "")
-        if self._is_own():
-            chunk = self._documents(documents, first)
-            chunk.source = {"taken": first} if state is None else {"taken": first, "state": state}
-            self._ready[self._epoch, self._number] = chunk
-        self._number += 1
-
-    def _fail(self, error: Exception) -> None:
-        error.add_note(f"in stage fetch, reading {self._data.name}, document {self._items.taken}")
-        self._failed = error
-
-    def _is_own(self) -> bool:
-        """Return True if a lane of this rank will ask for the chunk just read."""
-        index, lane = divmod(self._number, self._lanes)
-        at = self._positions.get(lane)
-        return at is not None and (self._epoch, index) >= (at.epoch, at.chunk)
+                size += len(documents[-1] or "")
+            own = self._positions.get(number % lanes)
+            if own is not None and (epoch, number // lanes) >= (own.epoch, own.chunk):
+                chunk = self._documents(documents, first, last)
+                chunk.source = {"taken": first} | ({} if state is None else {"state": state})
+                self._ready[epoch, number] = chunk
+            self._next = (epoch + 1, 0) if last else (epoch, number + 1)
+            yield
+            if failed is not None:
+                raise failed
+            if last:
+                items.next_epoch()
 
     def _document(self, item: Any) -> Any:
         """Return a text, or the bytes of some ids."""
@@ -181,18 +169,17 @@ class DocumentReader:
             raise SourceError(f"ids from {ids.min()} to {ids.max()} do not fit in {dtype}")
         return ids.astype(dtype, copy=False).tobytes()
 
-    def _documents(self, items: list[Any], first: int) -> Documents:
+    def _documents(self, items: list[Any], first: int, last: bool) -> Documents:
         ids = any(isinstance(item, bytes) for item in items)
         if ids and any(isinstance(item, str) for item in items):
             raise SourceError("texts and arrays of ids in one stream: give one or the other")
-        empty: str | bytes = b"" if ids else ""
-        kind = pa.large_binary() if ids else pa.large_string()
+        nothing, kind = (b"", pa.large_binary()) if ids else ("", pa.large_string())
         try:
-            texts = pa.array([item or empty for item in items], kind)
+            texts = pa.array([item or nothing for item in items], kind)
         except UnicodeEncodeError as error:
             raise SourceError(f"a document is not valid Unicode: {error}") from error
         rows = np.arange(first, first + len(items))
-        return Documents(texts, rows, last=self._ended, empty=sum(not item for item in items))
+        return Documents(texts, rows, last=last, empty=sum(not item for item in items))
 
 
 class IterableWork(Work):
@@ -207,10 +194,8 @@ class IterableWork(Work):
             docs = texts.cast(pa.large_binary())
             chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
         else:
-            with (
-                noted(f"in stage tokenize, {ref}"),
-                self.clock.stage("tokenize", ref) as timeline,
-            ):
+            note = f"in stage tokenize, {ref}"
+            with noted(note), self.clock.stage("tokenize", ref) as timeline:
                 chunk = self._tokenizer.encode(ref, documents)
             timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         chunk.source = documents.source
@@ -223,24 +208,20 @@ class IterableChunks(ChunkReader):
     def __init__(self, data: TextIterable, run: RunContext, pool: Pool) -> None:
         self._data, self._run, self._pool = data, run, pool
         own = {lane: run.positions[lane] for lane in run.own_lanes}
-        reader = DocumentReader(data, run, own)
-        self._readers = dict.fromkeys(own, reader)
+        self._readers = dict.fromkeys(own, DocumentReader(data, run, own))
         self._last: dict[DocumentReader, Task[Documents]] = {}
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
+
+        def read(_previous: Any = None) -> Documents:
+            with self._run.clock.stage("fetch", ref):
+                return reader.read(position.epoch, ref.index)
+
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
         # A function runs in this process, also if workers are processes.
-        read = self._last[reader] = self._pool.submit(
-            self._read, reader, ref, position.epoch, after=self._last.get(reader)
-        )
-        return self._pool.submit("tokenize", ref, after=read)
-
-    def _read(
-        self, reader: DocumentReader, ref: ChunkRef, epoch: int, _previous: Any = None
-    ) -> Documents:
-        with self._run.clock.stage("fetch", ref):
-            return reader.read(epoch, ref.index)
+        self._last[reader] = self._pool.submit(read, after=self._last.get(reader))
+        return self._pool.submit("tokenize", ref, after=self._last[reader])
 
     def reopen(self, lane: int, epoch: int) -> None:
         # A reader of its own: the other lanes may still be in the epoch before.
@@ -268,19 +249,15 @@ class TextIterableSource(RowSource):
         return settings | {"chunk_docs": self.data.chunk_docs}
 
     def check_state(self, state: State) -> None:
-        for at in state.lane_positions.values():
-            if at.source is not None and not (
-                isinstance(at.source, dict) and is_count(at.source.get("taken"))
-            ):
+        for at in (position.source for position in state.lane_positions.values()):
+            if at is not None and not (isinstance(at, dict) and is_count(at.get("taken"))):
                 raise StateError(
-                    f"invalid state: the position of an iterable must have 'taken': {at.source!r:.80}"
+                    f"invalid state: the position of an iterable must have 'taken': {at!r:.80}"
                 )
 
     def work(self, run: RunContext) -> IterableWork:
         return IterableWork(self.data.tokenizer, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        data = self.data
-        file = FileRef(data.name, data.name, 0, "text", "iterable")
-        reader = IterableChunks(data, run, pool)
-        return text_lanes(self, [file], data.options, data.tokenizer, reader, run, pool)
+        file = FileRef(self.data.name, self.data.name, 0, "text", "iterable")
+        return text_lanes(self.data, (file,), IterableChunks(self.data, run, pool), run, pool)
