@@ -9,26 +9,32 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import KW_ONLY
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from penstock.errors import ConfigError, missing_extra
+from penstock.options import option, options
 
 OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html|\.lock")
 """What a run leaves in its folder."""
 
 
-def demo(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps to train.", min=20)] = 300,
-    folder: Annotated[
-        Path,
-        typer.Option("--out", metavar="FOLDER", help="For heartbeat, checkpoints and report."),
-    ] = Path("artifacts/demo"),
-) -> None:
+@options
+class DemoOptions:
+    """How long the demo is, and where it goes.
+
+    steps: Steps to train.
+    out: Folder for heartbeat, checkpoints and report.
+    """
+
+    _: KW_ONLY
+    steps: int = option(default=300, minimum=20)
+    out: Path = Path("artifacts/demo")
+
+
+def demo(given: DemoOptions) -> int:
     """Train a small GPT, kill it, resume it, and show its report.
 
     The text is Python's own standard library. Exit code 0: the loss fell, and the steps that ran
@@ -36,16 +42,17 @@ def demo(
     """
     if importlib.util.find_spec("torch") is None:
         raise missing_extra("torch", "the demo", "torch")
+    steps, folder = given.steps, given.out
     _clear(folder)
     every = max(5, steps // 6)
     kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, before the end
-    command = _command(steps, every, folder) + ["--debug"] * (context.obj is True)
+    command = _command(steps, every, folder) + ["--debug"] * ("--debug" in sys.argv)
     _say(f"{steps} steps on Python's own library and manual, with a vocabulary trained on them")
     _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
-    _run(command, folder, kill_at)
+    if code := _run(command, folder, kill_at):
+        return code  # its own message says why
     _say(f"killed after step {kill_at}; the same command again, with --resume\n")
-    _run([*command, "--resume"], folder)
-    raise typer.Exit(_compare(folder))
+    return _run([*command, "--resume"], folder) or _compare(folder)
 
 
 def _clear(folder: Path) -> None:
@@ -71,24 +78,22 @@ def _command(steps: int, every: int, folder: Path) -> list[str]:
     return [*train, *options.split(), "--out", str(folder)]
 
 
-def _run(command: list[str], folder: Path, kill_at: int | None = None) -> None:
-    """Run a command to its end, or kill it after a step."""
+def _run(command: list[str], folder: Path, kill_at: int | None = None) -> int:
+    """Run a command to its end, or kill it after a step. Return its exit code, 0 if killed."""
     from penstock.watch.heartbeat_reader import Tail
 
     tail = Tail(folder / "heartbeat_rank0.jsonl")
     run = subprocess.Popen(command)
     try:
-        while kill_at is not None:
+        while kill_at is not None and run.poll() is None:
             steps = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
             if max(steps, default=0) >= kill_at:
                 run.kill()
                 run.wait()
-                return
-            if run.poll() is not None:
-                raise typer.Exit(run.returncode or 1)  # its own message says why
+                return 0
             time.sleep(0.1)
-        if run.wait():
-            raise typer.Exit(run.returncode)
+        code = run.wait()
+        return code if kill_at is None else code or 1
     except BaseException:
         run.terminate()  # it saves a checkpoint
         run.wait()

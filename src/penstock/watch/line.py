@@ -127,3 +127,13 @@ def _is_heartbeat(line: Line) -> bool:
         and all(type(count) is int and count >= 0 for count in counts)
         and all(isinstance(at, int | float) and 0 <= at < MAX_SECONDS for at in times)
     )
+
+
+def step_seconds(line: Mapping[str, Any], previous_mono: float | None) -> float | None:
+    """Return the time of a step: as recorded, or else by the clock, without named pauses."""
+    dt = number(line.get("dt_step_s"))
+    if dt is None and previous_mono is not None:
+        paused = line.get("paused")
+        pauses = numbers(paused).values() if isinstance(paused, Mapping) else ()
+        dt = line["mono"] - previous_mono - sum(pauses)
+    return dt if dt is not None and 0 <= dt < 1e9 else None
