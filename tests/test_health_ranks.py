@@ -7,19 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-from typer.testing import CliRunner, Result
-
-from penstock.cli.health import health
 from penstock.watch.line import encode
+from tests import commands
 
 SAID = "6 of 8 ranks left no heartbeat here: 1, 2, 3, 4, 6, 7"
 
 
-def run_health(*args: str | Path) -> Result:
-    app = typer.Typer()
-    app.command()(health)
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run_health(*args: str | Path) -> commands.Done:
+    return commands.run("health", *args)
 
 
 def line(step: int, rank: int, msg: str = "progress", age_s: float = 1.0, **fields: Any) -> bytes:

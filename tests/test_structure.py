@@ -220,7 +220,6 @@ def test_files_that_others_may_read_are_written_at_once() -> None:
 
 WAITS = {"wait", "join", "get", "acquire", "communicate", "recv", "accept"}
 UNBOUNDED = {
-    "cli/demo.py: run.wait()": "a training run, which ends when it does; and one that was just killed",
     "feed/autotune.py: knob.get()": "reads a value",
     "feed/autotune.py: self.get()": "reads a value",
     "feed/autotune.py: trial.knob.get()": "reads a value",

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.cli.command import progress
 from penstock.options import option, options
 from penstock.types import GiB
-
-if TYPE_CHECKING:
-    from penstock.tools.bootstrap import Bootstrapped, Progress
 
 
 @options
@@ -53,21 +48,14 @@ def bootstrap(given: BootstrapOptions) -> None:
     check_name(given.out)
     if given.background and _detach(given.out):
         return
-    began = time.monotonic()
-    try:
-        with progress(given.quiet) as show:
-            done = write(
-                given.urls or ["fineweb_edu"], given.out, given.bytes,
-                text_field=given.text_field, refresh=given.refresh,
-                remote={"config": given.card_config},
-                progress=lambda now: show(now.bytes, now.goal, _describe(now, began)),
-            )  # fmt: skip
-    except KeyboardInterrupt as error:
-        for note in getattr(error, "__notes__", ()):  # what is safe, and how to continue
-            print(note, file=sys.stderr)
-        raise
+    with progress(given.quiet) as show:
+        done = write(
+            given.urls or ["fineweb_edu"], given.out, given.bytes, text_field=given.text_field,
+            refresh=given.refresh, remote={"config": given.card_config},
+            progress=lambda now: show(now.bytes, now.goal, now.as_text()),
+        )  # fmt: skip
     if not given.quiet:
-        print(_summary(done, given.bytes, time.monotonic() - began), file=sys.stderr)
+        print(done.as_text(), file=sys.stderr)
     print(f"wrote bytes: {done.bytes}")
 
 
@@ -85,23 +73,3 @@ def _detach(out: Path) -> bool:
         for descriptor, file in enumerate((nothing, sink, sink)):
             os.dup2(file.fileno(), descriptor)
     return False
-
-
-def _summary(done: Bootstrapped, goal: int, seconds: float) -> str:
-    text = f"{done.path}: {done.bytes / 1e6:.1f} MB in {done.documents} documents"
-    text += ", complete already" if done.already else f", after {seconds:.1f} s"
-    if done.exhausted and done.bytes < goal:
-        text += f"; the source has no more, {goal / 1e6:.1f} MB were asked for"
-    if done.bad:
-        reasons = ", ".join(f"{reason} {n}" for reason, n in done.bad.items())
-        text += f"; {sum(done.bad.values())} records were skipped ({reasons})"
-    return text
-
-
-def _describe(now: Progress, began: float) -> str:
-    speed = (now.bytes - now.began) / max(1e-9, time.monotonic() - began)
-    left_s = (now.goal - now.bytes) / speed if speed else 0.0
-    return (
-        f"{now.bytes / 1e6:.0f} of {now.goal / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, "
-        f"{left_s:.0f} s left ({now.file})"
-    )

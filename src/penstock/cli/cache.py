@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.cli.command import command, print_json
-from penstock.errors import ConfigError, PenstockError, SourceError
+from penstock.errors import ConfigError
 from penstock.options import option, options
 from penstock.watch.units import size
 
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
 
 DAY = 86400
 
-cache = typer.Typer(
-    help="Show, verify or clear the token cache or a prepared corpus.", no_args_is_help=True
-)
+cache = typer.Typer(help="Show, verify or clear the token cache or a prepared corpus.")
 
 
 @options
@@ -44,22 +40,16 @@ class Folder:
         """Print a text, or values for programs."""
         print_json(values) if self.json else print(text)
 
-    @contextmanager
-    def open(self) -> Iterator[TokenStore]:
-        """Open the cache. An error of the disk becomes one line."""
+    def open(self) -> TokenStore:
+        """Open the cache."""
         from penstock.config import cache_dir
         from penstock.read.token_store import TokenStore
 
         folder = self.dir or cache_dir()
         if self.dir is not None and not folder.is_dir():
-            raise ConfigError(
-                f"--dir {folder}: there is no such folder. By default it is {cache_dir()}."
-            )
-        prepared = (folder / "plan.json").exists()
-        try:
-            yield TokenStore(folder if prepared else folder / "tokens")
-        except OSError as error:
-            raise PenstockError(f"the cache in {folder}: {error}") from error
+            raise ConfigError(f"--dir {folder}: there is no such folder")
+        is_prepared = (folder / "plan.json").exists()
+        return TokenStore(folder if is_prepared else folder / "tokens")
 
 
 @options
@@ -92,8 +82,8 @@ class ClearOptions:
 @command
 def info(folder: Folder) -> None:
     """Show how much there is, and when it was used last."""
-    with folder.open() as store:
-        found = list(store.list())
+    store = folder.open()
+    found = list(store.list())
     total, used = sum(entry.size for entry in found), max((e.used for e in found), default=0.0)
     days = f", used {(time.time() - used) / DAY:.1f} days ago" if found else ""
     text = f"{store.place}: {len(found)} entries, {size(total)}{days}"
@@ -107,10 +97,12 @@ def verify(folder: Folder, given: VerifyOptions) -> int:
 
     Exit code 1: there is damage that was not deleted.
     """
-    with folder.open() as store:
-        damaged = dict([*store.verify(), *_missing(store)])
-        if given.delete and damaged:
-            store.remove(list(damaged))
+    from penstock.prepare.manifest import missing_entries
+
+    store = folder.open()
+    damaged = dict(store.verify()) | missing_entries(store)
+    if given.delete and damaged:
+        store.remove(list(damaged))
     lines = [*damaged.values(), f"{store.place}: {len(damaged)} damaged"]
     folder.print("\n".join(lines), folder=store.place, damaged=damaged)
     return 1 if damaged and not given.delete else 0
@@ -125,34 +117,22 @@ def clear(folder: Folder, given: ClearOptions) -> int:
     terminal to ask on, and no --yes.
     """
     before = time.time() - DAY * float(given.older_than.removesuffix("d"))
-    with folder.open() as store:
-        going = [entry for entry in store.list() if entry.used <= before]
-        total = sum(entry.size for entry in going)
-        what = f"{len(going)} entries, {size(total)}"
-        question = f"Remove {what}, from {store.place}?"
-        if not given.yes:
-            if not sys.stdin.isatty():
-                print(f"{question} There is no terminal to ask on: add --yes.", file=sys.stderr)
-                return 2
-            typer.confirm(question, abort=True)
-        if going:
-            # A corpus without some of its entries is unfinished: its manifest goes first.
-            store.remove(["manifest.json", "entries.arrow", *(entry.name for entry in going)])
-        metadata = Path(store.place).parent / "metadata"  # what is known of remote files
-        if given.all and metadata.is_dir():
-            shutil.rmtree(metadata)
+    store = folder.open()
+    going = [entry for entry in store.list() if entry.used <= before]
+    total = sum(entry.size for entry in going)
+    what = f"{len(going)} entries, {size(total)}"
+    question = f"Remove {what}, from {store.place}?"
+    if not given.yes:
+        if not sys.stdin.isatty():
+            print(f"{question} There is no terminal to ask on: add --yes.", file=sys.stderr)
+            return 2
+        typer.confirm(question, abort=True)
+    if going:
+        # A corpus without some of its entries is unfinished: its manifest goes first.
+        store.remove(["manifest.json", "entries.arrow", *(entry.name for entry in going)])
+    metadata = Path(store.place).parent / "metadata"  # what is known of remote files
+    if given.all and metadata.is_dir():
+        shutil.rmtree(metadata)
     text = f"{store.place}: removed {what}"
     folder.print(text, folder=store.place, entries=len(going), bytes=total)
     return 0
-
-
-def _missing(store: TokenStore) -> list[tuple[str, str]]:
-    """Return the entries that the manifest of a prepared corpus names and that do not exist."""
-    from penstock.prepare.manifest import read_manifest
-
-    try:
-        names = read_manifest(store).names.to_pylist()
-    except SourceError:  # a cache, or a corpus that is not finished
-        return []
-    found = {entry.name for entry in store.list()}
-    return [(name, f"{store.place}/{name} is missing") for name in names if name not in found]

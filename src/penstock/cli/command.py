@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -62,6 +63,7 @@ def declare(run: Callable[..., None], *classes: Any) -> None:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(run) or "")  # for any width
 
 
 def _parameter(field: Field[Any], option: Option) -> inspect.Parameter:
@@ -84,9 +86,9 @@ def _parameter(field: Field[Any], option: Option) -> inspect.Parameter:
         made = typer.Argument(metavar=option.name.upper(), **about)
     kind: Any = bool if is_flag else list[str] if is_list else str
     default = option.default if is_flag else inspect.Parameter.empty if is_required else None
-    annotation = Annotated[kind if default is not None else kind | None, made]
+    kind = kind if default is not None else kind | None
     where = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(option.name, where, annotation=annotation, default=default)
+    return inspect.Parameter(option.name, where, annotation=Annotated[kind, made], default=default)
 
 
 def _read(cls: Any, given: dict[str, Any]) -> Any:

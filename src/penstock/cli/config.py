@@ -17,12 +17,6 @@ from penstock.types import shown_address
 if TYPE_CHECKING:
     from penstock.dataset_config import DatasetConfig
 
-FILE_FROM = {
-    "given": "as given",
-    "PENSTOCK_CONFIG": "named by PENSTOCK_CONFIG",
-    "found": "found in this folder",
-}
-
 
 @options
 class ConfigOptions:
@@ -63,7 +57,7 @@ def config(given: ConfigOptions, chosen: SettingsOptions) -> None:
         rows.append((name, shown_address(SETTINGS[name].show(settings[name])), source))
     rows += [] if data is None else _rows(data, "data")
     names, values_, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    print("no file" if file is None else f"file {file}, {FILE_FROM[settings.file_from]}")
+    print("no file" if file is None else f"file {file} ({settings.file_from})")
     for name, value, source in rows:
         print(f"{name:<{names}}  {value:<{values_}}  {source}")
 

@@ -29,7 +29,7 @@ from penstock.train.options import add_implied
 
 FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 """Exit codes. The last two are what a shell reports for Ctrl-C and for `| head -1`."""
-CANNOT_TELL = {"doctor", "health", "smoke", "verify-resume"}
+CANNOT_TELL = ("doctor", "health", "smoke", "verify-resume")
 """Commands whose exit code 1 is an answer: any error of theirs is one line and exit code 2."""
 
 TRAINING, BEFORE, ON_DISK, WATCHING = "Train", "Before a run", "Data on disk", "Watch a run"
@@ -50,7 +50,6 @@ COMMANDS = [
 cli = typer.Typer(
     help="Feeds text to a training run, so that the accelerator never waits.",
     epilog="To see it work: penstock demo",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,21 +58,15 @@ for run, panel, example in COMMANDS:
 cli.add_typer(cache, name="cache", rich_help_panel=ON_DISK)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"penstock {__version__}")
-        raise typer.Exit
-
-
-@cli.callback()
+@cli.callback(invoke_without_command=True)
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Options of all commands."""
+    if version:
+        print(f"penstock {__version__}")
+        raise typer.Exit
 
 
 def app(arguments: list[str] | None = None) -> None:
@@ -89,53 +82,44 @@ def app(arguments: list[str] | None = None) -> None:
     name = next((word for word in given if not word.startswith("-")), "")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Data and file names may hold characters that the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         given = add_implied(given) if name == "train" else given
-        code = cli(given, prog_name="penstock", standalone_mode=False)
+        code = cli(given or ["--help"], prog_name="penstock", standalone_mode=False)
     except SystemExit as exit:
         # typer exits with 1 if the reader of a pipe has gone.
         sys.exit(BROKEN_PIPE if isinstance(exit.__context__, BrokenPipeError) else exit.code)
     except Exception as error:
-        described = _describe(error, name)
-        if described is None:
-            raise
-        line, code = described
+        line, code = _describe(error, name)
         _flush()
-        if debug:
-            traceback.print_exception(error)
-        elif line:
-            print(line, file=sys.stderr)
+        traceback.print_exception(error) if debug else print(line, file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _describe(error: Exception, name: str) -> tuple[str, int] | None:
-    """Return the message and the exit code for an error; None for an unexpected one."""
+def _describe(error: Exception, name: str) -> tuple[str, int]:
+    """Return the message and the exit code for an error, or raise one that is unexpected."""
     if isinstance(error, typer.Abort):
         interrupted = isinstance(error.__cause__, KeyboardInterrupt)
-        return "penstock: aborted", INTERRUPTED if interrupted else FAILED
+        return f"penstock: aborted{_notes(error.__cause__)}", INTERRUPTED if interrupted else FAILED
     # A usage error of typer, whose class has moved between its releases.
     if hasattr(error, "format_message"):
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been shown
-            return "", MISUSED
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
         text = " ".join(error.format_message().split()).rstrip(".")
         return f"{path}: {text}. See {path} --help.", MISUSED
-    if isinstance(error, PenstockError | OSError) or name in CANNOT_TELL:
-        prefix = "[smoke][FAIL]" if name == "smoke" else "penstock:"
-        return f"{prefix} {_one_line(error)}", 2 if name in CANNOT_TELL else FAILED
-    return None
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error's message and notes without line breaks."""
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif not isinstance(error, PenstockError):
+        if name not in CANNOT_TELL:
+            raise error
         text = f"{type(error).__name__}: {text}"
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return " ".join(f"{text}{notes}".split())
+    prefix = "[smoke][FAIL]" if name == "smoke" else "penstock:"
+    line = " ".join(f"{prefix} {text}{_notes(error)}".split())
+    return line, 2 if name in CANNOT_TELL else FAILED
+
+
+def _notes(error: BaseException | None) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _flush() -> None:

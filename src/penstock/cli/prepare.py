@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.cli.command import print_json, progress
 from penstock.options import option, options
-from penstock.watch.units import seconds, size
-
-if TYPE_CHECKING:
-    from penstock.prepare import Prepared
 
 
 @options
@@ -65,38 +61,7 @@ def prepare(given: PrepareOptions) -> None:
             tokenizer=given.tokenizer, out=given.out, workers=given.workers, engine=given.engine,
             slice=None if part is None else (int(part[0]), int(part[1])),
             ray_address=given.ray_address,
-            progress=lambda now: show(now.chunks_done, now.chunks, _describe(now)),
+            progress=lambda now: show(now.chunks_done, now.chunks, now.describe_progress()),
             **{name: value for name, value in text.items() if value is not None},
         )  # fmt: skip
-    print_json(asdict(done)) if given.json else print(_summary(done))
-
-
-def _rate(done: Prepared) -> str:
-    return f"{done.written / max(1e-9, done.seconds) / 1e6:.2f} million tokens/s"
-
-
-def _describe(now: Prepared) -> str:
-    made = now.chunks_done - now.already
-    left_s = (now.chunks - now.chunks_done) * now.seconds / max(1, made)
-    return f"{now.chunks_done} of {now.chunks} chunks, {_rate(now)}, {seconds(left_s)} left"
-
-
-def _summary(done: Prepared) -> str:
-    lengths = ", ".join(f"{name} {n:,}" for name, n in done.lengths.items())
-    reasons = ", ".join(f"{reason} {n:,}" for reason, n in done.bad.items())
-    lines = {
-        "documents": f"{done.documents:,}",
-        "tokens": f"{done.tokens:,} in {size(done.bytes)}",
-        "lengths": lengths and f"{lengths} tokens",
-        "filtered": done.filtered and f"{done.filtered:,}",
-        "rejected": reasons and f"{sum(done.bad.values()):,} ({reasons})",
-        "time": f"{seconds(done.seconds)}, {_rate(done)}; {done.already} of {done.chunks} chunks "
-        "were there",
-        "read it": done.complete and f"PreparedDataset({done.path!r}, seq_len=1024)",
-    }
-    text = "\n".join(f"{name:<10} {line}" for name, line in lines.items() if line)
-    if done.complete:
-        return text
-    return (
-        f"{text}\nThis part is done. The last part to end, or a run without --slice, completes it."
-    )
+    print_json(asdict(done)) if given.json else print(done.as_text())

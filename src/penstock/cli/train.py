@@ -6,7 +6,7 @@ import logging
 import sys
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -50,19 +50,16 @@ def train(**given: Any) -> None:
 declare(train, ConfigOptions, SettingsOptions, TrainOptions)
 
 
-class _ConsoleHandler(logging.Handler):
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
     """Shows the loader's messages among the run's lines, and its warnings on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from penstock.train.console import show
 
-        try:
-            if record.levelno < logging.WARNING:
-                show(f"[train] {self.format(record)}")
-            else:
-                print(self.format(record), file=sys.stderr)
-        except Exception:  # a console that has gone must not end the run
-            self.handleError(record)
+        if record.levelno < logging.WARNING:
+            show(f"[train] {self.format(record)}")
+        else:
+            super().emit(record)
 
 
 def main(*implied: str) -> None:

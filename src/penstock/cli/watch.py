@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY
 
-from penstock.errors import ConfigError, SourceError
+from penstock.errors import SourceError
 from penstock.options import option, options
 from penstock.watch.heartbeat_reader import FOLDER, Follower
 
@@ -52,10 +52,7 @@ def watch(given: WatchOptions) -> int:
     from penstock.watch.live import LiveView
     from penstock.watch.run import Run
 
-    once = given.once
-    if once and (given.until_end or given.metrics_port is not None):
-        raise ConfigError("--once cannot be combined with --until-end or --metrics-port")
-    files = given.files or [str(FOLDER)]
+    once, files = given.once, given.files or [str(FOLDER)]
     follower = Follower(files)
     view = LiveView(Run(), total_tokens=given.total_tokens, rank=given.rank)
     console = Console(highlight=False)

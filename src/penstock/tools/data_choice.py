@@ -98,7 +98,7 @@ def choose_data(
     used if none is set. token_cache: False turns the cache of tokens off. own: settings.
     """
     if dataset and dataset.lower().endswith(SETTINGS_FILES) and "://" not in dataset:
-        dataset, settings_file = None, Path(dataset)
+        settings_file, dataset = Path(dataset), None
     settings = given.load(settings_file, batch_size=given.batch, **own)
     arguments = settings.loader_arguments(batch_size) | {"shard": Shard(1, 0)}
     described = {name: getattr(given, name) for name in ("tokenizer", "seq_len", "text_field")}
