@@ -201,7 +201,6 @@ the calmest run of the workload, two or more of ten off by 30 % from what is usu
 MISSED = {
     "accumulation-1": "the machine's own noise hides the slow first optimizer step",
     "accumulation-5": "the machine's own noise hides the slow first optimizer step",
-    "cold_reads-5": "steps after the slow ones are a little above the level: the onset is 6 late",
     "hiccups-1": "the first step is no slower than later ones",
     "slower_data-0": "the first 15 steps are 10 % slower than the following ones",
     "slower_data-1": "the machine's own noise is as large as the change: no steady state",

@@ -19,10 +19,10 @@ import torch
 
 from penstock import AsyncDataLoader
 from penstock.errors import ConfigError
-from penstock.train.console import show
 from penstock.train.data import TrainData
 from penstock.train.model import GPT
 from penstock.train.options import resolve
+from penstock.train.run import show
 from penstock.watch.telemetry import Telemetry
 from tests.train.runs import ROOT, SMALL, Child, Run, train, write_texts
 

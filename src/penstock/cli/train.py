@@ -54,7 +54,7 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
     """Shows the loader's messages among the run's lines, and its warnings on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from penstock.train.console import show
+        from penstock.train.run import show
 
         if record.levelno < logging.WARNING:
             show(f"[train] {self.format(record)}")
