@@ -279,10 +279,7 @@ def test_a_reader_that_goes_ends_it_quietly(line: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "loaded"),
-    [
-        ("doctor docs.txt --seconds 1000", "penstock.tools.doctor"),
-    ],
+    ("line", "loaded"), [("doctor docs.txt --seconds 1000", "penstock.tools.doctor")]
 )
 def test_ctrl_c_ends_it_without_a_traceback(line: str, loaded: str, place: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "penstock.cli.main", *line.split()]

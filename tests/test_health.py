@@ -212,13 +212,7 @@ def test_fields_of_any_kind_do_not_break_the_gate() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"min_tokens_per_s": -1.0},
-        {"for_steps": 0},
-        {"grace_s": None},
-    ],
-    ids=str,
+    "wrong", [{"min_tokens_per_s": -1.0}, {"for_steps": 0}, {"grace_s": None}], ids=str
 )
 def test_limits_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

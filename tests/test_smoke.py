@@ -156,11 +156,6 @@ def test_settings_file_names_the_data_and_options_override_it(corpus: Path, tmp_
     assert seen["batch"] == "3 x 1024 int64, 3,072 tokens"
 
 
-def test_every_example_configuration_starts() -> None:
-    for config in sorted((ROOT / "configs").iterdir()):
-        assert passed(run("--config", config))["batch"]
-
-
 def test_ranks_of_a_launcher_are_ignored(corpus: Path) -> None:
     seen = passed(run("--dataset", corpus / "docs.jsonl.gz", WORLD_SIZE="8", RANK="5"))
     assert seen["batch"] == "1 x 1024 int64, 1,024 tokens"

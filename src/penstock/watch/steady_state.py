@@ -317,7 +317,14 @@ def _split(smooth: Floats, inflation: float) -> int | None:
     z = np.abs(np.cumsum(ranks)[:-1]) / np.sqrt(variance)
     inner = slice(LEVEL_STEPS - 1, n - LEVEL_STEPS)
     best = LEVEL_STEPS + int(np.argmax(z[inner]))
-    return best if z[best - 1] > DEVIATIONS else None
+    if z[best - 1] <= DEVIATIONS:
+        return None
+    # Place it exactly: where the series leaves one median for the other.
+    a, b = max(0, best - 50), min(n, best + 50)
+    low, high = np.median(smooth[a:best]), np.median(smooth[best:b])
+    cost = np.cumsum(np.abs(smooth - low) - np.abs(smooth - high))
+    inside = slice(max(LEVEL_STEPS - 1, a), min(n - LEVEL_STEPS, b))
+    return inside.start + 1 + int(np.argmin(cost[inside]))
 
 
 def _onset(x: Floats, edge: int) -> int | None:
