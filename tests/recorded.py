@@ -11,22 +11,14 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.watch.line import iso
+
 STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
 START = 1_790_000_000.0
-LEDGER = (
-    "import",
-    "list",
-    "open",
-    "first_bytes",
-    "first_tokens",
-    "first_row",
-    "first_batch",
-    "first_copy",
-)
+PARTS = ("import", "list", "open", "fetch", "decode", "tokenize", "pack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +77,12 @@ def write_run(folder: Path, run: Recording | None = None) -> list[Path]:
 def texts(run: Recording, rank: int = 0) -> Iterator[str]:
     """The file of a rank, torn lines and all."""
     chance = random.Random(f"torn {run.seed} {rank}")
-    rows = list(lines(run, rank)) if run.torn else lines(run, rank)
-    torn = (
-        set(chance.sample(range(1, len(rows)), min(run.torn, len(rows) - 1)))
-        if isinstance(rows, list)
-        else set()
-    )
+    rows = list(lines(run, rank))
+    torn = set(chance.sample(range(1, len(rows)), min(run.torn, len(rows) - 1)))
     for index, line in enumerate(rows):
         text = json.dumps(line)
         if index in torn:
-            yield (
-                "Traceback (most recent call last):" if index % 2 else text[: len(text) // 2]
-            ) + "\n"
+            yield "Traceback (most recent call last):\n" if index % 2 else f"{text[:99]}\n"
         yield text + "\n"
     if run.torn:
         yield text[: len(text) // 3]  # killed in the middle of the last one
@@ -104,60 +90,36 @@ def texts(run: Recording, rank: int = 0) -> Iterator[str]:
 
 def lines(run: Recording, rank: int = 0) -> Iterator[dict[str, Any]]:
     """Every line of a rank, whole."""
-    if run.resumed_at is None:
-        yield from _Session(run, rank, 1, run.steps, START, False, run.ended).lines()
-        return
-    first = _Session(run, rank, 1, min(run.steps, run.resumed_at + 10), START, False, False)
-    yield from first.lines()
-    yield from _Session(
-        run, rank, run.resumed_at + 1, run.steps, first.now + 60.0, True, run.ended
-    ).lines()
+    begin, now = 0, START
+    if run.resumed_at is not None:
+        killed = _Session(run, rank, 0, min(run.steps, run.resumed_at + 10), START, False)
+        yield from killed.lines()
+        begin, now = run.resumed_at, killed.now + 60.0
+    yield from _Session(run, rank, begin, run.steps, now, run.ended).lines()
 
 
 class _Session:
     """A process of the run, from its boot to its end."""
 
     def __init__(
-        self,
-        run: Recording,
-        rank: int,
-        begin: int,
-        end: int,
-        now: float,
-        resumed: bool,
-        ended: bool,
+        self, run: Recording, rank: int, done: int, end: int, now: float, ended: bool
     ) -> None:
-        self._run, self._rank, self._begin, self._end = run, rank, begin, end
-        self.now = now
-        self._resumed, self._ended = resumed, ended
-        self._step = begin - 1
-        self._pid = 4000 + rank + (100 if resumed else 0)
-        self._chance = random.Random(f"{run.seed} {rank} {begin}")
-        self._together = random.Random(f"{run.seed} {begin}")  # ranks step in time with each other
+        self._run, self._rank, self._begin, self._end = run, rank, done + 1, end
+        self.now = self._beaten = now
+        self._resumed, self._ended, self._step = done > 0, ended, done
+        self._chance = random.Random(f"{run.seed} {rank} {done + 1}")
+        self._together = random.Random(
+            f"{run.seed} {done + 1}"
+        )  # ranks step in time with each other
         self._total = 0
         self._waited = self._wall = 0.0
-        self._stages = {
-            name: dict.fromkeys(("busy_s", "blocked_in_s", "blocked_out_s"), 0.0) for name in STAGES
-        }
         self._recent: list[float] = []
-        self._beaten = now
 
     def _line(self, msg: str, **fields: Any) -> dict[str, Any]:
-        iso = (
-            datetime.fromtimestamp(self.now, UTC)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z")
-        )
-        known = {
-            "ts": round(self.now, 3),
-            "iso": iso,
-            "mono": round(self.now - START + 5000.0, 6),
-            "pid": self._pid,
-            "rank": self._rank,
-            "step": self._step,
-            "msg": msg,
-        }
-        return known | fields
+        times = {"ts": round(self.now, 3), "iso": iso(self.now)}
+        times["mono"] = round(self.now - START + 5000.0, 6)
+        who = {"pid": 4000 + self._rank + 100 * self._resumed, "rank": self._rank}
+        return times | who | {"step": self._step, "msg": msg} | fields
 
     def lines(self) -> Iterator[dict[str, Any]]:
         yield from self._opening()
@@ -166,58 +128,24 @@ class _Session:
         if self._ended and self._run.bare:
             yield self._line("shutdown")
         elif self._ended:
-            pct = 100 * self._waited / max(self._wall, 1e-9)
-            yield self._line(
-                "shutdown",
-                reason="finished",
-                steps=self._step,
-                tokens_total=self._total,
-                wall_s=round(self._wall, 3),
-                data_wait_pct=round(pct, 2),
-                verdict=self._verdict(),
-                stages=self._stage_fields(),
-            )
+            totals = {"steps": self._step, "tokens_total": self._total, "wall_s": self._wall}
+            totals["data_wait_pct"] = 100 * self._waited / max(self._wall, 1e-9)
+            yield self._line("shutdown", reason="finished", **totals, **self._stages())
 
     def _opening(self) -> Iterator[dict[str, Any]]:
         run = self._run
         if run.bare:
             yield self._line("boot")
             return
-        settings = {
-            "prefetch_size": 8,
-            "n_workers": 2,
-            "batch_size": 16,
-            "seq_len": 1024,
-            "shuffle": True,
-            "seed": 42,
-        }
-        yield self._line(
-            "boot",
-            settings=settings | run.settings,
-            versions={"python": "3.12.4", "penstock": "0.5.0", "torch": "2.13.0"},
-            host=f"node{self._rank // 8}",
-            world_size=run.ranks,
-            resumed=self._resumed,
-        )
-        spans = [self._chance.uniform(0.1, 1.2) for _ in LEDGER]
-        reached, ledger = 0.0, {}
-        for name, span in zip(LEDGER, spans, strict=True):
-            reached += span
-            ledger[name] = round(reached, 3)
-        parts = dict(
-            zip(
-                ("import", "list", "open", "fetch", "decode", "tokenize", "pack"),
-                spans,
-                strict=False,
-            )
-        )
-        self.now += reached
-        yield self._line("loader_ready", dt=ledger["first_batch"], parts=parts, ledger=ledger)
+        settings = {"prefetch_size": 8, "n_workers": 2, "batch_size": 16, "seq_len": 1024}
+        about = {"host": f"node{self._rank // 8}", "world_size": run.ranks}
+        about |= {"resumed": self._resumed, "versions": {"penstock": "0.5.0", "torch": "2.13.0"}}
+        yield self._line("boot", settings=settings | run.settings, **about)
+        parts = {name: self._chance.uniform(0.1, 1.2) for name in PARTS}
+        self.now += sum(parts.values()) + self._chance.uniform(0.1, 1.2)  # and the copy
+        yield self._line("loader_ready", dt=sum(parts.values()), parts=parts)
         self.now += 0.4
-        filled = {"requested": 8, "filled": 8, "wait_ms": 412.5}
-        yield self._line(
-            "loader_warmup", **filled, fetch_warmup_batches=8, fetch_warmup_wait_ms=412.5
-        )
+        yield self._line("loader_warmup", requested=8, filled=8, wait_ms=412.5)
 
     def _one(self, step: int) -> Iterator[dict[str, Any]]:
         """A step, and what happened around it."""
@@ -230,21 +158,14 @@ class _Session:
         wait = run.step_s * run.wait * self._chance.uniform(0.4, 1.6)
         blame = dict(run.blame)
         if run.slow_rank is not None:
-            if self._rank == run.slow_rank:
-                wait *= 4
-            else:
-                wait, blame = (
-                    wait * 4,
-                    {name: share / 4 for name, share in blame.items()} | {"ranks": 0.75},
-                )
+            wait *= 4
+            if self._rank != run.slow_rank:
+                blame = {name: share / 4 for name, share in blame.items()} | {"ranks": 0.75}
         if step in run.stalls:
             wait, blame = wait + 2.0, {"fetch": 1.0}
             self.now += 1.5
             self._step = step - 1
-            where = run.stall_file
-            yield self._line(
-                "stall", stage="fetch", where=where, wait_s=1.5, verdict="waits 1.5 s for fetch"
-            )
+            yield self._line("stall", stage="fetch", where=run.stall_file, wait_s=1.5)
             self.now -= 1.5
         took = max(compute, 1e-4) + wait
         self.now += took
@@ -252,7 +173,6 @@ class _Session:
         self._total += run.tokens
         self._wall += took
         self._waited += wait
-        self._account(took, wait, blame)
         yield self._progress(step, took, wait, blame, index)
         yield from self._around(step, index)
 
@@ -268,33 +188,18 @@ class _Session:
         loss: float | str = round(2.2 + 8.0 * math.exp(-step / 80) + self._chance.gauss(0, 0.04), 4)
         if run.nan_loss_from is not None and step >= run.nan_loss_from:
             loss = "nan"
-        paused = (
-            {"checkpoint": 3.0}
-            if run.checkpoint_every and index and step % run.checkpoint_every == 1
-            else {}
-        )
+        was_paused = run.checkpoint_every and index and step % run.checkpoint_every == 1
+        grad_norm = round(abs(self._chance.gauss(1.1, 0.2)), 4)
+        depth = max(0, min(8, round(8 - 60 * wait / took + self._chance.gauss(0, 0.8))))
         return self._line(
-            "progress",
-            loss=loss,
-            grad_norm=round(abs(self._chance.gauss(1.1, 0.2)), 4),
-            tokens=run.tokens,
-            tokens_total=self._total,
-            toks_per_s=round(run.tokens / took, 1),
-            dt_step_s=round(took, 6),
-            dt_fetch_s=round(wait, 6),
-            dt_fetch_last=round(wait, 6),
-            fetch_p50_ms=round(p50, 3),
-            fetch_p95_ms=round(p95, 3),
-            fetch_p99_ms=round(p99, 3),
-            data_wait_pct=round(100 * wait / took, 3),
+            "progress", loss=loss, grad_norm=grad_norm,
+            tokens=run.tokens, tokens_total=self._total, toks_per_s=round(run.tokens / took, 1),
+            dt_step_s=round(took, 6), dt_fetch_s=round(wait, 6), fetch_p50_ms=p50, fetch_p95_ms=p95,
+            fetch_p99_ms=p99, data_wait_pct=round(100 * wait / took, 3), queue_depth=depth,
             wait_by_stage={name: round(wait * share, 6) for name, share in blame.items()},
-            queue_depth=max(0, min(8, round(8 - 60 * wait / took + self._chance.gauss(0, 0.8)))),
-            queue_capacity=8,
-            rss_bytes=900_000_000 + 40_000 * step,
-            paused=paused,
-            compiles=min(index + 1, 3),
-            lr=3e-4,
-        )
+            queue_capacity=8, rss_bytes=900_000_000 + 40_000 * step,
+            paused={"checkpoint": 3.0} if was_paused else {}, compiles=min(index + 1, 3),
+        )  # fmt: skip
 
     def _around(self, step: int, index: int) -> Iterator[dict[str, Any]]:
         run = self._run
@@ -302,76 +207,33 @@ class _Session:
             return
         if self.now - self._beaten >= 1.0:
             self._beaten = self.now
-            yield self._beat()
+            fetch = {"p50_ms": 80.0, "p95_ms": 210.0, "requests": 40 + self._step}
+            more = {"queue_depth": self._chance.randint(4, 8), "rss_bytes": 900_000_000}
+            yield self._line(
+                "beat", since_step_s=0.01, fetch=fetch, dropped=0, **more, **self._stages()
+            )
         if index == run.warmup + 25:
             rate = run.tokens / run.step_s
             at = self._begin + run.warmup
             near = {"tokens_per_s": rate, "low": 0.99 * rate, "high": 1.01 * rate}
-            yield self._line(
-                "steady_state", at_step=at, overhead_s=40 * run.step_s, **near, kind="warmup"
-            )
+            yield self._line("steady_state", at_step=at, overhead_s=40 * run.step_s, **near)
             yield self._line("health", status="ok", reasons=[], grace=False)
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             self.now += 3.0
             yield self._line("pause", name="checkpoint", seconds=3.0)
         if step == run.slower_from:
-            yield self._line(
-                "health", status="warn", reasons=["tokens/s fell below the limit"], grace=False
-            )
+            yield self._line("health", status="warn", reasons=["too slow"], grace=False)
         if step == run.fallback_at:
             yield self._line("fallback", to="synthetic", reason="no batch within 60 s")
-            yield self._line(
-                "loader_error", error="RemoteError: 503", stage="fetch", where=run.stall_file
-            )
-        if index == 60:
-            yield self._line(
-                "tune", what="n_workers", **{"from": 2, "to": 3}, why="tokenize is busy", kept=True
-            )
+            yield self._line("loader_error", error="503", stage="fetch", where=run.stall_file)
 
-    def _account(self, took: float, wait: float, blame: dict[str, float]) -> None:
-        for name, stage in self._stages.items():
-            busy = min(took, took * (0.15 + 0.8 * blame.get(name, 0.0)))
-            stage["busy_s"] += busy
-            stage["blocked_in_s"] += 0.3 * (took - busy)
-            stage["blocked_out_s"] += 0.7 * (took - busy)
-
-    def _stage_fields(self) -> dict[str, Any]:
-        counts = {"items": self._total // 1024, "bytes": self._total * 4}
-        return {
-            name: {key: round(s, 4) for key, s in stage.items()} | counts
-            for name, stage in self._stages.items()
-        }
-
-    def _verdict(self) -> str:
+    def _stages(self) -> dict[str, Any]:
+        """What each stage did, and the verdict."""
         pct = 100 * self._waited / max(self._wall, 1e-9)
         worst = max(self._run.blame, key=lambda name: self._run.blame[name])
-        return f"input-bound {pct:.0f} %: {worst} {pct:.0f} %"
-
-    def _beat(self) -> dict[str, Any]:
-        depth = self._chance.randint(4, 8)
-        return self._line(
-            "beat",
-            since_step_s=0.01,
-            queue_depth=depth,
-            stages=self._stage_fields(),
-            fetch={
-                "connect_s": 0.4,
-                "first_byte_s": 2.5,
-                "body_s": 9.0,
-                "retry_s": 0.5,
-                "p50_ms": 80.0,
-                "p95_ms": 210.0,
-            }
-            | {"p99_ms": 840.0, "requests": 40 + self._step, "retries": 6},
-            queues={
-                "batches": {"depth": depth, "capacity": 8, "occupancy": round(depth / 8, 3)},
-                "chunks": {
-                    "depth": depth // 2,
-                    "capacity": 6,
-                    "occupancy": round(depth // 2 / 6, 3),
-                },
-            },
-            verdict=self._verdict(),
-            rss_bytes=900_000_000 + 40_000 * self._step,
-            dropped=0,
-        )
+        stages = {}
+        for name in STAGES:
+            busy = self._wall * (0.15 + 0.8 * self._run.blame.get(name, 0.0))
+            times = {"busy_s": busy, "blocked_in_s": 0.2 * busy, "blocked_out_s": 0.1 * busy}
+            stages[name] = times | {"items": self._total // 1024, "bytes": self._total * 4}
+        return {"stages": stages, "verdict": f"input-bound {pct:.0f} %: {worst} {pct:.0f} %"}

@@ -181,24 +181,6 @@ def test_saving_changes_nothing_in_the_run_that_is_saved(folder: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_newest_tells_what_was_saved(two: Path) -> None:
-    one = checkpoint.newest(two)
-    assert one is not None
-    assert (one.folder, one.step, one.settings) == (two / "step-00000002", 2, {"of": 2})
-    assert [rank["data"] for rank in one.ranks] == [{"rank": 0}]
-    files = visible(one.folder)
-    assert files == [".metadata", "__0_0.distcp", "meta.json", "rank-0.json"]
-    meta = json.loads((one.folder / "meta.json").read_text())
-    assert sorted(meta["files"]) == [name for name in files if name != "meta.json"]
-
-
-def test_without_checkpoints_there_is_no_newest(folder: Path) -> None:
-    assert checkpoint.newest(folder) is None
-    folder.mkdir()
-    assert checkpoint.newest(folder) is None
-    assert checkpoint.set_aside(folder) is None
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from penstock.cli.health import health
 from penstock.errors import ConfigError
 from penstock.watch.health import HealthGate, Limits, Verdict, judge
 from penstock.watch.line import encode, iso
+from tests import commands
 
 STEP_S = 0.5
 TOKENS = 4096
@@ -214,14 +212,7 @@ def test_fields_of_any_kind_do_not_break_the_gate() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"min_tokens_per_s": -1.0},
-        {"max_data_wait_pct": "5"},
-        {"for_steps": 0},
-        {"grace_s": None},
-    ],
-    ids=str,
+    "wrong", [{"min_tokens_per_s": -1.0}, {"for_steps": 0}, {"grace_s": None}], ids=str
 )
 def test_limits_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -231,10 +222,8 @@ def test_limits_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
 # The command
 
 
-def run_health(*args: str | Path) -> Result:
-    app = typer.Typer()
-    app.command()(health)
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run_health(*args: str | Path) -> commands.Done:
+    return commands.run("health", *args)
 
 
 def written(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import AsyncDataLoader, TextDataset
@@ -317,41 +317,7 @@ def test_a_killed_process_leaves_at_most_one_torn_line_and_the_next_one_goes_on_
 # Hooks
 
 
-def test_hooks_get_the_numbers_and_only_those(tmp_path: Path) -> None:
-    seen: list[tuple[int, dict[str, float]]] = []
-    with Heartbeat(
-        tmp_path, on_metrics=[lambda step, values: seen.append((step, values))]
-    ) as heart:
-        heart.progress(
-            4,
-            loss=2,
-            tokens=10,
-            name="text",
-            flag=True,
-            wait_by_stage={"fetch": 0.5, "where": "file"},
-        )
-    ((step, values),) = seen
-    assert step == 4
-    assert values.pop("rss_bytes") > 0
-    values.pop("compiles", None)  # if another test has used torch
-    assert values == {"loss": 2.0, "tokens": 10.0, "tokens_total": 10.0, "wait_by_stage/fetch": 0.5}
-    assert all(type(value) is float for value in values.values())
-
-
 # The end
-
-
-def test_close_can_be_called_again_and_ends_the_record(tmp_path: Path) -> None:
-    heart = Heartbeat(tmp_path)
-    assert heart.close()
-    assert not heart.path.exists()
-    heart = Heartbeat(tmp_path).start()
-    assert heart.close("first")
-    assert heart.close("second")
-    heart.progress(5)
-    assert heart.dropped == 1
-    shutdowns = read_heartbeat(heart.path).of("shutdown")
-    assert [line["reason"] for line in shutdowns] == ["first"]
 
 
 def test_a_process_that_ends_without_close_still_writes_shutdown(tmp_path: Path) -> None:
@@ -444,40 +410,6 @@ def test_a_tail_waits_for_the_file_for_the_rest_of_a_line_and_begins_again_after
     append(line(9))
     assert polled() == [9]
     assert tail.skipped == 1
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    pieces=st.lists(
-        st.one_of(
-            st.binary(max_size=50),
-            st.sampled_from(
-                [b"\n", b"{}", b"[" * 5000, line(1), line(2)[:-1], line(3)[5:], b'{"ts":1e999}\n']
-            ),
-        ),
-        max_size=12,
-    )
-)
-def test_arbitrary_bytes_are_read_the_same_at_once_and_in_pieces(
-    tmp_path: Path, pieces: list[bytes]
-) -> None:
-    path = tmp_path / "heartbeat_rank0.jsonl"
-    path.write_bytes(b"")
-    tail = Tail(path)
-    followed = []
-    for piece in pieces:
-        with path.open("ab") as file:
-            file.write(piece)
-        followed += tail.poll()
-    beats = read_heartbeat(path)
-    assert all(set(GOLDEN["every line"]) <= line.keys() for line in beats)
-    with path.open("ab") as file:
-        file.write(b"\n")
-    followed += tail.poll()
-    assert followed == beats
-    assert tail.skipped == beats.skipped
 
 
 anything = st.recursive(

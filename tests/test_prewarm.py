@@ -114,12 +114,7 @@ def train(
     data = batches(steps * accumulate)
     if warmed:
         done = prewarm(
-            model,
-            optimizer,
-            data[0],
-            accumulate=accumulate,
-            autocast=autocast,
-            steps=prewarm_steps,
+            model, optimizer, data[0], accumulate=accumulate, autocast=autocast, steps=prewarm_steps
         )
         assert done.passes == accumulate * prewarm_steps
     for i in range(steps):

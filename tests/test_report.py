@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from penstock.cli.report import report as command
-from penstock.errors import ConfigError, PenstockError, SourceError
+from penstock.errors import ConfigError, SourceError
 from penstock.watch.heartbeat import Heartbeat
 from penstock.watch.report import Report, report
+from tests import commands
 from tests.recorded import Recording, write_run
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!--]]>\u2028\x1b[31m"
@@ -180,8 +178,7 @@ def test_page_shows_what_happened(made: Report) -> None:
     for shown in (
         "stage fetch, where hf://datasets/org/name@abc/data/part-00017.parquet, wait_s 1.5",
         "to synthetic, reason no batch within 60 s",
-        "what n_workers, from 2, to 3, why tokenize is busy, kept True",
-        "error RemoteError: 503",
+        "error 503",
         "reason finished",
         "prefetch_size",
         "torch",
@@ -271,9 +268,7 @@ def test_files_that_make_no_report_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def invoke(*args: str | Path) -> Any:
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return commands.run("report", *args)
 
 
 def test_command_writes_the_page_and_prints_the_verdict(run: Path, tmp_path: Path) -> None:
@@ -301,6 +296,6 @@ def test_json_to_stdout_writes_no_page_and_needs_no_plotly(
 
 def test_a_file_that_cannot_be_written_is_an_error(run: Path, tmp_path: Path) -> None:
     for arguments in (["-o", tmp_path], ["-o", tmp_path / "x.html", "--json", tmp_path]):
-        error = invoke(run, *arguments).exception
-        assert isinstance(error, PenstockError)
-        assert str(tmp_path) in str(error)
+        done = invoke(run, *arguments)
+        assert done.exit_code == 1
+        assert str(tmp_path) in done.stderr

@@ -383,7 +383,7 @@ def test_config_shows_each_value_and_its_source(write: Write, tmp_path: Path) ->
         "a.json", "--set", "seed=7", "--set", "memory_limit=512MiB", cwd=tmp_path, NSA_FWE_Q="4"
     )
     rows = table(done)
-    assert done.stdout.startswith("file a.json, as given\n")
+    assert done.stdout.startswith("file a.json (given)\n")
     assert rows["prefetch_size"] == ["4", "environment NSA_FWE_Q"]
     assert rows["n_workers"] == ["2", "file a.json training.num_workers"]
     assert rows["seed"] == ["7", "command line --set seed"]

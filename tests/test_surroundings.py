@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import cgroup_cores
 from penstock.errors import ConfigError
-from penstock.tools.data_choice import choose_data
+from penstock.tools.data_choice import DataOptions, choose_data
 
 
 def written(folder: Path, **files: str) -> None:
@@ -44,11 +44,11 @@ def test_settings_of_the_environment_apply_to_data_given_by_address(
     monkeypatch.setenv("NSA_FWE_DOC_BATCH", "7")
     monkeypatch.setenv("PENSTOCK_N_WORKERS", "1")
     url = str(corpus / "docs.jsonl")
-    choice = choose_data(url, overrides={"n_workers": 2}, seq_len=64)
+    choice = choose_data(DataOptions(set=["n_workers=2"], seq_len=64), url)
     names = ("prefetch_size", "n_workers", "batch_size")
     assert [choice.arguments[name] for name in names] == [5, 2, 16]
     dataset = choice.make()
     assert (dataset.seq_len, dataset.remote.doc_batch) == (64, 7)
     monkeypatch.setenv("PENSTOCK_PREFETCH_SIZ", "5")
     with pytest.raises(ConfigError, match="PENSTOCK_PREFETCH_SIZ"):
-        choose_data(url)
+        choose_data(DataOptions(), url)

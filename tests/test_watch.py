@@ -77,14 +77,6 @@ def test_a_row_has_the_latest_numbers_of_its_rank() -> None:
     assert row["queue"].endswith("/8")
 
 
-def test_it_says_the_same_of_the_steady_state_as_the_analysis() -> None:
-    view = view_of(Recording(steps=240, ranks=2, slower_from=170))
-    headline = view.run.analysis().headline()
-    assert "but slower since step 17" in headline
-    assert headline in view.title()
-    assert headline in "\n".join(view.plain(last_ts(view)))
-
-
 def test_a_rank_without_a_line_for_ten_seconds_is_stale_until_it_writes_again() -> None:
     late = line("progress", rank=1, step=5, ts=NOW + 15)
     view = view_with(line("progress", step=5), late)
@@ -166,15 +158,6 @@ def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
     assert all(character.isprintable() or character == "\n" for character in shown)
 
 
-@pytest.mark.parametrize("value", [None, True, -1, 1e300, "text", [], {}], ids=repr)
-def test_fields_of_any_kind_can_be_drawn(value: Any) -> None:
-    names = {name for one in lines(Recording(steps=70, stalls=(3,))) for name in one}
-    fields = dict.fromkeys(names - {"ts", "iso", "mono", "pid", "rank", "step", "msg"}, value)
-    msgs = ("boot", "progress", "beat", "stall", "health", "fallback", "loader_ready", "tune")
-    view = view_with(*(line(msg, step=1) | fields for msg in msgs))
-    assert all(text.isprintable() for text in [*drawn(view, NOW, 80, 24), *view.plain(NOW)])
-
-
 # Which files
 
 
@@ -195,13 +178,6 @@ def test_files_that_come_later_are_picked_up_and_waited_for(
     with first.open("a") as file:
         file.write(json.dumps(line("beat", step=4)) + "\n")
     assert [found["step"] for found in follower.poll()] == [4]
-
-
-def test_lines_that_are_cut_off_are_counted(tmp_path: Path) -> None:
-    write_run(tmp_path, Recording(steps=3, torn=2))
-    follower = Follower([tmp_path])
-    follower.poll()
-    assert "skipped 2 lines" in "\n".join(follower.notes())
 
 
 # The command
@@ -231,13 +207,6 @@ def test_once_prints_a_line_for_each_rank_and_ends(tmp_path: Path) -> None:
     assert len(re.findall(row, done.stdout, re.M)) == 2
     assert "verdict: input-bound" in done.stdout
     assert "\x1b" not in done.stdout
-
-
-def test_once_without_a_heartbeat_says_what_it_looked_for(tmp_path: Path) -> None:
-    done = run(tmp_path / "nowhere", "--once", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_without_a_terminal_it_waits_for_the_run_and_ends_with_it(tmp_path: Path) -> None:

@@ -190,33 +190,6 @@ def test_the_file_has_everything_that_happened_and_every_line_is_whole(run: Run)
     assert {"python", "penstock", "torch"} <= lines[0]["versions"].keys()
 
 
-def test_steps_losses_and_tokens_are_those_of_the_trainer(run: Run) -> None:
-    steps = run.lines("progress")
-    assert [line["step"] for line in steps] == list(range(1, run.steps + 1))
-    assert [line["loss"] for line in steps] == pytest.approx(run.losses)
-    assert {line["tokens"] for line in steps} == {4 * 64}
-    assert [line["tokens_total"] for line in steps] == [256 * n for n in range(1, run.steps + 1)]
-    assert steps[-1]["tokens_total"] == run.tokens == run.counted.tokens
-    assert run.lines("shutdown")[0]["tokens_total"] == run.tokens
-
-
-def test_every_step_has_sane_numbers(run: Run) -> None:
-    for line in run.lines("progress"):
-        assert 0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6
-        assert line["dt_fetch_last"] == line["dt_fetch_s"]
-        assert 0 <= line["data_wait_pct"] <= 100.01
-        assert line["toks_per_s"] > 0
-        if line["step"] > 2:  # the first one is not among those that percentiles are taken of
-            assert 0 <= line["fetch_p50_ms"] <= line["fetch_p95_ms"] <= line["fetch_p99_ms"]
-        assert line["queue_capacity"] == 2
-        assert 0 <= line["queue_depth"] <= 2
-        assert line["rss_bytes"] > 1_000_000
-        assert line["lr"] == 0.1
-        assert line["wait_by_stage"].keys() <= set(STAGES)
-        assert all(seconds >= 0 for seconds in line["wait_by_stage"].values())
-        assert sum(line["wait_by_stage"].values()) == pytest.approx(line["dt_fetch_s"], abs=1e-5)
-
-
 def test_waits_steps_and_pauses_add_up_to_what_the_trainer_measured(run: Run) -> None:
     steps, stats = run.lines("progress"), run.counted
     assert sum(line["dt_fetch_s"] for line in steps) == pytest.approx(
@@ -357,7 +330,6 @@ class Squares:
 MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
     "no workers": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=0),
     "processes": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, workers="process"),
-    "a device": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, device="meta"),
     "a mixture": lambda corpus: AsyncDataLoader(
         Mixture(
             {
@@ -371,9 +343,6 @@ MAKE: dict[str, Callable[[Path], AsyncDataLoader]] = {
     "map-style": lambda corpus: AsyncDataLoader(Squares(), 4, n_workers=2),
     "an iterable": lambda corpus: AsyncDataLoader(
         ({"x": np.full(8, i)} for i in range(200)), 4, n_workers=1
-    ),
-    "compressed": lambda corpus: AsyncDataLoader(
-        TextDataset(corpus / "docs.jsonl.gz", tokenizer="byte", seq_len=64), 4, n_workers=1
     ),
     "autotune": lambda corpus: AsyncDataLoader(text(corpus), 4, n_workers=1, prefetch_size="auto"),
 }
@@ -399,26 +368,9 @@ def test_every_kind_of_loader_can_be_watched(kind: str, corpus: Path, tmp_path: 
         assert 0 <= line["dt_fetch_s"] <= line["dt_step_s"] + 1e-6
         assert 0 <= line["data_wait_pct"] <= 100.01
         assert sum(line["wait_by_stage"].values()) == pytest.approx(line["dt_fetch_s"], abs=1e-5)
-    ready = [line for line in lines if line["msg"] == "loader_ready"]
-    assert len(ready) == (kind != "no telemetry")
+    assert len([line for line in lines if line["msg"] == "loader_ready"]) == 1
     assert ask("watch", "--once", tmp_path).exit_code == 0
     assert ask("health", tmp_path).exit_code == 0
-
-
-def test_shutting_down_and_going_on_keeps_the_counts(corpus: Path, tmp_path: Path) -> None:
-    loader = AsyncDataLoader(text(corpus), 4, n_workers=1)
-    with Heartbeat(tmp_path, observed=loader.telemetry, every_s=0.02) as beating:
-        for step in range(1, 31):
-            next(loader)
-            beating.progress(step, loss=1.0)
-            if step % 10 == 0:
-                loader.shutdown()
-    stats = loader.stats()
-    steps = read_heartbeat(tmp_path / "heartbeat_rank0.jsonl").of("progress")
-    assert [line["tokens_total"] for line in steps] == [256 * n for n in range(1, 31)]
-    assert stats.batches == 30
-    assert sum(stats.wait_by_stage.values()) == pytest.approx(stats.wait_s)
-    assert stats.stages["pack"].items >= 4 * 30
 
 
 def test_training_and_validation_are_measured_apart(corpus: Path) -> None:

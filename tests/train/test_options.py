@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +54,6 @@ def stdlib(**given: Any) -> tuple[TrainOptions, Settings]:
 # Where values come from
 
 
-def test_without_anything_given_the_defaults_hold() -> None:
-    options, settings = stdlib()
-    assert options == TrainOptions(dataset="stdlib", steps=100)
-    assert (options.batch, options.lr, options.seed, options.seq_len) == (8, 1e-3, 0, 256)
-    assert (options.tokenizer, options.loader_timeout) == ("byte", 60.0)
-    assert (settings["prefetch_size"], settings["warmup_batches"]) == (8, 0)
-
-
 def test_the_command_line_wins_over_the_environment_over_the_file_over_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,11 +89,6 @@ def test_documented_environment_variables_are_read(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NSA_FWE_WARMUP_TIMEOUT", "5")
     settings = stdlib()[1]
     assert (settings["warmup_batches"], settings["warmup_timeout"]) == (16, 5.0)
-
-
-def test_the_file_in_the_working_directory_is_read(tmp_path: Path) -> None:
-    write(tmp_path / "penstock.toml", TOML)
-    assert resolve(None, {})[0].steps == 30
 
 
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
@@ -170,17 +155,6 @@ def test_what_does_not_fit_in_a_file_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         resolve(write(tmp_path / "run.toml", lines), given)
-
-
-def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    words = ["-m", "penstock.cli.main", "train", "--dataset", "stdlib", "--size", "huge"]
-    command = [sys.executable, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("penstock: --size = 'huge': must be one of")
-    assert len(done.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 # How it is written

@@ -19,10 +19,10 @@ import torch
 
 from penstock import AsyncDataLoader
 from penstock.errors import ConfigError
-from penstock.train.console import show
 from penstock.train.data import TrainData
 from penstock.train.model import GPT
 from penstock.train.options import resolve
+from penstock.train.run import show
 from penstock.watch.telemetry import Telemetry
 from tests.train.runs import ROOT, SMALL, Child, Run, train, write_texts
 
@@ -55,12 +55,6 @@ def test_the_loss_falls_on_text(docs: Path, tmp_path: Path) -> None:
     told = losses(train(tmp_path / "out", "--dataset", docs, *how).good())
     assert abs(told[0] - math.log(257)) < 0.5  # it begins by knowing nothing
     assert sum(told[-5:]) / 5 < told[0] - 2
-
-
-def test_the_standard_library_needs_nothing_but_python(tmp_path: Path) -> None:
-    run = train(tmp_path / "out", "--dataset", "stdlib", *SMALL, "--steps", 2).good()
-    assert list(run.losses()) == [1, 2]
-    assert list((tmp_path / "cache" / "stdlib").glob("*.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -190,14 +184,6 @@ def test_no_document_is_both_trained_and_evaluated_on(docs: Path) -> None:
     assert not seen[0] & seen[1]
     assert len(seen[0] | seen[1]) == len(docs.read_text().splitlines())
     assert len(seen[1]) > 5
-
-
-def test_evaluations_of_synthetic_data_see_other_rows(tmp_path: Path) -> None:
-    how = ("--dataset", "synthetic", *SMALL, "--steps", 2, "--eval-every", 1, "--lr", 1e-30)
-    run = train(tmp_path / "out", *how, "--eval-batches", 1).good()
-    first, second = (line["loss"] for line in run.of("eval"))
-    assert first == second
-    assert first not in losses(run)
 
 
 # Watching

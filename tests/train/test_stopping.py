@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -101,25 +100,6 @@ def test_a_checkpoint_can_be_named(docs: Path, tmp_path: Path, third: Run) -> No
     run = train(tmp_path / "out", "--dataset", docs, *SMALL, "--steps", 9, "--resume", named).good()
     assert run.losses() == since(third, 3)
     assert run.position() == third.position()
-
-
-def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
-    docs: Path, tmp_path: Path, third: Run
-) -> None:
-    out = copy(third, tmp_path / "out")
-    torn = next((out / "checkpoints" / "step-00000009").glob("*.distcp"))
-    os.truncate(torn, torn.stat().st_size // 2)
-    run = train(out, "--dataset", docs, *SMALL, "--steps", 9, "--resume").good()
-    assert "step-00000006, step 6\n" in run.said
-    assert run.losses() == since(third, 6)
-
-
-def test_a_fresh_run_sets_old_checkpoints_aside(docs: Path, tmp_path: Path, third: Run) -> None:
-    out = copy(third, tmp_path / "out")
-    run = train(out, "--dataset", docs, *SMALL, "--steps", 2).good()
-    assert "checkpoints of an earlier run are now in" in run.said
-    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000002"}
-    assert len(list((out / "checkpoints.1").iterdir())) == 3
 
 
 @pytest.mark.parametrize(

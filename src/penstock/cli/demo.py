@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import KW_ONLY
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from penstock.errors import ConfigError, missing_extra
+from penstock.errors import ConfigError
+from penstock.options import option, options
 
 OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html|\.lock")
 """What a run leaves in its folder."""
 
 
-def demo(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps to train.", min=20)] = 300,
-    folder: Annotated[
-        Path,
-        typer.Option("--out", metavar="FOLDER", help="For heartbeat, checkpoints and report."),
-    ] = Path("artifacts/demo"),
-) -> None:
+@options
+class DemoOptions:
+    """How long the demo is, and where it goes.
+
+    steps: Steps to train.
+    out: Folder for heartbeat, checkpoints and report.
+    """
+
+    _: KW_ONLY
+    steps: int = option(default=300, minimum=20)
+    out: Path = Path("artifacts/demo")
+
+
+def demo(given: DemoOptions) -> int:
     """Train a small GPT, kill it, resume it, and show its report.
 
     The text is Python's own standard library. Exit code 0: the loss fell, and the steps that ran
     twice had the same losses. 1: they had not, or an error.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise missing_extra("torch", "the demo", "torch")
+    steps, folder = given.steps, given.out
     _clear(folder)
     every = max(5, steps // 6)
     kill_at = min(3 * every + every // 2, steps - 2)  # between two checkpoints, before the end
-    command = _command(steps, every, folder) + ["--debug"] * (context.obj is True)
-    _say(f"{steps} steps on Python's own library and manual, with a vocabulary trained on them")
-    _say(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
-    _run(command, folder, kill_at)
-    _say(f"killed after step {kill_at}; the same command again, with --resume\n")
-    _run([*command, "--resume"], folder)
-    raise typer.Exit(_compare(folder))
+    report = " --report" if importlib.util.find_spec("plotly") is not None else ""
+    words = (
+        "-m penstock.cli.main train --dataset stdlib --tokenizer stdlib --seq-len 128 --batch 8 "
+        f"--lr 0.003 --steps {steps} --save-every {every} --eval-every {2 * every} "
+        f"--set shuffle=on --set warmup_batches=auto{report}"
+    )
+    command = [sys.executable, *words.split(), "--out", str(folder)]
+    command += ["--debug"] * ("--debug" in sys.argv)
+    print(f"{steps} steps on Python's own library and manual, with a vocabulary trained on them")
+    print(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
+    if code := _run(command, folder, kill_at):
+        return code  # its own message says why
+    print(f"killed after step {kill_at}; the same command again, with --resume\n")
+    return _run([*command, "--resume"], folder) or _compare(folder)
 
 
 def _clear(folder: Path) -> None:
@@ -60,42 +71,19 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _command(steps: int, every: int, folder: Path) -> list[str]:
-    report = " --report" if importlib.util.find_spec("plotly") is not None else ""
-    options = (
-        "--dataset stdlib --tokenizer stdlib --seq-len 128 --batch 8 --lr 0.003 "
-        f"--steps {steps} --save-every {every} --eval-every {2 * every} "
-        f"--set shuffle=on --set warmup_batches=auto{report}"
-    )
-    train = [sys.executable, "-m", "penstock.cli.main", "train"]
-    return [*train, *options.split(), "--out", str(folder)]
-
-
-def _run(command: list[str], folder: Path, kill_at: int | None = None) -> None:
-    """Run a command to its end, or kill it after a step."""
+def _run(command: list[str], folder: Path, kill_at: int | None = None) -> int:
+    """Run a command to its end, or kill it after a step. Return its exit code, 0 if killed."""
     from penstock.watch.heartbeat_reader import Tail
 
     tail = Tail(folder / "heartbeat_rank0.jsonl")
-    run = subprocess.Popen(command)
-    try:
-        while kill_at is not None:
+    with subprocess.Popen(command) as run:
+        while kill_at is not None and run.poll() is None:
             steps = [line["step"] for line in tail.poll() if line["msg"] == "progress"]
             if max(steps, default=0) >= kill_at:
                 run.kill()
-                run.wait()
-                return
-            if run.poll() is not None:
-                raise typer.Exit(run.returncode or 1)  # its own message says why
+                return 0
             time.sleep(0.1)
-        if run.wait():
-            raise typer.Exit(run.returncode)
-    except BaseException:
-        run.terminate()  # it saves a checkpoint
-        run.wait()
-        raise
-    finally:
-        if sys.stdout.isatty():
-            print("\x1b[?25h", end="")  # a killed progress bar leaves the cursor hidden
+    return run.returncode
 
 
 def _compare(folder: Path) -> int:
@@ -112,23 +100,15 @@ def _compare(folder: Path) -> int:
     twice = sorted(before.keys() & after.keys()) if len(runs) > 1 else []
     same = bool(twice) and all(before[step] == after[step] for step in twice)
     losses = before | after
-    print()
-    if twice:
-        word = "bit for bit the same losses" if same else "NOT the same losses"
-        _say(f"resume   steps {twice[0]} to {twice[-1]} ran before the kill and after it: {word}")
-    else:
-        _say("resume   no step ran twice, so nothing is shown")
+    word = "bit for bit the same losses" if same else "NOT the same losses"
+    steps = f"steps {twice[0]} to {twice[-1]}" if twice else "no steps"
+    print(f"\nresume   {steps} ran before the kill and after it: {word}")
     in_order = [float(losses[step]) for step in sorted(losses)]
     some = max(1, len(in_order) // 10)
     first, last = fmean(in_order[:some]), fmean(in_order[-some:])
-    fell = math.isfinite(last) and last < first
-    _say(f"loss     {first:.2f} over the first {some} steps, {last:.2f} over the last {some}")
-    _say(f"watch    penstock watch {folder}    (live, during a run)")
+    print(f"loss     {first:.2f} over the first {some} steps, {last:.2f} over the last {some}")
+    print(f"watch    penstock watch {folder}    (live, during a run)")
     page = folder / "report.html"
     missing = "needs plotly: pip install 'penstock[report]', then penstock report"
-    _say(f"report   {page.absolute().as_uri() if page.exists() else missing}")
-    return 0 if same and fell else 1
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    print(f"report   {page.absolute().as_uri() if page.exists() else missing}")
+    return 0 if same and last < first else 1

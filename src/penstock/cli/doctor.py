@@ -2,78 +2,53 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
-from penstock.cli.failure import fail, one_line
-from penstock.cli.given import (
-    AsJson,
-    Batch,
-    Overrides,
-    SeqLen,
-    Target,
-    TextField,
-    Tokenizer,
-    option,
-    overrides,
-    without_warnings,
-)
+from penstock.cli.command import hidden_log, print_json
 from penstock.errors import PenstockError
+from penstock.options import option, options
+from penstock.tools.data_choice import DataOptions, choose_data
 
-FAILED = 2
+
+@options
+class DoctorOptions:
+    """What to measure.
+
+    target: Settings of a run (run.toml), or hf://…, s3://…, a path, stdlib.
+    seconds: Seconds to run after the first batch.
+    tokens_per_second: The rate that the trainer needs.
+    trace: Also write a trace for Perfetto to this file.
+    json: Print JSON.
+    """
+
+    target: str
+    _: KW_ONLY
+    seconds: float = option(default=5.0, minimum=0.001, below=1e7)
+    tokens_per_second: float | None = option(default=None, minimum=1e-9)
+    trace: Path | None = None
+    json: bool = False
 
 
-def doctor(
-    context: typer.Context,
-    target: Target,
-    tokenizer: Tokenizer = None,
-    seq_len: SeqLen = None,
-    batch: Batch = None,
-    text_field: TextField = None,
-    set_: Overrides = None,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to run after the first batch.")
-    ] = 5.0,
-    tokens_per_second: Annotated[
-        float | None, option(help="The rate that the trainer needs.")
-    ] = None,
-    trace: Annotated[
-        Path | None, option(metavar="FILE", help="Also write a trace for Perfetto.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def doctor(given: DoctorOptions, data: DataOptions) -> int:
     """Run the loader for a few seconds: is it fast enough?
 
     Exit code 0: a trainer at N tokens per second would wait for less than 5 % of its time, or no
     rate was given. 1: it would wait longer. 2: the data cannot be read, or an argument is
     invalid. The token cache is neither read nor written.
     """
-    from penstock.tools.data_choice import choose_data, split_target
     from penstock.tools.doctor import diagnose
 
     try:
-        with without_warnings():
-            choice = choose_data(
-                **split_target(target),
-                overrides=overrides(set_, batch_size=batch),
-                token_cache=False,
-                tokenizer=tokenizer,
-                seq_len=seq_len,
-                text_field=text_field,
-            )
-            more: dict[str, Any] = {
-                "seconds": seconds,
-                "tokens_per_second": tokens_per_second,
-                "trace": trace,
-            }
-            diagnosis = diagnose(choice.make(), **more, **choice.arguments)
+        with hidden_log():
+            choice = choose_data(data, given.target, token_cache=False)
+            found = diagnose(
+                choice.make(), seconds=given.seconds, tokens_per_second=given.tokens_per_second,
+                trace=given.trace, **choice.arguments,
+            )  # fmt: skip
     except (PenstockError, OSError) as error:
-        text = f"{type(error).__name__}: {one_line(error)}"
-        if as_json:
-            typer.echo(json.dumps({"error": text, "exit_code": FAILED}, indent=2))
-        fail(context, error, "" if as_json else f"penstock doctor: {text}", FAILED)
-    typer.echo(json.dumps(diagnosis.as_dict(), indent=2) if as_json else diagnosis.as_text())
-    raise typer.Exit(diagnosis.exit_code)
+        if given.json:
+            print_json({"error": f"{type(error).__name__}: {error}", "exit_code": 2})
+        raise
+    print_json(found.as_dict()) if given.json else print(found.as_text())
+    return found.exit_code

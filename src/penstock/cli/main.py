@@ -6,17 +6,17 @@ import io
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from penstock import __version__
 from penstock.cli.bootstrap import bootstrap
 from penstock.cli.cache import cache
+from penstock.cli.command import command
 from penstock.cli.config import config
 from penstock.cli.demo import demo
 from penstock.cli.doctor import doctor
-from penstock.cli.failure import one_line
 from penstock.cli.health import health
 from penstock.cli.prepare import prepare
 from penstock.cli.report import report
@@ -29,53 +29,44 @@ from penstock.train.options import add_implied
 
 FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 """Exit codes. The last two are what a shell reports for Ctrl-C and for `| head -1`."""
+CANNOT_TELL = ("doctor", "health", "smoke", "verify-resume")
+"""Commands whose exit code 1 is an answer: any error of theirs is one line and exit code 2."""
 
 TRAINING, BEFORE, ON_DISK, WATCHING = "Train", "Before a run", "Data on disk", "Watch a run"
+COMMANDS = [
+    (command(demo), TRAINING, "demo --steps 60"),
+    (train, TRAINING, "train --dataset stdlib --tokenizer stdlib --steps 200 --report"),
+    (command(config), BEFORE, "config run.toml --set prefetch_size=16"),
+    (command(doctor), BEFORE, "doctor run.toml --tokens-per-second 200000"),
+    (command(smoke), BEFORE, "smoke --dataset stdlib --timeout 20"),
+    (command(verify_resume), BEFORE, "verify-resume run.toml --points 3"),
+    (command(bootstrap), ON_DISK, "bootstrap fineweb_edu --out first.jsonl --bytes 500MB"),
+    (command(prepare), ON_DISK, "prepare fineweb_edu --tokenizer gpt2 --out tokens"),
+    (command(watch), WATCHING, "watch runs/7 --total-tokens 1e10"),
+    (command(health), WATCHING, "health runs/7 --max-data-wait 5"),
+    (command(report), WATCHING, "report runs/7 -o seven.html"),
+]
 
 cli = typer.Typer(
     help="Feeds text to a training run, so that the accelerator never waits.",
     epilog="To see it work: penstock demo",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _add(command: Any, panel: str, example: str) -> None:
-    cli.command(rich_help_panel=panel, epilog=f"Example: {example}")(command)
-
-
-_add(demo, TRAINING, "penstock demo --steps 60")
-_add(train, TRAINING, "penstock train --dataset stdlib --tokenizer stdlib --steps 200 --report")
-_add(config, BEFORE, "penstock config run.toml --set prefetch_size=16")
-_add(doctor, BEFORE, "penstock doctor run.toml --tokens-per-second 200000")
-_add(smoke, BEFORE, "penstock smoke --dataset stdlib --timeout 20")
-_add(verify_resume, BEFORE, "penstock verify-resume run.toml --points 3")
-_add(bootstrap, ON_DISK, "penstock bootstrap fineweb_edu --out first.jsonl --bytes 500MB")
-_add(prepare, ON_DISK, "penstock prepare fineweb_edu --tokenizer gpt2 --out tokens")
+for run, panel, example in COMMANDS:
+    cli.command(rich_help_panel=panel, epilog=f"Example: penstock {example}")(run)
 cli.add_typer(cache, name="cache", rich_help_panel=ON_DISK)
-_add(watch, WATCHING, "penstock watch runs/7 --total-tokens 1e10")
-_add(health, WATCHING, "penstock health runs/7 --max-data-wait 5")
-_add(report, WATCHING, "penstock report runs/7 -o seven.html")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"penstock {__version__}")
-        raise typer.Exit
-
-
-@cli.callback()
+@cli.callback(invoke_without_command=True)
 def options(
-    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Options of all commands."""
-    context.obj = debug
+    if version:
+        print(f"penstock {__version__}")
+        raise typer.Exit
 
 
 def app(arguments: list[str] | None = None) -> None:
@@ -84,52 +75,51 @@ def app(arguments: list[str] | None = None) -> None:
     Our own errors and the system's are one line and exit code 1. Any other exception is a bug, and
     is raised.
     """
-    given, debug = _arrange(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    end = given.index("--") if "--" in given else len(given)
+    debug = "--debug" in given[:end]
+    given = [word for word in given[:end] if word != "--debug"] + given[end:]
+    name = next((word for word in given if not word.startswith("-")), "")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Data and file names may hold characters that the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        code = cli(given, prog_name="penstock", standalone_mode=False)
-    except SystemExit as end:
+        given = add_implied(given) if name == "train" else given
+        code = cli(given or ["--help"], prog_name="penstock", standalone_mode=False)
+    except SystemExit as exit:
         # typer exits with 1 if the reader of a pipe has gone.
-        sys.exit(BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code)
+        sys.exit(BROKEN_PIPE if isinstance(exit.__context__, BrokenPipeError) else exit.code)
     except Exception as error:
-        described = _describe(error)
-        if described is None:
-            raise
-        line, code = described
+        line, code = _describe(error, name)
         _flush()
-        if debug:
-            traceback.print_exception(error)
-        elif line:
-            print(line, file=sys.stderr)
+        traceback.print_exception(error) if debug else print(line, file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _arrange(given: list[str]) -> tuple[list[str], bool]:
-    """Move --debug to the front, and spell out the values that `train` lets one leave out."""
-    end = given.index("--") if "--" in given else len(given)
-    debug = "--debug" in given[:end]
-    rest = [word for word in given[:end] if word != "--debug"] + given[end:]
-    command = next((word for word in rest if not word.startswith("-")), "")
-    return ["--debug"] * debug + (add_implied(rest) if command == "train" else rest), debug
-
-
-def _describe(error: Exception) -> tuple[str, int] | None:
-    """Return the message and the exit code for an error; None for an unexpected one."""
-    if isinstance(error, PenstockError | OSError):
-        return f"penstock: {one_line(error)}", FAILED
+def _describe(error: Exception, name: str) -> tuple[str, int]:
+    """Return the message and the exit code for an error, or raise one that is unexpected."""
     if isinstance(error, typer.Abort):
         interrupted = isinstance(error.__cause__, KeyboardInterrupt)
-        return "penstock: aborted", INTERRUPTED if interrupted else FAILED
+        return f"penstock: aborted{_notes(error.__cause__)}", INTERRUPTED if interrupted else FAILED
     # A usage error of typer, whose class has moved between its releases.
     if hasattr(error, "format_message"):
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been shown
-            return "", MISUSED
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
         text = " ".join(error.format_message().split()).rstrip(".")
         return f"{path}: {text}. See {path} --help.", MISUSED
-    return None
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif not isinstance(error, PenstockError):
+        if name not in CANNOT_TELL:
+            raise error
+        text = f"{type(error).__name__}: {text}"
+    prefix = "[smoke][FAIL]" if name == "smoke" else "penstock:"
+    line = " ".join(f"{prefix} {text}{_notes(error)}".split())
+    return line, 2 if name in CANNOT_TELL else FAILED
+
+
+def _notes(error: BaseException | None) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _flush() -> None:

@@ -2,169 +2,66 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import KW_ONLY, asdict
+from typing import Any, Literal
 
-import typer
-
-from penstock.cli.given import AsJson, CardConfig, Split, TextField, Tokenizer
-from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.prepare import Prepared
-
-SAY_EVERY_S = 10.0
-"""Time between two lines of progress without a terminal."""
+from penstock.cli.command import print_json, progress
+from penstock.options import option, options
 
 
-def prepare(
-    source: Annotated[
-        list[str], typer.Argument(help="hf://…, s3://…, https://…, a short name or a path.")
-    ],
-    out: Annotated[
-        str,
-        typer.Option("--out", "-o", metavar="PLACE", help="A folder, or s3://…, gs://…, az://…."),
-    ],
-    tokenizer: Tokenizer = None,
-    filters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--filter",
-            metavar="TEXT",
-            help="Rows to keep: 'score >= 3'. Repeated: all have to hold.",
-        ),
-    ] = None,
-    text_field: TextField = None,
-    split: Split = None,
-    config: CardConfig = None,
-    on_bad_record: Annotated[
-        str | None,
-        typer.Option(metavar="WHAT", help="raise, skip or quarantine:FILE.", show_default="raise"),
-    ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="local or ray.")] = "local",
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="A Ray cluster.", show_default="RAY_ADDRESS, or this machine"
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Cores to use.", show_default="all", min=1)
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option("--slice", metavar="I/N", help="Make part I of N, from 0 on: for job arrays."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@options
+class PrepareOptions:
+    """What to prepare.
+
+    source: hf://…, s3://…, https://…, a short name or a path.
+    out: A folder, or s3://…, gs://…, az://….
+    tokenizer: byte, gpt2, a file or a Hub name.
+    filter: Rows to keep: 'score >= 3'. Repeated: all have to hold.
+    text_field: Column or field with the text. Defaults to text.
+    split: train or val.
+    card_config: A configuration from the dataset's card on the Hub.
+    on_bad_record: raise, skip or quarantine:FILE. Defaults to raise.
+    engine: Where to run: on this machine or on a Ray cluster.
+    ray_address: A Ray cluster. Defaults to RAY_ADDRESS, or this machine.
+    workers: Cores to use. Defaults to all.
+    slice: Make part I of N, from 0 on, such as 0/16: for job arrays.
+    json: Print JSON.
+    """
+
+    source: list[str]
+    _: KW_ONLY
+    out: str
+    tokenizer: str = "byte"
+    filter: list[str] | None = None
+    text_field: str | None = None
+    split: str | None = None
+    card_config: str | None = None
+    on_bad_record: str | None = None
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    workers: int | None = option(default=None, minimum=1)
+    slice: str | None = option(default=None, pattern=r"\d+/\d+")
+    json: bool = False
+
+
+def prepare(given: PrepareOptions) -> None:
     """Tokenize a corpus once, for PreparedDataset.
 
     Run again, it makes what is missing. Exit code 1: an error.
     """
     from penstock.prepare import prepare as run
 
-    chosen: Any = engine
-    text = {
-        "filter": filters or None, "text_field": text_field, "split": split,
-        "on_bad_record": on_bad_record, "remote": {"config": config} if config else None,
-    }  # fmt: skip
-    with _Bar() if sys.stderr.isatty() else _Lines() as show:
+    part = None if given.slice is None else given.slice.split("/")
+    names = ("filter", "text_field", "split", "on_bad_record")
+    text: dict[str, Any] = {name: getattr(given, name) for name in names}
+    text["remote"] = {"config": given.card_config} if given.card_config else None
+    with progress() as show:
         done = run(
-            source[0] if len(source) == 1 else source, tokenizer=tokenizer or "byte", out=out,
-            workers=workers, engine=chosen, slice=_slice(part), ray_address=ray_address,
-            progress=show.show, **{name: value for name, value in text.items() if value is not None},
+            given.source[0] if len(given.source) == 1 else given.source,
+            tokenizer=given.tokenizer, out=given.out, workers=given.workers, engine=given.engine,
+            slice=None if part is None else (int(part[0]), int(part[1])),
+            ray_address=given.ray_address,
+            progress=lambda now: show(now.chunks_done, now.chunks, now.describe_progress()),
+            **{name: value for name, value in text.items() if value is not None},
         )  # fmt: skip
-    typer.echo(json.dumps(asdict(done), indent=2) if as_json else _summary(done))
-
-
-def _slice(part: str | None) -> tuple[int, int] | None:
-    if part is None:
-        return None
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if match is None:
-        raise ConfigError(f"--slice {part}: must be I/N, such as 0/16")
-    return int(match[1]), int(match[2])
-
-
-def _summary(done: Prepared) -> str:
-    lines = [
-        f"documents  {done.documents:,}",
-        f"tokens     {done.tokens:,} in {done.bytes / 1e6:,.1f} MB",
-    ]
-    if done.lengths:
-        shown = ", ".join(f"{name} {n:,}" for name, n in done.lengths.items())
-        lines.append(f"lengths    {shown} tokens")
-    if done.filtered:
-        lines.append(f"filtered   {done.filtered:,}")
-    if done.bad:
-        reasons = ", ".join(f"{reason} {n:,}" for reason, n in done.bad.items())
-        lines.append(f"rejected   {sum(done.bad.values()):,} ({reasons})")
-    rate = done.written / done.seconds if done.seconds else 0.0
-    lines.append(
-        f"time       {_time(done.seconds)}, {rate / 1e6:.2f} million tokens/s; "
-        f"{done.already} of {done.chunks} chunks were there"
-    )
-    if done.complete:
-        lines.append(f"read it    PreparedDataset({done.path!r}, seq_len=1024)")
-    else:
-        lines.append(
-            "This part is done. The last part to end, or a run without --slice, completes it."
-        )
-    return "\n".join(lines)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _left(done: Prepared) -> str:
-    made = done.chunks_done - done.already
-    left = (done.chunks - done.chunks_done) * done.seconds / made if made else 0.0
-    rate = done.written / done.seconds / 1e6 if done.seconds else 0.0
-    return f"{rate:.2f} million tokens/s, {_time(left)} left"
-
-
-class _Lines:
-    """Progress without a terminal."""
-
-    def __enter__(self) -> _Lines:
-        self._said = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def show(self, done: Prepared) -> None:
-        if time.monotonic() - self._said >= SAY_EVERY_S:
-            self._said = time.monotonic()
-            typer.echo(f"{done.chunks_done} of {done.chunks} chunks, {_left(done)}", err=True)
-
-
-class _Bar:
-    """Progress on a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("chunks, {task.fields[left]}"))
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("", total=None, left="listing")
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def show(self, done: Prepared) -> None:
-        self._progress.update(
-            self._task, total=done.chunks, completed=done.chunks_done, left=_left(done)
-        )
+    print_json(asdict(done)) if given.json else print(done.as_text())

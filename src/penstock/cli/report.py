@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import json
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from penstock.cli.health import HEARTBEATS
-
-OUT = typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
-JSON = typer.Option(
-    "--json",
-    metavar="FILE|-",
-    help="Also write the numbers as JSON; - prints them, without a page.",
-)
+from penstock.options import options
+from penstock.watch.heartbeat_reader import FOLDER
 
 
-def report(
-    files: Annotated[list[str] | None, HEARTBEATS] = None,
-    out: Annotated[Path, OUT] = Path("report.html"),
-    numbers: Annotated[str | None, JSON] = None,
-) -> None:
+@options
+class ReportOptions:
+    """What to report.
+
+    files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
+    out: The page to write.
+    json: Also write the numbers as JSON to this file; - prints them, without a page.
+    """
+
+    files: list[str] | None = None
+    _: KW_ONLY
+    out: Path = Path("report.html")
+    json: str | None = None
+
+
+def report(given: ReportOptions) -> None:
     """Write a page that shows what a run waits for.
 
     The page is one file that opens from disk and requests nothing.
     The run need not have ended. Exit code 1: an error.
     """
-    from penstock.watch.heartbeat_reader import FOLDER
     from penstock.watch.report import report, write_text
 
-    made = report(*(files or [str(FOLDER)]))
+    made = report(*(given.files or [str(FOLDER)]))
     text = json.dumps(made.numbers, indent=2)
-    if numbers == "-":
-        typer.echo(text)
+    if given.json == "-":
+        print(text)
         return
-    path = made.write(out)
-    if numbers is not None:
-        write_text(Path(numbers).expanduser(), text + "\n")
-    typer.echo(f"{made.summary}\nreport: {path}")
+    path = made.write(given.out)
+    if given.json is not None:
+        write_text(Path(given.json).expanduser(), text + "\n")
+    print(f"{made.summary}\nreport: {path}")

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
-from typing import Annotated
+from contextlib import ExitStack, suppress
+from dataclasses import KW_ONLY
 
-import typer
-
-from penstock.cli.health import HEARTBEATS, option
-from penstock.errors import ConfigError, SourceError
-
-TOTAL = option("N", "Tokens at which the run ends, such as 2e9.", min=1)
-EVERY = option("SECONDS", "Time between updates; 0.5, without a terminal 10.", min=0.1)
-PORT = option("N", "Serve metrics to Prometheus on this port; 0 picks one.")
+from penstock.errors import SourceError
+from penstock.options import option, options
+from penstock.watch.heartbeat_reader import FOLDER, Follower
 
 
-def watch(
-    files: Annotated[list[str] | None, HEARTBEATS] = None,
-    rank: Annotated[int | None, option("N", "Show details of this rank.", min=0)] = None,
-    total_tokens: Annotated[float | None, TOTAL] = None,
-    every: Annotated[float | None, EVERY] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
-    until_end: Annotated[bool, typer.Option("--until-end", help="Exit with the run.")] = False,
-    metrics_port: Annotated[int | None, PORT] = None,
-    metrics_addr: Annotated[str, option("ADDRESS", "Address to serve on.")] = "127.0.0.1",
-) -> None:
+@options
+class WatchOptions:
+    """What to show.
+
+    files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
+    rank: Show details of this rank.
+    total_tokens: Tokens at which the run ends, such as 2e9.
+    every: Seconds between updates. Defaults to 0.5, without a terminal to 10.
+    once: Print the current state and exit.
+    until_end: Exit with the run.
+    metrics_port: Serve metrics to Prometheus on this port; 0 picks one.
+    metrics_addr: Address to serve on.
+    """
+
+    files: list[str] | None = None
+    _: KW_ONLY
+    rank: int | None = option(default=None, minimum=0)
+    total_tokens: float | None = option(default=None, minimum=1)
+    every: float | None = option(default=None, minimum=0.1)
+    once: bool = False
+    until_end: bool = False
+    metrics_port: int | None = option(default=None, minimum=0, below=1 << 16)
+    metrics_addr: str = "127.0.0.1"
+
+
+def watch(given: WatchOptions) -> int:
     """Show a run live: rates, data wait, queues and events.
 
     Reads only the heartbeat files, which need not exist yet. Ctrl-C ends it.
@@ -38,28 +49,26 @@ def watch(
     from rich.live import Live
 
     from penstock.watch.exporters import MetricsServer
-    from penstock.watch.heartbeat_reader import FOLDER, Follower
     from penstock.watch.live import LiveView
     from penstock.watch.run import Run
 
-    if once and (until_end or metrics_port is not None):
-        raise ConfigError("--once cannot be combined with --until-end or --metrics-port")
-    follower = Follower(files or [FOLDER])
-    view = LiveView(Run(), total_tokens=total_tokens, rank=rank)
+    once, files = given.once, given.files or [str(FOLDER)]
+    follower = Follower(files)
+    view = LiveView(Run(), total_tokens=given.total_tokens, rank=given.rank)
     console = Console(highlight=False)
     terminal = sys.stdout.isatty() and not console.is_dumb_terminal
-    pause_s = every or (0.5 if terminal else 10.0)
+    pause_s = given.every or (0.5 if terminal else 10.0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the terminal in order
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         server = live = None
-        if metrics_port is not None:
+        if given.metrics_port is not None:
             server = stack.enter_context(
-                MetricsServer(metrics_port, metrics_addr, setting="--metrics-port")
+                MetricsServer(given.metrics_port, given.metrics_addr, setting="--metrics-port")
             )
-            typer.echo(f"metrics at {server.url}", err=True)
+            print(f"metrics at {server.url}", file=sys.stderr)
         if terminal and not once:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        stack.enter_context(suppress(KeyboardInterrupt))
         over, due = False, 0.0
         while not over:
             for line in follower.poll():
@@ -69,23 +78,21 @@ def watch(
             if follower.behind:
                 continue
             notes, view.notes = view.notes, follower.notes()
-            over = once or (until_end and view.over(time.time()))
+            over = once or (given.until_end and view.over(time.time()))
             if live is not None:
                 live.update(view.screen(time.time(), *console.size), refresh=True)
             elif not terminal and (over or time.monotonic() >= due):
                 due = time.monotonic() + pause_s
-                for text in view.plain(time.time()):
-                    typer.echo(text)
-                for note in view.notes if view.notes != notes and not once else ():
-                    typer.echo(note, err=True)
+                print("\n".join(view.plain(time.time())), flush=True)
+                if view.notes != notes and not once:
+                    print("\n".join(view.notes), file=sys.stderr)
             time.sleep(0.0 if over else min(0.5, pause_s))
     if once and not view.run.ranks:
-        raise SourceError(
-            "; ".join([f"no heartbeat in {', '.join(files or [str(FOLDER)])}", *view.notes])
-        )
+        raise SourceError("; ".join([f"no heartbeat in {', '.join(files)}", *view.notes]))
     if terminal:
         console.print(view.screen(time.time(), *console.size))
-    lost = [rank.rank for rank in view.run.ranks.values() if rank.ended is None]
-    if until_end and over and lost:
-        typer.echo(f"lost: rank {', '.join(map(str, lost))}", err=True)
-        raise typer.Exit(1)
+    lost = [str(rank.rank) for rank in view.run.ranks.values() if rank.ended is None]
+    if given.until_end and over and lost:
+        print(f"lost: rank {', '.join(lost)}", file=sys.stderr)
+        return 1
+    return 0

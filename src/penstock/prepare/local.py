@@ -38,6 +38,7 @@ from penstock.read.token_store import Header, TokenStore
 from penstock.read.validation import Quarantine
 from penstock.sources.text_files import TextWork, has_version, identity
 from penstock.types import Address, Bad, ChunkRef, GiB, TokenChunk
+from penstock.watch.units import seconds, size
 
 Path = str | os.PathLike[str]
 Made = tuple[ChunkRef, Header]
@@ -80,6 +81,35 @@ class Prepared:
     seconds: float = 0.0
     written: int = 0
     """Tokens that this run has written."""
+
+    @property
+    def rate(self) -> str:
+        """The tokens that this run writes per second, as text."""
+        return f"{self.written / max(1e-9, self.seconds) / 1e6:.2f} million tokens/s"
+
+    def describe_progress(self) -> str:
+        """Return one line: what is done, how fast, and the time left."""
+        done, made = self.chunks_done, self.chunks_done - self.already
+        left_s = (self.chunks - done) * self.seconds / max(1, made)
+        return f"{done} of {self.chunks} chunks, {self.rate}, {seconds(left_s)} left"
+
+    def as_text(self) -> str:
+        """Return a summary for people."""
+        lengths = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
+        reasons = ", ".join(f"{reason} {n:,}" for reason, n in self.bad.items())
+        already = f"{self.already} of {self.chunks} chunks were there"
+        read = f"PreparedDataset({self.path!r}, seq_len=1024)"
+        rest = "This part is done. The last part to end, or a run without --slice, completes it."
+        lines = {
+            "documents": f"{self.documents:,}",
+            "tokens": f"{self.tokens:,} in {size(self.bytes)}",
+            "lengths": lengths and f"{lengths} tokens",
+            "filtered": self.filtered and f"{self.filtered:,}",
+            "rejected": reasons and f"{sum(self.bad.values()):,} ({reasons})",
+            "time": f"{seconds(self.seconds)}, {self.rate}; {already}",
+            "read it" if self.complete else "next": read if self.complete else rest,
+        }
+        return "\n".join(f"{name:<10} {line}" for name, line in lines.items() if line)
 
 
 def prepare(

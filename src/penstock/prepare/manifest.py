@@ -216,3 +216,13 @@ def _file(values: dict[str, Any]) -> FileRef:
     path = values["source"].partition("\n")[0]
     members = tuple(Member(name, name, 0) for name in values["members"])
     return FileRef(path, values["name"], values["size"], values["format"], members=members)
+
+
+def missing_entries(store: TokenStore) -> dict[str, str]:
+    """Return the entries that a corpus names and that do not exist, each with a message."""
+    try:
+        names = read_manifest(store).names.to_pylist()
+    except SourceError:  # a cache, or a corpus that is not finished
+        return {}
+    found = {entry.name for entry in store.list()}
+    return {name: f"{store.place}/{name} is missing" for name in names if name not in found}

@@ -24,13 +24,16 @@ import numpy as np
 from penstock.config import whole_number, write_atomically
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, SourceError
+from penstock.feed.worker_pool import make_pool
 from penstock.loader import AsyncDataLoader
 from penstock.options import RemoteOptions
 from penstock.read.listing import each
 from penstock.read.reader import MAX_CHUNK_BYTES
-from penstock.sources.text_files import TextSource
-from penstock.tools.chunks import open_lanes, read_chunks
+from penstock.sources.base import Counted, RunContext
+from penstock.sources.chunk_lanes import ChunkLanes
+from penstock.sources.text_files import TextSource, TextWork
 from penstock.types import LanePosition, MiB, Shard, TokenChunk, shown_address
+from penstock.watch.units import seconds, size
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -50,6 +53,14 @@ class Progress(NamedTuple):
     """Bytes that existed when this run began."""
     file: str
     """The file that is read; at the end, the file that is written."""
+    seconds: float
+
+    def as_text(self) -> str:
+        """Return one line: what is done, how fast, and the time left."""
+        speed = (self.bytes - self.began) / max(1e-9, self.seconds)
+        left = seconds((self.goal - self.bytes) / max(1.0, speed))
+        done = f"{size(self.bytes)} of {size(self.goal)}, {size(speed)}/s"
+        return f"{done}, {left} left ({self.file})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,14 @@ class Bootstrapped:
     """The file was complete before."""
     exhausted: bool
     """The source has no more text."""
+
+    def as_text(self) -> str:
+        """Return one line for people."""
+        text = f"{self.path}: {size(self.bytes)} in {self.documents} documents"
+        text += ", complete already" if self.already else ""
+        text += "; the source has no more" if self.exhausted else ""
+        reasons = ", ".join(f"{reason} {n}" for reason, n in self.bad.items())
+        return f"{text}; skipped records: {reasons}" if reasons else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,16 +292,17 @@ def _write(
     source, run = loader.inspect()
     assert isinstance(source, TextSource)
     run = replace(run, positions={0: LanePosition(0, point.file, point.chunk)})
-    saved, saved_at, began = point, time.monotonic(), point.bytes
+    began_at = saved_at = time.monotonic()
+    saved, began = point, point.bytes
     full = False
     try:
-        with _open_partial(path, point) as file, open_lanes(source, run) as (lanes, _):
+        with _open_partial(path, point) as file, _open_lanes(source, run) as lanes:
             _save(path, point)
-            chunks = read_chunks(lanes)
             while not (full or point.exhausted):
                 # No more is read ahead than is still wanted.
                 lanes.read_ahead_bytes = min(AHEAD_BYTES, point.goal - point.bytes)
-                chunk = next(chunks, None)
+                lanes.submit_ahead()
+                chunk = lanes.lanes[0].next_chunk()
                 if chunk is None:
                     point, name = replace(point, exhausted=True), path.name
                 else:
@@ -296,7 +316,8 @@ def _write(
                     _save(path, point)
                     saved, saved_at = point, time.monotonic()
                 if progress is not None:
-                    progress(Progress(point.bytes, point.goal, began, name))
+                    elapsed_s = time.monotonic() - began_at
+                    progress(Progress(point.bytes, point.goal, began, name, elapsed_s))
             bad = lanes.bad()
     except BaseException as error:
         if saved.bytes:
@@ -334,3 +355,22 @@ def _fit(point: Point, chunk: TokenChunk, data: TextDataset) -> tuple[bytes, boo
         size += len(line)
     after = replace(after, bytes=size, documents=point.documents + len(lines))
     return b"".join(lines), full, after
+
+
+@contextmanager
+def _open_lanes(source: TextSource, run: RunContext) -> Iterator[ChunkLanes]:
+    """Start workers and open the lane of a run. Both are stopped and closed at the end."""
+    work = source.work(run)
+    pool = make_pool(run.n_workers, work, workers=run.workers, cpus=None, clock=run.clock)
+    opened: list[Counted | TextWork] = [work]
+    try:
+        lanes = source.open_lanes(run, pool, work)
+        opened.insert(0, lanes)
+        yield lanes
+    finally:
+        pool.stop()
+        for each in opened:
+            each.stop()
+        pool.join(10.0)
+        for each in opened:
+            each.close()

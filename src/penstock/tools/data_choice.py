@@ -8,19 +8,66 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.dataset_config import DatasetConfig, merge_text
 from penstock.errors import ConfigError
-from penstock.settings import load
+from penstock.options import option, options
+from penstock.settings import Settings, load
 from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
 """The name for FineWeb-Edu from a file that `penstock bootstrap` wrote."""
 SETTINGS_FILES = (".toml", ".json", ".jsonc")
+
+
+@options
+class SettingsOptions:
+    """Settings of the loader that a command line gives."""
+
+    _: KW_ONLY
+    preset: str | None = option(default=None, help="Workers and prefetch by name.")
+    set: list[str] | None = option(
+        default=None, help="A loader setting, such as n_workers=2. Repeatable."
+    )
+
+    def overrides(self) -> dict[str, str]:
+        """Return the settings of `--set KEY=VALUE`."""
+        pairs = [text.partition("=") for text in self.set or ()]
+        for key, equals, value in pairs:
+            if not equals or not key.strip():
+                raise ConfigError(f"command line --set {key}{equals}{value}: must be KEY=VALUE")
+        return {key.strip(): value for key, _, value in pairs}
+
+    def load(self, file: Path | None, **own: int | None) -> Settings:
+        """Read the settings. `own`: those that have an option of their own."""
+        settings = self.overrides()
+        for name, value in own.items():
+            if value is not None and settings.setdefault(name, str(value)) != str(value):
+                raise ConfigError(
+                    f"{name} {value} and --set {name}={settings[name]}: give only one"
+                )
+        return load(file, overrides=settings, preset=self.preset, origin="command line --set ")
+
+
+@options
+class DataOptions(SettingsOptions):
+    """Data, and how to load it.
+
+    tokenizer: byte, gpt2, a file or a Hub name. Defaults to byte.
+    seq_len: Tokens in a row. Defaults to 1024.
+    text_field: Column or field with the text. Defaults to text.
+    batch: Rows in a batch.
+    """
+
+    _: KW_ONLY
+    tokenizer: str | None = None
+    seq_len: int | None = option(default=None, minimum=1)
+    text_field: str | None = None
+    batch: int | None = option(default=None, minimum=1)
 
 
 class DataChoice(NamedTuple):
@@ -35,27 +82,27 @@ class DataChoice(NamedTuple):
 
 
 def choose_data(
+    given: DataOptions,
     dataset: str | None = None,
     *,
     default: str | None = None,
     local_path: Path | None = None,
     settings_file: Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    preset: str | None = None,
     batch_size: int = 16,
     token_cache: bool = True,
-    **given: Any,
+    **own: int | None,
 ) -> DataChoice:
     """Choose the data by name, else the data of the settings file, else `default`.
 
-    local_path: the file for `fineweb_edu_local`. settings_file, overrides, preset: as for
-    `penstock.settings.load`. batch_size: used if none is set. token_cache: False turns the cache
-    of tokens off. given: parameters of the dataset (tokenizer, seq_len, …), and `config`, a
-    configuration of its card; None means not given.
+    dataset: may be a settings file too. local_path: the file for `fineweb_edu_local`. batch_size:
+    used if none is set. token_cache: False turns the cache of tokens off. own: settings.
     """
-    settings = load(settings_file, overrides=overrides, preset=preset, origin="command line --set ")
+    if dataset and dataset.lower().endswith(SETTINGS_FILES) and "://" not in dataset:
+        settings_file, dataset = Path(dataset), None
+    settings = given.load(settings_file, batch_size=given.batch, **own)
     arguments = settings.loader_arguments(batch_size) | {"shard": Shard(1, 0)}
-    given = {name: value for name, value in given.items() if value is not None}
+    described = {name: getattr(given, name) for name in ("tokenizer", "seq_len", "text_field")}
+    described = {name: value for name, value in described.items() if value is not None}
     if local_path is not None:
         if dataset not in (None, LOCAL):
             raise ConfigError(f"--local-path {local_path}: only for --dataset {LOCAL}")
@@ -66,21 +113,14 @@ def choose_data(
         )
     for_text = settings.text_arguments() | ({} if token_cache else {"cache": False})
     if dataset is None and settings.data is not None:
-        data = _override(settings.data, given)
+        data = _override(settings.data, described)
         return DataChoice(data.where, partial(data.build, for_text), arguments)
-    name = default if dataset is None else dataset
+    name = dataset or default
     if not name:
         raise ConfigError("no data: name an address, a path or a settings file with [data]")
-    parameters = merge_text({"tokenizer": "byte", "seq_len": 1024, **for_text}, given)
+    parameters = merge_text({"tokenizer": "byte", "seq_len": 1024, **for_text}, described)
     shown = shown_address(name) if local_path is None else f"{name} {local_path}"
     return DataChoice(shown, partial(_make, name, local_path, parameters), arguments)
-
-
-def split_target(target: str) -> dict[str, Any]:
-    """Return a command's FILE|URL argument as `settings_file` or `dataset` for `choose_data`."""
-    if target.lower().endswith(SETTINGS_FILES) and "://" not in target:
-        return {"settings_file": Path(target)}
-    return {"dataset": target}
 
 
 def text_path(name: str, local_path: Path | None) -> str | Path:
@@ -98,10 +138,9 @@ def _override(data: DatasetConfig, given: Mapping[str, Any]) -> DatasetConfig:
     """Replace parameters of a file's data by those of the command line."""
     for name in given:
         if data.kind == "mixture" or (data.kind != "text" and name != "seq_len"):
-            option = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{option}: does not apply to {data.where}, which is of kind {data.kind}. "
-                "Change it in the file, or name other data."
+                f"--{name.replace('_', '-')}: does not apply to {data.where}, which is of kind "
+                f"{data.kind}. Change it in the file, or name other data."
             )
     return replace(data, parameters=merge_text(data.parameters, given))
 
@@ -112,9 +151,8 @@ def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any
         from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.synthetic import SyntheticDataset
 
-        return SyntheticDataset(
-            load_tokenizer(parameters["tokenizer"]).vocab_size, parameters["seq_len"]
-        )
+        vocab_size = load_tokenizer(parameters["tokenizer"]).vocab_size
+        return SyntheticDataset(vocab_size, parameters["seq_len"])
     from penstock.dataset import TextDataset
 
     return TextDataset(text_path(name, local_path), **parameters)

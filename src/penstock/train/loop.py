@@ -11,24 +11,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.encode.batch import Batch
 from penstock.errors import PenstockError, SourceError, StateError
-from penstock.feed.fallback import FeedStopped
+from penstock.feed.collectives import Ranks
+from penstock.feed.fallback import FeedStopped, Substitution
 from penstock.train import distributed
 from penstock.train.checkpoint import Checkpoints, SaveFailed, rng_state, set_aside, set_rng_state
-from penstock.train.console import Console
 from penstock.train.data import SyntheticBatches, ValidationData
 from penstock.train.distributed import Placement
 from penstock.train.model import GPT, count_parameters, loss, parameter_groups
 from penstock.train.options import TrainOptions
 from penstock.train.prewarm import prewarm
-from penstock.train.run import RunContext
+from penstock.train.run import RunContext, show
+from penstock.watch.attribution import band
+from penstock.watch.telemetry import Telemetry
 
+EVERY_S = 2.0
+"""Time between console lines."""
 SEEDS = 1 << 63
 """Number of seeds that torch accepts."""
 
@@ -50,6 +54,68 @@ def rate(warmup: int, steps: int | None, floor: float, step: int) -> float:
         return 1.0
     share = min(1.0, (step - warmup) / max(1, steps - warmup))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+class Console:
+    """Prints a line every few steps, and a summary at the end."""
+
+    def __init__(
+        self, telemetry: Telemetry, options: TrainOptions, title: str, ranks: Ranks
+    ) -> None:
+        """`title`: what the data is called."""
+        self._telemetry, self._title, self._world = telemetry, title, ranks.world
+        self._silent, self._total, self._every = ranks.rank != 0, options.steps, options.log_every
+        self._tokens = 0
+        self._printed_at = 0.0
+        self._announced = False
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if not self._silent:
+            show(f"[train] {line}")
+
+    def step(
+        self, step: int, seconds: float, tokens: int, result: Any, instead: Substitution | None
+    ) -> None:
+        """Record a step, and print it if it is due. Reads the loss only then, which may wait.
+
+        result: its loss and learning rate. instead: the synthetic data that it ran on, if any.
+        """
+        self._tokens += self._world * tokens
+        if not self._announced and (first := self._telemetry.first):
+            self._announced = True
+            self.say(f"first {self._title}batch fetched in {first['dt']:.2f}s")
+        now = time.monotonic()
+        due = step % self._every == 0 if self._every else now - self._printed_at >= EVERY_S
+        if self._silent or not (due or step == self._total):
+            return
+        self._printed_at = now
+        if instead is not None:
+            self.say(f"WARNING: SYNTHETIC data since step {instead.first}: {instead.reason}")
+        window = self._telemetry.timer.rolling
+        wall = window.wall or seconds
+        depth, capacity = self._telemetry.queue()
+        self.say(
+            f"step {step}{f'/{self._total}' if self._total else ''}  "
+            f"loss {float(result.loss):.4f}  {self._world * (window.tokens or tokens) / wall:,.0f} tokens/s  "
+            f"data wait {100 * window.wait / wall:.2f} %  queue {depth}/{capacity}  "
+            f"lr {result.lr:.2e}"
+        )
+
+    def summary(self, loss: float, rows: int, elapsed_s: float) -> None:
+        """Print the metrics of the run and what they mean."""
+        if self._silent:
+            return
+        data_wait = self._telemetry.data_wait()
+        verdict = self._telemetry.verdict().line
+        if band(data_wait) not in verdict:
+            verdict += f" ({band(data_wait)} over the whole run)"
+        minutes, seconds = divmod(int(elapsed_s), 60)
+        show(
+            f"Metrics:\n  Loss: {loss:.3f}\n"
+            f"  Avg tokens/sec: {self._tokens / elapsed_s:.1f}\n  Batch size: {rows}\n"
+            f"  Data wait: {100 * data_wait:.1f}%\n  Elapsed: {minutes}m {seconds}s\n{verdict}"
+        )
 
 
 class Trainer:

@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ class TrainOptions:
     log_every: Steps between console lines; 0: a line about every two seconds.
     """
 
+    _: KW_ONLY
     dataset: str | None = option(default=None, group=DATA)
     local_path: Path | None = option(default=None, group=DATA)
     tokenizer: str = option(default="byte", group=DATA)

@@ -27,7 +27,6 @@ from penstock.errors import ConfigError, missing_extra
 from penstock.feed.fallback import Limits, SharedFeed, loader_states
 from penstock.settings import Settings
 from penstock.train.checkpoint import Saved, newest, read
-from penstock.train.console import show
 from penstock.train.data import TrainData
 from penstock.train.options import TrainOptions, device_name, micro_steps, parallel
 from penstock.types import shown_address
@@ -36,6 +35,15 @@ from penstock.watch.telemetry import Telemetry
 from penstock.watch.trace import write_trace
 
 log = logging.getLogger("penstock")
+
+
+def show(line: str) -> None:
+    """Print a line. If its reader has gone (`| head`, a closed terminal), the run continues."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (never closed)
+        log.warning("the console cannot be written any more: %s", error.strerror)
 
 
 class StopSignals:

@@ -95,38 +95,6 @@ METRICS = tuple(
 """Every metric. All have the label `rank`; some `stage` or `reason` too."""
 
 
-class Readings:
-    """The current values of the metrics, by rank, metric and label."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[tuple[int, Metric, str], float] = {}
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Take in a heartbeat line."""
-        rank, msg = line["rank"], kind(line)
-        values = numbers(line) | {name: line[name] for name in ("ts", "step") if name in line}
-        values |= {"is/line": 1.0, "is/running": float(msg != "shutdown")}
-        if msg == "fallback":
-            values["is/synthetic"] = float(line["to"] == "synthetic")
-        elif msg == "health":
-            values["is/health"] = float(("ok", "warn", "fail").index(line["status"]))
-        elif msg == "steady_state" or (msg == "boot" and not line.get("rotated")):
-            values["is/steady"] = float(msg == "steady_state")
-        with self._lock:
-            if msg == "boot" and not line.get("rotated"):  # a new process; sums continue
-                self._values = {k: v for k, v in self._values.items() if k[0] != rank or k[1].add}
-            for metric in METRICS:
-                for label, value in metric.find(msg, line, values):
-                    key = (rank, metric, label)
-                    so_far = self._values.get(key, 0.0) if metric.add else 0.0
-                    self._values[key] = so_far + value * metric.scale
-
-    def samples(self) -> list[tuple[tuple[int, Metric, str], float]]:
-        with self._lock:
-            return sorted(self._values.items())
-
-
 class MetricsServer(AbstractContextManager["MetricsServer"]):
     """Serves metrics to Prometheus. A hook for `Heartbeat(on_metrics=[…])`; or `add` lines to it."""
 
@@ -147,9 +115,9 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             raise missing_extra("prometheus_client", "serving metrics", "metrics") from None
-        self._readings = Readings()
-        self.add = self._readings.add
-        """Takes in a heartbeat line, of any rank."""
+        self._lock = threading.Lock()
+        self._values: dict[tuple[int, Metric, str], float] = {}
+        """By rank, metric and label."""
         self._rank = current_shard().rem if rank is None else whole_number("rank", rank, 0)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
@@ -164,16 +132,37 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         self.port: int = self._server.server_port
         self.url = f"http://{f'[{addr}]' if ':' in addr else addr}:{self.port}/metrics"
 
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take in a heartbeat line, of any rank."""
+        rank, msg = line["rank"], kind(line)
+        values = numbers(line) | {name: line[name] for name in ("ts", "step") if name in line}
+        values |= {"is/line": 1.0, "is/running": float(msg != "shutdown")}
+        if msg == "fallback":
+            values["is/synthetic"] = float(line["to"] == "synthetic")
+        elif msg == "health":
+            values["is/health"] = float(("ok", "warn", "fail").index(line["status"]))
+        elif msg == "steady_state" or (msg == "boot" and not line.get("rotated")):
+            values["is/steady"] = float(msg == "steady_state")
+        with self._lock:
+            if msg == "boot" and not line.get("rotated"):  # a new process; sums continue
+                self._values = {k: v for k, v in self._values.items() if k[0] != rank or k[1].add}
+            for metric in METRICS:
+                for label, value in metric.find(msg, line, values):
+                    key = (rank, metric, label)
+                    so_far = self._values.get(key, 0.0) if metric.add else 0.0
+                    self._values[key] = so_far + value * metric.scale
+
     def __call__(self, step: int, values: Values) -> None:
         """Take in the numbers of a progress line."""
         line = {"msg": "progress", "rank": self._rank, "step": step, "ts": time.time()}
-        self._readings.add({**values, **line})
+        self.add({**values, **line})
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics; called for each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        samples = self._readings.samples()
+        with self._lock:
+            samples = sorted(self._values.items())
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             labels = ["rank", metric.label] if metric.label else ["rank"]

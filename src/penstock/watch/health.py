@@ -12,18 +12,18 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
+from penstock.options import option, options
 from penstock.types import MiB
-from penstock.watch.heartbeat_reader import expand, read_heartbeat
-from penstock.watch.line import Event, kind, number
-from penstock.watch.run import missing_ranks, step_seconds
-from penstock.watch.steady_state import SteadyWatch
+from penstock.watch.heartbeat_reader import expand, missing_ranks, read_heartbeat
+from penstock.watch.line import Event, kind, number, step_seconds
+
+if TYPE_CHECKING:
+    from penstock.watch.steady_state import SteadyWatch
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -33,38 +33,36 @@ LAST_BYTES = 16 * MiB
 """Read of each file, some 25,000 steps: what was before does not change how a run is now."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Limits:
-    """What a run must keep to. None disables a limit."""
+    """What a run must keep to. None disables a limit.
 
-    min_tokens_per_s: float | None = None
-    """Of each rank, over wall time without named pauses. A larger value raises the alarm earlier."""
-    max_data_wait_pct: float | None = None
-    """Per cent of the time spent waiting for data. A larger value lets the device idle longer."""
-    max_fetch_p95_ms: float | None = None
-    """95th percentile of the time in `next()`. A larger value lets slower batches pass."""
-    max_heartbeat_age_s: float | None = 60.0
-    """Since the last line. A larger value finds a dead process later."""
-    max_step_s: float | None = None
-    """Without a finished step. A larger value finds a hung collective later."""
+    min_tokens_per_s: Minimum tokens per second of each rank, without named pauses.
+    max_data_wait_pct: Maximum share of the time spent waiting for data, in per cent.
+    max_fetch_p95_ms: Maximum 95th percentile of the time in next(), in milliseconds.
+    max_heartbeat_age_s: Maximum seconds since the last line of a run that has not ended. A larger
+        value finds a dead process later.
+    max_step_s: Maximum seconds without a finished step. A larger value finds a hung collective
+        later.
+    finite_loss: Fail at once if the loss is not finite.
+    for_s: Seconds to average over. A larger value gives fewer and later alarms.
+    for_steps: Steps to average over at least. A larger value gives fewer and later alarms.
+    grace_s: Longest grace period during warmup, in seconds. A larger value leaves a run that never
+        gets steady unjudged longer.
+    grace_steps: The same in steps.
+    """
+
+    _: KW_ONLY
+    min_tokens_per_s: float | None = option(default=None, minimum=0)
+    max_data_wait_pct: float | None = option(default=None, minimum=0)
+    max_fetch_p95_ms: float | None = option(default=None, minimum=0)
+    max_heartbeat_age_s: float | None = option(default=60.0, minimum=0)
+    max_step_s: float | None = option(default=None, minimum=0)
     finite_loss: bool = True
-    """Fail at once if the loss is not finite."""
-    for_s: float = 30.0
-    """Seconds that averages are taken over. A larger value gives fewer and later alarms."""
-    for_steps: int = 10
-    """The least number of steps for an average. A larger value gives fewer and later alarms."""
-    grace_s: float = 600.0
-    """The longest grace period. A larger value leaves a run that never gets steady unjudged longer."""
-    grace_steps: int = 1000
-    """The same in steps."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name == "finite_loss" or (value is None and name.startswith(("min_", "max_"))):
-                continue
-            least = 1 if name.endswith("_steps") else 0
-            if number(value) is None or value < least:
-                raise ConfigError(f"{name}={value!r}: needs a number, at least {least}")
+    for_s: float = option(default=30.0, minimum=0)
+    for_steps: int = option(default=10, minimum=1)
+    grace_s: float = option(default=600.0, minimum=0)
+    grace_steps: int = option(default=1000, minimum=1)
 
 
 CHECKS = {
@@ -233,6 +231,8 @@ class HealthGate:
             self._look()
 
     def _grace_step(self, dt: float, tokens: float | None) -> None:
+        from penstock.watch.steady_state import SteadyWatch  # on use: it imports numpy
+
         self._watch = self._watch or SteadyWatch(first_step=self._last["step"])
         steady = self._watch.step(dt, tokens)
         self._capped = self._seconds > self.limits.grace_s or self._steps >= self.limits.grace_steps
@@ -248,6 +248,8 @@ class HealthGate:
         """Compare averages with the limits. One that is broken stays so until it held for `for_s`."""
         if not self._window:
             return
+        import numpy as np  # on use: it takes longer than the rest of a command
+
         self._looked = self._last["mono"]
         dt, tokens, waits = np.array(self._window, dtype=np.float64).T  # None is NaN
         # The worst step is left out: a checkpoint without a name is no alarm.

@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import dropwhile
 from pathlib import Path
@@ -178,3 +178,17 @@ class Follower:
         if skipped := sum(tail.skipped for tail in self.tails.values()):
             notes.append(f"skipped {skipped} lines that are cut off or not a heartbeat's")
         return notes
+
+
+def missing_ranks(world_size: int | None, there: Collection[int | None]) -> str:
+    """Say which ranks of a run left no heartbeat; empty if none is missing."""
+    absent = [rank for rank in range(world_size or 0) if rank not in there]
+    if not absent:
+        return ""
+    return f"{len(absent):,} of {world_size:,} ranks left no heartbeat here: {listed(absent)}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks, of many only the first."""
+    more = f" and {len(ranks) - 12:,} more" if len(ranks) > 12 else ""
+    return ", ".join(map(str, ranks[:12])) + more

@@ -1,7 +1,7 @@
 """The format of a heartbeat's line: JSON with `ts iso mono pid rank step msg` and other fields.
 
 The writer makes a line of any fields; the reader returns None for a line that is cut off or not a
-heartbeat's. Numbers are finite on both sides: a non-finite loss is text, others are left out.
+heartbeat's. Only finite numbers are written: a non-finite loss is text, others are left out.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a line, nested ones as `outer/inner`, a non-finite loss as a float."""
     found: dict[str, float] = {}
     for name, value in line.items():
-        if type(value) in (float, int) and name not in NOT_METRICS:
-            found[name] = float(value)
+        if name not in NOT_METRICS and (known := number(value)) is not None:
+            found[name] = known
         elif isinstance(value, Mapping):
             found |= {f"{name}/{inner}": number for inner, number in numbers(value).items()}
         elif name == "loss" and value in ("nan", "inf", "-inf"):
@@ -100,23 +100,10 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 def decode(line: bytes) -> Line | None:
     """Return the fields of a line, or None if it is not a complete line of a heartbeat."""
     try:
-        found = _DECODER.decode(line.decode())
+        found = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and _is_heartbeat(found) else None
-
-
-def _finite(text: str) -> float | str:
-    value = float(text)
-    return value if math.isfinite(value) else str(value)
-
-
-# Readers calculate with the numbers: non-finite ones become text, huge integers become floats.
-_DECODER = json.JSONDecoder(
-    parse_float=_finite,
-    parse_int=lambda text: int(text) if len(text) < 19 else _finite(text),
-    parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.__getitem__,
-)
 
 
 def _is_heartbeat(line: Line) -> bool:
@@ -127,3 +114,13 @@ def _is_heartbeat(line: Line) -> bool:
         and all(type(count) is int and count >= 0 for count in counts)
         and all(isinstance(at, int | float) and 0 <= at < MAX_SECONDS for at in times)
     )
+
+
+def step_seconds(line: Mapping[str, Any], previous_mono: float | None) -> float | None:
+    """Return the time of a step: as recorded, or else by the clock, without named pauses."""
+    dt = number(line.get("dt_step_s"))
+    if dt is None and previous_mono is not None:
+        paused = line.get("paused")
+        pauses = numbers(paused).values() if isinstance(paused, Mapping) else ()
+        dt = line["mono"] - previous_mono - sum(pauses)
+    return dt if dt is not None and 0 <= dt < 1e9 else None

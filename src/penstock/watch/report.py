@@ -25,8 +25,9 @@ import numpy as np
 from penstock.config import write_atomically
 from penstock.errors import PenstockError, missing_extra
 from penstock.watch.attribution import band
+from penstock.watch.heartbeat_reader import listed
 from penstock.watch.line import Line, kind
-from penstock.watch.run import RankRun, Run, describe, listed, read_run
+from penstock.watch.run import RankRun, Run, describe, read_run
 from penstock.watch.stage_timer import CHARGED, RANKS
 from penstock.watch.steady_state import Floats, StepAnalysis
 from penstock.watch.units import clean, count, percent, rate, seconds, size, when

@@ -10,7 +10,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, SourceError
-from penstock.watch.heartbeat_reader import HINT, expand, read_heartbeat
-from penstock.watch.line import Line, kind, number, numbers
+from penstock.watch.heartbeat_reader import HINT, expand, missing_ranks, read_heartbeat
+from penstock.watch.line import Line, kind, numbers, step_seconds
 from penstock.watch.stage_timer import CHARGED
 from penstock.watch.steady_state import Floats, StepAnalysis, analyze_steps
 from penstock.watch.units import clean
@@ -248,27 +248,3 @@ def read_run(patterns: Sequence[str | os.PathLike[str]]) -> Run:
     if not run.ranks:
         raise SourceError(f"no heartbeat line in {', '.join(map(str, patterns))}")
     return run
-
-
-def step_seconds(line: Mapping[str, Any], previous_mono: float | None) -> float | None:
-    """Return the time of a step: as recorded, or else by the clock, without named pauses."""
-    dt = number(line.get("dt_step_s"))
-    if dt is None and previous_mono is not None:
-        paused = line.get("paused")
-        pauses = numbers(paused).values() if isinstance(paused, Mapping) else ()
-        dt = line["mono"] - previous_mono - sum(pauses)
-    return dt if dt is not None and 0 <= dt < 1e9 else None
-
-
-def missing_ranks(world_size: int | None, there: Collection[int | None]) -> str:
-    """Say which ranks of a run left no heartbeat; empty if none is missing."""
-    absent = [rank for rank in range(world_size or 0) if rank not in there]
-    if not absent:
-        return ""
-    return f"{len(absent):,} of {world_size:,} ranks left no heartbeat here: {listed(absent)}"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks, of many only the first."""
-    more = f" and {len(ranks) - 12:,} more" if len(ranks) > 12 else ""
-    return ", ".join(map(str, ranks[:12])) + more

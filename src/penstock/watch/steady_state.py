@@ -242,9 +242,9 @@ def _column(name: str, values: Any, n: int | None = None) -> Floats:
     if found.ndim != 1 or not found.size:
         raise ConfigError(f"{name}: needs one number per step, got shape {found.shape}")
     # 1e15 keeps sums finite. Only times must be known for every step.
-    bad = ~((found >= 0) & (found < 1e15)) & ((n is None) | ~np.isnan(found))
-    if bad.any():
-        at = int(np.argmax(bad))
+    fits = ((found >= 0) & (found < 1e15)) | (np.isnan(found) & (n is not None))
+    if not fits.all():
+        at = int(np.argmin(fits))
         raise ConfigError(f"{name}[{at}] = {found[at]}: needs a number, at least 0")
     return found
 
@@ -295,12 +295,8 @@ def _changes(x: Floats) -> list[int]:
             if b - a >= max(10 * LEVEL_STEPS, len(x) / 8):
                 todo += [(a, (a + b) // 2), ((a + b) // 2, b)]
             continue
-        at += a
-        todo += [(a, at), (at, b)]
-        # A jump shows within a few steps; a slope does not, and is left to the trend.
-        jump = np.median(x[at + WINDOW // 2 :][:16]) - np.median(x[: at - WINDOW // 2][-16:])
-        if abs(jump) > 0.6 * abs(_level(x[at:b]) - _level(x[a:at])):
-            found.append(at)
+        todo += [(a, a + at), (a + at, b)]
+        found.append(a + at)
     found.sort()
     while found:  # drop those between levels that are alike, the smallest first
         levels = [_level(x[a:b]) for a, b in pairwise([0, *found, len(x)])]
@@ -348,10 +344,7 @@ def _onset(x: Floats, edge: int) -> int | None:
     if len(x) - begin < LEVEL_STEPS // 2:
         return None
     smooth = _running_median(x[begin:])
-    slow = np.concatenate(([0], np.cumsum(smooth > limit)))
-    here = np.arange(len(smooth))
-    ahead = np.minimum(here + LEVEL_STEPS, len(smooth))
-    settled = (smooth <= limit) & (slow[ahead] - slow[here] <= (ahead - here) / 5)
+    settled = smooth <= limit
     if not settled.any():
         return None
     onset = begin + int(np.argmax(settled))
@@ -359,8 +352,6 @@ def _onset(x: Floats, edge: int) -> int | None:
         onset = 0  # never clearly above the level
     while onset > begin and x[onset - 1] <= limit:
         onset -= 1  # the median looks back over the edge
-    if begin < edge < onset < edge + WINDOW:
-        onset = edge
     # A burst soon after the onset, such as a second compilation, belongs to the warmup. A first
     # step needs less to stand out: no checkpoint comes that early.
     plain = np.delete(tail, _spikes(tail))
