@@ -170,10 +170,7 @@ class Stream:
     """Batches of the numbers 0, 1, …"""
 
     def __init__(self, n: int) -> None:
-        self.items = [
-            Batch(None, None, 0, i, narrow={"ids": np.full((1, 3), i), "valid": np.array([3])})
-            for i in range(n)
-        ]
+        self.items = [Batch(None, None, 0, i, narrow={"ids": np.full((1, 3), i)}) for i in range(n)]
 
     def take(self, timeout: float | None = None) -> Batch | None:
         return self.items.pop(0) if self.items else None

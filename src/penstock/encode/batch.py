@@ -151,9 +151,9 @@ class Batch(Mapping[str, Any]):
             return
         ids = narrow["ids"]
         (rows, width), (row_step, step) = ids.shape, ids.strides
-        # One cast for both, because numpy releases the GIL for each: wide[1] is shifted by one.
+        # One cast for both, because numpy releases the GIL for each. both[1] is shifted by one.
         both = as_strided(ids, (2, rows, width - 1), (step, row_step, step), writeable=False)
-        self.inputs, self.targets = both.astype(np.int64)
+        self.inputs, self.targets = both.astype(np.int64, order="C")
         if "valid" in narrow:
             self.targets[np.arange(1, width) >= narrow["valid"][:, None]] = IGNORE
         if "positions" in narrow:

@@ -17,6 +17,7 @@ from penstock.encode.batch import Batch
 from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import I64, NO_IDS
 from penstock.types import Shard, Span, StreamPosition
+from penstock.watch.stage_timer import Clock
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
 Piece = tuple[I64, Rows]
@@ -60,6 +61,7 @@ class Batcher:
         dtype: np.dtype[Any],
         start: StreamPosition,
         state: Callable[[StreamPosition], dict[str, Any]],
+        clock: Clock,
         by_lane: bool = True,
         total_rows: int | None = None,
     ) -> None:
@@ -70,7 +72,7 @@ class Batcher:
         self._positions, self._dtype = positions, dtype
         self._row, self._batch, self._total_rows = start.row, start.batch, total_rows
         self._by_lane = by_lane
-        self._state = state
+        self._state, self._clock = state, clock
         self._finished = [False] * len(packers)
         self._slots = np.arange(batch_size)
         self._ended = False
@@ -84,17 +86,20 @@ class Batcher:
         """
         if self._failed is not None:
             raise self._failed
-        batches: list[Batch] = []
+        dealt: list[RowsOrigin] = []
         try:
-            while len(batches) < n and not self._ended and (not batches or self._is_buffered()):
+            while len(dealt) < n and not self._ended and (not dealt or self._is_buffered()):
                 pieces, size, turns = self._deal()
                 self._ended = size == 0
                 if size:
-                    batches.append(self._make(pieces, size, turns))
+                    dealt.append(self._origin(pieces, size, turns))
         except Exception as error:
             self._failed = error
-            if not batches:
+            if not dealt:
                 raise
+        with self._clock.stage("batch") as timeline:
+            batches = [self._make(origin) for origin in dealt]
+        timeline.count("pack", sum(origin.size for origin in dealt))
         return batches
 
     def _is_buffered(self) -> bool:
@@ -156,15 +161,18 @@ class Batcher:
         row = self._row + (shard.rem - self._row) % shard.mod + turn * shard.mod
         return (row % self._lanes - shard.rem) // shard.mod
 
-    def _make(self, pieces: list[Piece], size: int, turns: int) -> Batch:
+    def _origin(self, pieces: list[Piece], size: int, turns: int) -> RowsOrigin:
         row = self._row = self._row + turns * self._shard.mod
         if self._total_rows is not None:
             row = min(row, self._total_rows)
         self._batch += 1
         marks = tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
+        return RowsOrigin(row, self._batch, marks, pieces, size)
+
+    def _make(self, origin: RowsOrigin) -> Batch:
+        pieces, size = origin.pieces, origin.size
         epoch = min(rows.epoch for _, rows in pieces)
-        batch = Batch(None, None, epoch, self._batch - 1, _state=self._state)
-        batch._origin = RowsOrigin(row, self._batch, marks, pieces, size)
+        batch = Batch(None, None, epoch, origin.batch - 1, _origin=origin, _state=self._state)
         batch._tokens, batch._ids = size * self._seq_len, True
         batch.narrow = self._narrow(pieces, size)
         if self._positions:

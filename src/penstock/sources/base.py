@@ -242,6 +242,7 @@ class RowProducer(Producer):
             dtype=source.dtype,
             start=run.start,
             state=run.state,
+            clock=run.clock,
             by_lane=source.by_lane,
             total_rows=total_rows,
         )
