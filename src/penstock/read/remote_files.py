@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,9 +29,9 @@ from penstock.read.http import (
     Refused,
     RequestError,
     Response,
+    address,
     denied,
     plain_etag,
-    split_login,
 )
 from penstock.read.hub import refusal, resolve_url
 from penstock.types import MODIFIED, FileRef, MiB, version_change
@@ -131,12 +131,11 @@ class Network:
         """Run what can be done in parallel; None to do one after another."""
         self.stats = NetworkStats()
         self.http = Http(self.stats.add)
-        self.closing = threading.Event()
-        """Set when the run ends."""
+        self._closing = threading.Event()
         self._random = random.Random()
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
         self._lock = threading.RLock()
-        self._deadlines: dict[int, Deadline] = {}
+        self._deadlines: set[Deadline] = set()
 
     def retry(
         self,
@@ -154,27 +153,19 @@ class Network:
         budget_s = getattr(self.limits, setting)
         began = time.monotonic()
         tried: Counter[str] = Counter()
-        met: Counter[str] = Counter()
         last: RequestError | None = None
         pause = self.limits.backoff
         while True:
-            deadline = Deadline(self.limits, began + budget_s)
-            if first_s is not None:
-                deadline.until = min(deadline.until, deadline.began + first_s)
             try:
-                with self._registered(deadline):
-                    return attempt(deadline)
+                return self._try(attempt, began + budget_s, first_s)
             except RequestError as error:
                 failed = error
-            if self.closing.is_set():
-                raise LoaderClosed("the loader was shut down")
             hedge, first_s = first_s is not None and failed.reason == "deadline", None
             if hedge:
                 self.stats.add(restarts=1)
                 continue
             self.stats.add(fault=failed.reason)
             tried[failed.reason] += 1
-            met[failed.detail] += 1
             if last is None or failed.reason != "deadline":
                 last = failed  # an attempt that had little time left says nothing of the server
             delay = pause * self._random.uniform(0.5, 1.0)
@@ -183,7 +174,7 @@ class Network:
                 delay = max(delay, min(failed.retry_after, self.limits.retry_after_cap))
             spent = time.monotonic() - began
             over = spent + delay >= budget_s
-            if last.final is not None and (over or met[last.detail] >= BELIEVED):
+            if last.final is not None and (over or tried[last.reason] >= BELIEVED):
                 final = last.final
                 raise final if what in str(final) else type(final)(f"{what}: {final}") from last
             if over:
@@ -196,21 +187,30 @@ class Network:
             level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
             log.log(level, "%s: %s; next attempt in %.1f s", what, failed.detail, delay)
             self.stats.add(retry_s=delay)
-            if self.closing.wait(delay):
-                raise LoaderClosed("the loader was shut down")
+            self._closing.wait(delay)
 
-    @contextmanager
-    def _registered(self, deadline: Deadline) -> Iterator[None]:
-        """Have a shutdown cancel what is done meanwhile."""
+    def _try(
+        self, attempt: Callable[[Deadline], T], until: float, limit_s: float | None
+    ) -> T:
+        """Make an attempt that a shutdown cancels."""
+        deadline = Deadline(self.limits, until)
+        if limit_s is not None:
+            deadline.until = min(deadline.until, deadline.began + limit_s)
         with self._lock:
-            if self.closing.is_set():
-                raise LoaderClosed("the loader was shut down")
-            self._deadlines[id(deadline)] = deadline
+            self._check_closing()
+            self._deadlines.add(deadline)
         try:
-            yield
+            return attempt(deadline)
+        except RequestError:
+            self._check_closing()
+            raise
         finally:
             with self._lock:
-                del self._deadlines[id(deadline)]
+                self._deadlines.discard(deadline)
+
+    def _check_closing(self) -> None:
+        if self._closing.is_set():
+            raise LoaderClosed("the loader was shut down")
 
     def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of calls, made in parallel if there are threads for it."""
@@ -232,12 +232,10 @@ class Network:
         token: str | None = None,
     ) -> T:
         """Return what `read` makes of a small body and its headers, or raise `Refused`."""
-        url, headers = split_login(url)
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+        place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
-            with self.http.request(Place(url), headers, deadline) as response:
+            with self.http.request(place, headers, deadline) as response:
                 response.check()
                 body = response.read(MAX_BODY)
                 self.stats.add(bytes=len(body))
@@ -245,11 +243,32 @@ class Network:
 
         return self.retry(what, attempt)
 
+    def probe(self, url: str, path: str) -> tuple[int, str]:
+        """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
+        place, headers = address(url)
+
+        def attempt(deadline: Deadline) -> tuple[int, str]:
+            with self.http.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
+                total = response.headers.get("content-range", "").rpartition("/")[2]
+                if response.status == 416 and total == "0":
+                    return 0, response.version()
+                response.check()
+                if response.status != 206 or not total.isdigit():
+                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+                return int(total), response.version()
+
+        try:
+            return self.retry(path, attempt)
+        except Refused as refused:
+            if refused.status in (404, 410):
+                raise SourceError(f"{path} does not exist ({refused.status}).") from None
+            raise denied(path, refused.status) from None
+
     def stop(self) -> None:
         """Cancel all requests and pauses, without waiting."""
         with self._lock:
-            self.closing.set()
-            for deadline in self._deadlines.values():
+            self._closing.set()
+            for deadline in self._deadlines:
                 deadline.cancel()
 
     def close(self) -> None:
@@ -269,12 +288,11 @@ class RemoteFiles:
     """The remote files of one run."""
 
     def __init__(self, network: Network, secrets: Mapping[str, Secret]) -> None:
-        self._network = network
-        self._secrets = secrets
+        self._network, self._secrets = network, secrets
         self._lock = threading.Lock()
-        self._found: OrderedDict[str, Place] = OrderedDict()
+        self._found: dict[str, Place] = {}
         """Where redirects led: signed addresses, which hold for a while."""
-        self._etags: OrderedDict[str, str] = OrderedDict()
+        self._etags: dict[str, str] = {}
         self._latency = LatencyTracker()
         self._buckets: dict[str, Bucket] = {}
 
@@ -307,29 +325,24 @@ class RemoteFiles:
         def attempt(deadline: Deadline) -> None:
             nonlocal done
             length = len(view) - done
-            try:
-                if file.path.startswith(("http://", "https://", "hf://")):
-                    with self._opened(file, start + done, length, deadline) as response:
-                        try:
-                            response.read_into(view[done:])
-                        finally:
-                            self._network.stats.add(bytes=response.done)
-                            # Without an ETag nothing tells that the rest is of the same version.
-                            done += response.done if file.path in self._etags else 0
-                else:
-                    check = partial(self._check, file)
-                    self._bucket(file).read_into(file, start, view, deadline, check)
-            except RequestError:
-                with self._lock:
-                    self._found.pop(file.path, None)  # another server may have it
-                raise
+            if file.path.startswith(("http://", "https://", "hf://")):
+                with self._opened(file, start + done, length, deadline) as response:
+                    try:
+                        response.read_into(view[done:])
+                    finally:
+                        self._network.stats.add(bytes=response.done)
+                        # Without an ETag nothing tells that the rest is of the same version.
+                        done += response.done if file.path in self._etags else 0
+            else:
+                self._bucket(file).read_into(
+                    file, start, view, deadline, partial(self._check, file)
+                )
             took = time.monotonic() - deadline.began
             self._latency.add(length, took)
             self._network.stats.add(read_s=took)
 
-        self._network.retry(
-            file.path, attempt, setting="retry_budget", first_s=self._slow_s(len(view))
-        )
+        slow_s = self._slow_s(len(view))
+        self._network.retry(file.path, attempt, setting="retry_budget", first_s=slow_s)
 
     def _bucket(self, file: FileRef) -> Bucket:
         from penstock.read.buckets import Bucket, place
@@ -352,32 +365,31 @@ class RemoteFiles:
         self, file: FileRef, start: int, length: int, deadline: Deadline
     ) -> Iterator[Response]:
         """Open a range where it was found last, else at its own address."""
+        hub, secret = file.path.startswith("hf://"), self._secrets.get(file.path)
         found = self._found.get(file.path)
-        hub = file.path.startswith("hf://")
-        headers: dict[str, str] = {}
         if found is not None:
-            place = found
+            place, headers = found, dict[str, str]()
+        elif hub:
+            place, headers = address(resolve_url(file.path), hub_token())
         else:
-            secret = self._secrets.get(file.path)
-            address = secret.text if secret else file.path
-            url, headers = split_login(resolve_url(file.path) if hub else address)
-            if hub and (token := hub_token()):
-                headers["Authorization"] = f"Bearer {token}"
-            place = Place(url)
+            place, headers = address(secret.text if secret else file.path)
         headers["Range"] = f"bytes={start}-{start + length - 1}"
-        with self._network.http.request(place, headers, deadline) as response:
-            elsewhere = response.place.origin != place.origin
-            try:
-                self._check_head(file, response, start, length)
-            except Refused as refused:
-                status = refused.status
-                if found is not None:
-                    raise RequestError("expired", f"the server answered {status}") from None
-                final = _refusal(file, refused, hub and not elsewhere)
-                raise RequestError(f"status_{status}", final) from None
-            if elsewhere:
-                self._remember(self._found, file.path, response.place)
-            yield response
+        try:
+            with self._network.http.request(place, headers, deadline) as response:
+                elsewhere = response.place.origin != place.origin
+                try:
+                    self._check_head(file, response, start, length)
+                except Refused as refused:
+                    if found is not None:
+                        raise RequestError("expired", f"it answered {refused.status}") from None
+                    final = _refusal(file, refused, hub and not elsewhere)
+                    raise RequestError(f"status_{refused.status}", final) from None
+                if elsewhere:
+                    self._remember(self._found, file.path, response.place)
+                yield response
+        except RequestError:
+            self._found.pop(file.path, None)  # it may have expired, or another server may be better
+            raise
 
     def _check_head(self, file: FileRef, response: Response, start: int, length: int) -> None:
         """Raise unless the head of an answer promises the range asked for, of the file listed."""
@@ -415,11 +427,11 @@ class RemoteFiles:
         if version and not dated:
             self._remember(self._etags, file.path, version)
 
-    def _remember(self, table: OrderedDict[str, Any], key: str, value: Any) -> None:
+    def _remember(self, table: dict[str, Any], key: str, value: Any) -> None:
         with self._lock:
+            if len(table) >= FILES:
+                table.clear()
             table[key] = value
-            if len(table) > FILES:
-                table.popitem(last=False)
 
 
 def _refusal(file: FileRef, refused: Refused, hub: bool) -> PenstockError:
