@@ -82,7 +82,9 @@ class Bucket:
 
         return self._network.retry(where, attempt, **retry)
 
-    def _try(self, where: str, function: Callable[[Any, Any, Deadline], T], deadline: Deadline) -> T:
+    def _try(
+        self, where: str, function: Callable[[Any, Any, Deadline], T], deadline: Deadline
+    ) -> T:
         obstore = _obstore(where)
         from obstore.exceptions import BaseError
 

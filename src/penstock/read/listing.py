@@ -103,7 +103,9 @@ def full_address(source: str) -> str:
     if source in SHORT_NAMES and not os.path.lexists(source):
         return SHORT_NAMES[source]
     repo = _REPOSITORY.fullmatch(source) and classify(source) is None
-    return f"hf://datasets/{source}" if repo and not os.path.lexists(source.split("/")[0]) else source
+    return (
+        f"hf://datasets/{source}" if repo and not os.path.lexists(source.split("/")[0]) else source
+    )
 
 
 def _paths(urls: Any) -> list[str]:

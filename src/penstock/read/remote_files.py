@@ -189,9 +189,7 @@ class Network:
             self.stats.add(retry_s=delay)
             self._closing.wait(delay)
 
-    def _try(
-        self, attempt: Callable[[Deadline], T], until: float, limit_s: float | None
-    ) -> T:
+    def _try(self, attempt: Callable[[Deadline], T], until: float, limit_s: float | None) -> T:
         """Make an attempt that a shutdown cancels."""
         deadline = Deadline(self.limits, until)
         if limit_s is not None:

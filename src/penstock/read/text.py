@@ -116,4 +116,3 @@ def read_whole(source: AnyFile, max_bytes: int) -> bytes:
         parts.append(part)
         have += len(part)
     return b"".join(parts)
-
