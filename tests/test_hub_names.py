@@ -31,6 +31,7 @@ def test_short_names_and_pages_of_the_hub_are_addresses(
             f"{page}/resolve/refs%2Fpr%2F1/a.parquet",
             "hf://datasets/org/name@refs%2Fpr%2F1/a.parquet",
         ),
+        ("https://hf.co/datasets/squad/tree/v1", "hf://datasets/squad@v1/"),
         ("org/name.jsonl", "org/name.jsonl"),
         ("org/name/deeper", "org/name/deeper"),
     ):

@@ -10,4 +10,4 @@ from tests.servers.hub import HubServer
 from tests.servers.reply import Call
 from tests.servers.repository import Repository
 
-__all__ = ["Chaos", "Fault", "FileServer", "HubServer", "Repository", "Call"]
+__all__ = ["Call", "Chaos", "Fault", "FileServer", "HubServer", "Repository"]

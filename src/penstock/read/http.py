@@ -30,7 +30,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from penstock.config import proxy_for
-from penstock.errors import PenstockError, RemoteError, SourceError
+from penstock.errors import PenstockError, RemoteError
 from penstock.options import RemoteOptions
 from penstock.types import MODIFIED, KiB
 
@@ -301,16 +301,6 @@ class Refused(Exception):
         self.status = status
         self.code = code
         """What the Hub says about it, in one word."""
-
-
-def denied(path: str, status: int) -> PenstockError:
-    """Return the error for a file that its server refuses."""
-    if status not in (401, 403, 407, 451):
-        return RemoteError(f"{path}: its server answers {status}, which a retry does not change.")
-    return SourceError(
-        f"{path}: its server refuses access ({status}). A signed address may have expired, or a "
-        "login is missing: https://user:password@host/…"
-    )
 
 
 def plain_etag(etag: str) -> str:

@@ -43,7 +43,7 @@ SHORT_NAMES = {"fineweb_edu": "hf://datasets/HuggingFaceFW/fineweb-edu"}
 """Names that stand for a whole address."""
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_PAGE = re.compile(
-    r"https?://(?:huggingface\.co|hf\.co)/datasets/(?P<repo>[^/?#]+/[^/?#]+)"
+    r"https?://(?:huggingface\.co|hf\.co)/datasets/(?P<repo>[^/?#]+(?:/[^/?#]+)??)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?)?/?(?:[?#]|$)"
 )
 SCHEMES = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
@@ -292,8 +292,8 @@ def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> 
     for name in [*now, *before]:
         if name not in before or name not in now:
             return f"{name} was added" if name in now else f"{name} is gone"
-        (old_size, old_etag), (size, etag) = before[name], now[name]
-        if (size, etag) != (old_size, old_etag):
+        if before[name] != now[name]:
+            (old_size, old_etag), (size, etag) = before[name], now[name]
             sizes = f"it was {old_size} bytes long, it is {size}"
             what = version_change(old_etag, etag) if etag != old_etag else sizes
             return f"{name} changed: {what}"

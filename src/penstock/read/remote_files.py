@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penstock.config import hub_token
@@ -30,7 +31,6 @@ from penstock.read.http import (
     RequestError,
     Response,
     address,
-    denied,
     plain_etag,
 )
 from penstock.read.hub import refusal, resolve_url
@@ -55,6 +55,8 @@ RESTARTS = 8
 """Slow attempts that may be made again, beyond a tenth of all requests."""
 FILES = 4096
 """Files whose addresses and ETags are remembered."""
+GONE = ("EntryNotFound", "RevisionNotFound")
+"""What the Hub says of a file that was removed."""
 ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
 
 
@@ -70,19 +72,33 @@ class NetworkStats:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self._recent: deque[float] = deque(maxlen=512)
+        self._reads: dict[int, deque[float]] = {}
+        """How long recent reads took, for each power of two of their lengths."""
         self._lock = threading.Lock()
 
-    def add(self, fault: str = "", read_s: float | None = None, **counts: Any) -> None:
+    def add(self, fault: str = "", **counts: Any) -> None:
         with self._lock:
             self.counts.update(counts)
             self.faults.update([fault] if fault else [])
-            self._recent.extend([] if read_s is None else [read_s])
+
+    def add_read(self, length: int, seconds: float) -> None:
+        with self._lock:
+            self._reads.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
+
+    def slow_s(self, length: int) -> float | None:
+        """Return a time that few reads of this length take, or None to be patient."""
+        with self._lock:
+            recent = sorted(self._reads.get(length.bit_length(), ()))
+            # If everything has become slow, more requests would make it slower.
+            many = self.counts["restarts"] > RESTARTS + self.counts["requests"] // 10
+        # Reads that share a link take turns: one a little slower than most is not stuck.
+        known = len(recent) >= 8 and not many
+        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if known else None
 
     def times(self) -> dict[str, Any]:
         """Return where requests spend their time, over all threads."""
         with self._lock:
-            waits, counts = sorted(self._recent) or [0.0], self.counts
+            waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
             parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
             return {
                 **{name: round(counts[name], 6) for name in parts},
@@ -101,25 +117,6 @@ class NetworkStats:
                 "retry_wait_ms": round(1e3 * self.counts["retry_s"]),
                 **{f"fault {name}": n for name, n in self.faults.items()},
             }
-
-
-class LatencyTracker:
-    """How long reads usually take, for each power of two of their lengths."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: dict[int, deque[float]] = {}
-
-    def add(self, length: int, seconds: float) -> None:
-        with self._lock:
-            self._recent.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
-
-    def too_long(self, length: int) -> float | None:
-        """Return a time that few reads of this length take, or None if too little is known."""
-        with self._lock:
-            recent = sorted(self._recent.get(length.bit_length(), ()))
-        # Reads that share a link take turns: one a little slower than most is not stuck.
-        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if len(recent) >= 8 else None
 
 
 class Network:
@@ -258,9 +255,7 @@ class Network:
         try:
             return self.retry(path, attempt)
         except Refused as refused:
-            if refused.status in (404, 410):
-                raise SourceError(f"{path} does not exist ({refused.status}).") from None
-            raise denied(path, refused.status) from None
+            raise _refusal(path, refused, f"{path} does not exist ({refused.status}).") from None
 
     def stop(self) -> None:
         """Cancel all requests and pauses, without waiting."""
@@ -291,7 +286,6 @@ class RemoteFiles:
         self._found: dict[str, Place] = {}
         """Where redirects led: signed addresses, which hold for a while."""
         self._etags: dict[str, str] = {}
-        self._latency = LatencyTracker()
         self._buckets: dict[str, Bucket] = {}
 
     def read(self, file: FileRef, start: int, length: int) -> bytearray:
@@ -318,7 +312,7 @@ class RemoteFiles:
         return partial(finish, self._network.threads.submit(read, urgent=True), read)
 
     def _read(self, file: FileRef, start: int, view: memoryview) -> None:
-        done = 0
+        done, stats = 0, self._network.stats
 
         def attempt(deadline: Deadline) -> None:
             nonlocal done
@@ -328,18 +322,16 @@ class RemoteFiles:
                     try:
                         response.read_into(view[done:])
                     finally:
-                        self._network.stats.add(bytes=response.done)
+                        stats.add(bytes=response.done)
                         # Without an ETag nothing tells that the rest is of the same version.
                         done += response.done if file.path in self._etags else 0
             else:
                 self._bucket(file).read_into(
                     file, start, view, deadline, partial(self._check, file)
                 )
-            took = time.monotonic() - deadline.began
-            self._latency.add(length, took)
-            self._network.stats.add(read_s=took)
+            stats.add_read(length, time.monotonic() - deadline.began)
 
-        slow_s = self._slow_s(len(view))
+        slow_s = stats.slow_s(len(view)) if self._network.limits.hedge else None
         self._network.retry(file.path, attempt, setting="retry_budget", first_s=slow_s)
 
     def _bucket(self, file: FileRef) -> Bucket:
@@ -348,13 +340,6 @@ class RemoteFiles:
         root = place(file.path)[0]
         with self._lock:
             return self._buckets.setdefault(root, Bucket(self._network, root))
-
-    def _slow_s(self, length: int) -> float | None:
-        """Return how long a read may take before it is made again on another connection."""
-        counts = self._network.stats.counts
-        # If everything has become slow, more requests would make it slower.
-        many = counts["restarts"] > RESTARTS + counts["requests"] // 10
-        return None if many or not self._network.limits.hedge else self._latency.too_long(length)
 
     # One attempt
 
@@ -380,7 +365,11 @@ class RemoteFiles:
                 except Refused as refused:
                     if found is not None:
                         raise RequestError("expired", f"it answered {refused.status}") from None
-                    final = _refusal(file, refused, hub and not elsewhere)
+                    gone = f"{file.path} is gone ({refused.status}). {ADVICE}"
+                    own = hub and not elsewhere and refused.code not in GONE
+                    final = (
+                        refusal(file.path, refused) if own else _refusal(file.path, refused, gone)
+                    )
                     raise RequestError(f"status_{refused.status}", final) from None
                 if elsewhere:
                     self._remember(self._found, file.path, response.place)
@@ -432,9 +421,14 @@ class RemoteFiles:
             table[key] = value
 
 
-def _refusal(file: FileRef, refused: Refused, hub: bool) -> PenstockError:
-    if hub and refused.code not in ("EntryNotFound", "RevisionNotFound"):
-        return refusal(file.path, refused)
+def _refusal(path: str, refused: Refused, missing: str) -> PenstockError:
+    """Return the error for a file that its server refuses."""
     if refused.status in (404, 410):
-        return SourceError(f"{file.path} is gone: its server answers {refused.status}. {ADVICE}")
-    return denied(file.path, refused.status)
+        return SourceError(missing)
+    if refused.status not in (401, 403, 407, 451):
+        text = f"{path}: its server answers {refused.status}, which a retry does not change."
+        return RemoteError(text)
+    return SourceError(
+        f"{path}: its server refuses access ({refused.status}). A signed address may have expired, "
+        "or a login is missing: https://user:password@host/…"
+    )
