@@ -36,10 +36,7 @@ FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
 MAX_CARD = MiB
 MAX_DEPTH = 32
 MAX_PAGES = 100_000
-NOT_DATA = frozenset(
-    {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
-)
-"""Files about the data, by name."""
+_ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
@@ -346,16 +343,16 @@ def _confined(pattern: str, folder: str, where: str) -> str:
     return f"{folder}/{path}" if folder else path
 
 
+def is_about(path: str) -> bool:
+    """Return True for a file about the data, and for a script."""
+    return _ABOUT.search(path) is not None
+
+
 def data_files(entries: Iterable[Entry], where: str, format: Format | None) -> list[Entry]:
     """Return the data files of a repository without configurations: one format, for training."""
-    rest = [
-        e for e in entries if not is_marker(e.path) and e.path.rpartition("/")[2] not in NOT_DATA
-    ]
+    rest = [e for e in entries if not is_marker(e.path) and not is_about(e.path)]
     for kind in ("parquet", "jsonl", "text"):
-        found = [
-            e for e in rest
-            if (known := classify(e.path)) and known[0] == kind and not e.path.endswith(".py")
-        ]  # fmt: skip
+        found = [e for e in rest if (classify(e.path) or ("",))[0] == kind]
         if found and format in (None, kind):
             return [e for e in found if _TRAIN.search(e.path.lower())] or found
     if format is not None and rest:

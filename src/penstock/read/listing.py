@@ -419,7 +419,7 @@ class RemoteListing:
         else:
             found = []
             for pattern in patterns:
-                entries = [e for e in find(tree, pattern)[0] if e.path not in hub.NOT_DATA]
+                entries = [e for e in find(tree, pattern)[0] if not hub.is_about(e.path)]
                 if not entries:
                     raise SourceError(
                         f"{tree.prefix}{pattern}, which the card names, matches no file."

@@ -150,6 +150,7 @@ class Network:
         budget_s = getattr(self.limits, setting)
         began = time.monotonic()
         tried: Counter[str] = Counter()
+        met: Counter[str] = Counter()
         last: RequestError | None = None
         pause = self.limits.backoff
         while True:
@@ -163,6 +164,7 @@ class Network:
                 continue
             self.stats.add(fault=failed.reason)
             tried[failed.reason] += 1
+            met[failed.detail] += 1
             if last is None or failed.reason != "deadline":
                 last = failed  # an attempt that had little time left says nothing of the server
             delay = pause * self._random.uniform(0.5, 1.0)
@@ -171,7 +173,7 @@ class Network:
                 delay = max(delay, min(failed.retry_after, self.limits.retry_after_cap))
             spent = time.monotonic() - began
             over = spent + delay >= budget_s
-            if last.final is not None and (over or tried[last.reason] >= BELIEVED):
+            if last.final is not None and (over or met[last.detail] >= BELIEVED):
                 final = last.final
                 raise final if what in str(final) else type(final)(f"{what}: {final}") from last
             if over:
