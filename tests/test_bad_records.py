@@ -71,15 +71,8 @@ def parquet_case(bad: bytes, reason: str, kind: pa.DataType, row_group_size: int
     column = unchecked([*GOOD[:2], bad, *GOOD[2:]], kind)
     group, row = divmod(2, row_group_size)
     where = f"a.parquet, row group {group}, row {row}: "
-    return Case(
-        "a.parquet",
-        parquet_bytes(column, row_group_size=row_group_size),
-        reason,
-        where,
-        {},
-        group,
-        row,
-    )
+    data = parquet_bytes(column, row_group_size=row_group_size)
+    return Case("a.parquet", data, reason, where, {}, group, row)
 
 
 BROKEN_UTF8 = b"broken \xff\xfe bytes"
@@ -91,20 +84,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "two objects in a line": lambda: jsonl_case(b'{"text": "a"} {"text": "b"}', "invalid_json"),
     "raw control character": lambda: jsonl_case(b'{"text": "a\x01b"}', "invalid_json"),
     "json array": lambda: jsonl_case(b'["text"]', "invalid_json"),
-    "json string": lambda: jsonl_case(b'"text"', "invalid_json"),
     "deep nesting": lambda: jsonl_case(b'{"text": ' + b"[" * 900 + b"]" * 899, "invalid_json"),
     "missing field": lambda: jsonl_case(b'{"content": "x"}', "missing_field"),
     "number for text": lambda: jsonl_case(b'{"text": 17}', "not_a_string"),
-    "list for text": lambda: jsonl_case(b'{"text": ["x"]}', "not_a_string"),
     "object for text": lambda: jsonl_case(b'{"text": {"text": "x"}}', "not_a_string"),
-    "boolean for text": lambda: jsonl_case(b'{"text": true}', "not_a_string"),
     "invalid utf-8 in jsonl": lambda: jsonl_case(
         b'{"text": "' + BROKEN_UTF8 + b'"}', "invalid_utf8"
     ),
     "cut character in jsonl": lambda: jsonl_case(b'{"text": "\xf0\x9f\x99"}', "invalid_utf8"),
     "encoded surrogate in jsonl": lambda: jsonl_case(b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),
     "lone high surrogate": lambda: jsonl_case(b'{"text": "a \\ud83d b"}', "invalid_utf8"),
-    "lone low surrogate": lambda: jsonl_case(b'{"text": "a \\ude42 b"}', "invalid_utf8"),
     "too long in jsonl": lambda: jsonl_case(LONG_LINE, "too_long"),
     "invalid utf-8 in text": lambda: text_case(BROKEN_UTF8, "invalid_utf8"),
     "too long in text": lambda: text_case(TOO_LONG, "too_long"),
@@ -119,7 +108,6 @@ CASES: dict[str, Callable[[], Case]] = {
         BROKEN_UTF8, "invalid_utf8", pa.binary(), 2
     ),
     "too long in parquet": lambda: parquet_case(TOO_LONG, "too_long", pa.string(), 100),
-    "too long in a binary column": lambda: parquet_case(TOO_LONG, "too_long", pa.large_binary(), 2),
 }
 every_case = pytest.mark.parametrize("case", list(CASES))
 
@@ -140,33 +128,18 @@ def test_raise_names_the_file_and_the_place_and_what_to_do(tmp_path: Path, case:
 
 
 @every_case
-def test_skip_keeps_every_good_record_of_the_same_chunk(tmp_path: Path, case: str) -> None:
-    assert documents(dataset_of(tmp_path, CASES[case](), on_bad_record="skip")) == GOOD
-
-
-@every_case
-def test_skip_counts_by_reason(tmp_path: Path, case: str) -> None:
-    made = CASES[case]()
-    with open_loader(dataset_of(tmp_path, made, on_bad_record="skip")) as loader:
-        for _ in loader:
-            pass
+def test_a_bad_record_alone_is_left_out_counted_and_written_to_the_quarantine(
+    tmp_path: Path, case: str
+) -> None:
+    made, where = CASES[case](), tmp_path / "deep" / "bad.jsonl"
+    data = dataset_of(tmp_path, made, on_bad_record=f"quarantine:{where}")
+    with open_loader(data) as loader:
+        assert split_ids(ids_of(loader)) == GOOD
         assert loader.stats().bad == {made.reason: 1}
-
-
-@every_case
-def test_quarantine_writes_address_and_reason_and_keeps_the_rest(tmp_path: Path, case: str) -> None:
-    made = CASES[case]()
-    where = tmp_path / "deep" / "bad.jsonl"
-    assert documents(dataset_of(tmp_path, made, on_bad_record=f"quarantine:{where}")) == GOOD
-    (line,) = where.read_text().splitlines()
-    record = json.loads(line)
+    record = json.loads(where.read_text())
     assert record.pop("detail")
-    assert record == {
-        "file": made.name,
-        "row_group": made.row_group,
-        "row": made.row,
-        "reason": made.reason,
-    }
+    place = {"file": made.name, "row_group": made.row_group, "row": made.row}
+    assert record == place | {"reason": made.reason}
 
 
 def test_null_for_text_is_empty_and_not_bad(tmp_path: Path) -> None:
@@ -182,17 +155,8 @@ def test_a_missing_field_is_named_with_those_there_are(tmp_path: Path) -> None:
 
 
 def test_reasons_are_counted_apart_and_empty_texts_are_not_bad(tmp_path: Path) -> None:
-    bad = [
-        b"{",
-        b"{",
-        b'{"a": 1}',
-        b'{"text": 1}',
-        b'{"text": ""}',
-        b'{"text": null}',
-        b"",
-        LONG_LINE,
-    ]
-    data, _ = lines(b"\n".join(bad))
+    bad = b'{\n{\n{"a": 1}\n{"text": 1}\n{"text": ""}\n{"text": null}\n\n' + LONG_LINE
+    data, _ = lines(bad)
     (tmp_path / "a.jsonl").write_bytes(data)
     with open_loader(
         bytes_of(tmp_path / "a.jsonl", on_bad_record="skip", max_doc_bytes=MAX_DOC)
@@ -257,13 +221,8 @@ def flip_page(data: bytes, row_group: int) -> bytes:
 @pytest.fixture
 def flipped(tmp_path: Path) -> Path:
     """A file of four row groups, the second of which is damaged."""
-    data = parquet_bytes(
-        pa.array(TEXTS),
-        row_group_size=100,
-        write_page_checksum=True,
-        compression="none",
-        use_dictionary=False,
-    )
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    data = parquet_bytes(pa.array(TEXTS), row_group_size=100, **plain)
     path = tmp_path / "a.parquet"
     path.write_bytes(flip_page(data, 1))
     return path

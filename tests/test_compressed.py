@@ -77,16 +77,11 @@ def test_concatenated_streams_are_read_to_the_last(tmp_path: Path, codec: str) -
 # Damage
 
 
-def damaged(folder: Path, codec: str, how: str, data: bytes = JSONL, kind: str = "jsonl") -> Path:
-    """A file that was cut short, or has some bits flipped, two thirds in."""
-    packed = bytearray(COMPRESS[codec](data))
-    at = 2 * len(packed) // 3
-    if how == "truncated":
-        del packed[at:]
-    else:
-        packed[at : at + 64] = bytes(byte ^ 0x5A for byte in packed[at : at + 64])
-    path = folder / f"a.{kind}.{codec}"
-    path.write_bytes(packed)
+def damaged(folder: Path, codec: str, data: bytes) -> Path:
+    """A file that was cut short two thirds in."""
+    packed = COMPRESS[codec](data)
+    path = folder / f"a.jsonl.{codec}"
+    path.write_bytes(packed[: 2 * len(packed) // 3])
     return path
 
 
@@ -99,31 +94,16 @@ MANY_JSONL = "".join(json.dumps({"text": text}) + "\n" for text in MANY).encode(
 
 
 @each_codec
-def test_a_truncated_file_is_raised_by_name_and_says_what_to_do(tmp_path: Path, codec: str) -> None:
-    path = damaged(tmp_path, codec, "truncated")
-    with pytest.raises(
-        CorruptFile,
-        match=rf"a\.jsonl\.{codec} cannot be decompressed past byte \d+.*fetch it again",
-    ):
-        documents(bytes_of(path))
-
-
-def sound(got: list[bytes]) -> int:
-    """How many documents come before the first that is not as it was."""
-    pairs = zip(got, MANY, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b.encode()), min(len(got), len(MANY)))
-
-
-@each_codec
-def test_skipping_a_cut_keeps_the_documents_before_it_and_no_part_of_another(
+def test_a_cut_file_is_raised_by_name_and_skipping_it_keeps_the_documents_before(
     tmp_path: Path, codec: str
 ) -> None:
-    path = damaged(tmp_path, codec, "truncated", MANY_JSONL)
+    path = damaged(tmp_path, codec, MANY_JSONL)
+    words = rf"a\.jsonl\.{codec} cannot be decompressed past byte \d+.*fetch it again"
+    with pytest.raises(CorruptFile, match=words):
+        documents(bytes_of(path))
     got = documents(bytes_of(path, on_bad_record="skip", seq_len=65536))
-    assert 440 < sound(got) == len(got) < 534
-
-
-# Arrow writes zstd without a checksum, so flipped bits in it may pass for text.
+    assert 440 < len(got) < 534
+    assert got == [text.encode() for text in MANY[: len(got)]]
 
 
 @each_codec

@@ -205,15 +205,6 @@ def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(network: Net
 # Redirects
 
 
-def test_a_redirect_leads_where_it_says() -> None:
-    for location, url in (
-        ("/other?x=1", "https://hub.example/other?x=1"),
-        ("//cdn.example/a", "https://cdn.example/a"),
-        ("https://cdn.example:8443/a", "https://cdn.example:8443/a"),
-    ):
-        assert Place("https://hub.example/a").redirected(location, False) == Place(url, False)
-
-
 @pytest.mark.parametrize(
     "location",
     [

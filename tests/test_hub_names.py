@@ -10,36 +10,34 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import (
-    ConfigError,
-    RemoteError,
-    SourceError,
-)
-from penstock.read.http import Refused
-from penstock.read.hub import (
-    SHORT_NAMES,
-    HubName,
-    choose,
-    configurations,
-    data_files,
-    parse,
-    refusal,
-)
-from penstock.read.listing import Entry, matcher
-
-SHA = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_very_secret_indeed"
-
-
-@pytest.fixture(autouse=True)
-def own_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "https://hub.test")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-
+from penstock.errors import ConfigError, SourceError
+from penstock.read.hub import HubName, choose, configurations, data_files, parse
+from penstock.read.listing import Entry, full_address, matcher
 
 # Addresses
+
+
+def test_short_names_and_pages_of_the_hub_are_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "https://huggingface.co/datasets/org/name"
+    for source, address in (
+        ("fineweb_edu", "hf://datasets/HuggingFaceFW/fineweb-edu"),
+        ("org/name", "hf://datasets/org/name"),
+        (page, "hf://datasets/org/name/"),
+        (f"{page}/tree/main/data%20x?p=1", "hf://datasets/org/name@main/data x"),
+        (
+            f"{page}/resolve/refs%2Fpr%2F1/a.parquet",
+            "hf://datasets/org/name@refs%2Fpr%2F1/a.parquet",
+        ),
+        ("https://hf.co/datasets/squad/tree/v1", "hf://datasets/squad@v1/"),
+        ("org/name.jsonl", "org/name.jsonl"),
+        ("org/name/deeper", "org/name/deeper"),
+    ):
+        assert full_address(source) == address
+    (tmp_path / "org").mkdir()
+    assert full_address("org/name") == "org/name", "a folder of that name is here"
 
 
 @pytest.mark.parametrize(
@@ -63,10 +61,6 @@ def test_an_address_names_repository_revision_and_path(
     assert parse(f"hf://datasets/{address}") == HubName(*name)
 
 
-def test_a_short_name_is_an_address() -> None:
-    assert parse(SHORT_NAMES["fineweb_edu"]) == HubName("HuggingFaceFW/fineweb-edu", "main", "")
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -79,39 +73,6 @@ def test_a_short_name_is_an_address() -> None:
 def test_a_malformed_address_is_refused_with_the_right_form(url: str) -> None:
     with pytest.raises(ConfigError, match=r"hf://datasets/ORG/NAME\[@revision\]/path-or-glob"):
         parse(url)
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "kind", "words"),
-    [
-        (401, "GatedRepo", SourceError, ["gated", "hub.test/datasets/org/name", "HF_TOKEN"]),
-        (401, "RepoNotFound", SourceError, ["no dataset org/name", "private", "HF_TOKEN"]),
-        (404, "RepoNotFound", SourceError, ["no dataset org/name", "private"]),
-        (403, "", SourceError, ["403", "HF_TOKEN"]),
-        (
-            404,
-            "RevisionNotFound",
-            SourceError,
-            ["@v1/x does not exist", "hub.test/datasets/org/name"],
-        ),
-        (418, "", RemoteError, ["418"]),
-    ],
-)
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_a_refusal_says_what_to_do_and_never_shows_the_token(
-    monkeypatch: pytest.MonkeyPatch, status: int, code: str, kind: type, words: list[str], token: str | None
-) -> None:  # fmt: skip
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    error = refusal("hf://datasets/org/name@v1/x", Refused(status, code))
-    assert type(error) is kind
-    assert [word for word in words if word not in str(error)] == []
-    assert TOKEN not in repr(error)
-    if "not exist" not in str(error) and kind is SourceError:
-        assert ("A token was sent" if token else "No token was sent") in str(error)
 
 
 # Globs, as they are on disk

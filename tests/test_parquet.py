@@ -15,7 +15,7 @@ from penstock.errors import SourceError
 from penstock.read import reader
 from penstock.read.listing import list_files
 from penstock.read.parquet import ParquetReader
-from penstock.read.storage import Storage
+from penstock.read.settings import ReadSettings
 from tests.reading import bytes_of, documents, ids_of, open_loader, split_ids
 
 TEXTS = [f"document {i} " + "ü🙂" * (i % 17) for i in range(100)]
@@ -108,7 +108,7 @@ def test_a_row_group_too_large_to_decode_at_once_is_split(
     tmp_path: Path, max_chunk_bytes: int
 ) -> None:
     (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
-    opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", max_chunk_bytes)
+    opened = ParquetReader(ReadSettings(), max_chunk_bytes)
     refs = opened.inspect(file)
     assert (len(refs) > 2) == (max_chunk_bytes <= 1000)
     texts = [text for ref in refs for text in opened.read(ref)[1]["text"].to_pylist()]
@@ -117,7 +117,7 @@ def test_a_row_group_too_large_to_decode_at_once_is_split(
 
 def test_other_columns_come_with_the_text(tmp_path: Path) -> None:
     (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
-    opened = ParquetReader(Storage(max_ratio=1000, keep_bytes=1), "text", 200, all_columns=True)
+    opened = ParquetReader(ReadSettings(transform=("t", lambda table: table)), 200)
     parts = [opened.read(ref) for ref in opened.inspect(file)]
     assert [row for _, table in parts for row in table["id"].to_pylist()] == [*range(100)]
     assert [lo for lo, _ in parts][:2] == [0, len(parts[0][1])]

@@ -181,7 +181,6 @@ WRITES = {
     "cli/bootstrap.py": "the log of a process in the background, which appends",
     "cli/main.py": "the null device",
     "config.py": "this is the atomic writer",
-    "read/metadata_cache.py": "bytes under a temporary name that is renamed when it is whole",
     "read/validation.py": "a list of bad records that grows, each in one write",
     "read/token_store.py": "a lock, and a file under another name that is renamed when it is whole",
     "tools/bootstrap.py": "grows under another name, and its progress says how much of it counts; and a lock",

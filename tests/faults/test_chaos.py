@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,17 +79,13 @@ class Round:
         return got
 
 
-def rounds(
-    seeds: Iterable[int],
-    hub: HubServer,
-    expected: Expected,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Counter[str]:
-    """One round for each seed; which faults struck."""
+def test_random_faults_do_not_change_the_stream(
+    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     struck: Counter[str] = Counter()
-    for seed in seeds:
-        one = Round(seed, hub, cache)
+    cut_card = 271_431_157  # the answer with the dataset's card ends early
+    for seed in [*range(8), cut_card]:
+        one = Round(seed, hub, tmp_path)
         try:
             got = one.run(monkeypatch)
         except Exception as error:
@@ -99,30 +93,4 @@ def rounds(
             raise
         assert got == expected(one.form or CHOSEN), str(one)
         struck += one.chaos.struck
-    return struck
-
-
-def seeds_for(seconds: float) -> Iterator[int]:
-    """Seeds that nobody has tried, until the time is over."""
-    first = random.SystemRandom().randrange(10**9)
-    print(f"chaos from seed {first} on")
-    deadline = time.monotonic() + seconds
-    return itertools.takewhile(
-        lambda seed: seed == first or time.monotonic() < deadline, itertools.count(first)
-    )
-
-
-def test_random_faults_do_not_change_the_stream(
-    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_card = 271_431_157  # the answer with the dataset's card ends early
-    assert rounds([*range(8), cut_card], hub, expected, tmp_path, monkeypatch).total() > 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_minutes_of_random_faults_do_not_change_the_stream(
-    hub: HubServer, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    struck = rounds(seeds_for(180.0), hub, expected, tmp_path, monkeypatch)
-    assert len(struck) >= 12, f"nearly every kind of fault: {struck}"
+    assert struck.total() > 5

@@ -28,7 +28,7 @@ from tests.faults.test_secrets import (  # noqa: F401
     signatures,
     watch,
 )
-from tests.servers import Fault, FileServer, HubServer
+from tests.servers import Fault, FileServer
 
 BRIEF = replace(IMPATIENT, retry_budget=0.1, metadata_budget=0.1, stall_timeout=0.05, backoff=0.005)
 
@@ -37,19 +37,6 @@ BRIEF = replace(IMPATIENT, retry_budget=0.1, metadata_budget=0.1, stall_timeout=
 def something_kept(outside: Path) -> None:
     outside.mkdir(parents=True, exist_ok=True)
     (outside / "something").write_text("kept")
-
-
-@pytest.mark.parametrize("name", ["org/private", "org/none", "org/private@none"])
-def test_an_endpoint_with_a_password_is_shown_without_it(
-    private: HubServer,
-    found: Found,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", private.endpoint.replace("//", f"//{USER}:{PASSWORD}@"))
-    error = watch(found, f"hf://datasets/{name}")
-    assert isinstance(error, SourceError) == (name != "org/private")
-    found.check(*signatures(private))
 
 
 def test_a_file_that_changed_and_one_that_is_unknown_offline_are_named_without_secrets(
@@ -89,11 +76,6 @@ def test_a_file_that_changed_and_one_that_is_unknown_offline_are_named_without_s
 )  # fmt: skip
 def test_an_address_that_cannot_be_used_is_not_shown(found: Found, url: str) -> None:
     assert watch(found, url.format(login=f"{USER}:{PASSWORD}", query=QUERY)) is not None
-    found.check()
-
-
-def test_a_list_with_something_else_in_it_is_not_shown(found: Found) -> None:
-    assert watch(found, [f"https://{USER}:{PASSWORD}@host/a.parquet?{QUERY}", 5]) is not None
     found.check()
 
 

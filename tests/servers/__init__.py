@@ -7,7 +7,7 @@ a process of its own.
 from tests.servers.faults import Chaos, Fault
 from tests.servers.files import FileServer
 from tests.servers.hub import HubServer
-from tests.servers.reply import Request
+from tests.servers.reply import Call
 from tests.servers.repository import Repository
 
-__all__ = ["Chaos", "Fault", "FileServer", "HubServer", "Repository", "Request"]
+__all__ = ["Call", "Chaos", "Fault", "FileServer", "HubServer", "Repository"]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.types import MiB
 
@@ -114,16 +115,15 @@ class Shelf:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_memory: dict[int, tuple[bytes, Content]] = {}
-        self._on_disk: dict[tuple[str, int, int], Content] = {}
+        self._known: dict[tuple[Any, ...], tuple[Source, Content]] = {}
 
     def content(self, source: Source) -> Content:
+        if isinstance(source, bytes):
+            # The bytes are kept beside their id, so that the id is not given to another object.
+            key: tuple[Any, ...] = (id(source),)
+        else:
+            key = (str(source), source.stat().st_size, source.stat().st_mtime_ns)
         with self._lock:
-            if isinstance(source, bytes):
-                # The bytes are kept beside their id, so that the id is not given to another object.
-                return self._in_memory.setdefault(id(source), (source, Content(source)))[1]
-            status = source.stat()
-            key = (str(source), status.st_size, status.st_mtime_ns)
-            if key not in self._on_disk:
-                self._on_disk[key] = Content(source)
-            return self._on_disk[key]
+            if key not in self._known:
+                self._known[key] = (source, Content(source))
+            return self._known[key][1]

@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "wrong_range": {"shift": 16},
     "short": {"keep": None},
     "etag": {"value": '"another-version"'},
-    "size": {"total": None},
+    "size": {},
     "html": {
         "body": b"<!DOCTYPE html><html><body><h1>Log in to use this network</h1></body></html>"
     },
@@ -161,7 +161,7 @@ def can_strike(kind: str, after: int, call: Call, reply: Reply) -> bool:
             return after <= 0 or body > after
         case "truncated_chunked":
             return full and body > max(0, after)
-        case "no_range":
+        case "no_range" | "size":
             return reply.status == 206
         case "wrong_range":
             return reply.status == 206 and reply.total > 1
@@ -170,13 +170,7 @@ def can_strike(kind: str, after: int, call: Call, reply: Reply) -> bool:
         case "flip" | "gzip":
             return full and body > 0
         case "etag":
-            return "ETag" in reply.headers or "X-Linked-Etag" in reply.headers
-        case "size":
-            return (
-                reply.status == 206
-                or "X-Linked-Size" in reply.headers
-                or (full and call.method == "HEAD")
-            )
+            return "ETag" in reply.headers
     return True
 
 
@@ -204,12 +198,9 @@ def rewrite(fault: Fault, call: Call, reply: Reply) -> Reply:
             keep = reply.body_bytes // 2 if details["keep"] is None else details["keep"]
             return replace(reply, hi=reply.lo + max(1, min(keep, reply.body_bytes - 1)))
         case "etag":
-            for name in ("ETag", "X-Linked-Etag"):
-                if name in headers:
-                    headers[name] = details["value"]
-            return replace(reply, headers=headers)
+            return replace(reply, headers=headers | {"ETag": details["value"]})
         case "size":
-            return _resized(call, reply, headers, details["total"])
+            return replace(reply, total=reply.total + 1)
         case "gzip":
             packed = gzip.compress(reply.content.read(reply.lo, reply.hi), 1, mtime=0)
             headers["Content-Encoding"] = "gzip"
@@ -240,13 +231,3 @@ def _shifted(reply: Reply, shift: int) -> Reply:
     if lo == reply.lo and reply.body_bytes > 1:
         lo += 1
     return replace(reply, lo=lo, hi=min(lo + reply.body_bytes, reply.total))
-
-
-def _resized(call: Call, reply: Reply, headers: dict[str, str], total: int | None) -> Reply:
-    actual = int(headers["X-Linked-Size"]) if "X-Linked-Size" in headers else reply.total
-    said = actual + 1 if total is None else total
-    if "X-Linked-Size" in headers:
-        headers["X-Linked-Size"] = str(said)
-    # A GET that promised more than it sends would be a stall, which is another fault.
-    length = said if reply.status == 200 and call.method == "HEAD" else reply.length
-    return replace(reply, headers=headers, total=said, length=length)

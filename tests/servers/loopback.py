@@ -14,12 +14,12 @@ import itertools
 import socket
 import threading
 import time
-from types import TracebackType
+from copy import copy
 from typing import Self
 from urllib.parse import unquote
 
 from tests.servers.faults import Chaos, Fault, rewrite
-from tests.servers.reply import Call, Reply, Request, reply_error
+from tests.servers.reply import Call, Reply, reply_error
 from tests.servers.wire import BadRequest, Gone, Head, Link, Wire
 
 JOIN_S = 2.0
@@ -37,7 +37,6 @@ class Loopback:
         self._closing = threading.Event()
         self._faults: list[Fault | Chaos] = []
         self._calls: list[Call] = []
-        self._numbers = itertools.count()
         self._connection_numbers = itertools.count()
         self._open: dict[threading.Thread, socket.socket] = {}
         self._listeners = {
@@ -65,10 +64,10 @@ class Loopback:
     # For the test
 
     @property
-    def log(self) -> list[Request]:
+    def log(self) -> list[Call]:
         """Every request so far, in the order of arrival, also those that are still being answered."""
         with self._lock:
-            return [call.snapshot() for call in self._calls]
+            return [copy(call) for call in self._calls]
 
     def clear_log(self) -> None:
         with self._lock:
@@ -88,9 +87,7 @@ class Loopback:
         with self._lock:
             self._closing.set()
             for sock in [*self._listeners.values(), *self._open.values()]:
-                with contextlib.suppress(
-                    OSError
-                ):  # not connected any more, which is what is wanted
+                with contextlib.suppress(OSError):  # not connected any more
                     sock.shutdown(socket.SHUT_RDWR)
             for listener in self._listeners.values():
                 listener.close()
@@ -106,12 +103,7 @@ class Loopback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The threads
@@ -177,7 +169,7 @@ class Loopback:
         path, _, query = head.target.partition("?")
         with self._lock:
             call = Call(
-                next(self._numbers), time.monotonic(), port, connection,
+                time.monotonic(), port, connection,
                 head.method, head.target, unquote(path.encode("latin-1")), query, head.headers, body,
             )  # fmt: skip
             self._calls.append(call)

@@ -1,7 +1,7 @@
 """A request as it arrived, and the answer to it before any fault.
 
 In:    a parsed request and the content it asks for.
-Out:   a `Reply`: status, headers and a span of a content. A `Request` is the same call as the log shows it.
+Out:   a `Reply`: status, headers and a span of a content.
 Where: the thread of a connection.
 State: a `Call` notes what has been sent so far, so that the log also shows calls that are still under way.
 """
@@ -18,57 +18,36 @@ from typing import Any
 from tests.servers.content import Content
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request that a server has seen."""
+@dataclass(slots=True)
+class Call:
+    """A request as a server saw it, and how far its answer has come."""
 
-    number: int
-    """Counts the requests of a server, from 0, in the order of arrival."""
     time: float
     """When it had arrived, by `time.monotonic()`."""
     port: str
     """`"hub"`, `"cdn"` or `"files"`."""
-    method: str
-    path: str
-    """Decoded, without the query."""
-    query: str
-    range: tuple[int, int | None] | None
-    """What the Range header asked for, as a slice: `(a, b + 1)`, `(a, None)` or `(-n, None)`."""
-    status: int
-    """0 while nothing has been answered."""
-    sent: int
-    """Bytes of the body sent so far, without headers."""
-    headers: dict[str, str]
-    """All of them, with names in lower case."""
     connection: int
     """Requests with the same number came over the same connection."""
-    fault: str
-    """The kind of fault that struck, or an empty string."""
-
-
-@dataclass(slots=True)
-class Call:
-    """A request that is being answered."""
-
-    number: int
-    time: float
-    port: str
-    connection: int
     method: str
     target: str
     """The address as it was sent: still quoted, with the query."""
     path: str
     query: str
     headers: dict[str, str]
+    """All of them, with names in lower case."""
     body: bytes = b""
     alias: str = ""
     """Another path by which a fault may know this request: on the cdn, that of the file on the hub."""
     status: int = 0
+    """0 while nothing has been answered."""
     sent: int = 0
+    """Bytes of the body sent so far, without headers."""
     fault: str = ""
+    """The kind of fault that struck, or an empty string."""
 
     @property
     def range(self) -> tuple[int, int | None] | None:
+        """What the Range header asked for, as a slice: `(a, b + 1)`, `(a, None)` or `(-n, None)`."""
         found = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("range", "").strip())
         if not found or not any(found.groups()):
             return None
@@ -80,12 +59,6 @@ class Call:
     @property
     def token(self) -> str:
         return self.headers.get("authorization", "").removeprefix("Bearer ").strip()
-
-    def snapshot(self) -> Request:
-        return Request(
-            self.number, self.time, self.port, self.method, self.path, self.query, self.range,
-            self.status, self.sent, self.headers, self.connection, self.fault,
-        )  # fmt: skip
 
 
 EMPTY = Content(b"")

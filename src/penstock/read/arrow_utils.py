@@ -56,24 +56,15 @@ def is_text(kind: pa.DataType) -> bool:
     )  # fmt: skip
 
 
-def widened(column: pa.Array) -> pa.Array:
+def widened(column: Any) -> Any:
     """Return strings or byte strings with 64-bit offsets, over the same bytes if possible."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     wide = pa.large_string() if "string" in str(kind) else pa.large_binary()
-    if column.type == wide:
-        return column
-    if column.null_count or column.type not in (pa.string(), pa.binary()):
-        return column.cast(wide)
-    _, raw, data = column.buffers()
-    if raw is None:
-        return empty(wide)
-    offsets = np.frombuffer(raw, np.int32)[column.offset : column.offset + len(column) + 1]
-    buffers = [None, pa.py_buffer(offsets.astype(np.int64)), data]
-    return pa.Array.from_buffers(wide, len(column), buffers)
+    return column if column.type == wide else column.cast(wide)
 
 
 def combined(column: pa.ChunkedArray) -> pa.Array:
     """Return a column of texts as one array with 64-bit offsets."""
     # Widened first: 32-bit offsets end at 2 GiB.
-    chunks = [widened(chunk) for chunk in column.chunks] or [empty(pa.large_string())]
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+    column = widened(column)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -7,23 +7,17 @@ the user's environment.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import environment
-from penstock.errors import (
-    ConfigError,
-    SourceError,
-    missing_extra,
-)
-from penstock.options import RemoteOptions
+from penstock.errors import ConfigError, SourceError, missing_extra
 from penstock.read.http import RETRY, Deadline, RequestError, plain_etag
 from penstock.read.hub import sound
 from penstock.read.listing import Entry
@@ -31,6 +25,8 @@ from penstock.types import FileRef
 
 if TYPE_CHECKING:
     from penstock.read.remote_files import Network
+
+T = TypeVar("T")
 
 LOGIN = {
     "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; if public "
@@ -62,7 +58,7 @@ def place(url: str) -> tuple[str, str]:
 
 
 class Bucket:
-    """A bucket. Its content may change."""
+    """A bucket, or a prefix in one. Its content may change."""
 
     def __init__(
         self, network: Network, root: str, known: Callable[..., Any] | None = None
@@ -73,39 +69,68 @@ class Bucket:
         self._lock = threading.Lock()
         self._opened: Any = None
 
+    def call(self, name: str, function: Callable[[Any, Any, Deadline], T], **retry: Any) -> T:
+        """Return what a function of obstore, the store and a deadline returns, within the budget.
+
+        Raise FileNotFoundError if there is no such file, bucket or range.
+        """
+        where = f"{self.prefix}{name}"
+
+        def attempt(deadline: Deadline) -> T:
+            self._network.stats.add(requests=1)
+            return self._try(where, function, deadline)
+
+        return self._network.retry(where, attempt, **retry)
+
+    def _try(
+        self, where: str, function: Callable[[Any, Any, Deadline], T], deadline: Deadline
+    ) -> T:
+        obstore = _obstore(where)
+        from obstore.exceptions import BaseError
+
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open()
+        failed: Exception
+        try:
+            return function(obstore, self._opened, deadline)
+        except FileNotFoundError:
+            failed = FileNotFoundError(where)
+        except BaseError as error:
+            failed = _explained(error, where)
+        raise failed  # without the original as its context, which quotes secrets
+
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files whose keys begin with a folder's."""
-        where = f"{self.prefix}{folder}"
 
-        def attempt(deadline: Deadline) -> list[Entry]:
-            self._network.stats.add(requests=1)
-            with _explained(where):
-                store, prefix = self._store(), folder or None
-                pages = _obstore(where).list(store, prefix) if recursive else [
-                    _obstore(where).list_with_delimiter(store, prefix)["objects"]
-                ]  # fmt: skip
-                found: list[Entry] = []
-                for page in pages:
-                    deadline.timeout_s()
-                    # Empty objects stand for folders.
-                    found += [_entry(meta) for meta in page if meta["size"]]
-                return found
+        def list_all(obstore: Any, store: Any, deadline: Deadline) -> list[Entry]:
+            prefix, found = folder or None, []
+            pages = (
+                obstore.list(store, prefix)
+                if recursive
+                else [obstore.list_with_delimiter(store, prefix)["objects"]]
+            )
+            for page in pages:
+                deadline.timeout_s()
+                # Empty objects stand for folders.
+                found += [_entry(meta) for meta in page if meta["size"]]
+            return found
 
         def make() -> list[Entry]:
             try:
-                return self._network.retry(where, attempt)
-            except _Missing:
+                return self.call(folder, list_all)
+            except FileNotFoundError:
                 raise SourceError(f"{self._root} does not exist.") from None
 
-        return self._kept([where, recursive], make)
+        return self._kept([f"{self.prefix}{folder}", recursive], make)
 
     def one(self, key: str) -> Entry | None:
         """Return a single file, if it exists."""
 
         def make() -> list[Entry]:
             try:
-                return [self._network.retry(f"{self.prefix}{key}", lambda _: self._head(key))]
-            except _Missing:
+                return [self.call(key, lambda obstore, store, _: _entry(obstore.head(store, key)))]
+            except FileNotFoundError:
                 return []
 
         return next(iter(self._kept([f"{self.prefix}{key}"], make)), None)
@@ -114,11 +139,6 @@ class Bucket:
         assert self._known is not None
         key = [*key, _endpoint(self._root)]
         return [Entry(*row) for row in self._known("listings", key, make, moving=True)]
-
-    def _head(self, key: str) -> Entry:
-        self._network.stats.add(requests=1)
-        with _explained(f"{self.prefix}{key}"):
-            return _entry(_obstore(self._root).head(self._store(), key))
 
     def read_into(
         self,
@@ -129,64 +149,62 @@ class Bucket:
         check: Callable[[str, int], None],
     ) -> None:
         """Fill a buffer from a file. `check` raises if its ETag and size are not those listed."""
-        key = place(file.path)[1]
-        stats, began = self._network.stats, time.perf_counter()
+        stats, began, at = self._network.stats, time.perf_counter(), 0
+
+        def read(obstore: Any, store: Any, deadline: Deadline) -> Any:
+            nonlocal at
+            wanted = {"range": (start, start + len(view))}
+            result = obstore.get(store, place(file.path)[1], options=wanted)
+            for part in result.stream(min_chunk_size=1):
+                deadline.timeout_s()
+                deadline.received(len(part))
+                if at + len(part) > len(view):
+                    raise RequestError("long", f"more than {len(view)} bytes came")
+                view[at : at + len(part)] = memoryview(part)
+                at += len(part)
+            return result.meta
+
         stats.add(requests=1)
-        at = 0
         try:
-            with _explained(file.path):
-                wanted = {"range": (start, start + len(view))}
-                result = _obstore(self._root).get(self._store(), key, options=wanted)
-                for part in result.stream(min_chunk_size=1):
-                    deadline.timeout_s()
-                    deadline.received(len(part))
-                    if at + len(part) > len(view):
-                        raise RequestError("long", f"more than {len(view)} bytes came")
-                    view[at : at + len(part)] = memoryview(part)
-                    at += len(part)
-            if at != len(view):
-                raise RequestError("short", f"{at} bytes instead of {len(view)}")
-        except _Missing:
+            meta = self._try(file.path, read, deadline)
+        except FileNotFoundError:
             text = f"{file.path} is gone or shorter. Restore it, or start a new run."
             raise RequestError("status_404", SourceError(text)) from None
         finally:
             stats.add(bytes=at, body_s=time.perf_counter() - began)
-        check(plain_etag(result.meta["e_tag"] or ""), result.meta["size"])
+        if at != len(view):
+            raise RequestError("short", f"{at} bytes instead of {len(view)}")
+        check(plain_etag(meta["e_tag"] or ""), meta["size"])
 
-    def _store(self) -> Any:
-        with self._lock:
-            if self._opened is None:
-                self._opened = open_store(self._root, self._network.limits)
-            return self._opened
+    def _open(self) -> Any:
+        from obstore.store import from_url
 
-
-def open_store(url: str, limits: RemoteOptions, retries: int = 0) -> Any:
-    """Return obstore's store for a bucket, or for a prefix in it."""
-    _obstore(url)
-    from obstore.store import from_url
-
-    opened: Any = from_url
-    login = _s3_credentials() if url[0] == "s" else {}
-    timeouts: Any = {
-        "connect_timeout": timedelta(seconds=limits.connect_timeout),
-        "timeout": timedelta(seconds=limits.request_timeout),
-        "read_timeout": timedelta(seconds=limits.stall_timeout),
-    }
-    http = _endpoint(url).startswith("http://")
-    options = {**timeouts, "allow_http": http, "user_agent": "penstock"}
-    try:
-        return opened(url, client_options=options, retry_config={"max_retries": retries}, **login)
-    except Exception as error:  # obstore has an exception for each missing setting
-        raise ConfigError(f"{url}: {_clean(str(error))}. {LOGIN[url[0]]}") from None
+        limits, url = self._network.limits, self._root
+        options: Any = {
+            "connect_timeout": timedelta(seconds=limits.connect_timeout),
+            "timeout": timedelta(seconds=limits.request_timeout),
+            "read_timeout": timedelta(seconds=limits.stall_timeout),
+            "allow_http": _endpoint(url).startswith("http://"),
+            "user_agent": "penstock",
+        }
+        more: dict[str, Any] = _s3_credentials() if url[0] == "s" else {}
+        try:
+            return from_url(url, client_options=options, retry_config={"max_retries": 0}, **more)
+        except Exception as error:  # obstore has an exception for each missing setting
+            raise ConfigError(f"{url}: {_clean(str(error))}. {LOGIN[url[0]]}") from None
 
 
-def _obstore(root: str) -> Any:
+def _obstore(where: str) -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError:
-        raise missing_extra(
-            "obstore", f"reading {root.partition('://')[0]}://", "buckets"
-        ) from None
+        needed_for = f"reading {where.partition('://')[0]}://"
+        raise missing_extra("obstore", needed_for, "buckets") from None
+
+
+def _entry(meta: Any) -> Entry:
+    # Azure quotes ETags in answers and not in listings.
+    return Entry(meta["path"], meta["size"], "".join(plain_etag(meta["e_tag"] or "").split()))
 
 
 # Credentials
@@ -217,55 +235,24 @@ def _s3_credentials() -> dict[str, Any]:
 # Errors
 
 
-class _Missing(Exception):
-    """There is no such file, bucket or range."""
-
-
-@contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Raise obstore's exceptions as `RequestError`, without the secrets in their text."""
-    _obstore(where)
-    from obstore import exceptions
-
-    failed: Exception
-    try:
-        yield
-        return
-    except FileNotFoundError:
-        failed = _Missing(where)
-    except exceptions.BaseError as error:
-        failed = _request_error(error, where)
-    raise failed
-
-
-def _request_error(error: Exception, where: str) -> Exception:
-    from obstore import exceptions
+def _explained(error: Exception, where: str) -> Exception:
+    """Return one of obstore's exceptions as ours, without the secrets in its text."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     said = str(error).partition("\n\nDebug source")[0]
     status = re.search(r"status code: (\d{3})", said)
     number = int(status[1]) if status else 0
-    denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
     if number in (404, 416):
-        return _Missing(where)
+        return FileNotFoundError(where)
     if number >= 500 or number in RETRY or not (status or denied or "configured region" in said):
         return RequestError(f"status_{number}" if status else "bucket", _clean(said))
-    text = f"{where}: access is refused{_code(said)}. {LOGIN[where[0]]}"
+    code = re.search(r"<Code>(\w{1,60})</Code>", said)
+    text = f"{where}: access is refused{f' ({code[1]})' if code else ''}. {LOGIN[where[0]]}"
     return RequestError("denied", SourceError(text))
-
-
-def _code(text: str) -> str:
-    """Return the code that a service gives with a refusal."""
-    code = re.search(r"<Code>(\w{1,60})</Code>", text)
-    return f" ({code[1]})" if code else ""
 
 
 def _clean(text: str) -> str:
     """Return the first part of a message, its addresses without logins and queries."""
     said = " ".join(text.partition("\n\nDebug source")[0].split())
-    said = re.sub(r"//[^/\s@]*@", "//", said)
-    return re.sub(r"\?\S*", "", said)[:240].rstrip(". ")
-
-
-def _entry(meta: Any) -> Entry:
-    # Azure quotes ETags in answers and not in listings.
-    return Entry(meta["path"], meta["size"], "".join(plain_etag(meta["e_tag"] or "").split()))
+    return re.sub(r"(?<=//)[^/\s@]*@|\?\S*", "", said)[:240].rstrip(". ")

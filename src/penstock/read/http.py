@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
@@ -29,7 +30,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from penstock.config import proxy_for
-from penstock.errors import PenstockError, RemoteError, SourceError
+from penstock.errors import PenstockError, RemoteError
 from penstock.options import RemoteOptions
 from penstock.types import MODIFIED, KiB
 
@@ -231,6 +232,12 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
     return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {login}"}
 
 
+def address(url: str, token: str | None = None) -> tuple[Place, dict[str, str]]:
+    """Return where to ask for an address, and the headers to send: those of its login or token."""
+    url, headers = split_login(url)
+    return Place(url), headers | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
 # Exchanges
 
 
@@ -238,10 +245,8 @@ class Response:
     """An answer whose body has not been read yet."""
 
     def __init__(self, raw: urllib3.BaseHTTPResponse, place: Place) -> None:
-        self._raw = raw
-        self.place = place
-        self.status = raw.status
-        self.headers: Mapping[str, str] = raw.headers
+        self._raw, self.place = raw, place
+        self.status, self.headers = raw.status, raw.headers
         self.private = bool(getattr(raw.connection, "private", False))
         length = raw.headers.get("content-length", "")
         chunked = "transfer-encoding" in raw.headers
@@ -261,7 +266,7 @@ class Response:
         return b"".join(self._parts(limit))
 
     def _parts(self, limit: int) -> Iterator[bytes]:
-        while part := explained(lambda: self._raw.read1(RECEIVE, decode_content=False)):
+        while part := explained(partial(self._raw.read1, RECEIVE, decode_content=False)):
             self.done += len(part)
             if self.done > limit:
                 raise RequestError("long", f"more than {limit} bytes came")
@@ -298,16 +303,6 @@ class Refused(Exception):
         """What the Hub says about it, in one word."""
 
 
-def denied(path: str, status: int) -> PenstockError:
-    """Return the error for a file that its server refuses."""
-    if status not in (401, 403, 407, 451):
-        return RemoteError(f"{path}: its server answers {status}, which a retry does not change.")
-    return SourceError(
-        f"{path}: its server refuses access ({status}). A signed address may have expired, or a "
-        "login is missing: https://user:password@host/…"
-    )
-
-
 def plain_etag(etag: str) -> str:
     """Return an ETag without quotes; and without commas, so that it can stand in a list."""
     return etag.strip().removeprefix("W/").strip('"').replace(",", "")
@@ -335,7 +330,6 @@ class Http:
         self._current = threading.local()
         self._lock = threading.RLock()
         self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
-        logging.getLogger("urllib3.connectionpool").addFilter(self._hides)
 
     def _hides(self, record: logging.LogRecord) -> bool:
         """Drop urllib3's own log lines about our requests: they quote signed addresses."""
@@ -368,21 +362,16 @@ class Http:
     def _open(
         self, place: Place, headers: Mapping[str, str], deadline: Deadline
     ) -> Iterator[Response]:
-        manager = self._manager(place)
-        began = time.perf_counter()
-        deadline.connect_s = 0.0
-        timeout = urllib3.Timeout(
-            connect=deadline.timeout_s(deadline.connect_timeout_s), read=deadline.timeout_s()
-        )
+        send = partial(
+            self._manager(place).urlopen, "GET", place.url, headers=headers, retries=False,
+            redirect=False, preload_content=False, decode_content=False,
+        )  # fmt: skip
+        connect_s, read_s = deadline.timeout_s(deadline.connect_timeout_s), deadline.timeout_s()
+        began, deadline.connect_s = time.perf_counter(), 0.0
         self._count(requests=1)
         self._current.deadline = deadline
         try:
-            raw = explained(
-                lambda: manager.urlopen(
-                    "GET", place.url, headers=headers, timeout=timeout, retries=False,
-                    redirect=False, preload_content=False, decode_content=False,
-                )
-            )  # fmt: skip
+            raw = explained(partial(send, timeout=urllib3.Timeout(connect=connect_s, read=read_s)))
             answered = time.perf_counter()
             first_byte_s = answered - began - deadline.connect_s
             self._count(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
@@ -410,6 +399,7 @@ class Http:
         key = (scheme, place.private, proxy)
         with self._lock:
             if key not in self._managers:
+                logging.getLogger("urllib3.connectionpool").addFilter(self._hides)
                 settings: dict[str, Any] = {"maxsize": CONNECTIONS, "socket_options": KEEPALIVE}
                 if scheme == "https":  # one for all connections: it takes 20 ms to make
                     settings["ssl_context"] = ssl.create_default_context()
@@ -439,7 +429,8 @@ class Http:
                     self.private = place.check_address(self.sock.getpeername()[0])
 
             def response_class(self, sock: Any, **how: Any) -> http.client.HTTPResponse:  # type: ignore[override]
-                return http.client.HTTPResponse(_Receiver(sock, current.deadline), **how)  # type: ignore[arg-type]
+                received: Any = _Receiver(sock, current.deadline)
+                return http.client.HTTPResponse(received, **how)
 
         class SecureConnection(Connection, HTTPSConnection):
             pass

@@ -1,8 +1,8 @@
 """Datasets on the Hugging Face Hub: names, commits, listings and cards.
 
 The conventions are those of `huggingface_hub` (endpoint, token, offline mode). Its client is not
-used: it has no deadlines, sleeps between its own retries, cannot be cancelled, follows redirects
-anywhere, and takes 0.3 s to import. Listings and cards are written by strangers: they can name
+used: it has no deadlines, sleeps between its own retries, cannot be cancelled, sends the token to
+wherever the next page of a listing is, and adds half a second to the first batch. Listings and cards are written by strangers: they can name
 files of their own repository and nothing else.
 """
 
@@ -24,6 +24,7 @@ from penstock.errors import (
     SourceError,
     missing_extra,
 )
+from penstock.read.listing import SHORT_NAMES as SHORT_NAMES
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format, MiB
 
@@ -32,15 +33,10 @@ if TYPE_CHECKING:
     from penstock.read.remote_files import Network
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
-SHORT_NAMES = {"fineweb_edu": "hf://datasets/HuggingFaceFW/fineweb-edu"}
-"""Names that stand for a whole address."""
 MAX_CARD = MiB
 MAX_DEPTH = 32
 MAX_PAGES = 100_000
-NOT_DATA = frozenset(
-    {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
-)
-"""Files about the data, by name."""
+_ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
@@ -116,18 +112,21 @@ class Repository:
     """The files of a commit."""
 
     def __init__(self, network: Network, known: Callable[..., Any], name: HubName) -> None:
-        self._network, self._known, self._name = network, known, name
+        self._network, self._known, self._repo = network, known, name.repo
         self._all: list[Entry] | None = None
-        self._sha = self._commit()
+        self._sha = name.revision
+        if not _SHA.fullmatch(name.revision):  # a branch may have moved, so the Hub is asked
+            key = [f"hf://datasets/{name.repo}@{name.revision}", hub_endpoint()]
+            self._sha = known("revisions", key, partial(self._commit, *key), moving=True)
         self.prefix = f"hf://datasets/{name.repo}@{self._sha}/"
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files of a folder; none if there is no such folder."""
         if self._all is not None:
             return [e for e in self._all if not folder or e.path.startswith(f"{folder}/")]
+        key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
         make = partial(self._list, folder, recursive)
-        key = [f"{self.prefix}{folder}", recursive]
-        return [Entry(*row) for row in self._keep("listings", key, make)]
+        return [Entry(*row) for row in self._known("listings", key, make, moving=False)]
 
     def one(self, path: str) -> Entry | None:
         """Return a single file, if it exists."""
@@ -140,9 +139,12 @@ class Repository:
 
     def card(self) -> str:
         """Return the dataset's card, or nothing."""
-        from penstock.read.http import RequestError
+        key = [f"{self.prefix}README.md", hub_endpoint()]
+        text: str = self._known("cards", key, partial(self._read_card, key[0]), moving=False)
+        return text
 
-        address = f"{self.prefix}README.md"
+    def _read_card(self, address: str) -> str:
+        from penstock.read.http import RequestError
 
         def read(body: bytes, _: Mapping[str, str]) -> str:
             text = body[:MAX_CARD].decode("utf-8", "replace")
@@ -152,14 +154,8 @@ class Repository:
                 raise RequestError("cut", error)
             return text
 
-        make = partial(self._get, resolve_url(address), address, read, "")
-        text: str = self._keep("cards", [address], make)
+        text: str = self._get(resolve_url(address), address, read, "")
         return text
-
-    def _keep(
-        self, kind: str, key: list[Any], make: Callable[[], Any], *, moving: bool = False
-    ) -> Any:
-        return self._known(kind, [*key, hub_endpoint()], make, moving=moving)
 
     def _get(
         self,
@@ -179,13 +175,8 @@ class Repository:
                 return missing
             raise refusal(address, refused) from None
 
-    def _commit(self) -> str:
-        """Return the commit of the revision. A branch may have moved, so the Hub is asked."""
-        repo, revision = self._name.repo, quote(self._name.revision, safe="")
-        if _SHA.fullmatch(revision):
-            return revision
-        address = f"hf://datasets/{repo}@{revision}"
-        url = f"{hub_endpoint()}/api/datasets/{repo}/revision/{revision}"
+    def _commit(self, address: str, endpoint: str) -> str:
+        revision = quote(address.partition("@")[2], safe="")
 
         def read(body: bytes, _: Mapping[str, str]) -> str:
             found = str(_json(body, dict, address).get("sha"))
@@ -193,17 +184,17 @@ class Repository:
                 raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
             return found
 
-        make = partial(self._get, url, address, read)
-        sha: str = self._keep("revisions", [address], make, moving=True)
+        url = f"{endpoint}/api/datasets/{self._repo}/revision/{revision}"
+        sha: str = self._get(url, address, read)
         return sha
 
     def _list(self, folder: str, recursive: bool) -> list[Entry]:
         from penstock.read.http import Place
 
         address = f"{self.prefix}{folder}"
-        root = f"{hub_endpoint()}/api/datasets/{self._name.repo}/tree/{self._sha}"
-        root += f"/{quote(folder)}" if folder else ""
-        url = f"{root}?recursive={str(recursive).lower()}&expand=false"
+        path = quote(f"/{folder}" if folder else "")
+        url = f"{hub_endpoint()}/api/datasets/{self._repo}/tree/{self._sha}{path}"
+        url += f"?recursive={str(recursive).lower()}&expand=false"
         found: dict[str, Entry] = {}
 
         def read(body: bytes, headers: Mapping[str, str]) -> tuple[list[Any], str]:
@@ -352,16 +343,16 @@ def _confined(pattern: str, folder: str, where: str) -> str:
     return f"{folder}/{path}" if folder else path
 
 
+def is_about(path: str) -> bool:
+    """Return True for a file about the data, and for a script."""
+    return _ABOUT.search(path) is not None
+
+
 def data_files(entries: Iterable[Entry], where: str, format: Format | None) -> list[Entry]:
     """Return the data files of a repository without configurations: one format, for training."""
-    rest = [
-        e for e in entries if not is_marker(e.path) and e.path.rpartition("/")[2] not in NOT_DATA
-    ]
+    rest = [e for e in entries if not is_marker(e.path) and not is_about(e.path)]
     for kind in ("parquet", "jsonl", "text"):
-        found = [
-            e for e in rest
-            if (known := classify(e.path)) and known[0] == kind and not e.path.endswith(".py")
-        ]  # fmt: skip
+        found = [e for e in rest if (classify(e.path) or ("",))[0] == kind]
         if found and format in (None, kind):
             return [e for e in found if _TRAIN.search(e.path.lower())] or found
     if format is not None and rest:

@@ -26,7 +26,6 @@ from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError
 from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
 
 if TYPE_CHECKING:
-    from penstock.read.http import Deadline
     from penstock.read.hub import Repository
     from penstock.read.metadata_cache import MetadataCache
     from penstock.read.remote_files import Network
@@ -40,6 +39,13 @@ FORMATS = {ending: format for format, endings in ENDINGS.items() for ending in e
 CODECS: dict[str, Codec] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz"}
 BUCKETS = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 FORMAT_HINT = "Name the format: TextDataset(…, format='jsonl')"
+SHORT_NAMES = {"fineweb_edu": "hf://datasets/HuggingFaceFW/fineweb-edu"}
+"""Names that stand for a whole address."""
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_PAGE = re.compile(
+    r"https?://(?:huggingface\.co|hf\.co)/datasets/(?P<repo>[^/?#]+(?:/[^/?#]+)??)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?)?/?(?:[?#]|$)"
+)
 SCHEMES = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
 BUNDLE_BYTES = 4 * MiB
 BUNDLE_FILES = 1024
@@ -85,13 +91,21 @@ def list_files(
 
 def is_remote(source: str) -> bool:
     """Return True if a source is not on disk."""
-    if "://" in source:
-        return not source.startswith("file://")
-    if not source.isidentifier() or os.path.lexists(source):
-        return False
-    from penstock.read.hub import SHORT_NAMES
+    address = full_address(source)
+    return "://" in address and not address.startswith("file://")
 
-    return source in SHORT_NAMES
+
+def full_address(source: str) -> str:
+    """Return hf://datasets/… for a short name, ORG/NAME or a page of the Hub; else the source."""
+    if page := _HUB_PAGE.match(source):
+        revision = f"@{page['revision']}" if page["revision"] else ""
+        return f"hf://datasets/{page['repo']}{revision}/{unquote(page['path'] or '')}"
+    if source in SHORT_NAMES and not os.path.lexists(source):
+        return SHORT_NAMES[source]
+    repo = _REPOSITORY.fullmatch(source) and classify(source) is None
+    return (
+        f"hf://datasets/{source}" if repo and not os.path.lexists(source.split("/")[0]) else source
+    )
 
 
 def _paths(urls: Any) -> list[str]:
@@ -142,9 +156,7 @@ def _local(source: str, format: Format | None) -> list[FileRef]:
         names = sorted(os.path.relpath(name, root) for name in found if os.path.isfile(name))
         if not names:
             what = "matches no file" if glob.has_magic(str(path)) else "does not exist"
-            hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not classify(source)
-            hint = f". For a dataset on the Hub write hf://datasets/{source}" if hub else ""
-            raise SourceError(f"{path} {what} (looked from {Path.cwd()}){hint}")
+            raise SourceError(f"{path} {what} (looked from {Path.cwd()})")
     try:
         entries = [Entry(name.replace(os.sep, "/"), (root / name).stat().st_size) for name in names]
     except FileNotFoundError as error:
@@ -218,38 +230,35 @@ def matcher(pattern: str) -> Callable[[str], bool]:
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
     """Join neighbouring plain-text files until they make a chunk, with their ETags in order."""
     part: list[FileRef] = []
-
-    def joined() -> Iterable[FileRef]:
-        if part:
-            members = tuple(Member(file.path, file.name, file.size) for file in part)
-            etags = ",".join(file.etag for file in part)
-            size = sum(file.size for file in part)
-            yield replace(
-                part[0], size=size, members=members, etag=etags if any(f.etag for f in part) else ""
-            )
-        part.clear()
-
-    for file in files:
-        plain = file.format == "text" and not file.codec
-        full = sum(each.size for each in part) >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES
-        if full or not plain:
-            yield from joined()
-        if plain:
+    for file in [*files, None]:
+        plain = file is not None and file.format == "text" and not file.codec
+        size = sum(each.size for each in part)
+        if part and (not plain or size >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES):
+            members = tuple(Member(each.path, each.name, each.size) for each in part)
+            etags = ",".join(each.etag for each in part)
+            etags = etags if etags.strip(",") else ""
+            yield replace(part[0], size=size, members=members, etag=etags)
+            part = []
+        if file is not None and plain:
             part.append(file)
-        else:
+        elif file is not None:
             yield file
-    yield from joined()
+
+
+def members_of(file: FileRef) -> list[FileRef]:
+    """Return the files of a bundle, or the file itself."""
+    if not file.members:
+        return [file]
+    etags = file.etag.split(",") if file.etag else [""] * len(file.members)
+    return [
+        FileRef(*member, file.format, file.codec, etag=etag)
+        for member, etag in zip(file.members, etags, strict=True)
+    ]
 
 
 def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
     """Return every single file, also those in bundles."""
-    for file in files:
-        if not file.members:
-            yield file
-            continue
-        etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-        for member, etag in zip(file.members, etags, strict=True):
-            yield FileRef(member.path, member.name, member.size, file.format, file.codec, etag=etag)
+    return (member for file in files for member in members_of(file))
 
 
 def fingerprint(files: Sequence[FileRef]) -> str:
@@ -283,8 +292,8 @@ def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> 
     for name in [*now, *before]:
         if name not in before or name not in now:
             return f"{name} was added" if name in now else f"{name} is gone"
-        (old_size, old_etag), (size, etag) = before[name], now[name]
-        if (size, etag) != (old_size, old_etag):
+        if before[name] != now[name]:
+            (old_size, old_etag), (size, etag) = before[name], now[name]
             sizes = f"it was {old_size} bytes long, it is {size}"
             what = version_change(old_etag, etag) if etag != old_etag else sizes
             return f"{name} changed: {what}"
@@ -351,12 +360,12 @@ class RemoteListing:
 
     def files_of(self, sources: Sequence[str], format: Format | None) -> dict[str, list[FileRef]]:
         """Return the files of each source. All addresses are checked before anything is asked."""
-        from penstock.read.hub import SHORT_NAMES, HubName, Repository, parse
+        from penstock.read.hub import HubName, Repository, parse
 
         calls: dict[str, Callable[[], list[FileRef]]] = {}
         hub: dict[str, HubName] = {}
         for source in dict.fromkeys(sources):
-            url = SHORT_NAMES.get(source, source)
+            url = full_address(source)
             scheme = url.partition("://")[0].lower()
             if scheme == "hf":
                 hub[source] = parse(url)
@@ -367,28 +376,29 @@ class RemoteListing:
                 bucket = Bucket(self._network, root, self.known)
                 calls[source] = partial(self._find, bucket, key, format)
             elif scheme in ("http", "https"):
-                calls[source] = partial(self._on_web, self._checked(url, format), format)
+                calls[source] = partial(self._on_web, self._public(url, format), format)
             else:
                 raise ConfigError(f"{scheme[:20]}://… cannot be read; use a path, {SCHEMES}")
         if self._config is not None and all(name.path for name in hub.values()):
             raise ConfigError(f"config={self._config!r}: goes with hf://datasets/ORG/NAME, no path")
         # One commit for all addresses of a branch, which may move meanwhile.
-        repositories = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
-        opened = [partial(Repository, self._network, self.known, name) for name in repositories]
-        trees = dict(zip(repositories, self._network.gather(opened), strict=True))
+        branches = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
+        opened = [partial(Repository, self._network, self.known, branch) for branch in branches]
+        trees = dict(zip(branches, self._network.gather(opened), strict=True))
         for source, name in hub.items():
             tree = trees[name._replace(path="")]
-            list_one = (
-                partial(self._find, tree, name.path) if name.path else partial(self._default, tree)
+            calls[source] = (
+                partial(self._find, tree, name.path, format)
+                if name.path
+                else partial(self._default, tree, format)
             )
-            calls[source] = partial(list_one, format)
         return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
     def know(self, files: Sequence[FileRef], urls: Paths) -> None:
         """Take a listing that rank 0 made of the same sources. Secrets did not travel with it."""
-        for url in _paths(urls):
+        for url in map(full_address, _paths(urls)):
             if url.lower().startswith(("http://", "https://")):
-                self._public(url)
+                self._public(url, "text")
         remember(self.cache, files)
 
     # The Hub and buckets
@@ -403,15 +413,19 @@ class RemoteListing:
         text = self._network.gather([tree.card, *listing])[0]
         folder, patterns = hub.choose(hub.configurations(text, where), self._config, where)
         if patterns is None:
-            entries = hub.data_files(tree.below(folder, True), f"{tree.prefix}{folder}", format)
-            return _refs(tree.prefix, sorted(entries), "", format, tree.prefix)
-        found: dict[Entry, None] = {}
-        for pattern in patterns:
-            entries = [entry for entry in find(tree, pattern)[0] if entry.path not in hub.NOT_DATA]
-            if not entries:
-                raise SourceError(f"{tree.prefix}{pattern}, which the card names, matches no file.")
-            found.update(dict.fromkeys(sorted(entries)))
-        return _refs(tree.prefix, list(found), "", format, tree.prefix)
+            found = sorted(
+                hub.data_files(tree.below(folder, True), f"{tree.prefix}{folder}", format)
+            )
+        else:
+            found = []
+            for pattern in patterns:
+                entries = [e for e in find(tree, pattern)[0] if not hub.is_about(e.path)]
+                if not entries:
+                    raise SourceError(
+                        f"{tree.prefix}{pattern}, which the card names, matches no file."
+                    )
+                found += sorted(entries)
+        return _refs(tree.prefix, list(dict.fromkeys(found)), "", format, tree.prefix)
 
     def _find(self, tree: Tree, pattern: str, format: Format | None) -> list[FileRef]:
         entries, base = find(tree, pattern)
@@ -423,8 +437,8 @@ class RemoteListing:
 
     # Web servers
 
-    def _checked(self, url: str, format: Format | None) -> str:
-        """Return the part of an address that may be shown, or raise an error without secrets."""
+    def _public(self, url: str, format: Format | None) -> str:
+        """Return the part of an address that may be shown; the rest is kept as a secret."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -434,23 +448,11 @@ class RemoteListing:
             raise ConfigError(
                 "an address is malformed; needs the form https://host/path/file.parquet"
             )
-        path = self._public(url)
-        if "*" in parts.path or parts.path.endswith("/") or not parts.path:
-            raise ConfigError(f"{path}: web servers have no listing. Name each file.")
-        if (
-            "/datasets/" in parts.path
-            and "/resolve/" not in parts.path
-            and host == "huggingface.co"
-        ):
-            raise ConfigError(f"{path}: write hf://datasets/ORG/NAME[@revision]/path-or-glob")
-        if classify(parts.path, format) is None:
-            raise _no_format(path, 1)
-        return path
-
-    def _public(self, url: str) -> str:
-        """Return the part of an address that may be shown; the rest is kept as a secret."""
-        parts = urlsplit(url)
         shown = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if "*" in parts.path or parts.path.endswith("/") or not parts.path:
+            raise ConfigError(f"{shown}: web servers have no listing. Name each file.")
+        if classify(parts.path, format) is None:
+            raise _no_format(shown, 1)
         whole = Secret(url.partition("#")[0])
         if self.secrets.setdefault(shown, whole) != whole:
             raise ConfigError(f"{shown}: given twice, with different logins or queries")
@@ -459,44 +461,11 @@ class RemoteListing:
     def _on_web(self, path: str, format: Format | None) -> list[FileRef]:
         whole = self.secrets[path].text
         # The key is kept as a digest only.
-        size, etag = self.known(
-            "files", [path, whole], partial(self._ask, whole, path), moving=True
-        )
-        name = unquote(path.rpartition("/")[2])
-        kind = classify(name, format)
-        assert kind is not None
-        return [FileRef(path, name, size, *kind, etag=etag)]
-
-    def _ask(self, whole: str, path: str) -> tuple[int, str]:
-        """Ask for a file's size and ETag, by a range: addresses signed for GET refuse HEAD."""
-        from penstock.read.http import (
-            NO_RANGES,
-            Place,
-            Refused,
-            RequestError,
-            denied,
-            split_login,
-        )
-
-        url, headers = split_login(whole)
-        headers["Range"] = "bytes=0-0"
-
-        def attempt(deadline: Deadline) -> tuple[int, str]:
-            with self._network.http.request(Place(url), headers, deadline) as response:
-                total = response.headers.get("content-range", "").rpartition("/")[2]
-                if response.status == 416 and total == "0":
-                    return 0, response.version()
-                response.check()
-                if response.status != 206 or not total.isdigit():
-                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
-                return int(total), response.version()
-
-        try:
-            return self._network.retry(path, attempt)
-        except Refused as refused:
-            if refused.status in (404, 410):
-                raise SourceError(f"{path} does not exist ({refused.status}).") from None
-            raise denied(path, refused.status) from None
+        make = partial(self._network.probe, whole, path)
+        size, etag = self.known("files", [path, whole], make, moving=True)
+        folder, _, name = path.rpartition("/")
+        ref = _refs(f"{folder}/", [Entry(unquote(name), size, etag)], "", format, path)[0]
+        return [replace(ref, path=path)]
 
     def known(self, kind: str, key: Sequence[Any], make: Callable[[], Any], *, moving: bool) -> Any:
         """Return what is kept, else ask. What may have changed is asked for again if possible.

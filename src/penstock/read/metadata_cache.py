@@ -6,18 +6,17 @@ and renamed. On a disk that cannot be written the work is done again, and the ru
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from penstock.config import write_atomically
 from penstock.types import MiB
 
 log = logging.getLogger("penstock")
 
-TRIM = 64
+TRIM = 32
 """One in this many writes looks at the size of the cache."""
 
 
@@ -32,9 +31,8 @@ class MetadataCache:
 
     def get(self, kind: str, key: str) -> bytes | None:
         """Return what was put under a key, or None."""
-        path = self._path(kind, key)
         try:
-            digest, _, data = path.read_bytes().partition(b"\n")
+            digest, _, data = self._path(kind, key).read_bytes().partition(b"\n")
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -45,46 +43,29 @@ class MetadataCache:
     def put(self, kind: str, key: str, data: bytes) -> None:
         """Keep a value. A disk that does not take it costs one warning."""
         path = self._path(kind, key)
-        temporary = path.with_name(f".tmp-{os.urandom(8).hex()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(temporary, "xb") as file:
-                    file.write(_digest(kind, key, data) + b"\n" + data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_atomically(path, [_digest(kind, key, data), b"\n", data])
             if int(path.name[-4:], 16) % TRIM == 0:
                 self._trim()
         except OSError as error:
             self._warn_once(error)
 
-    def once(self, kind: str, key: str, make: Callable[[], bytes]) -> bytes:
-        """Return what is kept under a key, else make it and keep it."""
-        data = self.get(kind, key)
-        if data is None:
-            data = make()
-            self.put(kind, key, data)
-        return data
-
     def _path(self, kind: str, key: str) -> Path:
-        return self.folder / kind / hashlib.sha256(_bytes(key)).hexdigest()[:32]
+        return self.folder / kind / _digest("", key, b"").decode()[:32]
 
     def _trim(self) -> None:
         """Drop the oldest files, also those half written, until a quarter of the space is free."""
         found: list[tuple[float, int, Path]] = []
         for path in self.folder.glob("*/*"):
-            with contextlib.suppress(FileNotFoundError):  # dropped by another process
+            with suppress(FileNotFoundError):  # dropped by another process
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in found)
-        goal = self.max_bytes * 3 // 4 if total > self.max_bytes else total
-        for _, size, path in sorted(found):
-            if total <= goal:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
+        excess = sum(size for _, size, _ in found) - self.max_bytes
+        if excess > 0:
+            excess += self.max_bytes // 4
+            for _, size, path in sorted(found):
+                if excess > 0:
+                    path.unlink(missing_ok=True)
+                    excess -= size
 
     def _warn_once(self, error: OSError) -> None:
         if not self._warned:
@@ -92,10 +73,7 @@ class MetadataCache:
             log.warning("%s cannot be used (%s); nothing is kept there.", self.folder, error)
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
 def _digest(kind: str, key: str, data: bytes) -> bytes:
     """Return a digest of the content and of where it belongs."""
-    return hashlib.sha256(_bytes(f"{kind}\0{key}\0") + data).hexdigest().encode()
+    where = f"{kind}\0{key}\0".encode("utf-8", "surrogatepass")
+    return hashlib.sha256(where + data).hexdigest().encode()

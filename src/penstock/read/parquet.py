@@ -1,7 +1,7 @@
 """Read columns of one Parquet row group, on disk or remote.
 
 Row groups are decoded in steps of some rows, which ends a decompression bomb before it fills the memory.
-Footers of remote files are kept on disk and fetched once for all processes of a host.
+Footers of remote files are kept in the metadata cache.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -16,17 +17,24 @@ import pyarrow.parquet as pq
 
 from penstock.errors import CorruptFile, SourceError
 from penstock.read.arrow_utils import is_text, widened
-from penstock.read.storage import BombError, Bytes, FetchedFile, PlainFile, Storage, is_damage
+from penstock.read.settings import ReadSettings
+from penstock.read.storage import (
+    BombError,
+    Bytes,
+    FetchedFile,
+    PlainFile,
+    expansion_limit,
+    is_damage,
+)
 from penstock.types import ChunkRef, FileRef, KiB, MiB
+from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
-    from penstock.read.filters import RowFilter
     from penstock.read.metadata_cache import MetadataCache
+    from penstock.read.remote_files import RemoteFiles
 
 FOOTERS = 256
 """Footers kept in memory: more than the files whose chunks are read in turn."""
-SMALL = 256 * KiB
-"""A remote file up to this size is fetched whole with its footer: one round trip instead of two."""
 MAX_FOOTER = 256 * MiB
 """A longer footer is damage."""
 STEP_ROWS, STEP_BYTES = 1024, 64 * MiB
@@ -37,22 +45,23 @@ class Footer(NamedTuple):
     """What is known of a file."""
 
     meta: pq.FileMetaData
-    columns: list[int]
-    """The numbers of the columns to read among the leaf columns, the text first."""
-    others: list[str]
-    """The names of the columns to read besides the text."""
-    whole: bytes | None = None
-    """The whole of a small remote file."""
+    names: list[str]
+    """The columns to read, the text first."""
+    leaves: list[int]
+    """Their numbers among the leaf columns."""
 
-    def size_of(self, group: int) -> int:
+    def rows(self, group: int) -> int:
+        return int(self.meta.row_group(group).num_rows)
+
+    def text_bytes(self, group: int) -> int:
         """Return the decompressed size of the text column in a row group."""
-        return int(self.meta.row_group(group).column(self.columns[0]).total_uncompressed_size)
+        return int(self.meta.row_group(group).column(self.leaves[0]).total_uncompressed_size)
 
     def ranges(self, group: int) -> list[tuple[int, int]]:
         """Return the start and length of each column to read in a row group."""
         ranges = []
-        for number in self.columns:
-            column = self.meta.row_group(group).column(number)
+        for leaf in self.leaves:
+            column = self.meta.row_group(group).column(leaf)
             start = column.data_page_offset
             if column.has_dictionary_page and column.dictionary_page_offset:
                 start = min(start, column.dictionary_page_offset)
@@ -65,66 +74,51 @@ class ParquetReader:
 
     def __init__(
         self,
-        storage: Storage,
-        field: str,
+        settings: ReadSettings,
         max_chunk_bytes: int,
-        kept: MetadataCache | None = None,
-        filter: RowFilter | None = None,
-        all_columns: bool = False,
+        remote: RemoteFiles | None = None,
+        cache: MetadataCache | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`all_columns`: read all columns, not only those of the text and of the filter."""
-        self._storage, self._field, self._kept = storage, field, kept
-        self._filter, self._all_columns = filter, all_columns
-        self._max_chunk_bytes = max_chunk_bytes
+        self._settings, self._max_chunk_bytes = settings, max_chunk_bytes
+        self._remote, self._cache, self._clock = remote, cache, clock
         self._lock = threading.Lock()
         self._footers: OrderedDict[str, Footer] = OrderedDict()
 
     def inspect(self, file: FileRef) -> list[ChunkRef]:
         """Return the file's row groups; those too large to decode at once are divided."""
-        footer = self._footer(file)
+        footer = self.footer(file)
         refs = []
-        for i in range(footer.meta.num_row_groups):
-            start, length = footer.ranges(i)[0]
-            if min(start, length) < 0 or (not file.codec and start + length > file.size):
-                raise _damaged(file, f"row group {i} has text at bytes {start} to {start + length}")
-            size, rows = footer.size_of(i), footer.meta.row_group(i).num_rows
-            parts = max(1, min(rows, -(-size // self._max_chunk_bytes)))
-            refs += [ChunkRef(file, i, size // parts, part, parts) for part in range(parts)]
+        for group in range(footer.meta.num_row_groups):
+            start, length = footer.ranges(group)[0]
+            if min(start, length) < 0 or start + length > file.size:
+                end = start + length
+                raise _damaged(file, f"row group {group} has text at bytes {start} to {end}")
+            parts = self.parts_of(file, group)
+            size = footer.text_bytes(group) // parts
+            refs += [ChunkRef(file, group, size, part, parts) for part in range(parts)]
         return refs
 
-    def rows_of(self, ref: ChunkRef) -> int:
-        """Return the rows of a row group."""
-        return int(self._footer(ref.file).meta.row_group(ref.index).num_rows)
-
-    def parts_of(self, ref: ChunkRef) -> int:
-        """Return into how many chunks `inspect` divides a row group."""
-        return sum(each.index == ref.index for each in self.inspect(ref.file))
+    def parts_of(self, file: FileRef, group: int) -> int:
+        """Return into how many chunks a row group is divided."""
+        footer = self.footer(file)
+        wanted = -(-footer.text_bytes(group) // self._max_chunk_bytes)
+        return max(1, min(footer.rows(group), wanted))
 
     def may_match(self, ref: ChunkRef) -> bool:
         """Return False if no row of a row group can pass the filter."""
-        group = self._footer(ref.file).meta.row_group(ref.index)
-        return self._filter is None or self._filter.may_match(group)
+        row_filter = self._settings.filter
+        group = self.footer(ref.file).meta.row_group(ref.index)
+        return row_filter is None or row_filter.may_match(group)
 
-    def ranges(self, ref: ChunkRef) -> list[tuple[int, int]]:
-        """Return the start and length of each column to read in a row group."""
-        return self._footer(ref.file).ranges(ref.index)
-
-    def buffered(self, ref: ChunkRef) -> list[Bytes] | None:
-        """Return the columns of a row group if they were fetched together with the footer."""
-        footer = self._footer(ref.file)
-        if (whole := footer.whole) is None:
-            return None
-        return [whole[start : start + length] for start, length in footer.ranges(ref.index)]
-
-    def read(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> tuple[int, pa.Table]:
+    def read(self, ref: ChunkRef, fetched: Sequence[Bytes] = ()) -> tuple[int, pa.Table]:
         """Return the columns of a chunk, the text first, and the first row's number."""
-        file, footer = ref.file, self._footer(ref.file)
-        others = footer.others
-        rows, size = footer.meta.row_group(ref.index).num_rows, footer.size_of(ref.index)
+        file, footer = ref.file, self.footer(ref.file)
+        rows, size = footer.rows(ref.index), footer.text_bytes(ref.index)
         lo, hi = ref.bounds(rows)
         step = max(16, min(STEP_ROWS, STEP_BYTES * rows // max(1, size)))
-        limit = self._storage.max_bytes(file)
-        names, batches, have, at = [self._field, *others], [], 0, 0
+        limit = expansion_limit(file, self._settings.max_ratio)
+        batches, have, at = [], 0, 0
         try:
             # Not buffered ahead: that would read on a thread of Arrow's, unmeasured.
             opened = pq.ParquetFile(
@@ -132,10 +126,11 @@ class ParquetReader:
                 page_checksum_verification=True, pre_buffer=False,
             )  # fmt: skip
             for batch in opened.iter_batches(
-                step, row_groups=[ref.index], columns=names, use_threads=False
+                step, row_groups=[ref.index], columns=footer.names, use_threads=False
             ):
                 first, at = at, at + len(batch)
-                columns = [widened(batch.column(self._field)), *map(batch.column, others)]
+                columns = [batch.column(name) for name in footer.names]
+                columns[0] = widened(columns[0])
                 have += columns[0].nbytes
                 if have > limit:
                     raise BombError(
@@ -144,7 +139,7 @@ class ParquetReader:
                     )
                 if at > lo:
                     columns = [column[max(0, lo - first) : hi - first] for column in columns]
-                    batches.append(pa.RecordBatch.from_arrays(columns, names))
+                    batches.append(pa.RecordBatch.from_arrays(columns, footer.names))
                 if at >= hi:
                     break
         except (pa.ArrowException, OSError) as error:
@@ -156,63 +151,57 @@ class ParquetReader:
             raise CorruptFile(f"{ref}: the footer promises {rows} rows, there are {at}")
         if not batches:
             schema = footer.meta.schema.to_arrow_schema()
-            return lo, pa.schema([schema.field(name) for name in names]).empty_table()
+            return lo, pa.schema([schema.field(name) for name in footer.names]).empty_table()
         return lo, pa.Table.from_batches(batches)
 
-    def _open(self, ref: ChunkRef, footer: Footer, fetched: list[Bytes] | None) -> Any:
-        file = ref.file
-        if not file.remote:
-            # Not memory-mapped: a file that shrinks under a map kills the process.
-            return pa.PythonFile(RangeFile(file.size, self._storage.plain(file)), mode="r")
-        assert fetched is not None
-        starts = [start for start, _ in footer.ranges(ref.index)]
-        parts = list(zip(starts, fetched, strict=True))
-        return pa.PythonFile(RangeFile(file.size, self._storage.fetched(file, parts)), mode="r")
+    def _open(self, ref: ChunkRef, footer: Footer, fetched: Sequence[Bytes]) -> Any:
+        # Not memory-mapped: a file that shrinks under a map kills the process.
+        opened: PlainFile | FetchedFile = PlainFile(ref.file, self._clock)
+        if ref.file.remote:
+            assert self._remote is not None
+            starts = [start for start, _ in footer.ranges(ref.index)]
+            opened = FetchedFile(ref.file, self._remote, [*zip(starts, fetched, strict=True)])
+        return pa.PythonFile(RangeFile(ref.file.size, opened), mode="r")
 
     # Footers
 
-    def _footer(self, file: FileRef) -> Footer:
+    def footer(self, file: FileRef) -> Footer:
+        """Return the footer of a file, checked."""
         with self._lock:
             if (known := self._footers.get(file.path)) is not None:
                 self._footers.move_to_end(file.path)
                 return known
-        if file.remote and not file.codec:
-            footer = self._fetch_footer(file)
-        else:
-            footer = self._parse(file, file.path)
+        footer = self._fetch(file) if file.remote else self._parse(file, file.path)
         with self._lock:
             self._footers[file.path] = footer
             if len(self._footers) > FOOTERS:
                 self._footers.popitem(last=False)
         return footer
 
-    def _fetch_footer(self, file: FileRef) -> Footer:
+    def _fetch(self, file: FileRef) -> Footer:
         """Return the footer of a remote file. It is fetched a second time before damage is believed."""
-        remote, whole = self._storage.remote, None
-        assert remote is not None
-
-        def fetch() -> bytes:
-            nonlocal whole
-            size = max(64 * KiB, min(file.size // 1000, 2 * MiB))
-            size = file.size if file.size <= SMALL else size
-            tail = remote.read(file, file.size - size, size)
-            length = int.from_bytes(tail[-8:-4], "little") + 8
-            if size < length <= min(file.size, MAX_FOOTER):
-                tail = remote.read(file, file.size - length, length - size) + tail
-            whole = bytes(tail) if len(tail) == file.size else None
-            return bytes(tail[-length:])
-
+        # Without an ETag a change of the file would not be noticed.
+        cache = self._cache if file.etag else None
         key = f"{file.path}\n{file.size}\n{file.etag}"
-        kept = self._kept if file.etag else None  # without an ETag a change would not be noticed
-        tail = fetch() if kept is None else kept.once("footers", key, fetch)
+        kept = None if cache is None else cache.get("footers", key)
         try:
-            footer = self._parse(file, pa.BufferReader(tail))
+            data = kept or self._tail(file)
+            footer = self._parse(file, pa.BufferReader(data))
         except CorruptFile:
-            tail = fetch()
-            footer = self._parse(file, pa.BufferReader(tail))
-            if kept is not None:
-                kept.put("footers", key, tail)
-        return footer._replace(whole=whole)
+            data = self._tail(file)
+            footer = self._parse(file, pa.BufferReader(data))
+        if cache is not None and data is not kept:
+            cache.put("footers", key, data)
+        return footer
+
+    def _tail(self, file: FileRef) -> bytes:
+        assert self._remote is not None
+        size = min(file.size, max(64 * KiB, min(file.size // 1000, 2 * MiB)))
+        tail = self._remote.read(file, file.size - size, size)
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if size < length <= min(file.size, MAX_FOOTER):
+            tail = self._remote.read(file, file.size - length, length - size) + tail
+        return bytes(tail[-length:])
 
     def _parse(self, file: FileRef, source: Any) -> Footer:
         try:
@@ -226,25 +215,24 @@ class ParquetReader:
         rows = sum(meta.row_group(i).num_rows for i in range(meta.num_row_groups))
         if rows != meta.num_rows:
             raise _damaged(file, f"its row groups have {rows} rows, the whole has {meta.num_rows}")
-        field, names = self._field, schema.names
-        if names.count(field) != 1:
-            has = "two columns" if field in names else "no column"
+        settings, found = self._settings, schema.names
+        field = settings.text_field
+        if found.count(field) != 1:
+            has = "two columns" if field in found else "no column"
             raise SourceError(
-                f"{file.path} has {has} {field!r}; it has {', '.join(names)}. Name one: text_field=…"
+                f"{file.path} has {has} {field!r}; it has {', '.join(found)}. Name one: text_field=…"
             )
-        kind = schema.field(field).type
-        if not is_text(kind):
+        if not is_text(kind := schema.field(field).type):
             raise SourceError(
                 f"{file.path}: column {field!r} is {kind}, not text. Name another: text_field=…"
             )
-        others: list[str] = []
-        if self._all_columns:
-            others = [name for name in names if name != field]
-        elif self._filter is not None:
-            others = [name for name in self._filter.columns(schema, file.path) if name != field]
+        others = found if settings.transform is not None else []
+        if settings.transform is None and settings.filter is not None:
+            others = settings.filter.columns(schema, file.path)
+        names = [field, *(name for name in others if name != field)]
         leaves = [meta.schema.column(i).path.partition(".")[0] for i in range(meta.num_columns)]
-        columns = [i for name in (field, *others) for i, leaf in enumerate(leaves) if leaf == name]
-        return Footer(meta, columns, others)
+        numbers = [i for name in names for i, leaf in enumerate(leaves) if leaf == name]
+        return Footer(meta, names, numbers)
 
 
 def _damaged(file: FileRef, why: str) -> CorruptFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,9 +15,17 @@ import pyarrow as pa
 from penstock.errors import ConfigError, CorruptFile
 from penstock.read import jsonl, text
 from penstock.read.arrow_utils import binaries
+from penstock.read.listing import members_of
 from penstock.read.parquet import ParquetReader
 from penstock.read.settings import ReadSettings
-from penstock.read.storage import Bytes, Storage
+from penstock.read.storage import (
+    AnyFile,
+    Bytes,
+    CompressedFile,
+    FetchedFile,
+    PlainFile,
+    expansion_limit,
+)
 from penstock.read.validation import ChunkValidator
 from penstock.types import Bad, ChunkRef, Documents, FileRef, KiB, MiB
 from penstock.watch.stage_timer import Clock
@@ -41,27 +50,19 @@ class Reader:
         n_workers: int,
         lanes: int,
         remote: RemoteFiles | None = None,
-        kept: MetadataCache | None = None,
+        cache: MetadataCache | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._remote, self._clock = settings, remote, clock
         # What all workers read at once from one compressed file; or some of them, where lanes
         # share them, but always two.
         self.lane_bytes = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         """Memory for the decompressed parts of files, for each lane."""
-        self._storage = Storage(
-            max_ratio=settings.max_ratio, keep_bytes=self.lane_bytes, remote=remote, clock=clock
-        )
-        self._parquet = ParquetReader(
-            self._storage,
-            settings.text_field,
-            MAX_CHUNK_BYTES,
-            kept,
-            settings.filter,
-            all_columns=settings.transform is not None,
-        )
+        self._parquet = ParquetReader(settings, MAX_CHUNK_BYTES, remote, cache, clock)
         self._lock = threading.Lock()
-        self._shared: OrderedDict[tuple[str, int], Future[list[Bytes]]] = OrderedDict()
+        self._closing = threading.Event()
+        self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
+        self._shared: OrderedDict[tuple[str, int], tuple[Future[list[Bytes]], int]] = OrderedDict()
         self._skip: dict[str, set[tuple[int | None, int]]] = {}
         for address in settings.skip:
             self._skip.setdefault(address.file, set()).add((address.group, address.row))
@@ -96,28 +97,21 @@ class Reader:
 
         `again` means that what was fetched before is in doubt.
         """
-        remote = self._storage.remote
-        assert remote is not None
-        if not again and ref.file.format == "parquet" and not ref.file.codec:
+        assert self._remote is not None
+        if ref.file.format == "parquet" and not again:
             if not self._parquet.may_match(ref):
                 return []
-            if (columns := self._parquet.buffered(ref)) is not None:
-                return columns
             if ref.parts > 1:
                 return self._fetch_shared(ref)
-        return [*remote.read_all(self._ranges(ref))]
+        return [*self._remote.read_all(self._ranges(ref))]
 
     def _fetch_shared(self, ref: ChunkRef) -> list[Bytes]:
-        """Fetch the column of a divided row group once for all its parts, if they are read soon."""
-        key = (ref.file.path, ref.index)
+        """Fetch the columns of a divided row group once for all its parts, if they are read soon."""
+        key, size = (ref.file.path, ref.index), ref.nbytes * ref.parts // ref.span
         with self._lock:
             known = self._shared.pop(key, None)
-            future = self._shared[key] = known or Future()
-            ready = [f.result() for f in self._shared.values() if f.done()]
-            if (
-                len(self._shared) > 1
-                and sum(len(each) for data in ready for each in data) > SHARED_BYTES
-            ):
+            future, _ = self._shared[key] = known or (Future(), size)
+            while len(self._shared) > 1 and sum(n for _, n in self._shared.values()) > SHARED_BYTES:
                 self._shared.popitem(last=False)
         if known is None:
             try:
@@ -131,13 +125,12 @@ class Reader:
     def _ranges(self, ref: ChunkRef) -> list[tuple[FileRef, int, int]]:
         file, limit = ref.file, self._settings.max_doc_bytes + 1
         if file.members:
-            return [(member, 0, min(member.size, limit)) for member in text.bundled(ref)]
-        if file.codec:
-            return []
+            return [(member, 0, min(member.size, limit)) for member in _members(ref)]
         if file.format == "parquet":
-            return [(file, *each) for each in self._parquet.ranges(ref)]
-        if (separator := self._separator(file)) is None:
-            return [(file, 0, min(file.size, limit))] if ref.index == 0 else []
+            return [(file, *each) for each in self._parquet.footer(file).ranges(ref.index)]
+        separator = self._separator(file)
+        if file.codec or separator is None:
+            return []
         lo, hi = self._span(ref)
         start = max(0, lo - len(separator))
         return [(file, start, min(file.size, hi + len(separator) + TAIL) - start)]
@@ -148,13 +141,13 @@ class Reader:
         """Return the documents of a chunk that are in the chosen split."""
         file = ref.file
         validator = ChunkValidator(ref, self._settings, self._skip)
-        if file.remote and fetched is None:
-            fetched = self.fetch(ref)
+        if fetched is None:
+            fetched = self.fetch(ref) if file.remote else []
         if file.members:
             limit = validator.max_bytes + 1
             parts = fetched or [
-                self._storage.plain(member).read(0, min(member.size + 1, limit))
-                for member in text.bundled(ref)
+                PlainFile(member, self._clock).read(0, min(member.size + 1, limit))
+                for member in _members(ref)
             ]
             rows = np.arange(*ref.bounds(len(file.members)), dtype=np.int64)
             return validator.documents(self._table([bytes(part) for part in parts]), rows)
@@ -162,24 +155,21 @@ class Reader:
             return self._read_range(ref, fetched, validator)
         try:
             if not self._parquet.may_match(ref):
-                lo, hi = ref.bounds(self._parquet.rows_of(ref))
+                lo, hi = self.rows_of(ref)
                 return replace(validator.no_documents(), filtered=hi - lo)
             lo, table = self._parquet.read(ref, fetched)
         except CorruptFile as error:
             validator.reject_chunk(error)
             return validator.no_documents()
-        rows = np.arange(lo, lo + len(table), dtype=np.int64)
-        return validator.documents(table, rows)
+        return validator.documents(table, np.arange(lo, lo + len(table), dtype=np.int64))
 
     def _table(self, texts: list[bytes]) -> pa.Table:
         return pa.table({self._settings.text_field: binaries(texts)})
 
     def _read_range(
-        self, ref: ChunkRef, fetched: list[Bytes] | None, validator: ChunkValidator
+        self, ref: ChunkRef, fetched: list[Bytes], validator: ChunkValidator
     ) -> Documents:
-        ranges = zip(self._ranges(ref), fetched or (), strict=False)
-        parts = [(start, data) for (_, start, _), data in ranges]
-        source = self._storage.open(ref.file, ref.lane, parts)
+        source = self._open(ref, fetched)
         separator, documents = self._separator(ref.file), validator.no_documents(last=True)
         if separator is not None:
             records = text.read_records(source, *self._span(ref), separator, validator.max_bytes)
@@ -193,6 +183,26 @@ class Reader:
         if source.broken is not None and documents.last:
             validator.reject_chunk(source.broken)
         return documents
+
+    def _open(self, ref: ChunkRef, fetched: Sequence[Bytes]) -> AnyFile:
+        file = ref.file
+        if not file.codec and not file.remote:
+            return PlainFile(file, self._clock)
+        if not file.codec:
+            assert self._remote is not None
+            parts = zip(self._ranges(ref), fetched, strict=True)
+            return FetchedFile(file, self._remote, [(start, data) for (_, start, _), data in parts])
+        with self._lock:
+            key = (file.path, ref.lane)
+            if key not in self._compressed:
+                limit = expansion_limit(file, self._settings.max_ratio)
+                self._compressed[key] = CompressedFile(
+                    file, self.lane_bytes, limit, self._closing, self._remote
+                )
+                # A lane reads one file after another; two are open while it crosses over.
+                for old in [k for k in self._compressed if k[1] == ref.lane][:-2]:
+                    self._compressed.pop(old).close()
+            return self._compressed[key]
 
     def _read_records(
         self, ref: ChunkRef, records: text.Records, broken: bool, validator: ChunkValidator
@@ -216,8 +226,8 @@ class Reader:
         """Return the chunk of `inspect` that a chunk is a part of."""
         if ref.parts == 1:
             return ref
-        parquet = ref.file.format == "parquet" and not ref.file.members
-        parts = self._parquet.parts_of(ref) if parquet else 1
+        parquet = ref.file.format == "parquet"
+        parts = self._parquet.parts_of(ref.file, ref.index) if parquet else 1
         return replace(ref, part=ref.part * parts // ref.parts, parts=parts, span=1)
 
     def rows_of(self, ref: ChunkRef) -> tuple[int, int]:
@@ -225,7 +235,7 @@ class Reader:
         if ref.file.members:
             return ref.bounds(len(ref.file.members))
         if ref.file.format == "parquet":
-            return ref.bounds(self._parquet.rows_of(ref))
+            return ref.bounds(self._parquet.footer(ref.file).rows(ref.index))
         return self._span(ref)
 
     def _separator(self, file: FileRef) -> bytes | None:
@@ -240,9 +250,16 @@ class Reader:
         return begin + first, begin + last
 
     def stop(self) -> None:
-        """Interrupt decompression, without waiting."""
-        self._storage.stop()
+        """Have decompression stop at its next step, without waiting."""
+        self._closing.set()
 
     def close(self) -> None:
         """Close all files. Called once no thread reads any more."""
-        self._storage.close()
+        self.stop()
+        for opened in self._compressed.values():
+            opened.close()
+        self._compressed.clear()
+
+
+def _members(ref: ChunkRef) -> list[FileRef]:
+    return members_of(ref.file)[slice(*ref.bounds(len(ref.file.members)))]

@@ -11,11 +11,12 @@ import logging
 import random
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penstock.config import hub_token
@@ -29,9 +30,8 @@ from penstock.read.http import (
     Refused,
     RequestError,
     Response,
-    denied,
+    address,
     plain_etag,
-    split_login,
 )
 from penstock.read.hub import refusal, resolve_url
 from penstock.types import MODIFIED, FileRef, MiB, version_change
@@ -55,6 +55,8 @@ RESTARTS = 8
 """Slow attempts that may be made again, beyond a tenth of all requests."""
 FILES = 4096
 """Files whose addresses and ETags are remembered."""
+GONE = ("EntryNotFound", "RevisionNotFound")
+"""What the Hub says of a file that was removed."""
 ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
 
 
@@ -70,19 +72,33 @@ class NetworkStats:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self._recent: deque[float] = deque(maxlen=512)
+        self._reads: dict[int, deque[float]] = {}
+        """How long recent reads took, for each power of two of their lengths."""
         self._lock = threading.Lock()
 
-    def add(self, fault: str = "", read_s: float | None = None, **counts: Any) -> None:
+    def add(self, fault: str = "", **counts: Any) -> None:
         with self._lock:
             self.counts.update(counts)
             self.faults.update([fault] if fault else [])
-            self._recent.extend([] if read_s is None else [read_s])
+
+    def add_read(self, length: int, seconds: float) -> None:
+        with self._lock:
+            self._reads.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
+
+    def slow_s(self, length: int) -> float | None:
+        """Return a time that few reads of this length take, or None to be patient."""
+        with self._lock:
+            recent = sorted(self._reads.get(length.bit_length(), ()))
+            # If everything has become slow, more requests would make it slower.
+            many = self.counts["restarts"] > RESTARTS + self.counts["requests"] // 10
+        # Reads that share a link take turns: one a little slower than most is not stuck.
+        known = len(recent) >= 8 and not many
+        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if known else None
 
     def times(self) -> dict[str, Any]:
         """Return where requests spend their time, over all threads."""
         with self._lock:
-            waits, counts = sorted(self._recent) or [0.0], self.counts
+            waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
             parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
             return {
                 **{name: round(counts[name], 6) for name in parts},
@@ -103,25 +119,6 @@ class NetworkStats:
             }
 
 
-class LatencyTracker:
-    """How long reads usually take, for each power of two of their lengths."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: dict[int, deque[float]] = {}
-
-    def add(self, length: int, seconds: float) -> None:
-        with self._lock:
-            self._recent.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
-
-    def too_long(self, length: int) -> float | None:
-        """Return a time that few reads of this length take, or None if too little is known."""
-        with self._lock:
-            recent = sorted(self._recent.get(length.bit_length(), ()))
-        # Reads that share a link take turns: one a little slower than most is not stuck.
-        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if len(recent) >= 8 else None
-
-
 class Network:
     """The connections, limits, retries and counts of one run."""
 
@@ -131,12 +128,11 @@ class Network:
         """Run what can be done in parallel; None to do one after another."""
         self.stats = NetworkStats()
         self.http = Http(self.stats.add)
-        self.closing = threading.Event()
-        """Set when the run ends."""
+        self._closing = threading.Event()
         self._random = random.Random()
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
         self._lock = threading.RLock()
-        self._deadlines: dict[int, Deadline] = {}
+        self._deadlines: set[Deadline] = set()
 
     def retry(
         self,
@@ -158,16 +154,10 @@ class Network:
         last: RequestError | None = None
         pause = self.limits.backoff
         while True:
-            deadline = Deadline(self.limits, began + budget_s)
-            if first_s is not None:
-                deadline.until = min(deadline.until, deadline.began + first_s)
             try:
-                with self._registered(deadline):
-                    return attempt(deadline)
+                return self._try(attempt, began + budget_s, first_s)
             except RequestError as error:
                 failed = error
-            if self.closing.is_set():
-                raise LoaderClosed("the loader was shut down")
             hedge, first_s = first_s is not None and failed.reason == "deadline", None
             if hedge:
                 self.stats.add(restarts=1)
@@ -196,21 +186,28 @@ class Network:
             level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
             log.log(level, "%s: %s; next attempt in %.1f s", what, failed.detail, delay)
             self.stats.add(retry_s=delay)
-            if self.closing.wait(delay):
-                raise LoaderClosed("the loader was shut down")
+            self._closing.wait(delay)
 
-    @contextmanager
-    def _registered(self, deadline: Deadline) -> Iterator[None]:
-        """Have a shutdown cancel what is done meanwhile."""
+    def _try(self, attempt: Callable[[Deadline], T], until: float, limit_s: float | None) -> T:
+        """Make an attempt that a shutdown cancels."""
+        deadline = Deadline(self.limits, until)
+        if limit_s is not None:
+            deadline.until = min(deadline.until, deadline.began + limit_s)
         with self._lock:
-            if self.closing.is_set():
-                raise LoaderClosed("the loader was shut down")
-            self._deadlines[id(deadline)] = deadline
+            self._check_closing()
+            self._deadlines.add(deadline)
         try:
-            yield
+            return attempt(deadline)
+        except RequestError:
+            self._check_closing()
+            raise
         finally:
             with self._lock:
-                del self._deadlines[id(deadline)]
+                self._deadlines.discard(deadline)
+
+    def _check_closing(self) -> None:
+        if self._closing.is_set():
+            raise LoaderClosed("the loader was shut down")
 
     def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of calls, made in parallel if there are threads for it."""
@@ -232,12 +229,10 @@ class Network:
         token: str | None = None,
     ) -> T:
         """Return what `read` makes of a small body and its headers, or raise `Refused`."""
-        url, headers = split_login(url)
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+        place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
-            with self.http.request(Place(url), headers, deadline) as response:
+            with self.http.request(place, headers, deadline) as response:
                 response.check()
                 body = response.read(MAX_BODY)
                 self.stats.add(bytes=len(body))
@@ -245,11 +240,30 @@ class Network:
 
         return self.retry(what, attempt)
 
+    def probe(self, url: str, path: str) -> tuple[int, str]:
+        """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
+        place, headers = address(url)
+
+        def attempt(deadline: Deadline) -> tuple[int, str]:
+            with self.http.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
+                total = response.headers.get("content-range", "").rpartition("/")[2]
+                if response.status == 416 and total == "0":
+                    return 0, response.version()
+                response.check()
+                if response.status != 206 or not total.isdigit():
+                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+                return int(total), response.version()
+
+        try:
+            return self.retry(path, attempt)
+        except Refused as refused:
+            raise _refusal(path, refused, f"{path} does not exist ({refused.status}).") from None
+
     def stop(self) -> None:
         """Cancel all requests and pauses, without waiting."""
         with self._lock:
-            self.closing.set()
-            for deadline in self._deadlines.values():
+            self._closing.set()
+            for deadline in self._deadlines:
                 deadline.cancel()
 
     def close(self) -> None:
@@ -269,13 +283,11 @@ class RemoteFiles:
     """The remote files of one run."""
 
     def __init__(self, network: Network, secrets: Mapping[str, Secret]) -> None:
-        self._network = network
-        self._secrets = secrets
+        self._network, self._secrets = network, secrets
         self._lock = threading.Lock()
-        self._found: OrderedDict[str, Place] = OrderedDict()
+        self._found: dict[str, Place] = {}
         """Where redirects led: signed addresses, which hold for a while."""
-        self._etags: OrderedDict[str, str] = OrderedDict()
-        self._latency = LatencyTracker()
+        self._etags: dict[str, str] = {}
         self._buckets: dict[str, Bucket] = {}
 
     def read(self, file: FileRef, start: int, length: int) -> bytearray:
@@ -302,34 +314,27 @@ class RemoteFiles:
         return partial(finish, self._network.threads.submit(read, urgent=True), read)
 
     def _read(self, file: FileRef, start: int, view: memoryview) -> None:
-        done = 0
+        done, stats = 0, self._network.stats
 
         def attempt(deadline: Deadline) -> None:
             nonlocal done
             length = len(view) - done
-            try:
-                if file.path.startswith(("http://", "https://", "hf://")):
-                    with self._opened(file, start + done, length, deadline) as response:
-                        try:
-                            response.read_into(view[done:])
-                        finally:
-                            self._network.stats.add(bytes=response.done)
-                            # Without an ETag nothing tells that the rest is of the same version.
-                            done += response.done if file.path in self._etags else 0
-                else:
-                    check = partial(self._check, file)
-                    self._bucket(file).read_into(file, start, view, deadline, check)
-            except RequestError:
-                with self._lock:
-                    self._found.pop(file.path, None)  # another server may have it
-                raise
-            took = time.monotonic() - deadline.began
-            self._latency.add(length, took)
-            self._network.stats.add(read_s=took)
+            if file.path.startswith(("http://", "https://", "hf://")):
+                with self._opened(file, start + done, length, deadline) as response:
+                    try:
+                        response.read_into(view[done:])
+                    finally:
+                        stats.add(bytes=response.done)
+                        # Without an ETag nothing tells that the rest is of the same version.
+                        done += response.done if file.path in self._etags else 0
+            else:
+                self._bucket(file).read_into(
+                    file, start, view, deadline, partial(self._check, file)
+                )
+            stats.add_read(length, time.monotonic() - deadline.began)
 
-        self._network.retry(
-            file.path, attempt, setting="retry_budget", first_s=self._slow_s(len(view))
-        )
+        slow_s = stats.slow_s(len(view)) if self._network.limits.hedge else None
+        self._network.retry(file.path, attempt, setting="retry_budget", first_s=slow_s)
 
     def _bucket(self, file: FileRef) -> Bucket:
         from penstock.read.buckets import Bucket, place
@@ -338,13 +343,6 @@ class RemoteFiles:
         with self._lock:
             return self._buckets.setdefault(root, Bucket(self._network, root))
 
-    def _slow_s(self, length: int) -> float | None:
-        """Return how long a read may take before it is made again on another connection."""
-        counts = self._network.stats.counts
-        # If everything has become slow, more requests would make it slower.
-        many = counts["restarts"] > RESTARTS + counts["requests"] // 10
-        return None if many or not self._network.limits.hedge else self._latency.too_long(length)
-
     # One attempt
 
     @contextmanager
@@ -352,32 +350,35 @@ class RemoteFiles:
         self, file: FileRef, start: int, length: int, deadline: Deadline
     ) -> Iterator[Response]:
         """Open a range where it was found last, else at its own address."""
+        hub, secret = file.path.startswith("hf://"), self._secrets.get(file.path)
         found = self._found.get(file.path)
-        hub = file.path.startswith("hf://")
-        headers: dict[str, str] = {}
         if found is not None:
-            place = found
+            place, headers = found, dict[str, str]()
+        elif hub:
+            place, headers = address(resolve_url(file.path), hub_token())
         else:
-            secret = self._secrets.get(file.path)
-            address = secret.text if secret else file.path
-            url, headers = split_login(resolve_url(file.path) if hub else address)
-            if hub and (token := hub_token()):
-                headers["Authorization"] = f"Bearer {token}"
-            place = Place(url)
+            place, headers = address(secret.text if secret else file.path)
         headers["Range"] = f"bytes={start}-{start + length - 1}"
-        with self._network.http.request(place, headers, deadline) as response:
-            elsewhere = response.place.origin != place.origin
-            try:
-                self._check_head(file, response, start, length)
-            except Refused as refused:
-                status = refused.status
-                if found is not None:
-                    raise RequestError("expired", f"the server answered {status}") from None
-                final = _refusal(file, refused, hub and not elsewhere)
-                raise RequestError(f"status_{status}", final) from None
-            if elsewhere:
-                self._remember(self._found, file.path, response.place)
-            yield response
+        try:
+            with self._network.http.request(place, headers, deadline) as response:
+                elsewhere = response.place.origin != place.origin
+                try:
+                    self._check_head(file, response, start, length)
+                except Refused as refused:
+                    if found is not None:
+                        raise RequestError("expired", f"it answered {refused.status}") from None
+                    gone = f"{file.path} is gone ({refused.status}). {ADVICE}"
+                    own = hub and not elsewhere and refused.code not in GONE
+                    final = (
+                        refusal(file.path, refused) if own else _refusal(file.path, refused, gone)
+                    )
+                    raise RequestError(f"status_{refused.status}", final) from None
+                if elsewhere:
+                    self._remember(self._found, file.path, response.place)
+                yield response
+        except RequestError:
+            self._found.pop(file.path, None)  # it may have expired, or another server may be better
+            raise
 
     def _check_head(self, file: FileRef, response: Response, start: int, length: int) -> None:
         """Raise unless the head of an answer promises the range asked for, of the file listed."""
@@ -415,16 +416,21 @@ class RemoteFiles:
         if version and not dated:
             self._remember(self._etags, file.path, version)
 
-    def _remember(self, table: OrderedDict[str, Any], key: str, value: Any) -> None:
+    def _remember(self, table: dict[str, Any], key: str, value: Any) -> None:
         with self._lock:
+            if len(table) >= FILES:
+                table.clear()
             table[key] = value
-            if len(table) > FILES:
-                table.popitem(last=False)
 
 
-def _refusal(file: FileRef, refused: Refused, hub: bool) -> PenstockError:
-    if hub and refused.code not in ("EntryNotFound", "RevisionNotFound"):
-        return refusal(file.path, refused)
+def _refusal(path: str, refused: Refused, missing: str) -> PenstockError:
+    """Return the error for a file that its server refuses."""
     if refused.status in (404, 410):
-        return SourceError(f"{file.path} is gone: its server answers {refused.status}. {ADVICE}")
-    return denied(file.path, refused.status)
+        return SourceError(missing)
+    if refused.status not in (401, 403, 407, 451):
+        text = f"{path}: its server answers {refused.status}, which a retry does not change."
+        return RemoteError(text)
+    return SourceError(
+        f"{path}: its server refuses access ({refused.status}). A signed address may have expired, "
+        "or a login is missing: https://user:password@host/…"
+    )

@@ -14,7 +14,7 @@ import lzma
 import os
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 Bytes = bytes | bytearray
 
-BLOCK = MiB
 STEP = 16 * KiB
-STREAM_BLOCK = 4 * MiB
-STREAM_AHEAD = 4
-"""Blocks of a compressed remote file that are fetched ahead."""
+"""Decompressed at once. A step that fails loses what was sound in it."""
+STREAM_BLOCK, STREAM_AHEAD = 4 * MiB, 4
+"""A compressed remote file is fetched in blocks, some of them ahead."""
 
 
 class BombError(CorruptFile):
@@ -47,6 +46,11 @@ def is_damage(error: Exception) -> bool:
     stream would depend on the machine.
     """
     return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
+
+
+def expansion_limit(file: FileRef, max_ratio: float) -> int:
+    """Return how many bytes a file may expand to; small files have some leeway."""
+    return int(max_ratio * file.size) + 64 * MiB
 
 
 class FetchedFile:
@@ -90,7 +94,7 @@ class PlainFile:
         return data
 
     def _read(self, start: int, length: int) -> bytes:
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) < self._size:
                 # The missing part would pass for the end of the file.
                 raise SourceError(
@@ -98,14 +102,11 @@ class PlainFile:
                     f"is {size}. Restore the file, or start a new run."
                 )
             file.seek(start)
-            data = file.read(length) or b""
-            while len(data) < length and (more := file.read(length - len(data))):
-                data += more  # one read gives 2 GiB at most
-        return data
+            return file.read(length)
 
 
 class CompressedFile:
-    """A compressed file, read forwards. The blocks passed last are kept."""
+    """A compressed file, read forwards. What was decompressed last is kept."""
 
     def __init__(
         self,
@@ -116,83 +117,60 @@ class CompressedFile:
         remote: RemoteFiles | None = None,
     ) -> None:
         self._file, self._remote, self._closing = file, remote, closing
-        self._keep = max(4, -(-keep_bytes // BLOCK))
-        self._max_bytes = max_bytes
+        self._keep_bytes, self._max_bytes = keep_bytes, max_bytes
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._stream: IO[bytes] | None = None
-        self._next = 0
-        self._end: int | None = None
+        self._start, self._data, self._ended = 0, bytearray(), False
         self.broken: CorruptFile | None = None
         """Why the file ends early, if it does."""
 
     def read(self, start: int, length: int) -> bytes:
-        first, last = start // BLOCK, (start + length - 1) // BLOCK
-        parts = []
-        for number in range(first, last + 1):
-            block = self._block(number)
-            lo = start - number * BLOCK if number == first else 0
-            parts.append(block[lo : start + length - number * BLOCK])
-            if len(block) < BLOCK:
-                break
-        return b"".join(parts)
-
-    def _block(self, number: int) -> bytes:
         with self._lock:
-            if self._end is not None and number > self._end:
-                return b""
-            if (known := self._blocks.get(number)) is not None:
-                return known
-            if self._stream is None or number < self._next:
+            if self._stream is None or start < self._start:
                 self._rewind()
-            while self._next <= number and (self._end is None or self._next <= self._end):
+            while not self._ended and self._start + len(self._data) < start + length:
                 if self._closing.is_set():
                     raise LoaderClosed("the loader was shut down")
                 try:
                     self._advance()
                 except BaseException:
-                    self._close_stream()  # it stands somewhere within a block
+                    self._close_stream()  # its position is unknown
                     raise
-            return self._blocks.get(number, b"")
+                old = min(len(self._data), max(0, start - self._keep_bytes - self._start))
+                del self._data[:old]
+                self._start += old
+            at = start - self._start
+            return bytes(memoryview(self._data)[at : at + length])
 
     def _advance(self) -> None:
-        """Decompress the next block."""
-        assert self._stream is not None
-        parts: list[bytes] = []
-        have, start = 0, self._next * BLOCK
+        """Decompress the next step."""
+        end, part = self._start + len(self._data), b""
         try:
             if self._file.size == 0:
                 raise EOFError("a compressed file is never empty")
-            # In small steps: a step that fails loses what was sound in it.
-            while have < BLOCK and (part := self._stream.read1(min(STEP, BLOCK - have))):  # type: ignore[attr-defined]
-                parts.append(part)
-                have += len(part)
+            part = self._stream.read1(STEP)  # type: ignore[union-attr]
         except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             if not is_damage(error):
                 raise
             # What came before the damage is sound, and the file ends here.
             self.broken = CorruptFile(
-                f"{self._file.path} cannot be decompressed past byte {start + have} of its text: "
-                f"{error}. It is damaged or was cut short: fetch it again, or leave it out."
+                f"{self._file.path} cannot be decompressed past byte {end} of its text: {error}. "
+                "It is damaged or was cut short: fetch it again, or leave it out."
             )
-        if start + have > self._max_bytes:
+        if end + len(part) > self._max_bytes:
+            part = b""
             self.broken = BombError(
                 f"{self._file.path}: {self._file.size} bytes decompress to more than "
                 f"{self._max_bytes}. If this is honest data, store it with less compression."
             )
-            parts, have = [], 0
-        self._blocks[self._next] = b"".join(parts)
-        if len(self._blocks) > self._keep:
-            self._blocks.popitem(last=False)
-        if have < BLOCK:
-            self._end = self._next
-        self._next += 1
+        self._data += part
+        self._ended = not part
 
     def _rewind(self) -> None:
         self._close_stream()
         self._stream = open_stream(self._file, self._remote)
-        self._blocks.clear()
-        self._next = 0
+        self._start, self._ended = 0, False
+        self._data.clear()
 
     def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -202,7 +180,7 @@ class CompressedFile:
     def close(self) -> None:
         with self._lock:
             self._close_stream()
-            self._blocks.clear()
+            self._data.clear()
 
 
 AnyFile = PlainFile | CompressedFile | FetchedFile
@@ -249,62 +227,3 @@ def open_stream(file: FileRef, remote: RemoteFiles | None = None) -> IO[bytes]:
         return cast(IO[bytes], zstd)
     opener: Any = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[file.codec]
     return cast(IO[bytes], opener(source, "rb"))
-
-
-class Storage:
-    """The open files of one dataset. Used by all worker threads at once."""
-
-    def __init__(
-        self,
-        *,
-        max_ratio: float,
-        keep_bytes: int,
-        remote: RemoteFiles | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self.remote = remote
-        self._clock = clock or NullClock()
-        self._max_ratio, self._keep_bytes = max_ratio, keep_bytes
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
-
-    def max_bytes(self, file: FileRef) -> int:
-        """Return how far a file may expand; small files have some leeway."""
-        return int(self._max_ratio * file.size) + 64 * MiB
-
-    def fetched(self, file: FileRef, parts: Sequence[tuple[int, Bytes]]) -> FetchedFile:
-        """Return a remote file of which some parts were fetched."""
-        assert self.remote is not None
-        return FetchedFile(file, self.remote, parts)
-
-    def plain(self, file: FileRef) -> PlainFile:
-        """Return a file on disk, as it is."""
-        return PlainFile(file, self._clock)
-
-    def open(self, file: FileRef, reader: int, parts: Sequence[tuple[int, Bytes]] = ()) -> AnyFile:
-        """Return a file for one reader (a lane): each has a decompressor of its own."""
-        if not file.codec:
-            return self.fetched(file, parts) if file.remote else self.plain(file)
-        with self._lock:
-            key = (file.path, reader)
-            if key not in self._compressed:
-                limit = self.max_bytes(file)
-                self._compressed[key] = CompressedFile(
-                    file, self._keep_bytes, limit, self._closing, self.remote
-                )
-                # A lane reads one file after another; two are open while it crosses over.
-                for old in [k for k in self._compressed if k[1] == reader][:-2]:
-                    self._compressed.pop(old).close()
-            return self._compressed[key]
-
-    def stop(self) -> None:
-        """Have decompression stop at the next block, without waiting."""
-        self._closing.set()
-
-    def close(self) -> None:
-        """Close all files, once nothing reads any more."""
-        self.stop()
-        for opened in self._compressed.values():
-            opened.close()
-        self._compressed.clear()

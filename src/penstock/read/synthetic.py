@@ -14,7 +14,7 @@ import numpy as np
 from penstock.config import whole_number
 from penstock.errors import ConfigError
 from penstock.order.shuffle import I64, mix, mix_array
-from penstock.read.token_files import Ids, checked_rows
+from penstock.read.token_files import Ids, RowDataset
 from penstock.types import Span
 
 GOLDEN, HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -24,7 +24,7 @@ STEPS = (
 )
 
 
-class SyntheticDataset:
+class SyntheticDataset(RowDataset):
     """A map-style dataset of `num_samples` rows of `seq_len + 1` random ids below `vocab_size`."""
 
     def __init__(
@@ -48,12 +48,7 @@ class SyntheticDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> Ids:
-        row: Ids = self.__getitems__([index + len(self) if index < 0 else index])[0]
-        return row
-
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
-        """Return the rows at `indices` as a new array."""
         keys = mix_array(mix(self.seed), self._checked(indices))
         # splitmix64, each row a stream of it; then the upper 32 bits, scaled to the vocabulary.
         x = keys[:, None] + np.arange(1, self.seq_len + 2, dtype=np.uint64) * GOLDEN
@@ -65,11 +60,6 @@ class SyntheticDataset:
         x >>= HALF
         return x.astype(self.dtype)
 
-    def boundaries(self, indices: I64 | Sequence[int]) -> tuple[I64, I64]:
-        """Return where documents begin inside the rows: nowhere, since a row is one document."""
-        self._checked(indices)
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-
     def spans(self, index: int) -> list[Span]:
         """Return where a row comes from: its number."""
         row, length = int(self._checked([index])[0]), self.seq_len + 1
@@ -79,10 +69,3 @@ class SyntheticDataset:
         """Return what identifies the data in a state."""
         sizes = {"vocab_size": self.vocab_size, "num_samples": self.num_samples}
         return {"kind": "synthetic", "seed": self.seed, **sizes}
-
-    def settings_id(self) -> dict[str, Any]:
-        """Return what else the rows depend on."""
-        return {"seq_len": self.seq_len}
-
-    def _checked(self, indices: I64 | Sequence[int]) -> I64:
-        return checked_rows(indices, self.num_samples, "a SyntheticDataset")

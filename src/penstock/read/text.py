@@ -15,7 +15,7 @@ import pyarrow as pa
 from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import empty, integers
 from penstock.read.storage import AnyFile
-from penstock.types import ChunkRef, FileRef, MiB
+from penstock.types import MiB
 
 
 @dataclass(slots=True)
@@ -116,15 +116,3 @@ def read_whole(source: AnyFile, max_bytes: int) -> bytes:
         parts.append(part)
         have += len(part)
     return b"".join(parts)
-
-
-def bundled(ref: ChunkRef) -> list[FileRef]:
-    """Return the files of a bundle, or of a part of one."""
-    file = ref.file
-    part = slice(*ref.bounds(len(file.members)))
-    # The ETags of remote members stand in the bundle's own, in their order.
-    etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-    return [
-        FileRef(member.path, member.name, member.size, "text", etag=etag)
-        for member, etag in zip(file.members[part], etags[part], strict=True)
-    ]

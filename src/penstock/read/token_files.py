@@ -55,7 +55,40 @@ class TokenFile(NamedTuple):
     """Bytes of Megatron's .idx."""
 
 
-class TokenFileDataset:
+class RowDataset:
+    """A map-style dataset of rows of `seq_len + 1` ids, each of which is made by its number."""
+
+    seq_len: int
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Ids:
+        row: Ids = self.__getitems__([index + len(self) if index < 0 else index])[0]
+        return row
+
+    def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
+        """Return the rows at `indices` as a new array."""
+        raise NotImplementedError
+
+    def boundaries(self, indices: I64 | Sequence[int]) -> tuple[I64, I64]:
+        """Return where documents begin inside the rows at `indices`: which row, and which id of it."""
+        self._checked(indices)
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def settings_id(self) -> dict[str, Any]:
+        """Return what else the rows depend on, besides the data."""
+        return {"seq_len": self.seq_len}
+
+    def _checked(self, indices: I64 | Sequence[int]) -> I64:
+        """Return row numbers as an array, or raise IndexError."""
+        asked, n = np.asarray(indices, np.int64).reshape(-1), len(self)
+        if asked.size and not 0 <= (least := int(asked.min())) <= (most := int(asked.max())) < n:
+            raise IndexError(f"row {least if least < 0 else most}: {self} has rows 0 to {n - 1}")
+        return asked
+
+
+class TokenFileDataset(RowDataset):
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
 
     def __init__(
@@ -106,12 +139,10 @@ class TokenFileDataset:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Ids:
-        row: Ids = self.__getitems__([index + len(self) if index < 0 else index])[0]
-        return row
+    def __repr__(self) -> str:
+        return f"TokenFileDataset({self.files[0].path}, {len(self.files)} files)"
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
-        """Return the rows at `indices` as a new array."""
         groups = self._by_file(indices)
         if len(groups) == 1:
             return self._gather(groups[0][0], groups[0][2])
@@ -121,7 +152,6 @@ class TokenFileDataset:
         return out
 
     def boundaries(self, indices: I64 | Sequence[int]) -> tuple[I64, I64]:
-        """Return where documents begin inside the rows at `indices`: which row, and which id of it."""
         found = [np.empty((2, 0), np.int64)]
         for number, at, local in self._by_file(indices):
             if self.files[number].format == "megatron":
@@ -142,11 +172,8 @@ class TokenFileDataset:
         begin = row * self.seq_len
         if file.format != "megatron":
             return [Span(file.name, None, begin, row, (0, length), (0, length))]
-        cuts, starts = (
-            [0, *self.boundaries([index])[1].tolist(), length],
-            self._index(number).starts,
-        )
-        spans = []
+        starts, spans = self._index(number).starts, []
+        cuts = [0, *self.boundaries([index])[1].tolist(), length]
         for a, b in itertools.pairwise(cuts):
             document = int(np.searchsorted(starts, begin + a, side="right")) - 1
             first = begin + a - int(starts[document])
@@ -162,13 +189,9 @@ class TokenFileDataset:
         tokens = sum(file.tokens for file in self.files)
         return {"kind": "tokens", "hash": found, "files": len(self.files), "tokens": tokens}
 
-    def settings_id(self) -> dict[str, Any]:
-        """Return what else the rows depend on."""
-        return {"seq_len": self.seq_len}
-
     def _by_file(self, indices: I64 | Sequence[int]) -> list[tuple[int, I64, I64]]:
         """Return, for each file that has some: its number, which of `indices`, and their rows in it."""
-        asked = checked_rows(indices, len(self), self.files[0].path)
+        asked = self._checked(indices)
         if len(self.files) == 1:
             return [(0, np.arange(asked.size), asked)]
         # Files too short for a row end where they begin, and are passed over.
@@ -200,14 +223,6 @@ class TokenFileDataset:
         if number not in self._indices:
             self._indices[number] = MegatronIndex(self.files[number])
         return self._indices[number]
-
-
-def checked_rows(indices: I64 | Sequence[int], length: int, name: str) -> I64:
-    """Return row numbers as an array, or raise IndexError."""
-    asked = np.asarray(indices, np.int64).reshape(-1)
-    if asked.size and not 0 <= (least := int(asked.min())) <= (most := int(asked.max())) < length:
-        raise IndexError(f"row {least if least < 0 else most}: {name} has rows 0 to {length - 1}")
-    return asked
 
 
 def _map_file(path: str, size: int) -> pa.Buffer:

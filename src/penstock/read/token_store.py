@@ -19,7 +19,7 @@ import re
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config import write_atomically
-from penstock.errors import CorruptFile, RemoteError
+from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
 from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import integers
@@ -46,8 +46,6 @@ NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{16}-[0-9]+-[0-9a-f]{24}\.arrows")
 FIELDS = ("last", "bad", "empty", "text_bytes", "filtered")
 """Of a `TokenChunk`, besides its documents."""
 LOCK = ".lock"
-RETRIES = 5
-"""Of a request to a bucket; a store has no other way to repeat one."""
 
 
 class Key(NamedTuple):
@@ -131,13 +129,11 @@ class TokenStore:
         self.place = os.fspath(place)
         self.limit_bytes, self.block_bytes, self.best_effort = limit_bytes, block_bytes, best_effort
         bucket = "://" in self.place
-        self._place = Bucket(self.place) if bucket else Folder(self.place, limit_bytes)
+        self._place = BucketFolder(self.place) if bucket else Folder(self.place, limit_bytes)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.off: str | None = None
         """Why nothing is written any more."""
-        self.full = False
-        """True if there was no room for an entry."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.place, self.limit_bytes, self.block_bytes, self.best_effort)
@@ -215,10 +211,6 @@ class TokenStore:
         bad = [Bad(Address(*address), *why) for address, *why in header.chunk["bad"]]
         return TokenChunk(ref, docs, rows, **(header.chunk | {"bad": bad}))
 
-    def entry_size(self, key: Key, chunk: TokenChunk) -> int:
-        """Return the bytes that an entry takes."""
-        return _serialize(key, chunk, self.block_bytes)[0].size
-
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
         """Write a chunk, and return its header; None if there is no room or writing has ended."""
         why = ""
@@ -228,7 +220,6 @@ class TokenStore:
                 if self._place.write(key.name, parts, header.size):
                     self._count(written=1, written_bytes=header.size)
                     return header
-                self.full = True
                 why = (
                     f"the token cache in {self.place} is full ({self.limit_bytes} bytes). Raise "
                     "RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
@@ -385,52 +376,45 @@ class Folder:
             os.close(lock)
 
 
-class Bucket:
-    """Entries below a prefix of a bucket. obstore retries by itself."""
+class BucketFolder:
+    """Entries below a prefix of a bucket, with the deadlines and retries of any remote data."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._opened: Any = None
+        self._bucket: Any = None
 
     def exists(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError), self._open(name) as (obstore, bucket):
-            return bool(obstore.head(bucket, name))
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self._call(name, lambda obstore, store, _: obstore.head(store, name)))
         return False
 
     def read(self, name: str, start: int, length: int) -> pa.Buffer:
-        with self._open(name) as (obstore, bucket):
-            return pa.py_buffer(obstore.get_range(bucket, name, start=start, length=length))
+        def read(obstore: Any, store: Any, _: Any) -> Any:
+            return obstore.get_range(store, name, start=start, length=length)
+
+        return pa.py_buffer(self._call(name, read))
 
     def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
-        with self._open(name) as (obstore, bucket):
-            obstore.put(bucket, name, b"".join(parts))
+        data = b"".join(parts)
+        self._call(name, lambda obstore, store, _: obstore.put(store, name, data))
         return True
 
     def touch(self, name: str) -> None:
         return
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._open() as (obstore, bucket):
-            obstore.delete(bucket, [*names])
+        self._call("", lambda obstore, store, _: obstore.delete(store, [*names]))
 
     def list(self) -> Iterator[Entry]:
-        with self._open() as (obstore, bucket):
-            for meta in itertools.chain.from_iterable(obstore.list(bucket)):
-                if NAME.fullmatch(meta["path"]):
-                    yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        every = self._call("", lambda obstore, store, _: [*itertools.chain(*obstore.list(store))])
+        for meta in every:
+            if NAME.fullmatch(meta["path"]):
+                yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
-    @contextlib.contextmanager
-    def _open(self, name: str = "") -> Iterator[tuple[Any, Any]]:
-        """Yield obstore and its store; turn its errors into ours."""
-        from penstock.read.buckets import open_store
+    def _call(self, name: str, function: Callable[..., Any]) -> Any:
+        if self._bucket is None:
+            from penstock.read.buckets import Bucket
+            from penstock.read.remote_files import Network
 
-        self._opened = self._opened or open_store(self._url, RemoteOptions(), retries=RETRIES)
-        import obstore
-        from obstore.exceptions import BaseError
-
-        try:
-            yield obstore, self._opened
-        except BaseError as error:
-            # The first line, without logins and signatures.
-            text = re.sub(r"//[^/\s@]*@|\?\S*", "//…", str(error).partition("\n")[0])[:300]
-            raise RemoteError(f"{self._url}/{name}: {text}") from None
+            self._bucket = Bucket(Network(RemoteOptions()), self._url)
+        return self._bucket.call(name, function, setting="retry_budget")

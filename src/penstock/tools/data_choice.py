@@ -128,7 +128,7 @@ def text_path(name: str, local_path: Path | None) -> str | Path:
     if local_path is not None:
         return local_path
     if name == "stdlib" and not os.path.exists(name):
-        from penstock.read.demo_corpus import write_stdlib
+        from penstock.tools.demo_corpus import write_stdlib
 
         return write_stdlib()
     return name

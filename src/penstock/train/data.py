@@ -165,7 +165,7 @@ def _load_tokenizer(parameters: Mapping[str, Any]) -> Any:
 def _stdlib_tokenizer() -> Path:
     """Return a tokenizer of the standard library's text, trained on first use."""
     from penstock.encode.train_bpe import train_tokenizer
-    from penstock.read.demo_corpus import documents, write_stdlib
+    from penstock.tools.demo_corpus import documents, write_stdlib
 
     path = write_stdlib().with_suffix(".tokenizer.json")
     if not path.exists():
