@@ -201,7 +201,7 @@ def test_skip_does_not_change_the_order_of_a_shuffled_stream(tmp_path: Path, sou
 )
 def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(ConfigError, match="not the address of a document"):
+    with pytest.raises(ConfigError, match="must be spans, or addresses of documents"):
         bytes_of(path, skip=[entry])
 
 

@@ -14,8 +14,7 @@ from penstock.cli.given import AsJson, Overrides, Preset, overrides
 from penstock.types import shown_address
 
 if TYPE_CHECKING:
-    from penstock.dataset_config import DatasetConfig
-    from penstock.settings import Settings
+    from penstock.settings import DatasetConfig, Settings
 
 FILE_FROM = {
     "given": "as given",

@@ -33,7 +33,7 @@ BURST_BYTES = 2 * MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """How a stream is run, and from where. `run_options` fills in the first part from the user's
+    """How a stream is run, and from where. `settings` fills in the first part from the user's
     options, the loader the second part from its state."""
 
     shuffle: bool

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.dataset_config import DatasetConfig, merge_text
 from penstock.errors import ConfigError
-from penstock.settings import load
+from penstock.settings import DatasetConfig, load, merge_text
 from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
