@@ -155,9 +155,12 @@ def _parse_one(value: Any) -> State:
     try:
         fields: dict[str, Any] = {name: _count(name, value[name]) for name in COUNTS}
         fields |= {name: dict(value[name]) for name in TABLES}
+        positions = {int(lane): LanePosition.from_list(at) for lane, at in value["at"].items()}
+        if not all(0 <= lane < fields["lanes"] for lane in positions):
+            raise ValueError(f"'at' must name lanes 0 to {fields['lanes'] - 1}")
         return State(
             **fields,
-            lane_positions={int(n): LanePosition.from_list(at) for n, at in value["at"].items()},
+            lane_positions=positions,
             skip=frozenset(map(Address.of, value["skip"])),
             weights=tuple(
                 (_count("weights", row), tuple(_count("weights", one) for one in weights))
