@@ -10,13 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock.options import (
-    LoaderOptions,
-    PreparedOptions,
-    RemoteOptions,
-    TextOptions,
-    options_of,
-)
+from penstock.options import LoaderOptions, RemoteOptions, TextOptions, options_of
+from penstock.sources.prepared import PreparedOptions
 
 PAGE = Path(__file__).with_name("reference.md")
 SECTIONS = {

@@ -30,7 +30,7 @@ from tests import contracts
 @pytest.fixture(autouse=True)
 def cpu_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`device="cpu"` means no device; here it is one whose memory happens to be the host's."""
-    monkeypatch.setattr("penstock.run_options._device", lambda device: device)
+    monkeypatch.setattr("penstock.settings._device", lambda device: device)
 
 
 class Samples:

@@ -432,8 +432,6 @@ def test_a_plain_trainer_trains_on_rows_and_resumes_by_reading_again(
         second = hf(loader, plain=True, max_steps=5)
         second.train(resume_from_checkpoint=True)
     assert first.seen + second.seen == own(endless, 5)
-    with endless() as loader, pytest.raises(ConfigError, match="Use batch_size=None"):
-        hf(loader, plain=True, batched=True, max_steps=1).train()
     with endless() as loader:
         batches = hf(loader, batched=True, max_steps=2)
         batches.train()

@@ -169,7 +169,7 @@ def test_skip_leaves_exactly_these_documents_out_and_keeps_the_order(
 )
 def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with pytest.raises(ConfigError, match="not the address of a document"):
+    with pytest.raises(ConfigError, match="must be spans, or addresses of documents"):
         bytes_of(path, skip=[entry])
 
 

@@ -6,8 +6,6 @@ that every package uses.
 
 from __future__ import annotations
 
-import importlib.util
-import operator
 import os
 import re
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.options import Option
 from penstock.types import Shard
 
 OTHER_VARIABLES = frozenset(
@@ -40,18 +39,13 @@ def environment() -> Mapping[str, str]:
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return an integer argument, or raise ConfigError if it is below `least` or not an integer."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ConfigError(f"{name}={value!r}: must be an integer ≥ {least}")
+    number: int = Option(name, int, None, "", minimum=least).read(value)
     return number
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ConfigError unless an argument is one of the allowed words."""
-    if not isinstance(value, str | None) or value not in allowed:
+    if value not in allowed:
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
@@ -113,9 +107,7 @@ def local_rank() -> int:
 
 def launched() -> bool:
     """Return True if a launcher such as torchrun set the rendezvous variables."""
-    return all(
-        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+    return os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def gpu_is_here() -> bool:
@@ -127,17 +119,7 @@ def gpu_is_here() -> bool:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the installed version of a package, or None.
-
-    Reads the name of the folder beside the package first: importlib.metadata takes 15 ms.
-    """
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        return None
-    beside = Path(spec.origin or os.devnull).parent.parent
-    found = list(beside.glob(f"{package}-*.dist-info"))
-    if len(found) == 1:
-        return found[0].stem.removeprefix(f"{package}-")
+    """Return the installed version of a package, or None."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -192,35 +174,26 @@ def adopt(variables: Mapping[str, str]) -> None:
 
 def proxy_for(scheme: str, host: str) -> str | None:
     """Return the proxy that the environment names for a host, or None."""
-    if host in ("localhost", "127.0.0.1", "::1") or not any(
-        name.lower().endswith("_proxy") for name in os.environ
-    ):
-        return None
     from urllib.request import getproxies, proxy_bypass
 
-    return None if proxy_bypass(host) else getproxies().get(scheme)
+    local = host in ("localhost", "127.0.0.1", "::1")
+    return None if local or proxy_bypass(host) else getproxies().get(scheme)
 
 
-def write_atomically(
-    path: Path, content: str | Sequence[Any], *, best_effort: bool = False
-) -> None:
-    """Write a text, or parts of bytes, under a temporary name that begins with a dot; then rename it.
-
-    best_effort: ignore an error of the file system.
-    """
+def write_atomically(path: Path, content: str | Sequence[Any]) -> None:
+    """Write a text, or parts of bytes, under a temporary name that begins with a dot; then rename it."""
     parts: Sequence[Any] = [content.encode()] if isinstance(content, str) else content
     # Not tempfile: its files are readable by their owner only, whatever the umask.
     temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
-    with suppress(*[OSError] if best_effort else []):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:  # also after Ctrl-C: no partial file is left
-            temporary.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:  # also after Ctrl-C: no partial file is left
+        temporary.unlink(missing_ok=True)
 
 
 def _int(name: str, default: int) -> int:

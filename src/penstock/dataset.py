@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir
-from penstock.errors import ConfigError, StateError
+from penstock.errors import ConfigError
 from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
 from penstock.read.listing import fingerprint, is_remote, list_files
 from penstock.read.settings import ReadSettings
-from penstock.types import Address, FileRef, MiB
+from penstock.types import Address, FileRef
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
@@ -27,25 +27,14 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
-MAX_DOC_BYTES = 256 * MiB
-"""The longest document; a longer one is a bad record."""
 VAL_FRACTION = 0.005
 """The default share of the documents in "val"."""
-MAX_RATIO = 1000.0
-"""How far a compressed file may expand."""
 
 
 def any_remote(urls: Any) -> bool:
     """Return True if some of the data is not on disk."""
     sources = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else []
     return any(isinstance(url, str) and is_remote(url) for url in sources)
-
-
-def _load_tokenizer(options: TextOptions) -> Tokenizer:
-    # Imported here: a remote listing runs while Arrow and the tokenizers are imported.
-    from penstock.encode.tokenizer import load_tokenizer
-
-    return load_tokenizer(options.tokenizer, eos=options.eos, bos=options.bos)
 
 
 class TextDataset:
@@ -66,7 +55,13 @@ class TextDataset:
         self.seq_len = options.seq_len
         separator = options.separator
         separator = separator.encode() if isinstance(separator, str) else separator or None
-        load = partial(_load_tokenizer, options)
+
+        def load() -> Tokenizer:
+            # Imported here: a remote listing runs while Arrow and the tokenizers are imported.
+            from penstock.encode.tokenizer import load_tokenizer
+
+            return load_tokenizer(options.tokenizer, eos=options.eos, bos=options.bos)
+
         began = time.perf_counter()
         self.remote_config: RemoteConfig | None = None
         """Network and cache; None for uncached local files."""
@@ -96,31 +91,24 @@ class TextDataset:
 
             config = self.remote_config or RemoteConfig(limits=remote, folder=cache_dir())
             self.remote_config = replace(config, cache_bytes=remote.cache_bytes)
-        action, _, quarantine = options.on_bad_record.partition(":")
-        on_bad_record: Any = action
+        on_bad_record: Any
         split: Any
+        on_bad_record, _, self.quarantine = options.on_bad_record.partition(":")
         split, _, fraction = (options.split or "").partition(":")
-        split = split or None
-        self.quarantine = quarantine or None
         self.read = ReadSettings(
             text_field=options.text_field,
             separator=separator,
             chunk_bytes=options.chunk_bytes,
-            split=split,
+            split=split or None,
             val_fraction=float(fraction or VAL_FRACTION),
             on_bad_record=on_bad_record,
-            max_doc_bytes=MAX_DOC_BYTES,
-            max_ratio=MAX_RATIO,
             skip=self._addresses(options.skip),
+            transform=options.transform,
         )
-        if options.filter is not None or options.transform is not None:
+        if options.filter is not None:
             from penstock.read.filters import RowFilter
 
-            name, function = options.transform or ("", len)
-            if not isinstance(name, str) or not callable(function):
-                raise ConfigError(f"transform={options.transform!r}: must be (name, function)")
-            chosen = RowFilter.of(options.filter)
-            self.read = replace(self.read, filter=chosen, transform=options.transform)
+            self.read = replace(self.read, filter=RowFilter.of(options.filter))
 
     @staticmethod
     def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextIterable:
@@ -137,21 +125,15 @@ class TextDataset:
 
         return TextIterable(source, tokenizer=tokenizer, seq_len=seq_len, **more)
 
-    def _addresses(self, skip: Iterable[Any]) -> frozenset[Address]:
-        from penstock.state import address
-
+    def _addresses(self, addresses: Iterable[Any]) -> frozenset[Address]:
         files = {each.name: file for file in self.files for each in file.members or [file]}
-        try:
-            addresses = frozenset(address(entry) for entry in skip)
-        except (StateError, TypeError) as error:
-            raise ConfigError(f"skip: {error}") from error
         for entry in addresses:
             file = files.get(entry.file)
             if file is None:
                 raise ConfigError(f"skip: {entry.file!r} is not one of the {len(files)} files")
             if (entry.group is None) == (file.format == "parquet"):
                 raise ConfigError(f"skip: {list(entry)}: a row group goes with Parquet files only")
-        return addresses
+        return frozenset(addresses)
 
     def __repr__(self) -> str:
         size = sum(file.size for file in self.files)
@@ -190,12 +172,13 @@ class TextDataset:
         """Return the options that decide the stream."""
         names = ["seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks"]
         settings = {name: getattr(self.options, name) for name in names}
-        if self.read.split is not None:
-            settings |= {"split": self.read.split, "val_fraction": self.read.val_fraction}
-        if self.read.filter is not None:
-            settings["filter"] = str(self.read.filter)
-        if self.read.transform is not None:
-            settings["transform"] = self.read.transform[0]
-        if self.read.separator is not None:
-            settings["separator"] = self.read.separator.decode("utf-8", "backslashreplace")
+        read = self.read
+        if read.split is not None:
+            settings |= {"split": read.split, "val_fraction": read.val_fraction}
+        if read.filter is not None:
+            settings["filter"] = str(read.filter)
+        if read.transform is not None:
+            settings["transform"] = read.transform[0]
+        if read.separator is not None:
+            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
         return settings

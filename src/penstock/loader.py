@@ -20,13 +20,14 @@ from penstock.config import whole_number
 from penstock.encode.batch import Batch, BatchOrigin
 from penstock.errors import ConfigError, StateError
 from penstock.feed.collectives import RankAgreement
-from penstock.feed.warmup import Warmup
+from penstock.feed.warmup import Warmup, check_warmup
 from penstock.options import LoaderOptions, accepts, from_habit
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
-from penstock.run_options import check_warmup, resolve_options, rows_of_pass
+from penstock.settings import resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
+from penstock.sources.map_style import rows_of_pass
 from penstock.state import State, check_lanes, gather, parse
 from penstock.watch.loader_stats import LoaderStats, Stats, shuffle_quality
 from penstock.watch.stage_timer import IMPORT

@@ -1,6 +1,7 @@
 """Every option, written once: its type, default, bounds and what it does.
 
-`LoaderOptions`, `TextOptions` and `RemoteOptions` are frozen dataclasses. Their docstrings say what
+`LoaderOptions`, `TextOptions` and `RemoteOptions` are frozen dataclasses; `PreparedOptions` and
+`TrainOptions`, beside what they configure, are made in the same way. Their docstrings say what
 each option does and what a larger value costs; values are checked against annotation and bounds when
 an object is made. Signatures, settings files, environment variables, `penstock config` and the
 settings page derive from them.
@@ -13,7 +14,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import cached_property
 from math import inf
@@ -21,11 +22,10 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from penstock.errors import ConfigError
-from penstock.types import AUTO, Format, GiB, KiB, MiB, Packing, Shard
+from penstock.types import AUTO, Address, Format, GiB, KiB, MiB, Packing, Shard
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Owner = TypeVar("Owner")
 First = TypeVar("First")
 
 REFUSED = (ValueError, TypeError, LookupError, ArithmeticError)
@@ -38,8 +38,9 @@ NAMES: dict[Any, str] = {
     Path: "a path",
     Any: "anything",
     get_origin(Callable[..., Any]): "a function",
-    get_origin(Iterable[Any]): "a list",
     Iterable[int]: "CPU numbers such as [0, 1] or '0-3,8'",
+    Iterable[Sequence[Any]]: "spans, or addresses of documents: (file, row group or None, row)",
+    tuple[str, Callable[[Any], Any]]: "(name, function)",
 }
 
 # Declaring options
@@ -55,18 +56,19 @@ def options(cls: type[T]) -> type[T]:
     """Make a frozen dataclass that checks and normalises every field when it is created."""
 
     def check_all(self: Any) -> None:
-        for name, each in made.__options__.items():
+        for name, each in options_of(cls).items():
             object.__setattr__(self, name, each.read(getattr(self, name)))
 
     made: Any = cls
     made.__post_init__ = check_all
     dataclass(frozen=True)(made)
-    hints = typing.get_type_hints(made)
-    helps = _helps(made.__doc__ or "")
-    made.__options__ = {}
-    for each in fields(made):
-        about = {"help": helps.get(each.name, ""), **each.metadata}
-        made.__options__[each.name] = Option(each.name, hints[each.name], each.default, **about)
+    hints, helps = typing.get_type_hints(made), _helps(made.__doc__ or "")
+    made.__options__ = {
+        each.name: Option(
+            each.name, hints[each.name], each.default, helps[each.name], **each.metadata
+        )
+        for each in fields(made)
+    }
     return cls
 
 
@@ -111,10 +113,9 @@ class Option:
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
-        """The alternatives of the annotation; None comes first, so that "none" is not a text."""
+        """The alternatives of the annotation."""
         union = get_origin(self.hint) in (typing.Union, types.UnionType)
-        kinds = get_args(self.hint) if union else (self.hint,)
-        return tuple(sorted(kinds, key=lambda kind: kind is not types.NoneType))
+        return get_args(self.hint) if union else (self.hint,)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -124,7 +125,8 @@ class Option:
 
     def read(self, value: Any, where: str = "") -> Any:
         """Return the value, normalised, or raise ConfigError with its place and what would fit."""
-        for kind in self.kinds:
+        # None comes first, so that "none" is not read as a text.
+        for kind in sorted(self.kinds, key=lambda kind: kind is not types.NoneType):
             try:
                 return self._read_as(kind, value)
             except REFUSED:
@@ -151,13 +153,21 @@ class Option:
             return FLAGS[word]
         if get_origin(kind) is Literal:
             return {each: each for each in get_args(kind)}[word]
-        if kind is int or kind is float:
-            return self._read_number(kind, value)
         if kind == Iterable[int]:
             return read_cpus(value)
+        if kind == Iterable[Sequence[Any]]:
+            return frozenset(map(Address.of, value))
         if kind is Path:
             return Path(value).expanduser()
-        if kind is str:
+        if kind is int or kind is float:
+            text, number = isinstance(value, str), not isinstance(value, bool)
+            value = read_size(value) if text and self.size else value
+            value = kind(value) if text or kind is float else operator.index(value)
+            fits = number and self.minimum <= value < self.below
+        elif get_origin(kind) is tuple:
+            parts = zip(value, get_args(kind), strict=True)
+            fits = all(isinstance(part, get_origin(each) or each) for part, each in parts)
+        elif kind is str:
             fits = re.fullmatch(self.pattern, value, re.DOTALL) is not None
         else:
             fits = kind is Any or isinstance(value, get_origin(kind) or kind)
@@ -165,18 +175,9 @@ class Option:
             raise ValueError
         return value
 
-    def _read_number(self, kind: type, value: Any) -> Any:
-        if self.size and isinstance(value, str):
-            value = read_size(value)
-        number = kind(value) if isinstance(value, str) or kind is float else operator.index(value)
-        if isinstance(value, bool) or not self.minimum <= number < self.below:
-            raise ValueError
-        return number
-
     def needs(self) -> str:
         """Say what would fit."""
-        none_last = sorted(self.kinds, key=lambda kind: kind is types.NoneType)
-        return ", or ".join(map(self._needs, none_last))
+        return ", or ".join(map(self._needs, self.kinds))
 
     def _needs(self, kind: Any) -> str:
         if kind is types.NoneType:
@@ -227,11 +228,11 @@ def read_cpus(value: Any) -> tuple[int, ...]:
 def accepts(
     cls: Callable[P, Any],
 ) -> Callable[
-    [Callable[Concatenate[Owner, First, ...], None]], Callable[Concatenate[Owner, First, P], None]
+    [Callable[Concatenate[Any, First, ...], None]], Callable[Concatenate[Any, First, P], None]
 ]:
     """Give an `__init__(self, first, *args, **kwargs)` the signature and help of an options class."""
 
-    def decorate(init: Callable[Concatenate[Owner, First, ...], None]) -> Any:
+    def decorate(init: Callable[..., None]) -> Any:
         own = list(inspect.signature(init).parameters.values())[:2]
         declared = list(inspect.signature(cls).parameters.values())
         init.__signature__ = inspect.Signature([*own, *declared])  # type: ignore[attr-defined]
@@ -428,29 +429,9 @@ class TextOptions:
     chunk_bytes: int = option(default=4 * MiB, minimum=KiB, size=True)
     shuffle_chunks: int = option(default=16, minimum=1)
     on_bad_record: str = option(default="raise", pattern="raise|skip|quarantine:.+")
-    skip: Iterable[Any] = ()
+    skip: Iterable[Sequence[Any]] = ()
     filter: Any = None
     transform: tuple[str, Callable[[Any], Any]] | None = None
     store: str | Path | None = None
     remote: RemoteOptions | dict[str, Any] | None = None
     cache: bool | Literal["auto"] = "auto"
-
-
-@options
-class PreparedOptions:
-    """How a prepared corpus is packed.
-
-    seq_len: Ids of a row. Attention's cost grows with its square.
-    packing: As for text: "concat", "bos" or "best_fit".
-    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
-    shuffle_blocks: Blocks of 65,536 tokens in a shuffle window. More mix better; each lane has two
-        windows in memory, 128 MiB by default with ids of 2 bytes.
-    skip: Documents to leave out: spans or addresses of `batch.provenance()`.
-    """
-
-    _: KW_ONLY
-    seq_len: int = option(minimum=1)
-    packing: Packing = "concat"
-    positions: bool = False
-    shuffle_blocks: int = option(default=512, minimum=1)
-    skip: Iterable[Any] = ()

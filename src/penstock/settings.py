@@ -1,28 +1,34 @@
-"""Settings of a run, from the command line, the environment and a configuration file.
+"""Settings: from the command line, the environment and a file to a dataset and a run.
 
 Precedence: command line > environment > file > default. A preset ranks just below what its own
 source sets explicitly. The settings are the options of `LoaderOptions` that can be written as text,
-two of `TextOptions`, and the three below; names used by other projects are aliases.
+two of `RemoteOptions`, and the three below; names used by other projects are aliases. The table
+[data] of a file describes a dataset. `resolve_options` fills in what data, rank and machine decide.
 """
 
 from __future__ import annotations
 
-import difflib
+import importlib.util
+import inspect
 import json
+import operator
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import penstock
 from penstock import config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, missing_extra
+from penstock.feed.affinity import resolve
 from penstock.options import LoaderOptions, Option, RemoteOptions, option, options, options_of
 
 if TYPE_CHECKING:
-    from penstock.dataset_config import DatasetConfig
+    from penstock.sources.base import RunContext, Source
 
 PRESETS = {
     "balanced": (2, 3),
@@ -42,14 +48,8 @@ ALIASES = {
     "prefetch_batches": "prefetch_size",
     "num_epochs": "epochs",
 }
-NSA_FWE = {
-    "NSA_FWE_PREFETCH": "prefetch",
-    "NSA_FWE_Q": "prefetch_size",
-    "NSA_FWE_DOC_BATCH": "doc_batch",
-    "NSA_FWE_REPORT_DOCS": "report_docs",
-    "NSA_FWE_WARMUP_BATCHES": "warmup_batches",
-    "NSA_FWE_WARMUP_TIMEOUT": "warmup_timeout",
-}
+NSA_FWE = ("prefetch", "doc_batch", "report_docs", "warmup_batches", "warmup_timeout")
+"""Settings that the environment may also set under NSA_FWE_ and their names."""
 TABLES = ("loader", "training", "data", "train", "preset")
 """What Penstock reads of a file; `penstock train` reads [train]. Other tables are ignored."""
 DEFAULT_FILE = "penstock.toml"
@@ -81,14 +81,14 @@ SETTINGS: dict[str, Option] = {
 }
 NAMES = {**{name: name for name in SETTINGS}, **ALIASES}
 """The setting that each name means, in files and on the command line."""
-VARIABLES = {f"PENSTOCK_{key.upper()}": name for key, name in NAMES.items()} | NSA_FWE
+VARIABLES = {f"PENSTOCK_{key.upper()}": name for key, name in NAMES.items()}
+VARIABLES |= {f"NSA_FWE_{name.upper()}": name for name in NSA_FWE} | {"NSA_FWE_Q": "prefetch_size"}
 """The same for the environment."""
 
 
 class RawSetting(NamedTuple):
-    """A setting as it was written."""
+    """A value, and where it was written."""
 
-    name: str
     value: Any
     where: str
     """Its source and its name there, such as "environment NSA_FWE_Q"."""
@@ -114,10 +114,6 @@ class Settings:
         """Return keyword arguments of `AsyncDataLoader`; `batch_size` is used if none is set."""
         arguments = {name: self[name] for name in options_of(LoaderOptions) if name in SETTINGS}
         arguments["batch_size"] = self["batch_size"] or batch_size
-        if arguments["batch_size"] is None:
-            raise ConfigError(
-                "batch_size is not set: write it in the file, in PENSTOCK_BATCH_SIZE, or pass it"
-            )
         if not self["prefetch"]:
             arguments["n_workers"] = 0
         return arguments
@@ -142,65 +138,49 @@ def load(
     process's own. origin: what messages write before the name of an override.
     """
     environment = config.environment() if environment is None else environment
-    given = from_source(overrides or {}, NAMES, origin)
-    given += from_source({"preset": preset}, NAMES, "command line --")
     ours = {name for name in environment if name.startswith(("PENSTOCK_", "NSA_FWE_"))}
     variables = {name: environment[name] or None for name in sorted(ours - config.OTHER_VARIABLES)}
-    where, file_from = _find_file(path, environment)
-    file = ConfigFile(Path(), {}) if where is None else read_file(where)
-    chosen = {name: RawSetting(name, each.default, "default") for name, each in SETTINGS.items()}
-    chosen["batch_size"] = RawSetting("batch_size", None, "default")
-    for layer in (_from_file(file), from_source(variables, VARIABLES, "environment "), given):
-        read = each_once(layer, SETTINGS)
-        if "preset" in read:
-            name = read["preset"].value
+    named = environment.get("PENSTOCK_CONFIG")
+    found = DEFAULT_FILE if os.path.exists(DEFAULT_FILE) else ""
+    file_from = "given" if path else "PENSTOCK_CONFIG" if named else "found" if found else ""
+    where = Path(path or named or found).expanduser()
+    file = read_file(where) if file_from else ConfigFile(where, {})
+    given = read_source(overrides or {}, NAMES, origin)
+    layers = (
+        _from_file(file),
+        read_source(variables, VARIABLES, "environment "),
+        read_source({"preset": preset}, NAMES, "command line --", into=given),
+    )
+    chosen = {name: RawSetting(each.default, "default") for name, each in SETTINGS.items()}
+    chosen["batch_size"] = RawSetting(None, "default")
+    for layer in layers:
+        if "preset" in layer:
+            name = layer["preset"].value
             for setting, value in zip(("n_workers", "prefetch_size"), PRESETS[name], strict=True):
-                chosen[setting] = RawSetting(setting, value, f"preset {name}")
-        chosen |= read
-    data = None
-    if file.table("data") is not None:
-        from penstock.dataset_config import read_data
-
-        data = read_data(file)
+                chosen[setting] = RawSetting(value, f"preset {name}")
+        chosen |= layer
     return Settings(
         values={name: one.value for name, one in chosen.items()},
         sources={name: one.where for name, one in chosen.items()},
-        file=where,
+        file=file.path if file_from else None,
         file_from=file_from,
-        data=data,
+        data=None if file.table("data") is None else read_data(file),
     )
 
 
-def build(
-    path: str | os.PathLike[str] | None = None,
-    dataset: Any = None,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    batch_size: int | None = None,
-) -> tuple[Any, dict[str, Any]]:
+def build(path: Any, dataset: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a dataset and the keyword arguments of its loader, for `AsyncDataLoader.from_config`."""
-    given = dict(overrides or {})
-    passed_on = {name: given.pop(name) for name in NOT_SETTINGS if name in given}
+    given = {name: value for name, value in overrides.items() if name not in NOT_SETTINGS}
     settings = load(path, overrides=given, origin="argument ")
-    arguments = settings.loader_arguments(batch_size) | passed_on
+    arguments = settings.loader_arguments()
+    arguments |= {name: overrides[name] for name in NOT_SETTINGS if name in overrides}
     if dataset is None:
         if settings.data is None:
             raise ConfigError(
-                f"no data: {settings.file or 'no file'} has a table [data], and no dataset was given"
+                f"no data: {settings.file or 'no file'} has no table [data], and no dataset was given"
             )
         dataset = settings.data.build(settings.text_arguments())
     return dataset, arguments
-
-
-def _find_file(
-    path: str | os.PathLike[str] | None, environment: Mapping[str, str]
-) -> tuple[Path | None, str]:
-    if path is not None:
-        return Path(path), "given"
-    if named := environment.get("PENSTOCK_CONFIG"):
-        return Path(named).expanduser(), "PENSTOCK_CONFIG"
-    found = Path(DEFAULT_FILE)
-    return (found, "found") if found.exists() else (None, "")
 
 
 # Names and values
@@ -209,36 +189,35 @@ def _find_file(
 def unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest known one."""
     known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if near:
-        return ConfigError(f"{where}: unknown; did you mean {near[0]}?")
-    return ConfigError(f"{where}: unknown; known are {', '.join(known)}")
+    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return ConfigError(f"{where}: unknown; {hint}")
 
 
-def from_source(
-    written: Mapping[str, Any], names: Mapping[str, str], origin: str
-) -> list[RawSetting]:
-    """Return what a source sets, under the settings' own names; None sets nothing."""
-    found = []
+def read_source(
+    written: Mapping[str, Any],
+    names: Mapping[str, str],
+    origin: str,
+    known: Mapping[str, Option] = SETTINGS,
+    into: Mapping[str, RawSetting] | None = None,
+) -> dict[str, RawSetting]:
+    """Return what a source sets, checked, by the settings' own names; None sets nothing.
+
+    into: what the same source sets elsewhere. Two different values for one setting are an error.
+    """
+    read = dict(into or {})
     for key, value in written.items():
         name = names.get(key) or names.get(key.replace("-", "_"))
         if name is None:
             raise unknown(origin + key, key, names)
-        if value is not None:
-            found.append(RawSetting(name, value, origin + key))
-    return found
-
-
-def each_once(found: Iterable[RawSetting], known: Mapping[str, Option]) -> dict[str, RawSetting]:
-    """Check the settings of one source. Two different values for one setting are an error."""
-    read: dict[str, RawSetting] = {}
-    for one in found:
-        value = known[one.name].read(one.value, one.where)
-        first = read.setdefault(one.name, one._replace(value=value))
-        if first.value != value:
+        if value is None:
+            continue
+        one = RawSetting(known[name].read(value, origin + key), origin + key)
+        first = read.setdefault(name, one)
+        if first.value != one.value:
             raise ConfigError(
-                f"{first.where} = {first.value!r} and {one.where} = {one.value!r} both set "
-                f"{one.name}: keep one of them"
+                f"{first.where} = {first.value!r} and {one.where} = {value!r} both set {name}: keep "
+                "one of them"
             )
     return read
 
@@ -254,14 +233,8 @@ class ConfigFile:
     tables: dict[str, Any]
 
     def where(self, table: str, key: str = "") -> str:
-        """Name a place in the file, in the file's own notation."""
-        return (self.prefix(table) + key).rstrip(" .")
-
-    def prefix(self, table: str) -> str:
-        """Return what `where` writes before a key."""
-        if table:
-            table = f"[{table}] " if self.path.suffix == ".toml" else f"{table}."
-        return f"file {self.path} {table}"
+        """Name a place in the file."""
+        return " ".join(filter(None, ["file", str(self.path), table and f"[{table}]", key]))
 
     def table(self, name: str) -> dict[str, Any] | None:
         """Return a table, or None if the file does not have it."""
@@ -273,16 +246,14 @@ class ConfigFile:
 
 def read_file(path: Path) -> ConfigFile:
     """Read a TOML file, or a JSON file that may have `//` comments."""
-    if path.suffix not in (".toml", ".json", ".jsonc"):
-        raise ConfigError(f"file {path}: the name must end in .toml or .json")
+    kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
         text = path.read_text("utf-8-sig")
-        is_toml = path.suffix == ".toml"
-        tables = tomllib.loads(text) if is_toml else json.loads(without_comments(text))
+        tables = tomllib.loads(text) if kind == "TOML" else json.loads(without_comments(text))
     except OSError as error:
         raise ConfigError(f"file {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"file {path}: is not valid {path.suffix[1:].upper()}: {error}") from None
+        raise ConfigError(f"file {path}: is not valid {kind}: {error}") from None
     if not isinstance(tables, dict):
         raise ConfigError(f"file {path}: must be an object")
     return ConfigFile(path, tables)
@@ -298,14 +269,209 @@ def without_comments(text: str) -> str:
     )
 
 
-def _from_file(file: ConfigFile) -> list[RawSetting]:
+def _from_file(file: ConfigFile) -> dict[str, RawSetting]:
     """Return the settings of [loader] and [training], and a `preset` above both."""
     for key in file.tables.keys() - TABLES:
-        if key in NAMES and not isinstance(file.tables[key], dict):
-            raise ConfigError(f"{file.where('', key)}: must be in a table; put it into [loader]")
-        if difflib.get_close_matches(key, TABLES, n=1, cutoff=0.85):
-            raise unknown(file.where("", key), key, TABLES)
-    found = from_source({"preset": file.tables.get("preset")}, NAMES, file.prefix(""))
+        if key in NAMES or get_close_matches(key, TABLES, n=1, cutoff=0.85):
+            raise ConfigError(f"{file.where('', key)}: not a table; known are {', '.join(TABLES)}")
+    read = read_source({"preset": file.tables.get("preset")}, NAMES, file.where("") + " ")
     for table in ("loader", "training"):
-        found += from_source(file.table(table) or {}, NAMES, file.prefix(table))
-    return found
+        origin = file.where(table) + " "
+        read = read_source(file.table(table) or {}, NAMES, origin, into=read)
+    return read
+
+
+# The dataset of a file
+
+KINDS = {
+    "text": "TextDataset",
+    "tokens": "TokenFileDataset.from_binary_file",
+    "prepared": "PreparedDataset",
+    "synthetic": "SyntheticDataset",
+}
+"""What makes a dataset of each kind. Its signature has the parameters."""
+VOCABULARY_FILES = (".json", ".tiktoken", ".model")
+QUARANTINE = "quarantine:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """A dataset that a file describes, or the parts of a mixture."""
+
+    kind: str
+    """"text", "prepared", "tokens", "synthetic" or "mixture"."""
+    where: str
+    parameters: Mapping[str, Any]
+    parts: Mapping[str, tuple[DatasetConfig, Any]] = field(default_factory=dict)
+    """Parts of a mixture with their weights."""
+
+    def build(self, text_arguments: Mapping[str, Any]) -> Any:
+        """Make the dataset. `text_arguments` are added to text datasets."""
+        arguments = dict(self.parameters)
+        if self.kind == "text":
+            arguments = merge_text(arguments, text_arguments)
+        try:
+            if self.kind != "mixture":
+                return _maker(self.kind)(**arguments)
+            parts = {
+                name: (part.build(text_arguments), weight)
+                for name, (part, weight) in self.parts.items()
+            }
+            return penstock.Mixture(parts, **arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from error
+
+
+def merge_text(parameters: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of a text dataset with others added, some of them to its `remote`."""
+    merged = {**parameters, **more}
+    remote = {name: merged.pop(name, None) for name in ("config", *TEXT_SETTINGS)}
+    given = {name: value for name, value in remote.items() if value is not None}
+    return merged | {"remote": replace(RemoteOptions.of(merged.get("remote")), **given)}
+
+
+def read_data(file: ConfigFile) -> DatasetConfig:
+    """Check the names in the table [data] against the datasets' parameters.
+
+    Paths are relative to the file's folder. Parts of a mixture inherit what fits them.
+    """
+    shared = dict(file.table("data") or {})
+    tables = shared.pop("mixture", None)
+    if tables is None:
+        return _read_table(file, "data", shared, {})
+    if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
+        raise ConfigError(f"{file.where('data', 'mixture')}: must have a table for each part")
+    parameters = {"on_end": shared.pop("on_end")} if "on_end" in shared else {}
+    weights = {part: own.pop("weight", None) for part, own in tables.items()}
+    parts = {
+        part: (_read_table(file, f"data.mixture.{part}", own, shared), weights[part])
+        for part, own in tables.items()
+    }
+    used = {"kind"}.union(*(part.parameters for part, _ in parts.values()))
+    for key in shared.keys() - used:
+        raise unknown(file.where("data", key), key, used)
+    where = file.where("data")
+    return DatasetConfig(kind="mixture", where=where, parameters=parameters, parts=parts)
+
+
+def _read_table(
+    file: ConfigFile, name: str, own: Mapping[str, Any], shared: Mapping[str, Any]
+) -> DatasetConfig:
+    kind = own.get("kind", shared.get("kind"))
+    known = _parameters(file, name, kind)
+    inherited = {key: value for key, value in shared.items() if key in known}
+    table = inherited | {key: value for key, value in own.items() if key != "kind"}
+    for key in table.keys() - known:
+        raise unknown(file.where(name, key), key, ["kind", *known])
+    required = [key for key, each in known.items() if each.default is each.empty]
+    if missing := [key for key in required if key not in table]:
+        raise ConfigError(f"{file.where(name)}: kind = {kind!r} needs {' and '.join(missing)}")
+    folder = file.path.parent.absolute()
+    parameters = {key: _resolve(folder, key, value) for key, value in table.items()}
+    return DatasetConfig(kind=kind, where=file.where(name), parameters=parameters)
+
+
+def _maker(kind: str) -> Callable[..., Any]:
+    maker: Callable[..., Any] = operator.attrgetter(KINDS[kind])(penstock)
+    return maker
+
+
+def _parameters(file: ConfigFile, name: str, kind: Any) -> Mapping[str, inspect.Parameter]:
+    """Return what a dataset of this kind takes."""
+    if kind not in KINDS:
+        raise ConfigError(
+            f"{file.where(name, 'kind')} = {kind!r}: must be one of {', '.join(map(repr, KINDS))}; "
+            "a mixture has a table data.mixture.… for each part"
+        )
+    return inspect.signature(_maker(kind)).parameters
+
+
+def _resolve(folder: Path, key: str, value: Any) -> Any:
+    """Resolve a parameter that is a path against the file's folder."""
+    if key in ("urls", "path", "store"):
+        many = isinstance(value, list)
+        return [_beside(folder, one) for one in value] if many else _beside(folder, value)
+    if key == "on_bad_record" and str(value).startswith(QUARANTINE):
+        return QUARANTINE + _beside(folder, value.removeprefix(QUARANTINE))
+    if key == "tokenizer" and isinstance(value, str) and value != "byte":
+        # A Hub name may look like a path, so only an existing or an unmistakable path is one.
+        is_path = value.endswith(VOCABULARY_FILES) or value.startswith((".", "~"))
+        return _beside(folder, value) if is_path or (folder / value).exists() else value
+    return value
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """Resolve a path against the file's folder. URLs and short names of Hub datasets stay."""
+    from penstock.read.hub import SHORT_NAMES
+
+    if not isinstance(value, str) or not value or "://" in value:
+        return value
+    path = folder / Path(value).expanduser()
+    return value if value in SHORT_NAMES and not path.exists() else str(path)
+
+
+# What data, rank and machine decide
+
+PREFETCH_AT_FIRST = 8
+"""Where prefetch_size="auto" starts."""
+DEVICE_BATCHES = 3
+"""Batches on the device: the one in use and two in flight."""
+
+
+def resolve_options(given: LoaderOptions, source: Source) -> RunContext:
+    """Fill in what the data, the rank and the machine decide, and check that all of it fits."""
+    from penstock.sources.base import RunContext
+
+    device = _device(given.device)
+    if given.device_preprocess is not None and device is None:
+        raise ConfigError("device_preprocess=…: needs device='cuda' or another device")
+    alone, shard = given.shard is not None, given.shard or config.current_shard()
+    cpus = resolve(given.cpus, given.numa_node)
+    n_workers = given.n_workers
+    if n_workers is None:
+        n_workers = min(config.default_workers(), len(cpus or range(16)))
+    prefetch = PREFETCH_AT_FIRST if given.prefetch_size == "auto" else given.prefetch_size
+    warmup = 0 if given.warmup_batches == "auto" else given.warmup_batches
+    batches = max(prefetch, warmup) + 1 + (DEVICE_BATCHES if device is not None else 0)
+    queue_bytes = batches * given.batch_size * source.row_bytes()
+    if queue_bytes >= given.memory_limit:
+        raise ConfigError(
+            f"memory_limit={given.memory_limit}: the {batches} batches of the queue and beyond take "
+            f"{queue_bytes} bytes. Raise it, or lower prefetch_size or batch_size."
+        )
+    several = shard.mod > 1 and not alone
+    drop_last = several if given.drop_last is None else given.drop_last
+    if several and not drop_last and given.epochs is not None and not source.even:
+        raise ConfigError(
+            f"drop_last=False with epochs={given.epochs} on {shard.mod} ranks: their last batches "
+            "would differ in number and size. Use drop_last=True."
+        )
+    # If a batch's size is not known beforehand, queue and read-ahead get half each.
+    queue_bytes = queue_bytes or given.memory_limit // 2
+    return RunContext(
+        shuffle=source.shuffles if given.shuffle is None else given.shuffle,
+        seed=given.seed,
+        batch_size=given.batch_size,
+        drop_last=drop_last,
+        epochs=given.epochs,
+        shard=shard,
+        alone=alone,
+        n_workers=n_workers,
+        workers=given.workers,
+        cpus=cpus,
+        prefetch_size=prefetch,
+        row_bytes=source.row_bytes(),
+        queue_bytes=queue_bytes,
+        read_ahead_bytes=given.memory_limit - queue_bytes,
+        tensors=importlib.util.find_spec("torch") is not None,
+        device=device,
+    )
+
+
+def _device(device: Any) -> str | None:
+    name = "cpu" if device is None else str(device)
+    if name.partition(":")[0] == "cpu":
+        return None
+    if importlib.util.find_spec("torch") is None:
+        raise missing_extra("torch", f"device={name!r}", "torch")
+    return name

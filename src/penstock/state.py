@@ -25,8 +25,8 @@ from penstock.types import Address, LanePosition, Shard, StreamPosition, is_coun
 
 VERSION = 2
 COUNTS = ("row", "batch", "first", "lanes")
-TABLES = ("stream", "data", "tokenizer")
-KEYS = {"penstock", "at", "skip", *COUNTS, *TABLES}
+TABLES = {"data": "the data", "tokenizer": "the tokenizer", "stream": "settings"}
+"""What the stream is a function of, and its names in messages."""
 Weights = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -89,17 +89,13 @@ class State:
 
     def require_stream_of(self, current: State) -> None:
         """Raise if the state belongs to another stream, and name what differs."""
-        for what, saved, now in (
-            ("the data", self.data, current.data),
-            ("the tokenizer", self.tokenizer, current.tokenizer),
-            ("settings", self.stream, current.stream),
-        ):
-            # The name of a vocabulary is only for people: it may differ between machines.
-            ignored = {"name"} if what == "the tokenizer" else set()
-            differ = [k for k in {*saved, *now} - ignored if saved.get(k) != now.get(k)]
-            keys = sorted(differ, key=str)  # a damaged state may have keys of any type
-            if keys:
-                pairs = ", ".join(f"{k} was {saved.get(k)!r}, is {now.get(k)!r}" for k in keys)
+        for table, what in TABLES.items():
+            saved, now = getattr(self, table), getattr(current, table)
+            # A damaged state may have keys of any type. The name of a vocabulary may differ.
+            keys = sorted({*saved, *now} - ({"name"} if table == "tokenizer" else set()), key=str)
+            differ = [k for k in keys if saved.get(k) != now.get(k)]
+            if differ:
+                pairs = ", ".join(f"{k} was {saved.get(k)!r}, is {now.get(k)!r}" for k in differ)
                 raise StateError(
                     f"{what} changed since the state was saved: {pairs}. Restore what it was, or "
                     "start a new run."
@@ -121,22 +117,14 @@ def parse(value: Any) -> State:
     states = [_parse_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
     if not states:
         raise StateError("the list of states is empty: give the state of each rank")
-    first = states[0]
-    positions: dict[int, LanePosition] = {}
-    for state in states:
-        for name in (*COUNTS, *TABLES, "skip", "weights", "source"):
-            if getattr(state, name) != getattr(first, name):
-                raise StateError(
-                    "the states of the ranks were not taken at the same batch of the same run: "
-                    f"{name} is {getattr(first, name)!r} in one and {getattr(state, name)!r} in another"
-                )
-        for lane, at in state.lane_positions.items():
-            if positions.setdefault(lane, at) != at:
-                raise StateError(
-                    f"two states have different positions for lane {lane}: give each rank's state "
-                    "once, all of one save"
-                )
-    return replace(first, lane_positions=positions)
+    alike = replace(states[0], lane_positions={})
+    if any(replace(state, lane_positions={}) != alike for state in states):
+        raise StateError(
+            "the states of the ranks were not taken at the same batch of the same run: their batches "
+            f"are {[state.batch for state in states]}. Load states of one save."
+        )
+    positions = {lane: at for state in states for lane, at in state.lane_positions.items()}
+    return replace(alike, lane_positions=positions)
 
 
 def gather(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
@@ -164,46 +152,27 @@ def _parse_one(value: Any) -> State:
             f"the state has version {version!r:.20}, this release reads version {VERSION}. Resume with "
             "the release that saved it, or start a new run."
         )
-    unknown, missing = value.keys() - KEYS - {"weights", "source"}, KEYS - value.keys()
-    if unknown or missing:
-        raise StateError(
-            f"invalid state: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
-        )
     try:
-        lanes = _count("lanes", value["lanes"])
-        positions = {int(lane): LanePosition.from_list(at) for lane, at in value["at"].items()}
-        if not all(0 <= lane < lanes for lane in positions):
-            raise ValueError(f"'at' must name lanes 0 to {lanes - 1}")
-        changes = value.get("weights", ())
         fields: dict[str, Any] = {name: _count(name, value[name]) for name in COUNTS}
         fields |= {name: dict(value[name]) for name in TABLES}
+        positions = {int(lane): LanePosition.from_list(at) for lane, at in value["at"].items()}
+        if not all(0 <= lane < fields["lanes"] for lane in positions):
+            raise ValueError(f"'at' must name lanes 0 to {fields['lanes'] - 1}")
         return State(
             **fields,
             lane_positions=positions,
-            skip=frozenset(map(address, value["skip"])),
+            skip=frozenset(map(Address.of, value["skip"])),
             weights=tuple(
                 (_count("weights", row), tuple(_count("weights", one) for one in weights))
-                for row, weights in changes
+                for row, weights in value.get("weights", ())
             ),
             source=value.get("source"),
         )
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise StateError(f"invalid state: {error}") from error
+        raise StateError(f"invalid state: {type(error).__name__}: {error}") from error
 
 
 def _count(name: str, value: Any) -> int:
     if not is_count(value):
         raise ValueError(f"{name!r} must be a non-negative integer, not {value!r:.80}")
     return int(value)
-
-
-def address(entry: Any) -> Address:
-    """Return an address from a `Span`, an `Address`, or a list of file, row group and row."""
-    entry = getattr(entry, "address", entry)
-    if isinstance(entry, list | tuple) and len(entry) == 3:
-        file, group, row = entry
-        if isinstance(file, str) and (group is None or is_count(group)) and is_count(row):
-            return Address(file, group, row)
-    raise StateError(
-        f"not the address of a document: {entry!r:.80}. It needs file, row group or None, and row"
-    )

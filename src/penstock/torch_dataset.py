@@ -7,22 +7,18 @@ save the state of all ranks in the checkpoints of other libraries. A state is a 
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
 from penstock.config import write_atomically
 from penstock.encode.batch import Batch
-from penstock.errors import ConfigError, StateError, missing_extra
+from penstock.errors import ConfigError, StateError
 from penstock.state import gather
-
-try:
-    import torch
-    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-except ImportError as error:  # pragma: no cover - torch is here wherever the tests run
-    raise missing_extra("torch", "as_torch_dataset()", "torch") from error
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
@@ -52,16 +48,11 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
             raise ConfigError(NO_WORKERS)
-        if self.batched and _is_batched_again():
-            raise ConfigError(
-                "these are finished batches, and a DataLoader with a batch_size would batch them "
-                "again. Use batch_size=None, or as_torch_dataset() without batched=True."
-            )
         # Generators: some libraries call `iter` only to ask for a state, which must start nothing.
         return self._batches() if self.batched else self._rows()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        yield from map(dict, self.loader)
+        yield from map(FinishedBatch, self.loader)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         loader = self.loader
@@ -130,32 +121,39 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             raise StateError(f"not the state of a Penstock dataset: {state!r:.80}") from None
         if left or (rows and self.batched):
             raise StateError(
-                f"the state is {rows} rows into a batch, where {world} ranks cannot continue"
-                + (" with whole batches." if self.batched else ".")
-                + " Save after a whole batch of the loader, or resume as it was saved."
+                f"the state is {rows} rows into a batch: {world} ranks cannot continue there, nor can "
+                "batched=True. Save after a whole batch of the loader, or resume as it was saved."
             )
         self.loader.load_state_dict(inner)
         self._handed = handed
         self._before = self.loader.state_dict().copy if handed else self.loader.state_dict
 
 
-def _is_batched_again() -> bool:
-    """Return True if the caller's caller is a DataLoader with a batch_size.
+class FinishedBatch(dict[str, Any]):
+    """The fields of a batch. Refuses to be batched again by a DataLoader with a batch_size.
 
-    It passes nothing to its dataset, and collate functions stack whatever they get: only its
-    own variable tells.
+    torch's `default_collate` keeps the type of a mapping: it updates a copy with stacked fields.
     """
-    frame: Any = inspect.currentframe()
-    caller = frame.f_back.f_back
-    return bool(caller.f_locals.get("auto_collation"))
+
+    def update(self, fields: Any = (), /, **more: Any) -> None:
+        """Replace fields, but not by stacks of them."""
+        new = dict(fields, **more)
+        if any(_dimensions(new[name]) > _dimensions(self[name]) for name in new.keys() & self):
+            raise ConfigError(
+                "these are finished batches, and a DataLoader with a batch_size would batch them "
+                "again. Use batch_size=None, or as_torch_dataset() without batched=True."
+            )
+        super().update(new)
+
+
+def _dimensions(value: Any) -> int:
+    return getattr(value, "ndim", 0)
 
 
 def _length(batch: Batch, fields: Mapping[str, Any]) -> int:
     """Return how many rows the fields of a batch have, or raise if they cannot be cut into rows."""
     cut = batch.data is None or isinstance(batch.data, Mapping)
-    sizes = {
-        len(v) if isinstance(v, list) or getattr(v, "ndim", False) else 0 for v in fields.values()
-    }
+    sizes = {len(v) if isinstance(v, list) or _dimensions(v) else 0 for v in fields.values()}
     if not cut or len(sizes) != 1 or 0 in sizes:
         raise ConfigError(
             f"a batch of {', '.join(fields)} cannot be cut into rows. Use "
@@ -243,14 +241,7 @@ class TrainerMixin:
 
                 resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
             if isinstance(resume_from_checkpoint, str | Path):
-                file = Path(resume_from_checkpoint) / STATE_FILE
-                try:
-                    saved = json.loads(file.read_bytes())
-                except (OSError, ValueError) as error:
-                    raise StateError(
-                        f"{file} is missing or damaged ({error}). Resume from a checkpoint that a "
-                        "Trainer with TrainerMixin finished."
-                    ) from error
+                saved = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_bytes())
                 # Otherwise the Trainer would read and drop the rows before the checkpoint.
                 self.args.ignore_data_skip = True
                 dataset.load_state_dict(saved)
@@ -292,9 +283,7 @@ def lightning_callback(loader: AsyncDataLoader) -> Any:
             if stage == "fit":
                 _require_rank(loader, trainer.world_size, trainer.global_rank)
 
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
             if not isinstance(batch, Batch):
                 raise ConfigError(
                     f"lightning_callback got a {type(batch).__name__} instead of the loader's Batch. "

@@ -7,6 +7,7 @@ a stream is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -63,16 +64,11 @@ class Member(NamedTuple):
 
 def shown_address(address: str) -> str:
     """Return an address without its secrets: a login, a signature in the query."""
-    scheme, there, rest = address.partition("://")
-    if not there:
-        return address
     # Not by urlsplit, which raises for malformed addresses: those are shown in errors too.
-    web = scheme.strip().lower() in ("http", "https")
-    ends = [at for at in map(rest.find, "?#") if at >= 0] if web else []
-    server, slash, path = rest[: min(ends, default=len(rest))].partition("/")
-    login, _, host = server.rpartition("@")
+    if re.match(r"\s*https?://", address, re.IGNORECASE):
+        return re.sub(r"://[^/]*@", "://", re.sub(r"[?#].*", "", address, flags=re.DOTALL))
     # Elsewhere an @ may be part of a name (abfss://container@account), and a ? or # of a path.
-    return f"{scheme}://{host if web or ':' in login else server}{slash}{path}"
+    return re.sub(r"://[^/]*:[^/]*@", "://", address)
 
 
 MODIFIED = "modified "
@@ -155,6 +151,14 @@ class Address(NamedTuple):
     file: str
     group: int | None
     row: int
+
+    @classmethod
+    def of(cls, entry: Any) -> Address:
+        """Return the address of a `Span`, or of a list of file, row group or None, and row."""
+        file, group, row = getattr(entry, "address", entry)
+        if not (isinstance(file, str) and (group is None or is_count(group)) and is_count(row)):
+            raise ValueError(f"not the address of a document: {entry!r:.80}")
+        return cls(file, group, row)
 
 
 class Span(NamedTuple):

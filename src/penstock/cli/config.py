@@ -15,7 +15,7 @@ from penstock.tools.data_choice import SettingsOptions
 from penstock.types import shown_address
 
 if TYPE_CHECKING:
-    from penstock.dataset_config import DatasetConfig
+    from penstock.settings import DatasetConfig
 
 
 @options

@@ -1,1 +1,5 @@
-"""From texts to ids, from ids to rows, from rows to batches."""
+"""Turn texts into ids, ids into rows, and rows into batches.
+
+Workers tokenize whole chunks; the producer packs and batches. Columnar: no Python object for each
+document.
+"""

@@ -1,1 +1,4 @@
-"""Threads and queues: the only place where any live."""
+"""Run the work: worker pools, the prefetch queue, device copies and agreement between ranks.
+
+The only package that creates threads and processes. `shutdown()` joins every one of them.
+"""

@@ -14,10 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
-from penstock.errors import LoaderClosed, StateError
+from penstock.errors import ConfigError, LoaderClosed, StateError
 from penstock.options import LoaderOptions, options_of
+
+if TYPE_CHECKING:
+    from penstock.sources.base import RunContext
 
 log = logging.getLogger("penstock")
 
@@ -214,6 +217,20 @@ def check_arguments(batches: Any, timeout: Any) -> tuple[int | Literal["auto"], 
     declared = options_of(LoaderOptions)
     batches = replace(declared["warmup_batches"], name="batches").read(batches)
     return batches, replace(declared["warmup_timeout"], name="timeout").read(timeout)
+
+
+def check_warmup(
+    run: RunContext, memory_limit: int, batches: Any, timeout: Any
+) -> tuple[int | Literal["auto"], float]:
+    """Check the arguments of a loader's `warmup()`."""
+    wanted, timeout = check_arguments(run.prefetch_size if batches is None else batches, timeout)
+    batch_bytes = run.row_bytes * run.batch_size
+    if wanted != "auto" and batch_bytes * (wanted + 1) > memory_limit:
+        raise ConfigError(
+            f"batches={wanted}: take {batch_bytes * wanted} bytes, more than "
+            f"memory_limit={memory_limit}. Ask for fewer, or raise it."
+        )
+    return wanted, timeout
 
 
 def _is_own(iterable: Any) -> bool:

@@ -1,1 +1,4 @@
-"""Which chunk and which document comes next: pure functions of the seed and the list of files."""
+"""Decide which chunk, document and row comes next.
+
+Pure functions of the seed, the epoch and the list of files: nothing here reads data or keeps state.
+"""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -182,11 +182,7 @@ class Plan:
         together = sum(team == teams[file] for team in teams)
         by = -(-CHUNKS_PER_LANE * sharers // (together * len(refs)))
         if by > 1:
-            refs = [
-                replace(ref, part=by * ref.part + i, parts=by * ref.parts, nbytes=ref.nbytes // by)
-                for ref in refs
-                for i in range(by)
-            ]
+            refs = [part for ref in refs for part in ref.divided([1] * by)]
         order = np.arange(len(refs))
         if self.shuffle:
             order = permutation(len(refs), self.seed, epoch, _SHARED, file)

@@ -1,4 +1,8 @@
-"""Tokenize a corpus once, on one machine or on a cluster, and read it with `PreparedDataset`."""
+"""Tokenize a corpus once, on one machine or on a cluster.
+
+The unit of work is the address of a chunk; each result is one immutable file. `PreparedDataset` reads
+the result.
+"""
 
 from __future__ import annotations
 

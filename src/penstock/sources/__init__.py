@@ -1,1 +1,4 @@
-"""Each kind of data: how a dataset becomes batches. Every file is one kind, behind the protocols in `base`."""
+"""Turn a dataset into a stream of batches: one module for each kind of data.
+
+All of them implement the protocols of `base`; `factory` chooses by the type of the dataset.
+"""

@@ -34,7 +34,7 @@ quarter of it or less. That is 32 batches of 16 rows of 1024 tokens."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """How a stream is run, and from where. `run_options` fills in the first part from the user's
+    """How a stream is run, and from where. `settings` fills in the first part from the user's
     options, the loader the second part from its state."""
 
     shuffle: bool

@@ -76,6 +76,14 @@ def spans_of(dataset: Any, index: int) -> list[Span]:
     return span_of(type(dataset).__name__, index)
 
 
+def rows_of_pass(run: RunContext, length: int | None) -> int:
+    """Return the rows or samples of one pass on this rank, if an epoch has this many in all."""
+    if length is None or run.epochs is None:
+        kind = "an endless stream" if run.epochs is None else "a stream of unknown length"
+        raise TypeError(f"{kind} has no len()")
+    return own_rows(length * run.epochs, run)
+
+
 def own_rows(total: int, run: RunContext) -> int:
     """Return how many of `total` rows a rank reads, with those that are repeated at the end."""
     full, left = divmod(total, run.batch_size * run.shard.mod)

@@ -8,17 +8,16 @@ blocks in a bucket are fetched by the I/O pool, one range each.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.encode.rows import LaneOptions
 from penstock.encode.window import flatten
-from penstock.errors import ConfigError, StateError
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
-from penstock.options import PreparedOptions, accepts
+from penstock.options import accepts, option, options
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_block, read_manifest
@@ -26,8 +25,7 @@ from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
 from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
-from penstock.state import address
-from penstock.types import Address, ChunkRef, LanePosition, TokenChunk
+from penstock.types import Address, ChunkRef, LanePosition, Packing, TokenChunk
 from penstock.watch.stage_timer import Clock
 
 GROUP_BLOCKS = 512
@@ -35,6 +33,26 @@ GROUP_BLOCKS = 512
 FETCHES = 16
 """Requests in flight to a bucket."""
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
+
+
+@options
+class PreparedOptions:
+    """How a prepared corpus is packed.
+
+    seq_len: Ids of a row. Attention's cost grows with its square.
+    packing: As for text: "concat", "bos" or "best_fit".
+    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
+    shuffle_blocks: Blocks of 65,536 tokens in a shuffle window. More mix better; each lane has two
+        windows in memory, 128 MiB by default with ids of 2 bytes.
+    skip: Documents to leave out: spans or addresses of `batch.provenance()`.
+    """
+
+    _: KW_ONLY
+    seq_len: int = option(minimum=1)
+    packing: Packing = "concat"
+    positions: bool = False
+    shuffle_blocks: int = option(default=512, minimum=1)
+    skip: Iterable[Sequence[Any]] = ()
 
 
 class PreparedDataset:
@@ -49,8 +67,8 @@ class PreparedDataset:
 
         path: the folder or bucket (s3://, gs://, az://) that `penstock prepare` wrote.
         """
-        self.options = options = PreparedOptions(**kwargs)
-        self.seq_len = options.seq_len
+        self.options = PreparedOptions(**kwargs)
+        self.seq_len = self.options.seq_len
         self.store = TokenStore(path)
         self.manifest: Manifest = read_manifest(self.store)
         about = self.manifest.about
@@ -58,10 +76,7 @@ class PreparedDataset:
         self.tokens: int = about["tokens"]
         self.dtype = np.dtype(about["tokenizer"]["dtype"])
         self.vocab_size: int = about["tokenizer"]["vocab_size"]
-        try:
-            self.skip = frozenset(map(address, options.skip))
-        except (StateError, TypeError) as error:
-            raise ConfigError(f"skip: {error}") from error
+        self.skip = frozenset(map(Address.of, self.options.skip))
 
     def __repr__(self) -> str:
         return (

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.dataset_config import DatasetConfig, merge_text
 from penstock.errors import ConfigError
 from penstock.options import option, options
-from penstock.settings import Settings, load
+from penstock.settings import DatasetConfig, Settings, load, merge_text
 from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"

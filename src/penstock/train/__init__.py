@@ -1,1 +1,4 @@
-"""The training side: a small model, its loop, and what warms it up."""
+"""A complete trainer on the public API: model, loop, checkpoints, DDP and FSDP, prewarm.
+
+It is the example for trainers of your own, and what `penstock train` runs.
+"""

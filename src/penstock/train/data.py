@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import current_shard, write_atomically
-from penstock.dataset_config import DatasetConfig
 from penstock.encode.batch import Batch
 from penstock.errors import ConfigError, SourceError
 from penstock.feed.collectives import Ranks
 from penstock.feed.fallback import BackgroundOpen
 from penstock.loader import AsyncDataLoader
-from penstock.settings import Settings
+from penstock.settings import DatasetConfig, Settings
 from penstock.tools.data_choice import LOCAL, text_path
 from penstock.train.options import TrainOptions
 from penstock.types import IGNORE, Shard

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from penstock.config import gpu_is_here, local_rank
 from penstock.errors import ConfigError
 from penstock.options import option, options, options_of
-from penstock.settings import RawSetting, Settings, each_once, from_source, load, read_file
+from penstock.settings import RawSetting, Settings, load, read_file, read_source
 from penstock.types import Packing
 from penstock.watch.heartbeat_reader import FOLDER
 
@@ -165,7 +165,7 @@ def resolve(
     environment, and that above the file.
     """
     written = {flag(name): value for name, value in given.items()}
-    chosen = each_once(from_source(written, {flag(name): name for name in OPTIONS}, ""), OPTIONS)
+    chosen = read_source(written, {flag(name): name for name in OPTIONS}, "", OPTIONS)
     sets = {**(overrides or {})}
     sets |= {ALSO_SETTINGS[name]: chosen[name].value for name in ALSO_SETTINGS if name in chosen}
     settings = load(config, overrides=sets, preset=preset, origin="command line --set ")
@@ -193,7 +193,7 @@ def _from_file(path: Path) -> dict[str, RawSetting]:
     for name in table.keys() & {"local_path", "tensorboard"}:
         table[name] = path.parent / Path(table[name]).expanduser()
     names = {name: name for name in OPTIONS}
-    return each_once(from_source(table, names, file.prefix("train")), OPTIONS)
+    return read_source(table, names, file.where("train") + " ", OPTIONS)
 
 
 def _check(options: TrainOptions, settings: Settings) -> None:

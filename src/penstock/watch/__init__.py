@@ -1,1 +1,4 @@
-"""Watching a run: what it does, why it waits, when it is warm, whether it is well."""
+"""Measure a run, and explain its waits: stage times, verdicts, heartbeat, report, health.
+
+Records on the threads that do the work, judges elsewhere, and never delays a step.
+"""
