@@ -147,6 +147,14 @@ def test_other_data_is_diagnosed(tmp_path: Path) -> None:
         json.dumps(found.as_dict())
 
 
+def test_shuffled_text_is_compared_with_a_uniform_order(corpus: Path) -> None:
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64, cache=False)
+    found = diagnose(data, 4, seconds=0.2, shuffle=True)
+    assert 0 < (found.shuffle_quality or 0) < 1.5
+    assert "of a uniform order" in found.as_text()
+    assert diagnose(data, 4, seconds=0.2).shuffle_quality is None
+
+
 def test_finite_stream_that_ends_early_is_enough() -> None:
     found = diagnose([[1, 2, 3, 4]] * 10, 5, epochs=1, seconds=0.2)
     assert found.tokens_per_s > 0

@@ -51,6 +51,11 @@ class Manifest:
     blocks: dict[str, I64]
     """Bytes, documents, bytes of ids and CRC-32 of each block."""
 
+    def documents_of_entries(self) -> I64:
+        """Return the number of documents of each entry."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks["documents"])])
+        return np.diff(ends[self.first_blocks])
+
     def entry_of(self, block: int) -> int:
         """Return the number of a block's entry."""
         return int(np.searchsorted(self.first_blocks, block, side="right")) - 1

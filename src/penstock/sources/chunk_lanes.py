@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from penstock.encode.best_fit import BestFitPacker
 from penstock.encode.concat import ConcatPacker
 from penstock.encode.rows import LaneOptions, Packer
@@ -26,7 +28,7 @@ from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.order.plan import Plan
-from penstock.order.shuffle import permutation, window_chunks
+from penstock.order.shuffle import spread, window_chunks
 from penstock.read.validation import where
 from penstock.sources.base import Counted, Lanes, RowSource, RunContext
 from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
@@ -193,8 +195,12 @@ class ChunkLane:
 
     def wants_chunks(self, beyond: int) -> bool:
         """Return True if fewer chunks are under way than the next window and `beyond` need."""
-        full = self._options.window_chunks
-        return len(self._ahead) < window_chunks(self._window_epoch, self._window, full) + beyond
+        return len(self._ahead) < self._window_chunks(self._window_epoch) + beyond
+
+    def _window_chunks(self, epoch: int) -> int:
+        """Return how many chunks the next window spans."""
+        full, growth = self._options.window_chunks, self._options.window_growth
+        return window_chunks(epoch, self._window, full, growth)
 
     def would_wait(self) -> bool:
         """Return True if submitting a chunk would wait for a footer, and look up the next few."""
@@ -272,9 +278,8 @@ class ChunkLane:
             start = start._replace(window=number, source=chunks[0].source)
             order = None
             if self._plan.shuffle:
-                documents = sum(len(chunk.docs) for chunk in chunks)
-                key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
-                order = permutation(documents, *key)
+                documents = np.array([len(chunk.docs) for chunk in chunks])
+                order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
             window = Window(start, chunks, order, self._options.dtype)
             if window.map.tokens:
                 self.found_text, self._text_epoch = True, start.epoch
@@ -293,8 +298,7 @@ class ChunkLane:
         return chunk
 
     def _take_window(self, start: LanePosition) -> list[TokenChunk]:
-        options = self._options
-        limit = window_chunks(start.epoch, self._window, options.window_chunks)
+        limit = self._window_chunks(start.epoch)
         chunks: list[TokenChunk] = []
         size = 0
         while len(chunks) < limit and size < SHUFFLE_BYTES:
