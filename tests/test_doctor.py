@@ -19,6 +19,7 @@ from penstock import ConfigError, RemoteOptions, SyntheticDataset, TextDataset, 
 from penstock.cli.doctor import doctor
 from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import PenstockError, SourceError
+from penstock.prepare import prepare
 from penstock.tools.doctor import diagnose
 from tests.corpus import texts
 from tests.servers import Fault, FileServer, HubServer
@@ -145,6 +146,14 @@ def test_other_data_is_diagnosed(tmp_path: Path) -> None:
         found = diagnose(data, 4, seconds=0.2)
         assert found.tokens_per_s > 0
         json.dumps(found.as_dict())
+
+
+def test_a_prepared_corpus_is_diagnosed(corpus: Path, tmp_path: Path) -> None:
+    prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
+    code, found = run_json(tmp_path, "--seq-len", "64", "--set", "shuffle=true")
+    assert code == 0
+    assert "PreparedDataset" in found["data"]
+    assert found["shuffle_quality"] > 0
 
 
 def test_shuffled_text_is_compared_with_a_uniform_order(corpus: Path) -> None:
