@@ -63,7 +63,7 @@ class Rows:
 def stream(case: Case) -> Stream:
     if case.variant == "loader":
         rows: Any = Rows(Path(case.prepared) / FILE)
-        order = {"shuffle": case.shuffle, "num_workers": case.workers, "drop_last": True}
+        order: Any = {"shuffle": case.shuffle, "num_workers": case.workers, "drop_last": True}
         return Stream(iter(torch.utils.data.DataLoader(rows, BATCH_SIZE, **order)))
     if case.state:
         raise NotOffered("it has no state")

@@ -1,8 +1,8 @@
 """PreparedDataset: a corpus that `penstock prepare` has tokenized, with a global shuffle.
 
 A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation and
-dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are memory-mapped by workers;
-blocks in a bucket are fetched by the I/O pool, one range each.
+dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are read by workers; blocks in a
+bucket are fetched by the I/O pool, one range each.
 """
 
 from __future__ import annotations
