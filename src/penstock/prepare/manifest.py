@@ -96,11 +96,12 @@ def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
         raise SourceError(
             f"{_changed(old.get('files', []), plan['files'])} since {store.place} was begun. {again}"
         )
-    for name in plan:
-        if old.get(name) != plan[name]:
+    before, now = ({**each["settings"], **each, "settings": None} for each in (old, plan))
+    for name, value in now.items():
+        if before.get(name) != value:
             raise SourceError(
-                f"{store.place} was begun with other settings: {name} was {old.get(name)}, is "
-                f"{plan[name]}. {again}"
+                f"{store.place} was begun with other settings: {name} was {before.get(name)}, is "
+                f"{value}. {again}"
             )
 
 
