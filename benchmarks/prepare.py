@@ -103,7 +103,7 @@ class Bench:
         Path(case.prepared).mkdir()
         python = environments.python(entrant.environment)
         seen = watched.run(python, "prepare", case, deadline_s=DEADLINE_S)
-        self._keep(self.write[entrant.name], seen, self.tokens(case))
+        self._keep(f"write, {entrant.name}", self.write[entrant.name], seen, self.tokens(case))
 
     def measure_read(self, entrant: Entrant, shuffle: bool) -> None:
         tokenizer: Any = "none" if entrant.name != OURS else "own"
@@ -112,13 +112,17 @@ class Bench:
         after = ("--after", "2" if self._quick else "200")
         seen = watched.run(python, "drain", case, *after, deadline_s=DEADLINE_S)
         name = f"{entrant.name}, {'shuffled' if shuffle else 'in order'}"
-        self._keep(self.read[name], seen, int(seen.told.get("tokens", 0)))
+        self._keep(f"read, {name}", self.read[name], seen, int(seen.told.get("tokens", 0)))
 
-    def _keep(self, values: dict[str, list[float]], seen: watched.Outcome, tokens: int) -> None:
+    def _keep(
+        self, name: str, values: dict[str, list[float]], seen: watched.Outcome, tokens: int
+    ) -> None:
         if seen.what != "done":
-            print(f"# failed: {seen.why}\n{seen.last_words[-500:]}", flush=True)
+            print(f"# {name} failed: {seen.why}\n{seen.last_words[-500:]}", flush=True)
             return
-        values["M tokens/s"].append(tokens / seen.told["seconds"] / 1e6)
+        rate, took = tokens / seen.told["seconds"] / 1e6, f"{seen.after_s:.0f} s in all"
+        print(f"# {name}: {rate:.2f} M tokens/s, {took}", flush=True)
+        values["M tokens/s"].append(rate)
         values["CPU s per M tokens"].append(seen.cpu_s / tokens * 1e6)
         values["peak MB"].append(seen.peak_bytes / 1e6)
 
