@@ -58,9 +58,9 @@ LIMIT, OURS = "decode + tokenize alone", "Penstock"
 ENTRANTS = (
     Entrant(LIMIT, "penstock", "limits", "", "ours", 8),
     Entrant(OURS, "penstock", "ours", "prepared", "ours", 8, (False, True)),
-    Entrant("PyTorch DataLoader, file of ids", "torch", "memory_map", "loader", "ours", 4, (True,)),
-    Entrant("litdata + gigatoken", "litdata", "lit", "tokens", "ours", 4, (False,)),
-    Entrant("MosaicML Streaming + gigatoken", "mosaic", "mosaic", "", "ours", 4, (False,)),
+    Entrant("PyTorch DataLoader, file of ids", "torch", "memory_map", "loader", "ours", 2, (True,)),
+    Entrant("litdata + gigatoken", "litdata", "lit", "tokens", "ours", 2, (False,)),
+    Entrant("MosaicML Streaming + gigatoken", "mosaic", "mosaic", "", "ours", 2, (False,)),
     Entrant("litdata", "litdata", "lit", "tokens", "own", 1),
     Entrant("MosaicML Streaming", "mosaic", "mosaic", "", "own", 1),
     Entrant("datatrove", "datatrove", "trove", "", "own", 2),
