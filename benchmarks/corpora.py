@@ -192,20 +192,3 @@ def link(original: Path, copy: Path) -> None:
         os.link(original, copy)
     except OSError:
         shutil.copyfile(original, copy)
-
-
-def text_ranges(path: Path) -> list[tuple[int, int]]:
-    """Return start and length of the text column of each row group, from the footer."""
-    import pyarrow.parquet as pq
-
-    footer = pq.read_metadata(path)
-    ranges = []
-    for i in range(footer.num_row_groups):
-        group = footer.row_group(i)
-        columns = map(group.column, range(group.num_columns))
-        text = next(column for column in columns if column.path_in_schema == "text")
-        start = text.data_page_offset
-        if text.has_dictionary_page and text.dictionary_page_offset:
-            start = min(start, text.dictionary_page_offset)
-        ranges.append((start, text.total_compressed_size))
-    return ranges

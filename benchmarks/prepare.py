@@ -1,77 +1,243 @@
-"""How fast is a corpus prepared, and how fast is it read?
+"""How fast is a corpus prepared and read, and what grows with its size?
 
-`penstock.prepare` into an empty folder on disk, and one pass of PreparedDataset over the result, beside
-decode + tokenize alone on as many threads. Tokens are the ids of documents, with separators where they are
-written. Every contender has its own process; tokenizers are warm.
+write:  tokens/s, CPU and memory of `penstock.prepare`, of decode + tokenize alone, and of peers that write a
+        format of their own: as documented, and with our tokenizer where they take one.
+read:   one pass over what was written: PreparedDataset in order and globally shuffled, PyTorch's DataLoader over
+        a file of ids, litdata's and MosaicML Streaming's loaders. Batches are tensors.
+growth: the manifest, the first batch and the memory of a rank for 1,000 to 1,000,000 entries of 16 blocks. They are
+        simulated: the manifest lists the same real entry so many times.
+
+Every measurement is a fresh process in the contender's own environment (see peers/). Peers with a tokenizer of
+their own get less text and one round: they take long. Prints Markdown.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from functools import cache
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "peers")]
 
 import common
-from common import BATCH_SIZE, SEQ_LEN, Answer
+import environments
+import watched
+from case import Case
 from corpora import load_corpus
-from limit import DecodeAndTokenize
-from penstock import AsyncDataLoader, PreparedDataset
-from penstock.encode.tokenizer import load_tokenizer
-from penstock.prepare import prepare
-from report import Goal, Report
+from report import Report, machine, print_markdown, show
 
-limit, load = cache(DecodeAndTokenize), cache(load_tokenizer)  # kept, so that they are warm
-LIMIT, WRITE = "decode + tokenize alone", "prepare"
+PARTS = ("write", "read", "growth")
+ENTRIES = (1_000, 10_000, 100_000, 1_000_000)
+BLOCKS = 16
+DEADLINE_S = 120.0
 
 
-def pass_of(what: str, source: str, tokenizer: str, out: str) -> Callable[[], int]:
-    """Return a function that makes one pass, and returns its tokens."""
-    if what == LIMIT:
-        return lambda: sum(limit(tuple(Path(source).iterdir()), tokenizer, 2).counts())
-    if what == WRITE:
-        shutil.rmtree(out, ignore_errors=True)
-        return lambda: prepare(source, tokenizer=load(tokenizer), out=out, workers=2).tokens
-    data, shuffle = PreparedDataset(out, seq_len=SEQ_LEN), what == "read, shuffled"
-    loader = AsyncDataLoader(data, BATCH_SIZE, shuffle=shuffle, epochs=1, n_workers=2)
-    return lambda: sum(batch.tokens for batch in loader)
+class Entrant(NamedTuple):
+    """A writer, and a reader of what it wrote."""
+
+    name: str
+    environment: str
+    module: str
+    variant: str
+    tokenizer: str
+    copies: int
+    """Of the corpus, to write."""
+    reads: tuple[bool, ...] = ()
+    """Orders that are read: shuffled or not."""
 
 
-def contend(case: Answer) -> None:
-    """Be one contender."""
-    common.silence_warnings()
-    pass_of(**case)()
+LIMIT, OURS = "decode + tokenize alone", "Penstock"
+ENTRANTS = (
+    Entrant(LIMIT, "penstock", "limits", "", "ours", 8),
+    Entrant(OURS, "penstock", "ours", "prepared", "ours", 8, (False, True)),
+    Entrant("PyTorch DataLoader, file of ids", "torch", "memory_map", "loader", "ours", 2, (True,)),
+    Entrant("litdata + gigatoken", "litdata", "lit", "tokens", "ours", 2, (False,)),
+    Entrant("MosaicML Streaming + gigatoken", "mosaic", "mosaic", "", "ours", 2, (False,)),
+    Entrant("litdata", "litdata", "lit", "tokens", "own", 1),
+    Entrant("MosaicML Streaming", "mosaic", "mosaic", "", "own", 1),
+    Entrant("datatrove", "datatrove", "trove", "", "own", 2),
+)
+Seen = dict[str, dict[str, list[float]]]
 
-    def measure() -> Answer:
-        run = pass_of(**case)
-        begun, cpu = time.perf_counter(), time.process_time()
-        answer: Answer = {"tokens": run(), "seconds": time.perf_counter() - begun}
-        return answer | {"cpu": time.process_time() - cpu} | common.process_memory()
 
-    common.serve(measure)
+class Bench:
+    """One run."""
+
+    def __init__(self, quick: bool) -> None:
+        self._corpus, self._quick = load_corpus(quick), quick
+        self._tokens = 0
+        self.write: Seen = defaultdict(lambda: defaultdict(list))
+        self.read: Seen = defaultdict(lambda: defaultdict(list))
+
+    def case(self, entrant: Entrant) -> Case:
+        folder = common.bench_folder(f"prepare/{entrant.module}-{entrant.tokenizer}-{self._quick}")
+        copies = min(entrant.copies, 2) if self._quick else entrant.copies
+        tokenizer: Any = entrant.tokenizer
+        return Case(
+            contender=entrant.module, variant=entrant.variant, tokenizer=tokenizer,
+            source=str(self._corpus.copies(copies)), vocabulary=str(self._corpus.tokenizer),
+            prepared=str(folder),
+        )  # fmt: skip
+
+    def tokens(self, case: Case) -> int:
+        """Return the tokens of a case, counted once."""
+        if not self._tokens:
+            from penstock.prepare import prepare
+
+            out = common.bench_folder(f"prepare/count-{self._quick}")
+            source = self._corpus.copies(1)
+            self._tokens = prepare(source, tokenizer=case.vocabulary, out=out).tokens
+        return self._tokens * len(case.files())
+
+    def measure_write(self, entrant: Entrant) -> None:
+        case = self.case(entrant)
+        shutil.rmtree(case.prepared)
+        Path(case.prepared).mkdir()
+        python = environments.python(entrant.environment)
+        seen = watched.run(python, "prepare", case, deadline_s=DEADLINE_S)
+        self._keep(f"write, {entrant.name}", self.write[entrant.name], seen, self.tokens(case))
+
+    def measure_read(self, entrant: Entrant, shuffle: bool) -> None:
+        tokenizer: Any = "none" if entrant.name != OURS else "own"
+        case = replace(self.case(entrant), shuffle=shuffle, tokenizer=tokenizer)
+        python = environments.python(entrant.environment)
+        after = ("--after", "2" if self._quick else "200")
+        seen = watched.run(python, "drain", case, *after, deadline_s=DEADLINE_S)
+        name = f"{entrant.name}, {'shuffled' if shuffle else 'in order'}"
+        self._keep(f"read, {name}", self.read[name], seen, int(seen.told.get("tokens", 0)))
+
+    def _keep(
+        self, name: str, values: dict[str, list[float]], seen: watched.Outcome, tokens: int
+    ) -> None:
+        if seen.what != "done":
+            print(f"# {name} failed: {seen.why}\n{seen.last_words[-500:]}", flush=True)
+            return
+        rate, took = tokens / seen.told["seconds"] / 1e6, f"{seen.after_s:.0f} s in all"
+        print(f"# {name}: {rate:.2f} M tokens/s, {took}", flush=True)
+        values["M tokens/s"].append(rate)
+        values["CPU s per M tokens"].append(seen.cpu_s / tokens * 1e6)
+        values["peak MB"].append(seen.peak_bytes / 1e6)
+
+
+def show_table(title: str, seen: Seen, base: str, report: Report) -> None:
+    """Print and record the medians, and what each is of `base`."""
+    rate = "M tokens/s"
+    rows = []
+    for name, values in seen.items():
+        if not values[rate] or not seen[base][rate]:
+            rows.append([name, "failed", "", "", "", ""])
+            continue
+        for metric, numbers in values.items():
+            report.add(f"{title}, {name}", metric, numbers, metric)
+        medians = [show(statistics.median(numbers)) for numbers in values.values()]
+        spread = f"{show(min(values[rate]))} to {show(max(values[rate]))}"
+        ratio = statistics.median(seen[base][rate]) / statistics.median(values[rate])
+        rows.append([name, medians[0], spread, *medians[1:], show(ratio)])
+    head = [title, rate, "range", "CPU s per M tokens", "peak MB", f"{base} / this"]
+    print_markdown(head, rows)
+
+
+# Growth
+
+
+def simulate(entries: int) -> Path:
+    """Return a corpus whose manifest lists one real entry many times."""
+    from penstock.prepare import manifest, prepare
+    from penstock.read.token_store import TokenStore
+    from penstock.types import ChunkRef
+
+    folder = common.bench_folder(f"prepare/growth-{entries}")
+    if not (folder / manifest.MANIFEST).exists():
+        text = common.bench_folder("prepare/growth-text") / "a.jsonl"
+        line = json.dumps({"text": "word " * 200}) + "\n"
+        text.write_text(line * (BLOCKS * manifest.BLOCK_TOKENS // 1001))
+        prepare(text, tokenizer="byte", out=folder)
+        store = TokenStore(folder)
+        known = manifest.read_manifest(store)
+        plan = {
+            name: known.about[name]
+            for name in ("format", "penstock", "settings", "tokenizer", "files")
+        }
+        ref = ChunkRef(known.files[0], 0, 0)
+        header = store.header(known.names[0].as_py())
+        manifest.write_manifest(store, plan, known.files, [(ref, header)] * entries, {})
+    return folder
+
+
+def first_batch(folder: str) -> dict[str, float]:
+    """Open a corpus as one rank does."""
+    from penstock import AsyncDataLoader, PreparedDataset
+
+    begun = time.perf_counter()
+    data = PreparedDataset(folder, seq_len=1024)
+    opened = time.perf_counter() - begun
+    with AsyncDataLoader(data, 16, shuffle=True, n_workers=1) as loader:
+        next(loader)
+        first = time.perf_counter() - begun
+    return {"opened": opened, "first": first, "peak": common.process_memory()["peak"] / 1e6}
+
+
+def growth(sizes: tuple[int, ...], report: Report) -> None:
+    rows = []
+    for entries in sizes:
+        folder = simulate(entries)
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        command = [sys.executable, __file__, "--contender", json.dumps(str(folder))]
+        told = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+        cells = [size / 1e6, told["opened"], told["first"], told["peak"]]
+        rows.append([f"{entries:,}", f"{entries * BLOCKS * 65536 / 1e9:,.0f} G", *map(show, cells)])
+        for name, value in told.items():
+            report.add(f"{entries:,} entries", name, value, "MB" if name == "peak" else "s")
+    head = ["entries", "tokens", "manifest MB", "opened s", "first batch s", "peak MB of a rank"]
+    print_markdown(head, rows)
 
 
 def main() -> None:
-    args = common.parser(__doc__).parse_args()
+    options = common.parser(__doc__)
+    options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    args = options.parse_args()
     if args.contender is not None:
-        contend(args.contender)
+        common.silence_warnings()
+        print(json.dumps(first_batch(args.contender)))
         return
-    repeats, corpus = args.repeats or (1 if args.quick else 5), load_corpus(args.quick)
-    source, out = corpus.copies(1 if args.quick else common.COPIES), common.bench_folder("prepared")
-    base = {"source": str(source), "tokenizer": str(corpus.tokenizer), "out": str(out / "read")}
-    pass_of(WRITE, **base)()
-    cases = {what: base | {"what": what} for what in (LIMIT, "read, in order", "read, shuffled")}
-    cases[WRITE] = base | {"what": WRITE, "out": str(out / "write")}
-    report = Report("prepare", args.quick, {"corpus": corpus.name, "repeats": repeats})
-    rates = {}
-    for name, given in common.measure_all(__file__, cases, repeats).items():
-        rates[name] = [answer["tokens"] / answer["seconds"] / 1e6 for answer in given]
-        report.add(name, "rate", rates[name], "M tokens/s")
-        report.add(name, "CPU", [1e9 * a["cpu"] / a["tokens"] for a in given], "ns/token")
-        report.add(name, "peak memory", [a["peak"] / 1e6 for a in given], "MB")
-    report.add(WRITE, "/ limit", common.ratios(rates[WRITE], rates[LIMIT]), "x", Goal(">=", 0.7))
-    report.close()
+    repeats = args.repeats or (1 if args.quick else 3)
+    bench, about = Bench(args.quick), machine()
+    report = Report("prepare", args.quick, {"repeats": repeats})
+    entrants = [each for each in ENTRANTS if _installed(each)]
+    print(
+        f"# {about['cores']} cores, others busy {about['others_busy_percent']} %, {about['commit']}"
+    )
+    for number in range(repeats):
+        for entrant in entrants:
+            if "write" in args.only and (entrant.tokenizer == "ours" or number == 0):
+                bench.measure_write(entrant)
+            for shuffle in entrant.reads if "read" in args.only else ():
+                bench.measure_read(entrant, shuffle)
+    if "write" in args.only:
+        show_table("write", bench.write, OURS, report)
+    if "read" in args.only:
+        show_table("read", bench.read, f"{OURS}, shuffled", report)
+    if "growth" in args.only:
+        growth(ENTRIES[: 1 if args.quick else None], report)
+
+
+def _installed(entrant: Entrant) -> bool:
+    try:
+        environments.python(entrant.environment)
+    except environments.NotInstalled as error:
+        print(f"# {entrant.name} is left out: {error}", flush=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -143,3 +143,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         aligned = [c.rjust(w) if name == "median" else c.ljust(w) for name, c, w in padded]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
+
+
+def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    lines = [head, ["---"] * len(head), *rows]
+    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import common
 from common import BATCH_SIZE, HUB_URL, SEQ_LEN, Answer
 from corpora import Corpus, load_corpus, write_parquet
-from report import Report, show
+from report import Report, print_markdown, show
 
 GROUP_ROWS = 1000
 """Documents of a row group, if a file has as many."""
@@ -260,12 +260,6 @@ def requests_by_kind(requests: Iterable[Answer]) -> dict[str, float]:
         found[kind] += 1
         found["api MB" if kind == "api" else "cdn MB"] += request["sent"] / 1e6
     return found
-
-
-def print_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    lines = [head, ["---"] * len(head), *rows]
-    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 def main() -> None:

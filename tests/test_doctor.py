@@ -15,6 +15,7 @@ import pytest
 
 from penstock import ConfigError, SyntheticDataset, TextDataset, TokenFileDataset
 from penstock.encode.tokenizer import Tokenizer
+from penstock.prepare import prepare
 from penstock.tools.doctor import diagnose
 from tests import commands
 from tests.corpus import texts
@@ -139,6 +140,22 @@ def test_other_data_is_diagnosed(tmp_path: Path) -> None:
         found = diagnose(data, 4, seconds=0.2)
         assert found.tokens_per_s > 0
         json.dumps(found.as_dict())
+
+
+def test_a_prepared_corpus_is_diagnosed(corpus: Path, tmp_path: Path) -> None:
+    prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
+    code, found = run_json(tmp_path, "--seq-len", "64", "--set", "shuffle=true")
+    assert code == 0
+    assert "PreparedDataset" in found["data"]
+    assert found["shuffle_quality"] > 0
+
+
+def test_shuffled_text_is_compared_with_a_uniform_order(corpus: Path) -> None:
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64, cache=False)
+    found = diagnose(data, 4, seconds=0.2, shuffle=True)
+    assert 0 < (found.shuffle_quality or 0) < 1.5
+    assert "of a uniform order" in found.as_text()
+    assert diagnose(data, 4, seconds=0.2).shuffle_quality is None
 
 
 def test_settings_file_describes_the_run_and_options_override_it(

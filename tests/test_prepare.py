@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,16 @@ def test_the_number_of_workers_changes_no_byte(corpus: Path, tmp_path: Path) -> 
     assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
 
 
+def test_two_runs_at_once_do_no_harm(corpus: Path, tmp_path: Path) -> None:
+    def run(out: str) -> Prepared:
+        return prepare(corpus / "parquet", tokenizer="byte", out=tmp_path / out)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(done.complete for done in pool.map(run, ["both", "both"]))
+    run("one")
+    assert files_of(tmp_path / "both") == files_of(tmp_path / "one")
+
+
 def test_a_source_that_changed_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
@@ -153,7 +164,9 @@ def test_a_source_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
     prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
-    with pytest.raises(SourceError, match="begun with other settings"):
+    with pytest.raises(SourceError, match=r"begun with other settings: filter was None, is"):
+        prepare(corpus / "parquet", tokenizer="byte", out=tmp_path, filter="row >= 3")
+    with pytest.raises(SourceError, match="begun with other settings: tokenizer was"):
         prepare(corpus / "parquet", tokenizer=str(corpus / "tokenizer.json"), out=tmp_path)
     with pytest.raises(ConfigError, match="seq_len"):
         prepare(corpus / "parquet", tokenizer="byte", out=tmp_path, seq_len=5)

@@ -35,7 +35,7 @@ RUN_FIELDS = """version ranks ranks_expected band data_wait_pct worst_rank token
 RANK_FIELDS = """rank host steps first_step last_step sessions ended shape data_wait_pct
     data_wait_all_pct waits_pct next_p50_ms next_p95_ms next_p99_ms tokens_per_s tokens wall_s
     first_batch_s warmup_wait_s last_loss loss_not_finite loss_not_finite_steps fell_back events
-    earlier_runs dropped_lines words"""
+    earlier_runs dropped_lines words shuffle_quality"""
 GOLDEN = {
     "good": (
         Recording(),
@@ -221,6 +221,14 @@ def test_advice_of_the_loader_is_shown(tmp_path: Path) -> None:
     advice = "input-bound 36 %: tokenize 36 %: raise n_workers 2 → 3"
     path.write_text(re.sub(r"input-bound [^\"]*", advice, path.read_text()))
     assert "What to change: raise n_workers 2 → 3." in report(tmp_path).summary
+
+
+def test_shuffle_quality_is_the_mean_of_the_beats(tmp_path: Path) -> None:
+    [path] = write_run(tmp_path, Recording())
+    path.write_text(path.read_text().replace('"verdict":', '"shuffle_quality": 0.8, "verdict":'))
+    made = report(tmp_path)
+    assert made.numbers["ranks"][0]["shuffle_quality"] == pytest.approx(0.8)
+    assert "A batch mixes 80 % of the source chunks" in made.summary
 
 
 def test_page_of_a_long_run_stays_small_and_keeps_its_slowest_step(tmp_path: Path) -> None:

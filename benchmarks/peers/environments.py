@@ -24,6 +24,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "grain": ("grain",),
     "spdl": ("spdl-core", "torch"),
     "litdata": ("litdata", "polars", "torch"),
+    "datatrove": ("datatrove[io,processing]",),
+    "lancedb": ("lancedb", "pylance", "torch"),
     # With all versions given, pip need not search years of releases for half an hour.
     "mosaic": (
         *("mosaicml-streaming==0.13.0", "torch", "numpy==2.1.3", "tokenizers==0.22.2"),
@@ -48,7 +50,7 @@ def python(name: str) -> Path:
     """Return the interpreter of an environment, which is made if it does not exist."""
     needs = (*ALL, *NEEDS[name])
     constraints = REPO / "constraints.txt"
-    key = json.dumps([needs, NO_DEPS.get(name), constraints.read_text(), sys.version, str(REPO)])
+    key = json.dumps([needs, NO_DEPS.get(name), constraints.read_text(), sys.version])
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     folder = bench_folder("environments") / f"{name}-{digest}"
     interpreter, complete = folder / "bin" / "python", folder / "complete"

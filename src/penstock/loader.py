@@ -29,7 +29,7 @@ from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
 from penstock.sources.map_style import rows_of_pass
 from penstock.state import State, check_lanes, gather, parse
-from penstock.watch.loader_stats import LoaderStats, Stats, shuffle_quality
+from penstock.watch.loader_stats import LoaderStats, Stats
 from penstock.watch.stage_timer import IMPORT
 from penstock.watch.telemetry import Telemetry
 
@@ -442,18 +442,13 @@ class AsyncDataLoader:
     def stats(self) -> Stats:
         """Return what has been done so far."""
         waited_s = None if self._feed is None else self._feed.waited_s()
-        stats = self._stats.stats(
+        return self._stats.stats(
             self._pipeline,
             self.telemetry,
             parts=self._part_rows(),
             memory_estimate=self._options.queue_bytes,
             device_wait_s=waited_s,
         )
-        if self._pipeline is None or self._origin is None or not self._options.shuffle:
-            return stats
-        chunks, step = self._pipeline.gauges().get("source_chunks") or (0, 0)
-        quality = shuffle_quality(self._origin.spans(), chunks, step, self._options.shard.mod)
-        return replace(stats, shuffle_quality=quality)
 
     def _part_rows(self) -> dict[str, int]:
         """Return the rows of each part of a mixture that the pipeline has handed out."""

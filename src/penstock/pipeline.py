@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.config import default_workers
-from penstock.encode.batch import Batch
+from penstock.encode.batch import Batch, BatchOrigin
 from penstock.errors import LoaderClosed
 from penstock.feed.autotune import Autotune, pipeline_knobs
 from penstock.feed.prefetch_queue import PrefetchQueue
@@ -26,6 +26,7 @@ from penstock.feed.worker_pool import make_pool
 from penstock.sources.base import Producer, RunContext, Source
 from penstock.types import MiB
 from penstock.watch.attribution import Known
+from penstock.watch.loader_stats import SourceChunks, shuffle_quality
 from penstock.watch.telemetry import Telemetry
 
 log = logging.getLogger("penstock")
@@ -61,6 +62,8 @@ class Pipeline:
         self._closing = threading.Lock()
         self._failed: Exception | None = None
         self._low = 0
+        self._origin: BatchOrigin | None = None
+        """Of the last batch that was made."""
         self._queue: PrefetchQueue[Batch] | None = None
         self._started = time.monotonic()
         keep_freed_memory(run.queue_bytes)
@@ -109,6 +112,8 @@ class Pipeline:
         with self._clock.stage("pack") as timeline:
             batches = self._producer.take(n)
         timeline.count("batch", len(batches))
+        if batches:
+            self._origin = batches[-1]._origin
         return batches
 
     def poll(self) -> Batch | None:
@@ -167,8 +172,13 @@ class Pipeline:
             "queues": queues,
             "fetch": gauges.get("fetch"),
             "balance": gauges.get("lane_balance"),
-            "source_chunks": gauges.get("source_chunks"),
+            "shuffle_quality": self._shuffle_quality(gauges.get("source_chunks")),
         }
+
+    def _shuffle_quality(self, chunks: SourceChunks | None) -> float | None:
+        if chunks is None or self._origin is None or not self._run.shuffle:
+            return None
+        return shuffle_quality(self._origin.spans(), chunks, self._run.shard.mod)
 
     def queue(self) -> tuple[int, int]:
         """Return how many batches are buffered, and how many may be."""

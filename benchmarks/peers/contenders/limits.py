@@ -13,6 +13,13 @@ from case import BATCH_SIZE, SEQ_LEN, TOKENS, Case, Pair, Stream
 from limit import DecodeAndTokenize
 
 
+def prepare(case: Case) -> None:
+    """Decode and tokenize, and write nothing."""
+    limit = DecodeAndTokenize(case.files(), case.vocabulary, case.workers)
+    sum(limit.counts())
+    limit.close()
+
+
 def stream(case: Case) -> Stream:
     limit = DecodeAndTokenize(case.files(), case.vocabulary, case.workers)
     empty = np.zeros((BATCH_SIZE, SEQ_LEN), np.int64)

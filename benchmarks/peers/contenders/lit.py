@@ -28,7 +28,7 @@ from litdata.streaming.item_loader import ParquetLoader  # type: ignore[import-n
 
 from case import BATCH_SIZE, SEQ_LEN, Case, Ids, Stream, read_texts
 from contenders.rows import document_stream, row_stream
-from encoders import Encode, Tokenizers, encoder
+from encoders import Encode, encoder
 
 DOCUMENTS = 64
 """Of a call to the tokenizer. The corpus took 16.5 s of CPU time with 16, 14.1 with 64 and 14.0
@@ -45,7 +45,7 @@ def prepare(case: Case) -> None:
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process uses one core
     optimize(
-        fn=partial(tokenized, encode=Tokenizers(case.vocabulary)),
+        fn=partial(tokenized, encode=encoder(case)),
         inputs=case.row_groups(),
         output_dir=case.prepared,
         chunk_size=(SEQ_LEN + 1) * 8012,

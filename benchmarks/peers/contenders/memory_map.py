@@ -2,7 +2,8 @@
 
 `prepare` makes a uint16 .bin with tiktoken in two processes, as nanoGPT's own script does. Shuffled:
 slices from random offsets, with replacement, which is all that nanoGPT does; the stream ends after
-as many batches as the file holds. It has neither workers nor state.
+as many batches as the file holds. It has neither workers nor state. Variant "loader": PyTorch's DataLoader
+with workers over the rows of that file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from case import BATCH_SIZE, SEQ_LEN, TOKENS, Case, Ids, NotOffered, Pair, Stream, read_texts
-from encoders import Encode, Tiktoken
+from encoders import Encode, Gigatoken, Tiktoken
 
 FILE = "train.bin"
 SEED = 1337
@@ -34,7 +35,8 @@ def prepare(case: Case) -> None:
     # Spawned: pyarrow's threads, which reading the footers has started, do not survive a fork.
     processes = ProcessPoolExecutor(case.workers, get_context("spawn"))
     with processes, open(Path(case.prepared) / FILE, "wb") as out:
-        work = partial(tokenize, Tiktoken(case.vocabulary))
+        ours = case.tokenizer == "ours"
+        work = partial(tokenize, (Gigatoken if ours else Tiktoken)(case.vocabulary))
         for ids in processes.map(work, case.row_groups()):
             ids.tofile(out)
 
@@ -44,7 +46,25 @@ def get_batch(data: Ids, starts: Any) -> torch.Tensor:
     return torch.stack([torch.from_numpy(row) for row in rows])
 
 
+class Rows:
+    """A map-style dataset: a slice of the file for each row."""
+
+    def __init__(self, path: Path) -> None:
+        self._ids = np.memmap(path, np.uint16, "r")
+
+    def __len__(self) -> int:
+        return (len(self._ids) - 1) // SEQ_LEN
+
+    def __getitem__(self, index: int) -> Pair:
+        row = torch.from_numpy(self._ids[index * SEQ_LEN :][: SEQ_LEN + 1].astype(np.int64))
+        return row[:-1], row[1:]
+
+
 def stream(case: Case) -> Stream:
+    if case.variant == "loader":
+        rows: Any = Rows(Path(case.prepared) / FILE)
+        order: Any = {"shuffle": case.shuffle, "num_workers": case.workers, "drop_last": True}
+        return Stream(iter(torch.utils.data.DataLoader(rows, BATCH_SIZE, **order)))
     if case.state:
         raise NotOffered("it has no state")
     torch.manual_seed(SEED)

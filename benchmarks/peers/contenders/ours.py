@@ -1,7 +1,7 @@
 """Penstock, as its README has it.
 
-Variant "" has no torch and gives numpy; "torch" gives tensors. Without a tokenizer it reads a file
-of ids, which `prepare` makes.
+Variant "" has no torch and gives numpy; "torch" gives tensors. Without a tokenizer it reads a file of
+ids, which `prepare` makes. Variant "prepared" prepares a corpus and reads it, as tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ TOKEN_FILE = "tokens.bin"
 
 
 def prepare(case: Case) -> None:
-    """Write all ids into one file."""
+    """Write all ids into one file, or prepare a corpus."""
+    if case.variant == "prepared":
+        from penstock.prepare import prepare as prepare_corpus
+
+        out = Path(case.prepared)
+        prepare_corpus(case.source, tokenizer=case.vocabulary, out=out, workers=case.workers)
+        return
     from encoders import Gigatoken
 
     encode = Gigatoken(case.vocabulary)
@@ -31,12 +37,14 @@ def prepare(case: Case) -> None:
 
 
 def stream(case: Case) -> Stream:
-    if case.variant != "torch":
+    if case.variant not in ("torch", "prepared"):
         sys.modules["torch"] = None  # type: ignore[assignment] # as where it is not installed
-    from penstock import AsyncDataLoader, TextDataset, TokenFileDataset
+    from penstock import AsyncDataLoader, PreparedDataset, TextDataset, TokenFileDataset
 
     data: Any
-    if case.tokenizer == "none":
+    if case.variant == "prepared":
+        data = PreparedDataset(case.prepared, seq_len=SEQ_LEN)
+    elif case.tokenizer == "none":
         data = TokenFileDataset.from_binary_file(Path(case.prepared) / TOKEN_FILE, SEQ_LEN)
     else:
         data = TextDataset(case.source, tokenizer=case.vocabulary, seq_len=SEQ_LEN)
@@ -45,7 +53,7 @@ def stream(case: Case) -> Stream:
     if case.state:
         loader.load_state_dict(case.saved())
     loader.start()
-    if case.variant == "torch":
+    if case.variant in ("torch", "prepared"):
         import torch  # noqa: F401 (as the README says: while the first batches are made)
 
     def batches() -> Iterator[Pair]:

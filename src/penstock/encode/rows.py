@@ -81,6 +81,8 @@ class LaneOptions:
     dtype: Any
     positions: bool
     """Whether document boundaries are needed."""
+    window_growth: int = 2
+    """How many times larger each window of the first epoch is than the one before."""
     keep_tail: bool = False
     """Whether the unfinished row at the end of a finite stream is given out, padded."""
 

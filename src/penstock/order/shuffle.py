@@ -48,9 +48,23 @@ def permutation(n: int, *key: int) -> I64:
     return np.argsort(hashed, kind="stable")
 
 
-def window_chunks(epoch: int, number: int, full: int) -> int:
-    """How many chunks the lane's `number`-th window of an epoch spans.
+def spread(counts: I64, *key: int) -> I64:
+    """Return a random order of all documents of some chunks, given how many each chunk has.
 
-    Windows of the first epoch grow (1, 2, 4, …), so that the first row needs a single chunk.
+    The documents of a chunk are evenly spread over the order, so a batch has documents of as many
+    chunks as it can. In a plain permutation some chunks have several, and others none.
     """
-    return full if epoch > 0 or number >= full.bit_length() else min(full, 1 << number)
+    n, of_chunk = int(counts.sum()), np.repeat(np.arange(len(counts)), counts)
+    order = permutation(n, *key)
+    order = order[np.argsort(of_chunk[order], kind="stable")]  # chunk by chunk, random within
+    within = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
+    jitter = mix_array(mix(*key, n), np.arange(n)) / 2.0**64
+    return order[np.argsort((within + jitter) / counts[of_chunk], kind="stable")]
+
+
+def window_chunks(epoch: int, number: int, full: int, growth: int) -> int:
+    """Return how many chunks the lane's `number`-th window of an epoch spans.
+
+    Windows of the first epoch grow by a factor, so that the first row needs a single chunk.
+    """
+    return full if epoch > 0 else min(full, growth ** min(number, full.bit_length()))

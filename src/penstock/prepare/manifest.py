@@ -51,6 +51,11 @@ class Manifest:
     blocks: dict[str, I64]
     """Bytes, documents, bytes of ids and CRC-32 of each block."""
 
+    def documents_of_entries(self) -> I64:
+        """Return the number of documents of each entry."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks["documents"])])
+        return np.diff(ends[self.first_blocks])
+
     def entry_of(self, block: int) -> int:
         """Return the number of a block's entry."""
         return int(np.searchsorted(self.first_blocks, block, side="right")) - 1
@@ -91,11 +96,12 @@ def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
         raise SourceError(
             f"{_changed(old.get('files', []), plan['files'])} since {store.place} was begun. {again}"
         )
-    for name in plan:
-        if old.get(name) != plan[name]:
+    before, now = ({**each["settings"], **each, "settings": None} for each in (old, plan))
+    for name, value in now.items():
+        if before.get(name) != value:
             raise SourceError(
-                f"{store.place} was begun with other settings: {name} was {old.get(name)}, is "
-                f"{plan[name]}. {again}"
+                f"{store.place} was begun with other settings: {name} was {before.get(name)}, is "
+                f"{value}. {again}"
             )
 
 

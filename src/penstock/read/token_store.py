@@ -321,9 +321,12 @@ class Folder:
         """Read a range; shorter at the end of the file."""
         # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
         # page would kill the process.
-        with pa.OSFile(os.fsencode(self._folder / name)) as file:
-            file.seek(start)
-            return file.read_buffer(max(0, min(length, file.size() - start)))
+        file = os.open(self._folder / name, os.O_RDONLY)
+        try:
+            length = max(0, min(length, os.fstat(file).st_size - start))
+            return pa.py_buffer(os.pread(file, length, start))
+        finally:
+            os.close(file)
 
     def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
         path = self._folder / name

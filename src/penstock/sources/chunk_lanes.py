@@ -27,7 +27,7 @@ from penstock.encode.window import Window
 from penstock.errors import SourceError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.plan import Plan
-from penstock.order.shuffle import permutation, window_chunks
+from penstock.order.shuffle import spread, window_chunks
 from penstock.read.validation import where
 from penstock.sources.base import Counted, Lanes, RunContext
 from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
@@ -127,8 +127,12 @@ class ChunkLane:
 
     def wants_chunks(self, beyond: int) -> bool:
         """Return True if fewer chunks are under way than the next window and `beyond` need."""
-        full = self._options.window_chunks
-        return len(self.ahead) < window_chunks(self._window_epoch, self._window, full) + beyond
+        return len(self.ahead) < self._window_chunks(self._window_epoch) + beyond
+
+    def _window_chunks(self, epoch: int) -> int:
+        """Return how many chunks the next window spans."""
+        full, growth = self._options.window_chunks, self._options.window_growth
+        return window_chunks(epoch, self._window, full, growth)
 
     def submit(self, wait: bool = True) -> int:
         """Submit one more chunk, and return the memory that it may take.
@@ -202,9 +206,8 @@ class ChunkLane:
             start = start._replace(window=number, source=chunks[0].source)
             order = None
             if self._plan.shuffle:
-                documents = sum(len(chunk.docs) for chunk in chunks)
-                key = (self._plan.seed, _DOCUMENTS, self.number, *start[:4])
-                order = permutation(documents, *key)
+                documents = np.array([len(chunk.docs) for chunk in chunks])
+                order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
             window = Window(start, chunks, order, self._options.dtype)
             if window.map.tokens:
                 self.found_text, self._text_epoch = True, start.epoch
@@ -229,7 +232,7 @@ class ChunkLane:
         return self.ahead[0] if self.ahead or self.submit() else None
 
     def _take_window(self, epoch: int) -> list[TokenChunk]:
-        limit = window_chunks(epoch, self._window, self._options.window_chunks)
+        limit = self._window_chunks(epoch)
         chunks: list[TokenChunk] = []
         size = 0
         while len(chunks) < limit and size < SHUFFLE_BYTES:

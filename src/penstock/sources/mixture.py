@@ -206,7 +206,8 @@ class MixtureLanes(Lanes):
         most = max(every, key=lambda gauges: int(gauges.get("fetches", 0)), default={})
         names = ("chunks_ready", "chunks_under_way", "fetches")
         sums = {name: sum(gauges.get(name, 0) for gauges in every) for name in names}
-        return most | sums | {"memory_bound": any(gauges.get("memory_bound") for gauges in every)}
+        bound = any(gauges.get("memory_bound") for gauges in every)
+        return most | sums | {"memory_bound": bound, "source_chunks": None}
 
 
 class MixtureSource(RowSource):

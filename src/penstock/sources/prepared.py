@@ -1,8 +1,8 @@
 """PreparedDataset: a corpus that `penstock prepare` has tokenized, with a global shuffle.
 
 A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation and
-dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are memory-mapped by workers;
-blocks in a bucket are fetched by the I/O pool, one range each.
+dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are read by workers; blocks in a
+bucket are fetched by the I/O pool, one range each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from penstock.read.validation import blank
 from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
 from penstock.types import Address, ChunkRef, LanePosition, Packing, TokenChunk
+from penstock.watch.loader_stats import SourceChunks
 from penstock.watch.stage_timer import Clock
 
 GROUP_BLOCKS = 512
 """Blocks of a lane whose places are computed at once."""
+GROWTH = 8
+"""Windows of the first epoch have 1, 8, 64 and then 512 blocks: blocks are read faster than consumed."""
 FETCHES = 16
 """Requests in flight to a bucket."""
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
@@ -174,7 +177,13 @@ class BlockChunks(ChunkReader):
     """The blocks of a corpus, for the lanes of one rank."""
 
     def __init__(self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work) -> None:
-        self._manifest, self._pool = dataset.manifest, pool
+        manifest = self._manifest = dataset.manifest
+        self._pool = pool
+        self._source_chunks = SourceChunks(
+            manifest.documents_of_entries(),
+            manifest.about["settings"]["chunk_bytes"][0],
+            parts=max(1.0, len(manifest.offsets) / max(1, len(manifest.names))),
+        )
         self.io: ThreadPool | None = None
         if "://" in dataset.store.place and pool.n_workers:
             self.io = ThreadPool(FETCHES, work, name="fetch", clock=run.clock)
@@ -188,12 +197,8 @@ class BlockChunks(ChunkReader):
         return (self.io or self._pool).submit("read", ref, *self._manifest.block(ref.block))
 
     def gauges(self) -> dict[str, Any]:
-        chunk_bytes = self._manifest.about["settings"]["chunk_bytes"][0]
-        return {
-            "fetches": 0 if self.io is None else FETCHES,
-            "cached": True,
-            "source_chunks": [len(self._manifest.names), chunk_bytes],
-        }
+        fetches = 0 if self.io is None else FETCHES
+        return {"fetches": fetches, "cached": True, "source_chunks": self._source_chunks}
 
     def stop(self) -> None:
         if self.io is not None:
@@ -251,6 +256,7 @@ class PreparedSource(RowSource):
         lane_options = LaneOptions(
             chunk_bytes=0,
             window_chunks=options.shuffle_blocks if run.shuffle else 1,
+            window_growth=GROWTH,
             expansion=1,
             packing=options.packing,
             seq_len=options.seq_len,

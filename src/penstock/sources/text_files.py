@@ -44,6 +44,7 @@ from penstock.read.validation import Quarantine
 from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
+from penstock.watch.loader_stats import SourceChunks
 from penstock.watch.stage_timer import Clock, NullClock
 
 if TYPE_CHECKING:
@@ -387,7 +388,7 @@ class FileChunks(ChunkReader):
             "fetch": session.network.stats.times() if session and self.fetches else None,
             "fetches": self.fetches,
             "cached": self._work.cache is not None,
-            "source_chunks": [self._estimated_chunks(), self._chunk_bytes],
+            "source_chunks": SourceChunks(np.ones(self._estimated_chunks()), self._chunk_bytes),
         }
 
     def _estimated_chunks(self) -> int:

@@ -20,6 +20,8 @@ from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
 """The name for FineWeb-Edu from a file that `penstock bootstrap` wrote."""
+ENTRIES = "entries.arrow"
+"""The file that tells a prepared corpus from a folder of text."""
 SETTINGS_FILES = (".toml", ".json", ".jsonc")
 
 
@@ -152,6 +154,10 @@ def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any
 
         vocab_size = load_tokenizer(parameters["tokenizer"]).vocab_size
         return SyntheticDataset(vocab_size, parameters["seq_len"])
+    if os.path.exists(os.path.join(name, ENTRIES)):
+        from penstock.sources.prepared import PreparedDataset
+
+        return PreparedDataset(name, seq_len=parameters["seq_len"])
     from penstock.dataset import TextDataset
 
     return TextDataset(text_path(name, local_path), **parameters)

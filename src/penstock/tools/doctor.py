@@ -55,6 +55,8 @@ class Diagnosis:
     """What to change to go faster."""
     queue_bytes: int
     """Estimated memory of the queue of batches."""
+    shuffle_quality: float | None
+    """Distinct source chunks of a batch as a share of a uniform order's; None without a shuffle."""
     bad: Mapping[str, int]
     """Skipped records, by reason."""
 
@@ -103,6 +105,8 @@ class Diagnosis:
             f"to go faster {self.advice}",
             f"memory       queue {size(self.queue_bytes)}",
         ]
+        if self.shuffle_quality is not None:
+            lines.append(f"shuffle      {100 * self.shuffle_quality:.0f} % of a uniform order")
         if self.bad:
             skipped = ", ".join(f"{n} {reason}" for reason, n in self.bad.items())
             lines.append(f"skipped      {skipped}")
@@ -149,6 +153,7 @@ def diagnose(
         slowest=slowest,
         advice=advise(slowest, loader.telemetry.known()),
         queue_bytes=run.after.memory_estimate,
+        shuffle_quality=run.after.shuffle_quality,
         bad=run.after.bad,
     )
 

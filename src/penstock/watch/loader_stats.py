@@ -6,7 +6,9 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.types import Span
 from penstock.watch.telemetry import Observed, StageTimes, Telemetry
@@ -85,8 +87,8 @@ class Stats:
     """Bytes of the smallest lane as a share of the mean lane; None if lanes have no sizes."""
 
     shuffle_quality: float | None = None
-    """Distinct source chunks in the last global batch, as a share of what a uniform order would give;
-    None if the data is not shuffled or has no chunks."""
+    """Distinct source chunks in the last global batch, as a share of what a uniformly random order of
+    the documents would give on average; None if the data is not shuffled or has no chunks."""
 
     @property
     def data_wait(self) -> float:
@@ -98,27 +100,41 @@ class Stats:
         return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
 
 
-def shuffle_quality(
-    rows: Sequence[Sequence[Span]], chunks: int, chunk_bytes: int, ranks: int
-) -> float | None:
-    """Return the distinct chunks of a batch as a share of those that a uniform order would give.
+class SourceChunks(NamedTuple):
+    """The chunks of a corpus, to measure how well a batch mixes them."""
 
-    Ranks read different chunks, so one rank's batch stands for all. `chunk_bytes` finds the chunk of
-    a document that is known by its offset.
+    documents: np.ndarray[Any, np.dtype[Any]]
+    """How many documents each chunk has; equal numbers if that is not known."""
+    nbytes: int
+    """Bytes of a chunk, to find the chunk of a document that is known by its offset."""
+    parts: float = 1.0
+    """Parts of a chunk that ranks may read apart from each other."""
+
+
+def shuffle_quality(
+    rows: Sequence[Sequence[Span]], chunks: SourceChunks, ranks: int
+) -> float | None:
+    """Return the distinct chunks of a global batch as a share of those that a uniform order gives.
+
+    The batch of one rank stands for all: other ranks read other parts of chunks, as many.
     """
     documents = {
         (span.file, span.row_group, span.offset if span.row_group is None else span.row)
         for row in rows
         for span in row
     }
-    if not chunks or not documents:
+    n = len(chunks.documents)
+    if not n or not documents:
         return None
     distinct = {
-        (file, (at or 0) // max(1, chunk_bytes) if group is None else group)
+        (file, (at or 0) // max(1, chunks.nbytes) if group is None else group)
         for file, group, at in documents
     }
-    uniform = chunks * (1 - (1 - 1 / chunks) ** (ranks * len(documents)))
-    return min(1.0, ranks * len(distinct) / uniform)
+    own = 1 - (1 - min(1.0, len(distinct) / n)) ** (1 / chunks.parts)  # share of all parts
+    found = n * (1 - (1 - min(1.0, ranks * own)) ** chunks.parts)
+    shares = chunks.documents / chunks.documents.sum()
+    uniform = (1 - (1 - shares) ** (ranks * len(documents))).sum()
+    return float(found / uniform)
 
 
 class LoaderStats:
@@ -163,6 +179,7 @@ class LoaderStats:
             faults={name.removeprefix(FAULT): counts.pop(name) for name in faults},
             memory_estimate=memory_estimate,
             lane_balance=gauges.get("balance"),
+            shuffle_quality=gauges.get("shuffle_quality"),
             wait_by_stage=dict(total.charges),
             stages=telemetry.stages(),
             fetch=gauges.get("fetch") or {},

@@ -190,12 +190,18 @@ def _rank_numbers(rank: RankRun, steady_step: int | None) -> Numbers:
         "last_loss": float(finite[-1]) if len(finite) else None,
         "loss_not_finite": int(bad[0]) if len(bad) else None,
         "loss_not_finite_steps": len(bad),
+        "shuffle_quality": _mean(beat.get("shuffle_quality") for beat in rank.beats),
         "fell_back": any(e["msg"] == "fallback" and e.get("to") != "data" for e in rank.events),
         "events": dict(sorted(events.items())),
         "earlier_runs": rank.earlier_runs,
         "dropped_lines": _overall(rank).get("dropped", 0),
         "words": str(_overall(rank).get("verdict", "")),
     }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _overall(rank: RankRun) -> Line:
@@ -242,6 +248,9 @@ def _sentences(numbers: Numbers, run: Run) -> Iterator[str]:
     if slowest["steps"]:
         speed = f"{rate(numbers['tokens_per_s'])}, " if numbers["tokens_per_s"] else ""
         yield _sentence(f"{speed}{run.analysis().headline()}")
+    if (mixed := slowest["shuffle_quality"]) is not None:
+        share = percent(100 * mixed)
+        yield f"A batch mixes {share} of the source chunks that a uniform order would."
     if (numbers["overhead_s"] or 0) > 0:
         share, cause = percent(numbers["overhead_pct"]), numbers["shape"]["warmup_cause"]
         yield f"Warmup cost {share} of the run{f': {cause}' if cause else ''}."
