@@ -65,7 +65,10 @@ def options(cls: type[T]) -> type[T]:
     hints, helps = typing.get_type_hints(made), _helps(made.__doc__ or "")
     made.__options__ = {
         each.name: Option(
-            each.name, hints[each.name], each.default, helps[each.name], **each.metadata
+            each.name,
+            hints[each.name],
+            each.default,
+            **{"help": helps.get(each.name, ""), **each.metadata},
         )
         for each in fields(made)
     }
