@@ -24,6 +24,8 @@ from penstock.errors import ConfigError, StateError
 from penstock.types import Address, LanePosition, Shard, StreamPosition, is_count
 
 VERSION = 2
+MOST_LANES = 1 << 20
+"""More are refused as damage: checking a state takes time in proportion to its lanes."""
 COUNTS = ("row", "batch", "first", "lanes")
 TABLES = {"data": "the data", "tokenizer": "the tokenizer", "stream": "settings"}
 """What the stream is a function of, and its names in messages."""
@@ -156,8 +158,9 @@ def _parse_one(value: Any) -> State:
         fields: dict[str, Any] = {name: _count(name, value[name]) for name in COUNTS}
         fields |= {name: dict(value[name]) for name in TABLES}
         positions = {int(lane): LanePosition.from_list(at) for lane, at in value["at"].items()}
-        if not all(0 <= lane < fields["lanes"] for lane in positions):
-            raise ValueError(f"'at' must name lanes 0 to {fields['lanes'] - 1}")
+        lanes = fields["lanes"]
+        if lanes > MOST_LANES or not all(0 <= lane < lanes for lane in positions):
+            raise ValueError(f"'at' must name lanes 0 to {lanes - 1}, of at most {MOST_LANES}")
         return State(
             **fields,
             lane_positions=positions,
