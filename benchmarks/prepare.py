@@ -127,22 +127,23 @@ class Bench:
         values["peak MB"].append(seen.peak_bytes / 1e6)
 
 
-def show_table(title: str, seen: Seen, base: str, report: Report) -> None:
-    """Print and record the medians, and what each is of `base`."""
+def show_table(title: str, seen: Seen, bases: list[str], report: Report) -> None:
+    """Print and record the medians, and those of the ratios, round by round."""
     rate = "M tokens/s"
     rows = []
     for name, values in seen.items():
-        if not values[rate] or not seen[base][rate]:
-            rows.append([name, "failed", "", "", "", ""])
+        if not values[rate]:
+            rows.append([name, "failed"])
             continue
         for metric, numbers in values.items():
             report.add(f"{title}, {name}", metric, numbers, metric)
         medians = [show(statistics.median(numbers)) for numbers in values.values()]
         spread = f"{show(min(values[rate]))} to {show(max(values[rate]))}"
-        ratio = statistics.median(seen[base][rate]) / statistics.median(values[rate])
-        rows.append([name, medians[0], spread, *medians[1:], show(ratio)])
-    head = [title, rate, "range", "CPU s per M tokens", "peak MB", f"{base} / this"]
-    print_markdown(head, rows)
+        pairs = [list(zip(seen[base][rate], values[rate], strict=False)) for base in bases]
+        ratios = [show(statistics.median([a / b for a, b in each] or [0.0])) for each in pairs]
+        rows.append([name, medians[0], spread, *medians[1:], *ratios])
+    ratio_names = [f"{base} / this" for base in bases]
+    print_markdown([title, rate, "range", "CPU s per M tokens", "peak MB", *ratio_names], rows)
 
 
 # Growth
@@ -224,9 +225,9 @@ def main() -> None:
             for shuffle in entrant.reads if "read" in args.only else ():
                 bench.measure_read(entrant, shuffle)
     if "write" in args.only:
-        show_table("write", bench.write, OURS, report)
+        show_table("write", bench.write, [OURS], report)
     if "read" in args.only:
-        show_table("read", bench.read, f"{OURS}, shuffled", report)
+        show_table("read", bench.read, list(bench.read)[:2], report)
     if "growth" in args.only:
         growth(ENTRIES[: 1 if args.quick else None], report)
 
