@@ -48,7 +48,7 @@ if task == "put":
     report["kept"] = [cache.put(*pair) is not None for pair in zip(keys, chunks)]
 elif task == "crash":
     # One start for all: the last of LAST calls is fatal, so as many idle ones come before as puts it at the nth.
-    scratch = os.open(folder / "scratch", os.O_CREAT | os.O_WRONLY)
+    scratch = os.open(folder / "scratch", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     idle = {
         "write": lambda: os.write(scratch, b"x"),
         "fsync": lambda: os.fsync(scratch),
@@ -67,7 +67,7 @@ elif task == "crash":
 found = [cache.get(key, ref) for key in keys]
 assert all(one is None or one.docs.equals(doc) for one, doc in zip(found, docs))
 report |= {"found": [one is not None for one in found], "told": told, "off": cache.off, "counts": cache.counts()}
-os.writev(os.open(folder / "report.json", os.O_CREAT | os.O_WRONLY), [json.dumps(report).encode()])
+os.writev(os.open(folder / "report.json", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), [json.dumps(report).encode()])
 """.replace("LAST", str(LAST))
 
 
@@ -139,7 +139,7 @@ def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
 ) -> None:
     assert run(strace, tmp_path, "put") == 0
     second = tmp_path / "tokens" / key_of(1).name
-    assert run(strace, tmp_path, "get", "read", "error=EIO", "-P", str(second)) == 0
+    assert run(strace, tmp_path, "get", "pread64", "error=EIO", "-P", str(second)) == 0
     report = report_of(tmp_path)
     assert report["found"] == [True, False]
     assert len(report["told"]) == 1

@@ -143,7 +143,9 @@ def _override(data: DatasetConfig, given: Mapping[str, Any]) -> DatasetConfig:
                 f"--{name.replace('_', '-')}: does not apply to {data.where}, which is of kind "
                 f"{data.kind}. Change it in the file, or name other data."
             )
-    return replace(data, parameters=merge_text(data.parameters, given))
+    if data.kind == "text":
+        return replace(data, parameters=merge_text(data.parameters, given))
+    return replace(data, parameters={**data.parameters, **given})
 
 
 def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any:
