@@ -2,8 +2,10 @@
 
 The conventions are those of `huggingface_hub` (endpoint, token, offline mode). Its client is not
 used: it has no deadlines, sleeps between its own retries, cannot be cancelled, sends the token to
-wherever the next page of a listing is, and adds half a second to the first batch. Listings and cards are written by strangers: they can name
-files of their own repository and nothing else.
+wherever the next page of a listing is, and adds half a second to the first batch.
+
+Listings and cards are written by strangers: they can name files of their own repository and
+nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
-from penstock.errors import (
-    ConfigError,
-    PenstockError,
-    RemoteError,
-    SourceError,
-    missing_extra,
-)
+from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError, missing_extra
 from penstock.read.listing import SHORT_NAMES as SHORT_NAMES
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format, MiB

@@ -39,8 +39,8 @@ def as_source(
             return IterableSource(dataset, preprocess, collate)
     raise ConfigError(
         f"dataset={dataset!r:.80}: must be a TextDataset, as in TextDataset(path, tokenizer=…, "
-        "seq_len=…), a PreparedDataset, a TokenFileDataset, a SyntheticDataset, a Mixture, an object with __len__ and "
-        "__getitem__, or an iterable"
+        "seq_len=…), a PreparedDataset, a TokenFileDataset, a SyntheticDataset, a Mixture, an "
+        "object with __len__ and __getitem__, or an iterable"
     )
 
 
