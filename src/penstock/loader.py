@@ -205,10 +205,7 @@ class AsyncDataLoader:
         assert self._pipeline is not None
         if self._feed is not None:
             return self._feed.next(timeout)
-        batch = self._pipeline.next(timeout)
-        if batch is not None:
-            batch.widen()
-        return batch
+        return self._pipeline.next(timeout)
 
     # Starting and stopping
 

@@ -85,7 +85,6 @@ class Pipeline:
                 # Batches whose size is not known beforehand take slots by their bytes.
                 slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
                 block=run.block,
-                finish=Batch.widen if run.device is None else None,
             )
 
     def next(self, timeout_s: float | None = None) -> Batch | None:

@@ -60,7 +60,7 @@ class Batch(Mapping[str, Any]):
     synthetic: bool = False
     """True if these ids stand in for data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = None
-    """Until `next` or a device widens it: `ids` of seq_len + 1 a row, `valid`, `positions`, …"""
+    """What a device makes the rest of: `ids` of seq_len + 1 a row, `valid`, `positions`."""
     _origin: BatchOrigin | None = None
     _tokens: int = 0
     _ids: bool = False
@@ -144,22 +144,6 @@ class Batch(Mapping[str, Any]):
         moved.change(move)
         return moved
 
-    def widen(self) -> None:
-        """Make inputs and targets of narrow ids."""
-        narrow, self.narrow = self.narrow, None
-        if narrow is None:
-            return
-        ids = narrow["ids"]
-        (rows, width), (row_step, step) = ids.shape, ids.strides
-        # One cast for both, because numpy releases the GIL for each. both[1] is shifted by one.
-        both = as_strided(ids, (2, rows, width - 1), (step, row_step, step), writeable=False)
-        self.inputs, self.targets = both.astype(np.int64, order="C")
-        if "valid" in narrow:
-            self.targets[np.arange(1, width) >= narrow["valid"][:, None]] = IGNORE
-        if "positions" in narrow:
-            self.positions = narrow["positions"].astype(np.int64)
-            self.cu_seqlens = narrow["cu_seqlens"]
-
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
         if self._ids and self.positions is None and type(self.targets) is np.ndarray:
@@ -198,6 +182,19 @@ class Batch(Mapping[str, Any]):
         assert self._state is not None
         origin, state = self._origin, self._state
         return lambda: state(origin.position())
+
+
+def widened(narrow: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return inputs, targets and positions as int64, made of `Batch.narrow`."""
+    ids = narrow["ids"]
+    (rows, width), (row_step, step) = ids.shape, ids.strides
+    # One cast for both, because numpy releases the GIL for each. both[1] is shifted by one.
+    both = as_strided(ids, (2, rows, width - 1), (step, row_step, step), writeable=False)
+    inputs, targets = both.astype(np.int64, order="C")
+    if "valid" in narrow:
+        targets[np.arange(1, width) >= narrow["valid"][:, None]] = IGNORE
+    made = {"inputs": inputs, "targets": targets}
+    return made | ({"positions": narrow["positions"]} if "positions" in narrow else {})
 
 
 def _changed(value: Any, function: Callable[[Any], Any], seen: dict[int, tuple[Any, Any]]) -> Any:

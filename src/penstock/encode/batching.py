@@ -1,27 +1,38 @@
 """Deal rows from a rank's lanes in turn, and make batches of them.
 
 Runs on the producer thread. Global row g is row g div lanes of lane g mod lanes, so the stream is
-the same for any number of ranks. Ids stay in their narrow type, and if all rows come from one lane
-they are not copied; `next` or the device widens them.
+the same for any number of ranks. Rows that are buffered are dealt for several batches at once and
+widened to int64 together; each batch is a slice of the result. A device widens ids itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import Batch
+from penstock.encode.batch import Batch, widened
 from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import I64, NO_IDS
 from penstock.types import Shard, Span, StreamPosition
 from penstock.watch.stage_timer import Clock
 
-I32 = np.ndarray[Any, np.dtype[np.int32]]
-Piece = tuple[I64, Rows]
-"""Consecutive rows of a lane, and which rows of the batch they are."""
+Piece = tuple[int, I64, Rows]
+"""Consecutive rows of a lane: the lane, which rows of the batch they are, and the rows."""
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(slots=True)
+class Block:
+    """Rows that were dealt together, without their ids, and the lanes' positions around them."""
+
+    pieces: list[Piece]
+    size: int
+    before: tuple[Mark, ...]
+    after: tuple[Mark, ...]
 
 
 @dataclass(slots=True)
@@ -30,18 +41,30 @@ class RowsOrigin:
 
     row: int
     batch: int
-    marks: tuple[Mark, ...]
-    pieces: list[Piece]
-    size: int
+    block: Block
+    first: int
+    last: int
+    """The batch is the rows [first, last) of the block."""
+
+    def marks(self) -> list[Mark]:
+        """Return where each lane continues."""
+        if self.last == self.block.size:
+            return list(self.block.after)
+        marks = list(self.block.before)
+        if marks:
+            for lane, at, rows in self.block.pieces:
+                if used := int(np.searchsorted(at, self.last)):
+                    marks[lane] = partial(rows.position, used)
+        return marks
 
     def position(self) -> StreamPosition:
-        return StreamPosition(self.row, self.batch, tuple(mark() for mark in self.marks))
+        return StreamPosition(self.row, self.batch, tuple(mark() for mark in self.marks()))
 
     def spans(self) -> list[list[Span]]:
-        spans: list[list[Span]] = [[] for _ in range(self.size)]
-        for at, rows in self.pieces:
-            for i, row in enumerate(at.tolist()):
-                spans[row] = rows.spans(i)
+        spans: list[list[Span]] = [[] for _ in range(self.last - self.first)]
+        for _, at, rows in self.block.pieces:
+            for i in np.flatnonzero((at >= self.first) & (at < self.last)).tolist():
+                spans[int(at[i]) - self.first] = rows.spans(i)
         return spans
 
 
@@ -59,64 +82,62 @@ class Batcher:
         drop_last: bool,
         positions: bool,
         dtype: np.dtype[Any],
+        narrow: bool,
         start: StreamPosition,
         state: Callable[[StreamPosition], dict[str, Any]],
         clock: Clock,
         by_lane: bool = True,
         total_rows: int | None = None,
     ) -> None:
-        """`by_lane`: a state needs the lanes' positions. `total_rows` bounds a state's row: the last
-        batch may repeat rows."""
+        """`narrow`: a device widens the ids. `by_lane`: a state needs the lanes' positions.
+        `total_rows` bounds a state's row: the last batch may repeat rows."""
         self._packers, self._shard, self._lanes = packers, shard, lanes
         self._batch_size, self._seq_len, self._drop_last = batch_size, seq_len, drop_last
-        self._positions, self._dtype = positions, dtype
+        self._positions, self._dtype, self._narrow = positions, dtype, narrow
         self._row, self._batch, self._total_rows = start.row, start.batch, total_rows
         self._by_lane = by_lane
         self._state, self._clock = state, clock
         self._finished = [False] * len(packers)
-        self._slots = np.arange(batch_size)
+        self._marks = self._lane_marks()
+        """Where each lane continues after the last batch."""
         self._ended = False
-        self._failed: Exception | None = None
 
     def take(self, n: int) -> list[Batch]:
         """Return the next batches, at most `n`; none at the end of a finite stream.
 
-        After the first one it stops where a row would have to be waited for. A failure is raised
-        after the batches before it.
+        Returns more than one only if their rows are buffered.
         """
-        if self._failed is not None:
-            raise self._failed
-        dealt: list[RowsOrigin] = []
-        try:
-            while len(dealt) < n and not self._ended and (not dealt or self._is_buffered()):
-                pieces, size, turns = self._deal()
-                self._ended = size == 0
-                if size:
-                    dealt.append(self._origin(pieces, size, turns))
-        except Exception as error:
-            self._failed = error
-            if not dealt:
-                raise
+        if self._ended:
+            return []
+        buffered = min(packer.buffered for packer in self._packers) * len(self._packers)
+        n = max(1, min(n, buffered // self._batch_size))
+        pieces, size, turns = self._deal(n * self._batch_size)
+        self._ended = size == 0
+        if self._ended:
+            return []
         with self._clock.stage("batch") as timeline:
-            batches = [self._make(origin) for origin in dealt]
-        timeline.count("pack", sum(origin.size for origin in dealt))
+            arrays = self._arrays(pieces, size)
+            before, self._marks = self._marks, self._lane_marks()
+            block = Block(pieces, size, before, self._marks)
+            batches = self._batches(block, n, turns // n, arrays)
+            for _, _, rows in pieces:
+                rows.ids = NO_IDS  # what batches keep for `provenance` needs no ids
+        timeline.count("pack", size)
         return batches
 
-    def _is_buffered(self) -> bool:
-        """Return True if the rows of a batch are there."""
-        each = -(-self._batch_size // len(self._packers))
-        return all(packer.buffered >= each for packer in self._packers)
+    def _lane_marks(self) -> tuple[Mark, ...]:
+        return tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
 
-    def _deal(self) -> tuple[list[Piece], int, int]:
-        """Take a batch's rows from the lanes in turn. Return them, how many, and the turns used."""
-        own, wanted = len(self._packers), self._batch_size
+    def _deal(self, wanted: int) -> tuple[list[Piece], int, int]:
+        """Take rows from the lanes in turn. Return them, how many, and the turns used."""
+        own = len(self._packers)
         first = self._lane_of(0)
         pieces: list[Piece] = []
         missing: list[tuple[int, int]] = []
         """The first turn for which a lane had no row, and the lane."""
         for i in range(min(own, wanted)):
             lane = (first + i) % own
-            turns = self._slots[i::own]
+            turns = np.arange(i, wanted, own)
             got = self._take(lane, turns, pieces)
             if got < len(turns):
                 missing.append((int(turns[got]), lane))
@@ -132,7 +153,7 @@ class Batcher:
 
     def _without_finished(self, pieces: list[Piece]) -> tuple[list[Piece], int, int]:
         """Fill the batch up from the lanes that have rows left."""
-        present = sorted(turn for turns, _ in pieces for turn in turns.tolist())
+        present = sorted(turn for _, turns, _ in pieces for turn in turns.tolist())
         turn = self._batch_size
         while len(present) < self._batch_size and not all(self._finished):
             lane = self._lane_of(turn)
@@ -142,7 +163,7 @@ class Batcher:
                 raise error
             turn += 1
         places = np.array(present, np.int64)
-        pieces = [(np.searchsorted(places, turns), rows) for turns, rows in pieces]
+        pieces = [(lane, np.searchsorted(places, turns), rows) for lane, turns, rows in pieces]
         return pieces, len(present), turn
 
     def _take(self, lane: int, turns: I64, pieces: list[Piece]) -> int:
@@ -150,7 +171,7 @@ class Batcher:
         got = 0
         if not self._finished[lane]:
             for rows in self._packers[lane].rows(len(turns)):
-                pieces.append((turns[got : got + len(rows.ids)], rows))
+                pieces.append((lane, turns[got : got + len(rows.ids)], rows))
                 got += len(rows.ids)
             self._finished[lane] = got < len(turns)
         return got
@@ -161,48 +182,66 @@ class Batcher:
         row = self._row + (shard.rem - self._row) % shard.mod + turn * shard.mod
         return (row % self._lanes - shard.rem) // shard.mod
 
-    def _origin(self, pieces: list[Piece], size: int, turns: int) -> RowsOrigin:
-        row = self._row = self._row + turns * self._shard.mod
-        if self._total_rows is not None:
-            row = min(row, self._total_rows)
-        self._batch += 1
-        marks = tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
-        return RowsOrigin(row, self._batch, marks, pieces, size)
+    def _batches(self, block: Block, n: int, turns: int, arrays: Arrays) -> list[Batch]:
+        """Cut a block into `n` batches of as many turns each, and move on after them."""
+        size = block.size // n
+        epochs = np.empty(block.size, np.int64)
+        for _, at, rows in block.pieces:
+            epochs[at] = rows.epochs()
+        by_batch = epochs.reshape(n, size).min(axis=1).tolist()
+        batches = []
+        for first, epoch in zip(range(0, block.size, size), by_batch, strict=True):
+            self._batch += 1
+            row = self._row = self._row + turns * self._shard.mod
+            if self._total_rows is not None:
+                row = min(row, self._total_rows)
+            part = slice(first, first + size)
+            own = {name: array[part] for name, array in arrays.items()}
+            batch = Batch(
+                own.get("inputs"),
+                own.get("targets"),
+                epoch,
+                self._batch - 1,
+                own.get("positions"),
+                _origin=RowsOrigin(row, self._batch, block, first, first + size),
+                _state=self._state,
+                _tokens=size * self._seq_len,
+                _ids=True,
+            )
+            if self._positions:
+                begins = np.flatnonzero(own["positions"] == 0).astype(np.int32)
+                batch.cu_seqlens = np.append(begins, np.int32(own["positions"].size))
+                batch.max_seqlen = int(np.diff(batch.cu_seqlens).max())
+            if self._narrow:
+                batch.narrow = own
+            batches.append(batch)
+        return batches
 
-    def _make(self, origin: RowsOrigin) -> Batch:
-        pieces, size = origin.pieces, origin.size
-        epoch = min(rows.epoch for _, rows in pieces)
-        batch = Batch(None, None, epoch, origin.batch - 1, _origin=origin, _state=self._state)
-        batch._tokens, batch._ids = size * self._seq_len, True
-        batch.narrow = self._narrow(pieces, size)
-        if self._positions:
-            positions, cu_seqlens = self._documents(pieces, size)
-            batch.max_seqlen = int(np.diff(cu_seqlens).max())
-            batch.narrow |= {"positions": positions, "cu_seqlens": cu_seqlens}
-        for _, rows in pieces:
-            rows.ids = NO_IDS  # what the batch keeps for `provenance` needs no ids
-        return batch
-
-    def _narrow(self, pieces: list[Piece], size: int) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the ids of a batch's rows and, if some are padded, how many of each are real."""
+    def _arrays(self, pieces: list[Piece], size: int) -> Arrays:
+        """Return the arrays of some rows, in their order."""
         if len(pieces) == 1:
-            rows = pieces[0][1]
-            return {"ids": rows.ids} | ({} if rows.valid is None else {"valid": rows.valid})
-        ids = np.empty((size, self._seq_len + 1), self._dtype)
-        valid = np.full(size, self._seq_len + 1)
-        for at, rows in pieces:
-            ids[at] = rows.ids
-            if rows.valid is not None:
-                valid[at] = rows.valid
-        padded = any(rows.valid is not None for _, rows in pieces)
-        return {"ids": ids} | ({"valid": valid} if padded else {})
+            rows = pieces[0][2]
+            ids, valid = rows.ids, rows.valid
+        else:
+            ids = np.empty((size, self._seq_len + 1), self._dtype)
+            valid = None
+            if any(rows.valid is not None for _, _, rows in pieces):
+                valid = np.full(size, self._seq_len + 1)
+            for _, at, rows in pieces:
+                ids[at] = rows.ids
+                if valid is not None and rows.valid is not None:
+                    valid[at] = rows.valid
+        arrays = {"ids": ids} if valid is None else {"ids": ids, "valid": valid}
+        if self._positions:
+            arrays["positions"] = self._token_positions(pieces, size)
+        return arrays if self._narrow else widened(arrays)
 
-    def _documents(self, pieces: list[Piece], size: int) -> tuple[I32, I32]:
-        """Return `positions` and `cu_seqlens`. A document that began in an earlier row begins again
-        at position 0; padding counts as a document of its own."""
+    def _token_positions(self, pieces: list[Piece], size: int) -> I64:
+        """Return each token's position in its document. A document that began in an earlier row
+        begins again at 0; padding counts as a document of its own."""
         seq_len = self._seq_len
         starts = [np.arange(size) * seq_len]
-        for at, rows in pieces:
+        for _, at, rows in pieces:
             row, column = rows.boundaries()
             inside = column < seq_len
             starts.append(at[row[inside]] * seq_len + column[inside])
@@ -210,6 +249,5 @@ class Batcher:
                 padded = np.flatnonzero(rows.valid < seq_len)
                 starts.append(at[padded] * seq_len + rows.valid[padded])
         begins = np.unique(np.concatenate(starts))
-        bounds = np.append(begins, size * seq_len)
-        positions = np.arange(size * seq_len) - np.repeat(begins, np.diff(bounds))
-        return positions.reshape(size, seq_len).astype(np.int32), bounds.astype(np.int32)
+        lengths = np.diff(np.append(begins, size * seq_len))
+        return (np.arange(size * seq_len) - np.repeat(begins, lengths)).reshape(size, seq_len)

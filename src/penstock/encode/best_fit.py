@@ -7,7 +7,7 @@ taken from it: a resume packs one group again. Costs about a microsecond of Pyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class BestFitPacker(WindowPacker):
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (group := self._current_group()) is not None:
-            taken = group.take(self._row, self._row + n)
+            taken = group.part(self._row, self._row + n)
             self.counts["padded_tokens"] += int((self._seq_len + 1 - taken.valid).sum())
             self._row += len(taken.ids)
             n -= len(taken.ids)
@@ -103,7 +103,7 @@ class BestFitPacker(WindowPacker):
         valid = np.zeros(count, np.int64)
         np.add.at(valid, pieces[:, 0], pieces[:, 3])
         pieces[:, 2] += origin
-        return PackedRows(ids, valid, width, window.map, pieces)
+        return PackedRows(ids, valid, width, window.map, pieces, (first, last), count)
 
 
 @dataclass(slots=True)
@@ -116,18 +116,29 @@ class PackedRows:
     window: WindowMap
     pieces: I64
     """One line a piece: row, column, the window's token at which it begins, length; by row."""
+    docs: tuple[int, int]
+    """The documents of the window that were packed together: first and end."""
+    rows: int
+    """How many rows they gave."""
+    row: int = 0
+    """Which of them is the first one here."""
 
-    @property
-    def epoch(self) -> int:
-        return self.window.start.epoch
+    def epochs(self) -> I64:
+        return np.full(len(self.valid), self.window.start.epoch)
 
-    def take(self, first: int, last: int) -> PackedRows:
+    def position(self, row: int) -> LanePosition:
+        (first, last), row = self.docs, self.row + row
+        if row == self.rows:
+            return self.window.position(self.window.begin(last))
+        return self.window.position(self.window.begin(first), row)
+
+    def part(self, first: int, last: int) -> PackedRows:
         """Return the rows [first, last)."""
         lo, hi = np.searchsorted(self.pieces[:, 0], [first, last])
         pieces = self.pieces[lo:hi].copy()
         pieces[:, 0] -= first
         ids, valid = self.ids[first:last], self.valid[first:last]
-        return PackedRows(ids, valid, self.width, self.window, pieces)
+        return replace(self, ids=ids, valid=valid, pieces=pieces, row=self.row + first)
 
     def boundaries(self) -> tuple[I64, I64]:
         inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.width - 1)]

@@ -7,7 +7,10 @@ row; the rest is rebuilt from it after a resume. Copies each token once.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -24,10 +27,10 @@ Windows = tuple[tuple[int, WindowMap], ...]
 """The token of the stream at which each window begins, and the window."""
 
 
-def window_of(windows: Windows, token: int) -> tuple[int, WindowMap]:
-    """Return the window that a token of the stream belongs to, and where it begins."""
-    begin, window = next(each for each in reversed(windows) if each[0] <= token)
-    return begin, window
+def position_of(windows: Windows, token: int) -> LanePosition:
+    """Return the position of a token of the stream."""
+    begin, window = windows[bisect_right(windows, token, key=itemgetter(0)) - 1]
+    return window.position(token - begin)
 
 
 @dataclass(slots=True)
@@ -38,21 +41,26 @@ class ConcatRows:
     valid: I64 | None
     width: int
     starts: I64
-    """The token of the stream at which each row begins."""
+    """The token of the stream at which each row begins, and the row after the last one."""
     windows: Windows
     doc_starts: I64
 
-    @property
-    def epoch(self) -> int:
-        return window_of(self.windows, int(self.starts[0]))[1].start.epoch
+    def epochs(self) -> I64:
+        begins, windows = zip(*self.windows, strict=True)
+        window = np.searchsorted(begins, self.starts[:-1], side="right") - 1
+        return np.array([each.start.epoch for each in windows])[window]
+
+    def position(self, row: int) -> LanePosition:
+        return position_of(self.windows, int(self.starts[row]))
 
     def boundaries(self) -> tuple[I64, I64]:
-        first = np.searchsorted(self.doc_starts, self.starts, side="right")
-        last = np.searchsorted(self.doc_starts, self.starts + self.width - 1, side="left")
+        starts = self.starts[:-1]
+        first = np.searchsorted(self.doc_starts, starts, side="right")
+        last = np.searchsorted(self.doc_starts, starts + self.width - 1, side="left")
         counts = last - first
-        rows = np.repeat(np.arange(len(self.starts)), counts)
+        rows = np.repeat(np.arange(len(starts)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return rows, self.doc_starts[first[rows] + within] - self.starts[rows]
+        return rows, self.doc_starts[first[rows] + within] - starts[rows]
 
     def spans(self, row: int) -> list[Span]:
         token = int(self.starts[row])
@@ -81,53 +89,43 @@ class ConcatPacker(WindowPacker):
         self._base = self._end = self._at = 0
         self._windows: Windows = ()
         self._doc_starts: I64 = np.empty(0, np.int64)
-        self._steps: I64 = np.empty(0, np.int64)
         self._doc = 0
         """The next document of the window to gather."""
 
     @property
     def buffered(self) -> int:
-        return (self._end - self._at - 1) // self._seq_len
+        # How many rows begin with a document is not known before they are cut.
+        return 0 if self._aligned else (self._end - self._at - 1) // self._seq_len
 
     def rows(self, n: int) -> list[Rows]:
         if not self._windows and not self._ended:
             self._open_window()
         starts = self._starts_aligned(n) if self._aligned else self._starts_concat(n)
         out: list[Rows] = []
-        if len(starts):
-            out.append(self._rows(self._cut(starts), None, starts))
+        if len(starts) > 1:
+            out.append(self._rows(self._cut(starts[:-1]), None, starts))
             self._advance(starts)
-        if len(starts) < n and self._ended and self.failed is None:
+        if len(starts) <= n and self._ended and self.failed is None:
             out += self._tail()
         return out
 
     def mark(self) -> Mark:
         if not self._windows:
             return fixed(self._start)
-        windows, token = self._windows, self._at
-
-        def position() -> LanePosition:
-            begin, window = window_of(windows, token)
-            return window.position(token - begin)
-
-        return position
+        return partial(position_of, self._windows, self._at)
 
     def _starts_concat(self, n: int) -> I64:
         self._fill(self._at + n * self._seq_len + 1)
         n = max(0, min(n, (self._end - self._at - 1) // self._seq_len))
-        if len(self._steps) < n:
-            self._steps = self._seq_len * np.arange(n, dtype=np.int64)
-        return self._at + self._steps[:n]
+        return self._at + self._seq_len * np.arange(n + 1)
 
     def _starts_aligned(self, n: int) -> I64:
-        starts: list[int] = []
-        at = self._at
-        while len(starts) < n:
-            self._fill(at + self._seq_len + 1)
-            if self._end < at + self._seq_len + 1:
+        starts = [self._at]
+        while len(starts) <= n:
+            self._fill(starts[-1] + self._seq_len + 1)
+            if self._end < starts[-1] + self._seq_len + 1:
                 break
-            starts.append(at)
-            at = self._after(at)
+            starts.append(self._after(starts[-1]))
         return np.array(starts, np.int64)
 
     def _cut(self, starts: I64) -> Ids:
@@ -140,17 +138,15 @@ class ConcatPacker(WindowPacker):
         return np.ndarray((len(starts), width), buffer.dtype, buffer, offset * size, strides)
 
     def _after(self, start: int) -> int:
-        """Return where the row after the one at `start` begins."""
-        if not self._aligned:
-            return start + self._seq_len
+        """Return where the row after the one at `start` begins, if rows begin with documents."""
         # The buffer ends with a document, so the next one begins at its end.
         i = int(np.searchsorted(self._doc_starts, start + self._seq_len))
         return int(self._doc_starts[i]) if i < len(self._doc_starts) else self._end
 
     def _advance(self, starts: I64) -> None:
-        self._at = self._after(int(starts[-1]))
+        self._at = int(starts[-1])
         if self._aligned:
-            skipped = np.append(starts[1:], self._at) - starts - self._seq_len - 1
+            skipped = np.diff(starts) - self._seq_len - 1
             self.counts["cropped_tokens"] += int(np.maximum(skipped, 0).sum())
 
     def _tail(self) -> list[Rows]:
@@ -163,10 +159,10 @@ class ConcatPacker(WindowPacker):
         width = self._seq_len + 1
         ids = np.full((1, width), self._pad_id, self._buffer.dtype)
         ids[0, :left] = self._buffer[self._at - self._base :]
-        rows = self._rows(ids, np.array([left]), np.array([self._at]))
+        starts = np.array([self._at, self._end - 1])
         self.counts["padded_tokens"] += width - left
         self._at = self._end - 1
-        return [rows]
+        return [self._rows(ids, np.array([left]), starts)]
 
     def _rows(self, ids: Ids, valid: I64 | None, starts: I64) -> ConcatRows:
         return ConcatRows(ids, valid, self._seq_len + 1, starts, self._windows, self._doc_starts)
@@ -184,13 +180,14 @@ class ConcatPacker(WindowPacker):
                 continue
             starts.append(self._gather(self._window, until, pieces))
         # Unlike numpy, `join` does not release the GIL for each piece, which wakes threads in vain.
-        self._buffer = np.frombuffer(b"".join([ids.data for ids in pieces]), self._buffer.dtype)
+        joined = b"".join(pieces)  # type: ignore[arg-type]  # arrays are buffers
+        self._buffer = np.frombuffer(joined, self._buffer.dtype)
         self._base = self._at
         while len(self._windows) > 1 and self._windows[1][0] <= self._at:
             self._windows = self._windows[1:]
         if self._needs_starts:
-            joined = np.concatenate(starts)
-            self._doc_starts = joined[np.searchsorted(joined, self._at) :]
+            every = np.concatenate(starts)
+            self._doc_starts = every[np.searchsorted(every, self._at) :]
 
     def _gather(self, window: Window, until: int, pieces: list[Ids]) -> I64:
         """Append documents of the window up to `until` or beyond. Return where they begin."""

@@ -34,9 +34,11 @@ class Rows(Protocol):
     def valid(self) -> I64 | None:
         """How many ids of each row are real; None if all are."""
 
-    @property
-    def epoch(self) -> int:
-        """The epoch in which the first row begins."""
+    def epochs(self) -> I64:
+        """Return the epoch in which each row begins."""
+
+    def position(self, row: int) -> LanePosition:
+        """Return where a row begins; also for the row after the last one."""
 
     def boundaries(self) -> tuple[I64, I64]:
         """Return row and column wherever a new document begins, except at column 0."""

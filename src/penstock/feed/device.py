@@ -189,8 +189,8 @@ def _widen(batch: Batch, narrow: dict[str, Array], upload: Upload) -> None:
         columns = torch.arange(1, width, device=valid.device)
         batch.targets.masked_fill_(columns >= valid[:, None], IGNORE)
     if "positions" in narrow:
-        batch.positions = _int64(upload(_tensor(narrow["positions"])), None)
-        batch.cu_seqlens = upload(_tensor(narrow["cu_seqlens"]))
+        batch.positions = upload(_tensor(narrow["positions"]))
+        batch.cu_seqlens = upload(_tensor(batch.cu_seqlens))
 
 
 def _tensor(array: Array, view: Any = None) -> Tensor:

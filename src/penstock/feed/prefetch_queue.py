@@ -33,14 +33,12 @@ class PrefetchQueue(Generic[T]):
         cpus: frozenset[int] | None,
         slots: Callable[[T], int],
         block: int = 1,
-        finish: Callable[[T], None] | None = None,
     ) -> None:
         """`produce` returns up to that many items, and none at the end. `slots` returns how much of
         the capacity an item takes. Up to `block` items are made at once, if need be beyond the
-        capacity: waking a thread costs more than making a small one. `finish` is called for items
-        that will have to wait here, so that `get` need not do it."""
+        capacity: waking a thread costs more than making a small one."""
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
-        self._block, self._finish = block, finish
+        self._block = block
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
         # Taken by itself: Ctrl-C between two lines of `Condition.__exit__` would leave it locked.
@@ -141,9 +139,6 @@ class PrefetchQueue(Generic[T]):
     def _put(self, made: list[T]) -> bool:
         """Wait for room and hand over items. Return False once the queue was stopped."""
         items = [(item, self._slots(item)) for item in made]
-        if self._finish is not None and self._used > self._low:
-            for item in made:
-                self._finish(item)
         with self._lock:
             if self.first_made is None:
                 self.first_made = time.monotonic()

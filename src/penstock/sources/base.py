@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 
 BEGINNING = StreamPosition(0, 0)
-BLOCK_BYTES = 8 * MiB
-"""Small batches are made together up to this size, counted as int64; in the queue they take a
-quarter of it or less. That is 32 batches of 16 rows of 1024 tokens."""
+BLOCK_BYTES = 4 * MiB
+"""Small batches are made together up to this size: 16 batches of 16 rows of 1024 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +239,7 @@ class RowProducer(Producer):
             drop_last=run.drop_last,
             positions=source.positions,
             dtype=source.dtype,
+            narrow=run.device is not None,
             start=run.start,
             state=run.state,
             clock=run.clock,

@@ -101,16 +101,22 @@ class IndexedRows:
 
     ids: Ids
     samples: I64
-    epochs: I64
+    of_epochs: I64
     dataset: Any
+    start: LanePosition
+    """Where the first row is."""
     valid: None = None
 
-    def __getitem__(self, part: slice) -> IndexedRows:
-        return IndexedRows(self.ids[part], self.samples[part], self.epochs[part], self.dataset)
+    def part(self, first: int, last: int | None) -> IndexedRows:
+        """Return the rows [first, last)."""
+        ids, samples, epochs = (a[first:last] for a in (self.ids, self.samples, self.of_epochs))
+        return IndexedRows(ids, samples, epochs, self.dataset, self.position(first))
 
-    @property
-    def epoch(self) -> int:
-        return min(int(self.epochs[0]), int(self.epochs[-1]))
+    def epochs(self) -> I64:
+        return self.of_epochs
+
+    def position(self, row: int) -> LanePosition:
+        return self.start._replace(row=self.start.row + row)
 
     def boundaries(self) -> tuple[I64, I64]:
         boundaries: tuple[I64, I64] = self.dataset.boundaries(self.samples)
@@ -141,8 +147,8 @@ class IndexedPacker:
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []
         while n > 0 and (rows := self._rest or self._read()) is not None:
-            taken = rows[:n]
-            self._rest = rows[n:] if len(rows.ids) > n else None
+            taken = rows.part(0, n)
+            self._rest = rows.part(n, None) if len(rows.ids) > n else None
             out.append(taken)
             self._next += len(taken.ids)
             n -= len(taken.ids)
@@ -158,7 +164,8 @@ class IndexedPacker:
             return None
         samples, epochs, task = self._tasks.popleft()
         try:
-            return IndexedRows(task.result(), samples, epochs, self._dataset)
+            start = self._start._replace(row=self._next)
+            return IndexedRows(task.result(), samples, epochs, self._dataset, start)
         except Exception as error:
             self.failed = error  # raised by the batcher, after the rows that came before it
             return None

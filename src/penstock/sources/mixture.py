@@ -363,7 +363,7 @@ class MixtureSource(RowSource):
 
     def part_rows(self, origin: RowsOrigin) -> dict[str, int]:
         """Return the rows of each part that a pipeline gave up to a batch."""
-        rows = zip(*(cast(MixtureMark, mark).part_rows for mark in origin.marks), strict=True)
+        rows = zip(*(cast(MixtureMark, mark).part_rows for mark in origin.marks()), strict=True)
         return dict(zip(self.parts, map(sum, rows), strict=True))
 
     # A run
