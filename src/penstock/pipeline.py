@@ -38,14 +38,14 @@ LOW_BATCHES = 100
 """Batches in a row that find the queue less than half full, before a warning."""
 
 
-def keep_freed_memory(nbytes: int) -> None:
-    """Let the allocator keep this much freed memory for the next batches.
+def keep_freed_memory() -> None:
+    """Let the allocator keep freed memory for the next batches.
 
     By default glibc returns all but a few hundred KB to the system, and getting it back costs as
     much as filling a batch. It keeps twice the size of the largest block that was freed, up to
     32 MiB, so freeing one that was never touched is enough.
     """
-    np.empty(min(nbytes, 31 * MiB), np.uint8)
+    np.empty(31 * MiB, np.uint8)
 
 
 class Pipeline:
@@ -66,7 +66,7 @@ class Pipeline:
         """Of the last batch that was made."""
         self._queue: PrefetchQueue[Batch] | None = None
         self._started = time.monotonic()
-        keep_freed_memory(run.queue_bytes)
+        keep_freed_memory()
         try:
             self._producer: Producer = source.open(run, self._pool, self._work)
         except BaseException:

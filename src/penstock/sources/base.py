@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 BEGINNING = StreamPosition(0, 0)
-BLOCK_BYTES = 4 * MiB
-"""Small batches are made together up to this size: 16 batches of 16 rows of 1024 tokens."""
+BLOCK_BYTES = 8 * MiB
+"""Small batches are made together up to this size: 32 batches of 16 rows of 1024 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
