@@ -17,6 +17,10 @@ settings.register_profile("untimed", deadline=None)  # a timing is never a pass 
 settings.load_profile("untimed")
 
 
+OUTSIDE = "HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+"""Variables of the environment that would change what a test does."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take longest first, so that no process is left with one of them at the end."""
     items.sort(key=lambda item: not {"distributed", "train"} & set(item.path.parts))
@@ -26,15 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the user's cache, and no launcher's variables leak in."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in (
-        "HF_TOKEN",
-        "HF_ENDPOINT",
-        "HF_HUB_OFFLINE",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-    ):
+    for name in OUTSIDE.split():
         monkeypatch.delenv(name, raising=False)
 
 

@@ -31,17 +31,10 @@ def synthetic() -> SyntheticDataset:
 # Through the loader
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "parquet concat shuffled",
-        "parquet best_fit",
-        "tokens",
-        "synthetic",
-        "records",
-        "mixture restart",
-    ],
-)
+COPIED = "parquet concat shuffled, parquet best_fit, tokens, synthetic, records, mixture restart"
+
+
+@pytest.mark.parametrize("name", COPIED.split(", "))
 def test_batches_on_the_device_equal_batches_on_the_host(name: str, corpus: Path) -> None:
     make = KINDS[name].maker(corpus)
     contracts.same_for_any(make, 20, [{}, {"device": "cpu"}, {"device": "cpu", "n_workers": 0}])

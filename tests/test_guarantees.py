@@ -177,6 +177,14 @@ def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path:
         list(loader)
 
 
+def test_a_damaged_tokenizer_is_refused_with_the_file(corpus: Path, tmp_path: Path) -> None:
+    whole, path = (corpus / "tokenizer.json").read_bytes(), tmp_path / "tokenizer.json"
+    for damaged in (whole[: len(whole) // 2], b"\xff\x00" * 500):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+            TextDataset(corpus / "parquet", tokenizer=str(path), seq_len=32)
+
+
 # What a mixture looks like
 
 

@@ -15,6 +15,7 @@ from penstock import (
     RemoteOptions,
     TextDataset,
 )
+from penstock.encode.tokenizer import load_tokenizer
 from penstock.errors import SourceError
 from tests.servers import FileServer
 
@@ -114,3 +115,17 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
             changed = r"its date was .* it is Tue 14 Nov 2023 22:13:20 GMT"
             with pytest.raises(SourceError, match=changed):
                 list(loader)
+
+
+def test_another_engine_does_not_take_cached_tokens(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    kept = []
+    for engine in ("tokenizers", "tokenizers", "gigatoken"):
+        tokenizer = load_tokenizer(corpus / "tokenizer.json", engine=engine)  # type: ignore[arg-type]
+        data = TextDataset(corpus / "docs.jsonl", tokenizer=tokenizer, seq_len=64, cache=True)
+        with AsyncDataLoader(data, 4, epochs=1) as loader:
+            list(loader)
+            kept.append(loader.stats().cache_hits > 0)
+    assert kept == [False, True, False]

@@ -93,24 +93,6 @@ def test_what_a_contender_does_not_offer_is_not_an_error(
     assert "not offered" in contend("drain", case | {"shuffle": True})
 
 
-def test_limit_and_token_file_do_the_same_amount_of_work(
-    work: dict[str, str], expected: list[str], tmp_path: Path
-) -> None:
-    limit = contend("drain", work | {"contender": "limits"})["done"]
-    assert 0.9 * len(expected) <= limit["batches"] <= len(expected)  # it counts no separators
-    case = work | {"prepared": str(tmp_path), "contender": "ours", "tokenizer": "none"}
-    contend("prepare", case)
-    told = contend("drain", case | {"shuffle": True, "passes": 2})["done"]
-    assert told["batches"] == 2 * len(expected)
-
-
-def test_a_consumer_that_waits_reports_the_time_of_each_next(work: dict[str, str]) -> None:
-    case = work | CONTENDERS["Penstock"]
-    told = contend("pace", case, "--batches", "8", "--pause-s", "0.01")["done"]
-    assert len(told["fetches"]) == 8 - 2
-    assert 0 < sum(told["fetches"]) < told["seconds"]
-
-
 def test_a_contender_that_fails_reports_the_error(work: dict[str, str]) -> None:
     case = work | {"contender": "ours", "source": "/nowhere"}
     assert contend("drain", case, code=1)["error"]["kind"] == "SourceError"

@@ -88,11 +88,22 @@ def test_workers_may_be_killed_at_any_moment() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning needs Linux")
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_workers_keep_to_their_cores(workers: str) -> None:
-    core = min(os.sched_getaffinity(0))
-    with loader(Cores(16), workers=workers, cpus=[core]) as running:
+@pytest.mark.parametrize("option", ["cpus", "numa_node"])
+def test_workers_keep_to_their_cores(
+    workers: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    for node, cores in enumerate((core, 10_000)):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr("penstock.feed.affinity.NODES", tmp_path)
+    right, wrong = {"cpus": ([core], [10_000]), "numa_node": (0, 1)}[option]
+    with loader(Cores(16), workers=workers, **{option: right}) as running:
         assert {int(x) for batch in running for x in np.ravel(batch.inputs)} == {core}
-    assert core in os.sched_getaffinity(0)
+    assert os.sched_getaffinity(0) == allowed
+    with pytest.raises(ConfigError, match=option):
+        loader(Cores(16), **{option: wrong})
 
 
 # Errors
@@ -168,9 +179,9 @@ def start(tmp_path: Path, body: str, nap_s: float = 0) -> subprocess.Popen[str]:
     ("then", "nap_s", "number", "code", "says"),
     [
         ("while True: next(loader)", 60, signal.SIGKILL, -signal.SIGKILL, ""),
-        ("while True: next(loader)", 1, signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-        ("pass", 1, None, 0, ""),
-        ("raise ValueError('oh')", 1, None, 1, "ValueError: oh"),
+        ("while True: next(loader)", 0.2, signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+        ("pass", 0.2, None, 0, ""),
+        ("raise ValueError('oh')", 0.2, None, 1, "ValueError: oh"),
         ("os._exit(6)", 60, None, 6, ""),
     ],
 )

@@ -136,8 +136,7 @@ def test_a_damaged_state_is_refused_or_continues_but_never_crashes(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["iterable concat", "tokens", "samples", "iterated samples", "mixture stop"],
+    "name", ["iterable concat", "tokens", "samples", "iterated samples", "mixture stop"]
 )
 def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(corpus: Path, name: str) -> None:
     make = KINDS[name].maker(corpus)

@@ -170,12 +170,6 @@ def test_waits_have_a_deadline() -> None:
 # What is imported
 
 
-def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-
-
 TEXT = """
 data = penstock.TextDataset({path!r}, tokenizer="byte", seq_len=8)
 with penstock.AsyncDataLoader(data, 2) as loader:
@@ -194,5 +188,6 @@ def test_nothing_heavy_is_imported_before_it_is_needed(
     code: str, unwanted: set[str], corpus: Path
 ) -> None:
     code = code.format(path=str(corpus / "parquet"))
-    out = run(f"import penstock, sys\n{code}\nprint(*sys.modules)")
-    assert not unwanted & set(out.split())
+    command = [sys.executable, "-c", f"import penstock, sys\n{code}\nprint(*sys.modules)"]
+    imported = subprocess.check_output(command, text=True, timeout=60)
+    assert not unwanted & set(imported.split())

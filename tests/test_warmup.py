@@ -284,9 +284,7 @@ def test_a_heartbeat_receives_the_result(
     ("options", "message"),
     [
         ({"batches": -1}, "batches=-1: must be an integer ≥ 0"),
-        ({"batches": 1.5}, "batches=1.5: must be an integer"),
         ({"batches": "all"}, "batches='all': must be an integer"),
-        ({"timeout": -1}, "timeout=-1: must be a number ≥ 0"),
         ({"timeout": float("nan")}, "timeout=nan: must be a number ≥ 0"),
     ],
 )
