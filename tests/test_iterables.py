@@ -228,6 +228,9 @@ def test_an_invalid_document_is_refused_with_its_number(document: Any) -> None:
 def test_text_needs_a_tokenizer_and_ids_do_not_mix_with_it() -> None:
     with samples_loader(text(["a", "b"])) as loader, pytest.raises(SourceError, match="tokenizer"):
         firsts(loader, 1)
+    for separator in ({"eos": 5}, {"bos": "x"}):
+        with pytest.raises(ConfigError, match="need a tokenizer"):
+            text([np.arange(3)], **separator)
     mixed = text(["a", np.arange(3)], tokenizer="byte")
     with samples_loader(mixed) as loader, pytest.raises(SourceError, match="one or the other"):
         firsts(loader, 1)

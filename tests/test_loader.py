@@ -299,8 +299,8 @@ def test_a_queue_that_stays_low_is_reported_once(caplog: pytest.LogCaptureFixtur
     samples = [np.arange(9)] * 1000
     with AsyncDataLoader(samples, 1, n_workers=1, preprocess=slowly) as loader:
         contracts.take(loader, 250)
-    (told,) = (r.getMessage() for r in caplog.records if "less than half full" in r.getMessage())
-    assert "n_workers" in told
+    (text,) = (r.getMessage() for r in caplog.records if "less than half full" in r.getMessage())
+    assert "n_workers" in text
 
 
 def test_documents_are_reported_every_report_docs(
@@ -310,6 +310,7 @@ def test_documents_are_reported_every_report_docs(
     with AsyncDataLoader(dataset(corpus, remote={"report_docs": 50}), 4, epochs=1) as loader:
         contracts.take(loader, 10_000)
         documents = loader.stats().documents
-    told = [int(r.getMessage().split()[0]) for r in caplog.records if "documents" in r.getMessage()]
-    assert told == sorted(told) != []
-    assert told[-1] <= documents
+    lines = [r.getMessage() for r in caplog.records if "documents" in r.getMessage()]
+    counts = [int(line.split()[0]) for line in lines]
+    assert counts == sorted(counts) != []
+    assert counts[-1] <= documents

@@ -88,20 +88,20 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
 
 def test_the_wheel_describes_itself(built: Built) -> None:
     wheel, info = zipfile.ZipFile(built.wheel), f"penstock-{penstock.__version__}.dist-info"
-    told = email.message_from_string(wheel.read(f"{info}/METADATA").decode())
-    assert (told["Name"], told["Version"]) == ("penstock", penstock.__version__)
-    assert told["License-Expression"] == "Apache-2.0"
-    assert told["Requires-Python"] == ">=3.11"
-    assert "Typing :: Typed" in told.get_all("Classifier", [])
-    assert set(told.get_all("Provides-Extra", [])) == EXTRAS
-    needed = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
+    metadata = email.message_from_string(wheel.read(f"{info}/METADATA").decode())
+    assert (metadata["Name"], metadata["Version"]) == ("penstock", penstock.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(re.split(r"[<>=~!]", line)[0] for line in needed) == [
         "gigatoken", "numpy", "pyarrow", "rich", "typer", "urllib3",
     ]  # fmt: skip
-    source = told["Project-URL"].removeprefix("Source, ")
-    shown = re.sub(f"{source}/(raw|blob)/main/", "", str(told.get_payload()))
+    source = metadata["Project-URL"].removeprefix("Source, ")
+    shown = re.sub(f"{source}/(raw|blob)/main/", "", str(metadata.get_payload()))
     assert shown.strip() == (ROOT / "README.md").read_text().strip()
-    assert not re.search(r"\]\((?!https:)", str(told.get_payload()))  # PyPI has no other files
+    assert not re.search(r"\]\((?!https:)", str(metadata.get_payload()))  # PyPI has no other files
     assert "penstock = penstock.cli.main:app" in wheel.read(f"{info}/entry_points.txt").decode()
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
@@ -134,9 +134,9 @@ def test_command_and_loader_work_without_extras(installed: Path, tmp_path: Path)
         == f"penstock {penstock.__version__}\n"
     )
     assert "verify-resume" in do(installed / "penstock", "--help", cwd=tmp_path).stdout
-    told = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
+    demo = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
     assert (
-        told.stderr
+        demo.stderr
         == "penstock: the demo needs `torch`, which is not installed: pip install 'penstock[torch]'\n"
     )
     (tmp_path / "docs.txt").write_text("some text\n" * 1000)

@@ -67,9 +67,9 @@ def expected(work: dict[str, str]) -> list[str]:
 def test_contenders_give_the_same_batches(
     name: str, work: dict[str, str], expected: list[str]
 ) -> None:
-    told = contend("follow", work | CONTENDERS[name])
-    digests = told["done"]["digests"]
-    assert told["first"]["at"] > 0
+    lines = contend("follow", work | CONTENDERS[name])
+    digests = lines["done"]["digests"]
+    assert lines["first"]["at"] > 0
     assert digests[: len(expected)] == expected[: len(digests)]
     assert len(digests) >= len(expected) - 1
 
@@ -80,16 +80,16 @@ def test_a_contender_resumes_where_its_state_was_taken(
 ) -> None:
     case, saved = work | CONTENDERS[name], str(tmp_path / "state")
     contend("follow", case, "--batches", "3", "--save-at", "2", "--save-to", saved)
-    told = contend("follow", case | {"state": saved}, "--batches", "1")
-    assert told["done"]["digests"] == expected[2:3]
+    lines = contend("follow", case | {"state": saved}, "--batches", "1")
+    assert lines["done"]["digests"] == expected[2:3]
 
 
 def test_what_a_contender_does_not_offer_is_not_an_error(
     work: dict[str, str], tmp_path: Path
 ) -> None:
     case = work | CONTENDERS["plain"]
-    told = contend("follow", case, "--save-at", "1", "--save-to", str(tmp_path / "state"))
-    assert told["not offered"]["why"] == "it has no state"
+    lines = contend("follow", case, "--save-at", "1", "--save-to", str(tmp_path / "state"))
+    assert lines["not offered"]["why"] == "it has no state"
     assert "not offered" in contend("drain", case | {"shuffle": True})
 
 
