@@ -178,11 +178,9 @@ def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path:
 
 
 def test_a_skipped_address_that_cannot_exist_is_refused(corpus: Path) -> None:
-    for address, says in (("gone.parquet", 0, 0), "gone.parquet"), (("docs.jsonl", 1, 0), "group"):
-        with pytest.raises(ConfigError, match=f"skip: .*{says}"):
-            AsyncDataLoader(
-                TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=8, skip=[address]), 2
-            )
+    skip = [("gone.parquet", 0, 0)]
+    with pytest.raises(ConfigError, match=r"skip: .*gone\.parquet"):
+        TextDataset(corpus / "parquet", tokenizer="byte", seq_len=8, skip=skip)
 
 
 def test_a_damaged_tokenizer_is_refused_with_the_file(corpus: Path, tmp_path: Path) -> None:

@@ -37,11 +37,8 @@ def do(
     *command: str | Path, cwd: Path, timeout_s: float = 100, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as in a user's shell, without the paths of this process."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "PENSTOCK_"))
-    }
+    own = ("PYTHON", "PENSTOCK_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     env |= {"PENSTOCK_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
     line = list(map(str, command))
     done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -129,16 +126,12 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_command_and_loader_work_without_extras(installed: Path, tmp_path: Path) -> None:
-    assert (
-        do(installed / "penstock", "--version", cwd=tmp_path).stdout
-        == f"penstock {penstock.__version__}\n"
-    )
+    version = do(installed / "penstock", "--version", cwd=tmp_path).stdout
+    assert version == f"penstock {penstock.__version__}\n"
     assert "verify-resume" in do(installed / "penstock", "--help", cwd=tmp_path).stdout
     demo = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
-    assert (
-        demo.stderr
-        == "penstock: the demo needs `torch`, which is not installed: pip install 'penstock[torch]'\n"
-    )
+    needs = "the demo needs `torch`, which is not installed: pip install 'penstock[torch]'"
+    assert demo.stderr == f"penstock: {needs}\n"
     (tmp_path / "docs.txt").write_text("some text\n" * 1000)
     smoke = do(installed / "penstock", "smoke", "--dataset", "docs.txt", cwd=tmp_path)
     assert smoke.stdout.startswith("[smoke][OK] first batch in ")

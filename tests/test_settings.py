@@ -182,7 +182,6 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     refused("PENSTOCK_SEEED: unknown; .* PENSTOCK_SEED", environment={"PENSTOCK_SEEED": "1"})
     refused("NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
     refused("command line --shufle: unknown; .* shuffle", overrides={"shufle": True})
-    refused("zzz: unknown; known are async_n_workers, ", overrides={"zzz": True})
 
 
 def test_two_names_of_one_setting_may_agree_and_must_not_differ(write: Write) -> None:

@@ -14,6 +14,7 @@ from tests.distributed.launch import free_ports
 
 WORKER = """
 import json, os, sys, time
+from pathlib import Path
 import torch.distributed as dist
 from penstock import Shard
 from penstock.feed.collectives import MAX_TEXT, GlooRanks, RankAgreement, from_rank_0
