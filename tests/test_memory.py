@@ -60,7 +60,7 @@ def test_large_row_groups_and_documents_stay_within_the_stated_bound(tmp_path: P
     group = 24 * MiB
     write(tmp_path / "large.parquet", groups=16, group_bytes=group, doc_bytes=8 * MiB)
     limit = 192 * MiB
-    about = {"urls": str(tmp_path / "large.parquet"), "seq_len": 1024, "shuffle_bytes": group}
+    about = {"urls": str(tmp_path / "large.parquet"), "seq_len": 1024, "shuffle_chunks": 1}
     how = {"batch_size": 16, "n_workers": 2, "shuffle": True, "memory_limit": limit, "epochs": 1}
     used = measure(about, how)
     assert used["read"] >= 16 * group
