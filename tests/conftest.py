@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, and a check that no thread is left behind."""
+"""Fixtures of every test: its own cache, loopback only, and no thread left behind."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ settings.register_profile("untimed", deadline=None)  # a timing is never a pass 
 settings.load_profile("untimed")
 
 
+OUTSIDE = "HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+"""Variables of the environment that would change what a test does."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest first, so that no process is left with one of them at the end."""
+    """Run the files that take longest first, so that none of them is left for the end."""
     items.sort(key=lambda item: not {"distributed", "train"} & set(item.path.parts))
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from or written to the user's cache, and no launcher's variables leak in."""
+    """Use a cache of the test run, and no variables of a launcher or of the Hub."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in (
-        "HF_TOKEN",
-        "HF_ENDPOINT",
-        "HF_HUB_OFFLINE",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-    ):
+    for name in OUTSIDE.split():
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reaches for anything but this machine."""
+    """Fail a test that connects to another machine."""
     real = socket.socket.connect
 
     def connect(sock: socket.socket, address: Any) -> None:
@@ -73,7 +69,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """What torch has compiled before, and what a test compiles, is forgotten."""
+    """Make torch forget what it compiled before and in the test."""
     import torch
 
     torch._dynamo.reset()

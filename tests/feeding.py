@@ -1,4 +1,4 @@
-"""Data that comes when a test lets it, and loaders of it."""
+"""Data that a test can hold back, and loaders of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.encode.batch import Batch
 from penstock.types import Shard
 
 WAIT_S = 30.0
-"""How long a test waits for what has to come; no pass or fail hangs on it."""
+"""How long a test waits for an event that must occur."""
 
 
 class Numbers:
@@ -42,7 +42,7 @@ def loader(data: Any, rank: int = 0, world: int = 1, **more: Any) -> AsyncDataLo
 
 
 def rows(batches: Sequence[Batch]) -> list[int]:
-    """The numbers of the rows in batches; of made-up ones, the step with a minus."""
+    """Return the numbers of the rows in batches; of synthetic ones, the negative step."""
     return [
         int(np.ravel(row)[0])
         for batch in batches

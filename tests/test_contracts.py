@@ -57,6 +57,12 @@ def test_same_for_any_worker_count(kind: Kind, corpus: Path) -> None:
     contracts.same_for_any(kind.maker(corpus), 40)
 
 
+@pytest.mark.parametrize("name", ["many concat shuffled", "synthetic"])
+def test_every_combination_of_workers_and_prefetch_runs(name: str, corpus: Path) -> None:
+    ways = [{"n_workers": n, "prefetch_size": size} for n in (1, 2, 5, 12) for size in (1, 4, 8)]
+    contracts.same_for_any(KINDS[name].maker(corpus, epochs=1), 60, ways)
+
+
 ON_PROCESSES = (
     "parquet concat shuffled, gz concat, iterable best_fit shuffled, samples shuffled, "
     "iterated samples, mixture restart shuffled"
@@ -83,17 +89,6 @@ def test_rows_are_the_same_for_any_world_size(kind: Kind, corpus: Path) -> None:
 def test_lanes_that_do_not_divide_the_batch_keep_the_stream(corpus: Path) -> None:
     make = KINDS["parquet concat shuffled"].maker(corpus, lanes=6)
     contracts.same_for_any_world_size(make, batches=5, global_batch=6, worlds=(1, 2, 3, 6))
-
-
-@pytest.mark.parametrize("doc_batch", [1, 7, 1000])
-def test_documents_tokenized_at_once_do_not_change_the_stream(corpus: Path, doc_batch: int) -> None:
-    def make(**how: Any) -> AsyncDataLoader:
-        data = TextDataset(
-            corpus / "parquet", tokenizer=str(corpus / "tokenizer.json"), seq_len=SEQ, **how
-        )
-        return AsyncDataLoader(data, 8, shuffle=True, n_workers=2)
-
-    contracts.same_for_any(make, 30, [{}, {"remote": {"doc_batch": doc_batch}}])
 
 
 # Resuming
@@ -222,25 +217,12 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own_if_shuffled(
 
 @each(MIXTURES)
 def test_a_mixture_gives_each_part_its_share(kind: Kind, corpus: Path) -> None:
-    counts = dict.fromkeys(MIXED, 0)
-    names = {"items": "stream", "ids.bin": "tokens", "synthetic": "made"}
     with kind.maker(corpus)() as loader:
-        for batch in contracts.batches_of(loader, 60):
-            for spans in batch.provenance():
-                counts[names.get(spans[0].file, "text")] += 1
-    total = sum(counts.values())
-    assert total == 480
+        contracts.take(loader, 60)
+        parts = loader.stats().parts
+    assert sum(parts.values()) == 480
     for name, weight in MIXED.items():
-        assert abs(counts[name] - weight * total) <= 2, counts
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_mixture_that_stops_ends_with_its_first_part(shuffle: bool) -> None:
-    short, long = (SyntheticDataset(seq_len=8, num_samples=n, vocab_size=9) for n in (20, 900))
-    mixed = Mixture({"short": (short, 0.5), "long": (long, 0.5)}, on_end="stop")
-    with AsyncDataLoader(mixed, 1, shuffle=shuffle, epochs=1) as loader:
-        rows = sum(1 for _ in loader)
-    assert 39 <= rows <= 41
+        assert abs(parts[name] - weight * 480) <= 2, parts
 
 
 # Stats
@@ -273,13 +255,11 @@ def broken_jsonl(folder: Path) -> Any:
     return TextDataset(folder / "a.jsonl", tokenizer="byte", seq_len=16, chunk_bytes=1024)
 
 
-def fails_after(items: int, item: Callable[[int], Any]) -> Iterator[Any]:
-    yield from map(item, range(items))
-    raise KeyError("from the user's iterable")
-
-
 def broken_iterable(_: Path) -> Any:
-    source = partial(fails_after, 150, lambda row: f"item {row} " * 9)
+    def source() -> Iterator[str]:
+        yield from (f"item {row} " * 9 for row in range(150))
+        raise KeyError("from the user's iterable")
+
     return TextDataset.from_iterable(source, tokenizer="byte", seq_len=16, chunk_docs=4, name="i")
 
 
@@ -290,42 +270,29 @@ class BrokenSamples(Samples):
         return super().__getitem__(index)
 
 
-def broken_samples(_: Path) -> Any:
-    return BrokenSamples()
-
-
-def broken_iterated_samples(_: Path) -> Any:
-    return partial(fails_after, 77, Samples().__getitem__)
-
-
 def broken_mixture(folder: Path) -> Any:
     made = SyntheticDataset(seq_len=16, num_samples=500, vocab_size=EOS + 1)
     return Mixture({"text": (broken_parquet(folder), 0.5), "made": (made, 0.5)})
 
 
-BROKEN = [
-    (broken_parquet, CorruptFile, False),
-    (broken_jsonl, SourceError, False),
-    (broken_iterable, KeyError, False),
-    (broken_samples, KeyError, False),
-    (broken_samples, KeyError, True),
-    (broken_iterated_samples, KeyError, False),
-    (broken_mixture, CorruptFile, False),
-]
+BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
+    "parquet": (broken_parquet, CorruptFile),
+    "jsonl": (broken_jsonl, SourceError),
+    "iterable": (broken_iterable, KeyError),
+    "samples": (lambda _: BrokenSamples(), KeyError),
+    "samples shuffled": (lambda _: BrokenSamples(), KeyError),
+    "iterated samples": (lambda _: lambda: iter(BrokenSamples()), KeyError),
+    "mixture": (broken_mixture, CorruptFile),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "shuffle"),
-    BROKEN,
-    ids=[f"{build.__name__}{' shuffled' * shuffle}" for build, _, shuffle in BROKEN],
-)
-def test_error_comes_after_the_batches_before_it(
-    build: Callable[[Path], Any], error: type[Exception], shuffle: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_error_comes_after_the_batches_before_it(name: str, tmp_path: Path) -> None:
+    build, error = BROKEN[name]
     data = build(tmp_path)
 
     def make(**how: Any) -> AsyncDataLoader:
-        return AsyncDataLoader(data, 4, shuffle=shuffle, **how)
+        return AsyncDataLoader(data, 4, shuffle=name.endswith("shuffled"), **how)
 
     contracts.error_comes_after_the_batches_before_it(make, error, 1, contracts.WORKER_COUNTS)
 

@@ -53,8 +53,74 @@ def test_documents_of_uneven_files_are_used_equally_often(tmp_path: Path) -> Non
             for spans in batch.provenance():
                 # The last id of a row opens the next one: a document that begins there counts once.
                 starts.update(s.address for s in spans if s.tokens[0] == 0 and s.at[0] < 64)
+        balance = loader.stats().lane_balance
+    assert balance is not None
+    assert balance >= 0.95
     assert len(starts) == documents
     assert max(starts.values()) - min(starts.values()) <= 1
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_finite_pass_of_two_ranks_uses_nearly_all_documents(
+    tmp_path: Path, lanes: int, shuffle: bool
+) -> None:
+    rng = random.Random(3)
+    documents = 0
+    for number in range(32):
+        count = 2 * rng.randint(1, 45)
+        texts = ["x" * rng.randint(20, 200) for _ in range(count)]
+        write_parquet(tmp_path / f"{number:02}.parquet", texts, group=2)
+        documents += count
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=64, shuffle_chunks=4)
+    ranks = []
+    for rank in range(2):
+        with AsyncDataLoader(
+            data, 4, shuffle=shuffle, lanes=lanes, epochs=1, shard=Shard(2, rank)
+        ) as loader:
+            ranks.append([{s.address for row in b.provenance() for s in row} for b in loader])
+    together = min(map(len, ranks))
+    used = {address for rank in ranks for batch in rank[:together] for address in batch}
+    assert len(used) >= 0.95 * documents
+
+
+# Files of ranks, and the first chunk
+
+
+def test_a_rank_opens_only_its_own_files(tmp_path: Path) -> None:
+    for number in range(16):
+        write_parquet(tmp_path / f"{number:02}.parquet", [f"{number:02} " * 30] * 8, group=4)
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=64)
+
+    def files() -> set[str]:
+        with AsyncDataLoader(data, 4, shuffle=True, epochs=1, shard=Shard(2, 0)) as loader:
+            return {span.file for batch in loader for row in batch.provenance() for span in row}
+
+    own = files()
+    assert len(own) == 8
+    for path in tmp_path.iterdir():
+        if path.name not in own:
+            path.unlink()
+    assert files() == own
+
+
+def test_the_first_chunk_is_divided_so_that_the_first_batch_waits_for_a_small_part(
+    tmp_path: Path,
+) -> None:
+    texts = [random.Random(row).randbytes(500).hex() for row in range(1600)]
+    write_parquet(tmp_path / "a.parquet", texts, group=800)
+    rows: list[int] = []
+
+    def count(table: Any) -> Any:
+        rows.append(len(table))
+        return table["text"]
+
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=64, transform=("count", count))
+    with AsyncDataLoader(data, 4, epochs=1, n_workers=0) as loader:
+        next(loader)
+        assert max(rows) < 200
+        list(loader)
+    assert sum(rows) >= 1600
 
 
 # Several consumers
@@ -111,6 +177,20 @@ def test_two_columns_of_the_text_fields_name_are_refused_with_the_file(tmp_path:
         list(loader)
 
 
+def test_a_skipped_address_that_cannot_exist_is_refused(corpus: Path) -> None:
+    skip = [("gone.parquet", 0, 0)]
+    with pytest.raises(ConfigError, match=r"skip: .*gone\.parquet"):
+        TextDataset(corpus / "parquet", tokenizer="byte", seq_len=8, skip=skip)
+
+
+def test_a_damaged_tokenizer_is_refused_with_the_file(corpus: Path, tmp_path: Path) -> None:
+    whole, path = (corpus / "tokenizer.json").read_bytes(), tmp_path / "tokenizer.json"
+    for damaged in (whole[: len(whole) // 2], b"\xff\x00" * 500):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+            TextDataset(corpus / "parquet", tokenizer=str(path), seq_len=32)
+
+
 # What a mixture looks like
 
 
@@ -121,27 +201,3 @@ def test_a_mixture_shows_itself_as_a_tree_with_weights(corpus: Path) -> None:
     assert title.startswith("Mixture")
     assert all(word in web for word in ("web", "70.00%", "TextDataset"))
     assert all(word in other for word in ("made", "30.00%", "SyntheticDataset"))
-
-
-@pytest.mark.parametrize("lanes", [2, 4, 8])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_finite_pass_of_two_ranks_uses_nearly_all_documents(
-    tmp_path: Path, lanes: int, shuffle: bool
-) -> None:
-    rng = random.Random(3)
-    documents = 0
-    for number in range(32):
-        count = 2 * rng.randint(1, 45)
-        texts = ["x" * rng.randint(20, 200) for _ in range(count)]
-        write_parquet(tmp_path / f"{number:02}.parquet", texts, group=2)
-        documents += count
-    data = TextDataset(tmp_path, tokenizer="byte", seq_len=64, shuffle_chunks=4)
-    ranks = []
-    for rank in range(2):
-        with AsyncDataLoader(
-            data, 4, shuffle=shuffle, lanes=lanes, epochs=1, shard=Shard(2, rank)
-        ) as loader:
-            ranks.append([{s.address for row in b.provenance() for s in row} for b in loader])
-    together = min(map(len, ranks))
-    used = {address for rank in ranks for batch in rank[:together] for address in batch}
-    assert len(used) >= 0.95 * documents

@@ -1,4 +1,4 @@
-"""Iterables: what a resume costs, one-shot iterators, failures, and sources of odd shapes."""
+"""Iterables: what a resume costs, one-shot iterators, failures, and what is not data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from penstock import AsyncDataLoader, ConfigError, TextDataset
 from penstock.errors import SourceError
 from tests import contracts
+from tests.kinds import Stateful
 
 SEQ = 8
 REPLAY = re.compile(r"has no usable state_dict: .* first (\d+) items .* in [\d.]+ s")
@@ -22,14 +23,11 @@ REPLAY = re.compile(r"has no usable state_dict: .* first (\d+) items .* in [\d.]
 class Source:
     """Counts what is read of it."""
 
-    def __init__(self, length: int = 100, fails_at: int | None = None) -> None:
-        self.length, self.fails_at = length, fails_at
-        self.read = 0
+    def __init__(self, length: int = 100) -> None:
+        self.length, self.read = length, 0
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(self.length):
-            if index == self.fails_at:
-                raise OSError("the connection is gone")
             self.read += 1
             yield self.item(index)
 
@@ -44,25 +42,15 @@ class Documents(Source):
         return np.full(SEQ, index)
 
 
-class WithState:
-    """Keeps its own position: an iterator goes on from there."""
+class WithState(Stateful):
+    """Keeps its own position, and counts what is read of it."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.reads = self.at = 0
+    reads = 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self.at < self.source.length:
-            self.at += 1
+        for item in super().__iter__():
             self.reads += 1
-            yield self.source.item(self.at - 1)
-        self.at = 0
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
+            yield item
 
 
 def text(source: Any, **more: Any) -> Any:
@@ -93,7 +81,7 @@ def firsts(loader: AsyncDataLoader, n: int) -> list[int]:
 
 
 @PATHS
-def test_a_resume_replays_a_source_without_state_and_says_so_once(
+def test_a_resume_replays_a_source_without_state_and_warns_once(
     loader_of: Make, kind: type[Source], caplog: pytest.LogCaptureFixture
 ) -> None:
     with loader_of(kind()) as loader:
@@ -104,9 +92,9 @@ def test_a_resume_replays_a_source_without_state_and_says_so_once(
     with caplog.at_level(logging.WARNING, "penstock"), loader_of(again) as loader:
         loader.load_state_dict(state)
         assert firsts(loader, 5) == list(range(40, 60))
-    (told,) = (REPLAY.search(record.getMessage()) for record in caplog.records)
-    assert told is not None
-    assert 36 <= int(told[1]) <= 40
+    (warned,) = (REPLAY.search(record.getMessage()) for record in caplog.records)
+    assert warned is not None
+    assert 36 <= int(warned[1]) <= 40
     assert again.read >= 60
 
 
@@ -114,10 +102,10 @@ def test_a_resume_replays_a_source_without_state_and_says_so_once(
 def test_a_resume_uses_the_state_of_a_source_that_has_one(
     loader_of: Make, kind: type[Source], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with loader_of(WithState(kind())) as loader:
+    with loader_of(WithState(list(kind()))) as loader:
         firsts(loader, 20)
         state = loader.state_dict()
-    again = WithState(kind())
+    again = WithState(list(kind()))
     loader = loader_of(again)
     loader.load_state_dict(state)
     with loader:
@@ -131,18 +119,18 @@ def test_a_state_that_cannot_be_saved_is_replaced_by_a_replay(
 ) -> None:
     class Odd(WithState):
         def state_dict(self) -> Any:
-            return {"at": self.at, "of": object()}
+            return super().state_dict() | {"of": object()}
 
-    with samples_loader(Odd(Source())) as loader:
+    with samples_loader(Odd(list(Source()))) as loader:
         firsts(loader, 10)
         state = loader.state_dict()
-    with samples_loader(Odd(Source())) as loader:
+    with samples_loader(Odd(list(Source()))) as loader:
         loader.load_state_dict(state)
         assert firsts(loader, 2) == list(range(40, 48))
     assert "no usable state_dict" in caplog.text
 
 
-def test_a_shorter_iterable_than_the_state_was_made_with_is_told_apart() -> None:
+def test_an_iterable_that_ends_before_the_state_is_refused() -> None:
     with samples_loader(Source(100)) as loader:
         firsts(loader, 10)
         state = loader.state_dict()
@@ -152,8 +140,8 @@ def test_a_shorter_iterable_than_the_state_was_made_with_is_told_apart() -> None
             firsts(loader, 1)
 
 
-def test_the_epoch_is_told_to_a_source_that_wants_to_know_it() -> None:
-    class Told(Source):
+def test_set_epoch_is_called_on_a_source_that_has_it() -> None:
+    class WithEpoch(Source):
         epoch = -1
 
         def set_epoch(self, epoch: int) -> None:
@@ -163,7 +151,7 @@ def test_the_epoch_is_told_to_a_source_that_wants_to_know_it() -> None:
             return np.full(SEQ + 1, 100 * self.epoch + index)
 
     def make(**how: Any) -> AsyncDataLoader:
-        return samples_loader(Told(10), **how)
+        return samples_loader(WithEpoch(10), **how)
 
     with make(batch_size=10) as loader:
         assert firsts(loader, 3) == [100 * epoch + i for epoch in range(3) for i in range(10)]
@@ -190,7 +178,7 @@ def test_an_iterator_is_read_once_and_refuses_rather_than_lose_items(
 
 
 @PATHS
-def test_a_new_iterator_goes_on_from_a_state(loader_of: Make, kind: type[Source]) -> None:
+def test_a_new_iterator_resumes_from_a_state(loader_of: Make, kind: type[Source]) -> None:
     with loader_of(iter(kind())) as loader:
         firsts(loader, 5)
         state = loader.state_dict()
@@ -211,7 +199,7 @@ def test_an_iterable_that_gives_nothing_is_refused(loader_of: Make, kind: type[S
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
-def test_stop_iteration_in_preprocess_does_not_end_the_stream_in_silence(n_workers: int) -> None:
+def test_stop_iteration_in_preprocess_is_an_error_and_not_the_end(n_workers: int) -> None:
     def stops(sample: Any) -> Any:
         if sample[0] == 10:
             next(iter(()))
@@ -227,7 +215,7 @@ def test_stop_iteration_in_preprocess_does_not_end_the_stream_in_silence(n_worke
 @pytest.mark.parametrize(
     "document", [{"other": "x"}, 5, 1.5, np.zeros((2, 2)), np.array([-1]), np.array([2**40]), b"x"]
 )
-def test_a_document_that_is_none_is_refused_with_its_number(document: Any) -> None:
+def test_an_invalid_document_is_refused_with_its_number(document: Any) -> None:
     def documents() -> Iterator[Any]:
         yield np.arange(5)
         yield document
@@ -240,12 +228,15 @@ def test_a_document_that_is_none_is_refused_with_its_number(document: Any) -> No
 def test_text_needs_a_tokenizer_and_ids_do_not_mix_with_it() -> None:
     with samples_loader(text(["a", "b"])) as loader, pytest.raises(SourceError, match="tokenizer"):
         firsts(loader, 1)
+    for separator in ({"eos": 5}, {"bos": "x"}):
+        with pytest.raises(ConfigError, match="need a tokenizer"):
+            text([np.arange(3)], **separator)
     mixed = text(["a", np.arange(3)], tokenizer="byte")
     with samples_loader(mixed) as loader, pytest.raises(SourceError, match="one or the other"):
         firsts(loader, 1)
 
 
-def test_empty_documents_and_none_are_left_out_of_text_and_of_ids() -> None:
+def test_empty_documents_and_none_are_left_out() -> None:
     for source, tokenizer in (
         ([None, "", "abcdefghi" * 3], "byte"),
         ([None, [], np.arange(30)], None),
@@ -254,13 +245,38 @@ def test_empty_documents_and_none_are_left_out_of_text_and_of_ids() -> None:
             assert len(firsts(loader, 3)) == 3
 
 
-@pytest.mark.parametrize("source", ["text", b"bytes", {"a": 1}, 5, None])
-def test_what_is_no_iterable_of_documents_is_refused(source: Any) -> None:
+# What is not data
+
+
+@pytest.mark.parametrize("data", ["a path", b"bytes", {"a": 1}, 5, None, object()])
+def test_what_is_not_data_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match="dataset"):
+        AsyncDataLoader(data, 2)
     with pytest.raises(ConfigError, match="source"):
-        TextDataset.from_iterable(source, tokenizer="byte", seq_len=4)
+        text(data)
 
 
-# Ranks, lanes and the rest
+def test_texts_are_refused_as_samples_unless_preprocess_makes_ids_of_them() -> None:
+    def encode(text: str) -> Any:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    texts = ["ab", "cd", "ef"]
+    for data in (texts, lambda: iter(texts)):
+        with (
+            pytest.raises(ConfigError, match=r"TextDataset\.from_iterable"),
+            samples_loader(data) as loader,
+        ):
+            next(loader)
+        with samples_loader(data, batch_size=3, shuffle=False, preprocess=encode) as loader:
+            assert next(loader).inputs.tolist() == [[97], [99], [101]]
+
+
+def test_an_iterable_of_samples_is_not_shuffled() -> None:
+    with pytest.raises(ConfigError, match="shuffle"):
+        samples_loader(Source(), shuffle=True).start()
+
+
+# Datasets of other libraries
 
 
 def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:
@@ -275,7 +291,7 @@ def test_a_torch_iterable_dataset_that_has_a_length_is_iterated() -> None:
         assert firsts(loader, 100) == list(range(12))
 
 
-def test_a_shuffled_hub_stream_loses_no_document_over_a_resume(
+def test_a_shuffled_stream_of_datasets_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""Nothing is lost, repeated or stale where something around a stream goes wrong or is unusual."""
+"""Files that vanish, shrink or change are errors or other data, never lost or stale text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock import (
     AsyncDataLoader,
     Batch,
-    Mixture,
     RemoteOptions,
-    SyntheticDataset,
     TextDataset,
 )
-from penstock.errors import PeerFailed, SourceError
+from penstock.encode.tokenizer import load_tokenizer
+from penstock.errors import SourceError
 from tests.servers import FileServer
 
 
@@ -29,7 +27,7 @@ def write(path: Path, texts: Iterable[str]) -> Path:
 
 
 def text_of(batches: Iterable[Batch]) -> str:
-    """Of byte tokens, the separators left out."""
+    """Return the text of byte tokens, without separators."""
     return "".join(
         bytes(int(i) for i in row if i < 256).decode() for batch in batches for row in batch.inputs
     )
@@ -39,7 +37,7 @@ def text_of(batches: Iterable[Batch]) -> str:
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_a_file_that_is_gone_is_an_error_and_not_left_out(
+def test_a_file_that_is_gone_is_an_error(
     tmp_path: Path, cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
@@ -56,7 +54,7 @@ def test_a_file_that_is_gone_is_an_error_and_not_left_out(
         list(loader)
 
 
-def test_a_file_that_shrinks_is_an_error_and_not_the_end_of_it(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", ["y" * 50] * 400)
     data = TextDataset(path, tokenizer="byte", seq_len=50, chunk_bytes=1024)
     size = path.stat().st_size
@@ -68,7 +66,7 @@ def test_a_file_that_shrinks_is_an_error_and_not_the_end_of_it(tmp_path: Path) -
         list(loader)
 
 
-# Tokens that are kept
+# Cached tokens
 
 
 def first_text(url: str) -> tuple[str, int]:
@@ -86,21 +84,19 @@ def test_without_etags_other_content_of_the_same_size_is_other_data(
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     path = tmp_path / name
     kept = []
+    versions = [("right", 1_700_000_000), ("right", 1_700_000_000), ("wrong", 1_700_000_100)]
     with FileServer(etags=False, dates=dates) as server:
-        for word, at in (
-            ("right", 1_700_000_000),
-            ("right", 1_700_000_000),
-            ("wrong", 1_700_000_100),
-        ):
-            write(path, [f"{word} {i:03}" for i in range(50)]) if name.endswith(
-                "l"
-            ) else path.write_text(word * 50)
+        for word, at in versions:
+            if name == "docs.txt":
+                path.write_text(word * 50)
+            else:
+                write(path, [f"{word} {i:03}" for i in range(50)])
             os.utime(path, (at, at))
             server.put(name, path)
             text, hits = first_text(server.url_of(name))
             assert text == word
             kept.append(hits > 0)
-    assert kept == [False, dates, False], "what has a date is kept, and known by it"
+    assert kept == [False, dates, False], "tokens are cached under the date of their file"
 
 
 def test_a_file_whose_date_changes_during_a_run_is_another_file(
@@ -121,51 +117,15 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
                 list(loader)
 
 
-# Mixtures
-
-
-def test_weights_that_were_planned_beyond_a_pass_hold_in_the_next_and_its_state_loads() -> None:
-    def loader() -> AsyncDataLoader:
-        parts = {
-            "a": (SyntheticDataset(100, 8, 7, seed=1), 0.5),
-            "b": (SyntheticDataset(100, 8, 8, seed=2), 0.5),
-        }
-        return AsyncDataLoader(Mixture(parts, on_end="stop"), 1, epochs=1, lanes=2, n_workers=0)
-
-    with loader() as first:
-        next(first)
-        first.set_weights({"a": 0.9, "b": 0.1}, step=30)
-        assert 1 + sum(1 for _ in first) < 30
-        batches = list(first)
-    with loader() as again:
-        again.load_state_dict(batches[0].state_dict())
-        assert [next(again).inputs.tolist() for _ in range(2)] == [
-            batch.inputs.tolist() for batch in batches[1:3]
-        ]
-
-
-# Batches
-
-
-class Once:
-    """Ranks that agree on everything but once."""
-
-    def __init__(self) -> None:
-        self._left = 3
-
-    def next(self, take: Any) -> Any:
-        batch = take()
-        self._left -= 1
-        if not self._left:
-            raise PeerFailed("another rank failed")
-        return batch
-
-
-def test_a_batch_that_was_taken_when_a_peer_failed_is_given_again() -> None:
-    with AsyncDataLoader(SyntheticDataset(100, 8, 40), 2, shuffle=False, n_workers=1) as loader:
-        loader._agreement = Once()  # type: ignore[assignment]
-        assert [next(loader).index for _ in range(2)] == [0, 1]
-        with pytest.raises(PeerFailed):
-            next(loader)
-        assert [next(loader).index for _ in range(3)] == [2, 3, 4]
-        assert loader.state_dict()["batch"] == 5
+def test_another_engine_does_not_take_cached_tokens(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    kept = []
+    for engine in ("tokenizers", "tokenizers", "gigatoken"):
+        tokenizer = load_tokenizer(corpus / "tokenizer.json", engine=engine)  # type: ignore[arg-type]
+        data = TextDataset(corpus / "docs.jsonl", tokenizer=tokenizer, seq_len=64, cache=True)
+        with AsyncDataLoader(data, 4, epochs=1) as loader:
+            list(loader)
+            kept.append(loader.stats().cache_hits > 0)
+    assert kept == [False, True, False]

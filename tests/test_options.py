@@ -96,7 +96,6 @@ def test_signatures_and_docs_derive_from_the_options() -> None:
         doc = " ".join((owner.__init__.__doc__ or "").split())
         for name, each in options_of(cls).items():
             assert f"{name}: {each.help}" in doc
-            assert len(each.help) > 15
     positional = [
         name
         for name, each in inspect.signature(AsyncDataLoader).parameters.items()

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import pytest
 
 from penstock import AsyncDataLoader, Batch
 from penstock.errors import ConfigError, WorkerDied
-from penstock.feed.process_pool import ProcessPool
-from tests.working import Doubles, Rows, Work
+from tests.working import Cores, Doubles, Rows
 
 
 def loader(dataset: Any, **how: Any) -> AsyncDataLoader:
@@ -70,18 +68,42 @@ def test_a_call_that_kills_two_workers_fails() -> None:
 def test_workers_may_be_killed_at_any_moment() -> None:
     """Also while a large result is on its way."""
     chance = random.Random(1)
-    pool = ProcessPool(2, Work())
-    for round_ in range(20):
-        pid = pool.submit("who").result()
-        tasks = [pool.submit("numbers", round_ + i, 1_000_000) for i in range(6)]
-        time.sleep(chance.random() * 0.05)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        for i, task in enumerate(tasks):
-            np.testing.assert_array_equal(task.result(), np.arange(round_ + i, round_ + i + 10**6))
-    assert pool.restarts > 0
-    pool.stop()
-    assert pool.join(60)
+    batches: list[Batch] = []
+    with loader(Rows(400, width=50_000), prefetch_size=4) as running:
+        while (batch := running.next_batch()) is not None:
+            batches.append(batch)
+            if len(batches) % 10 == 0:  # a call that was interrupted has been repeated by then
+                time.sleep(chance.random() * 0.05)
+                workers = {int(pid) for batch in batches[-8:] for pid in batch["pid"]}
+                alive = [p for p in psutil.Process().children(recursive=True) if p.pid in workers]
+                if alive:
+                    chance.choice(alive).kill()
+        assert running.stats().worker_restarts > 0
+    assert values(batches) == list(range(400))
+    assert all((batch["wide"] == batch["x"][:, None]).all() for batch in batches)
+
+
+# Cores
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning needs Linux")
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("option", ["cpus", "numa_node"])
+def test_workers_keep_to_their_cores(
+    workers: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    for node, cores in enumerate((core, 10_000)):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr("penstock.feed.affinity.NODES", tmp_path)
+    right, wrong = {"cpus": ([core], [10_000]), "numa_node": (0, 1)}[option]
+    with loader(Cores(16), workers=workers, **{option: right}) as running:
+        assert {int(x) for batch in running for x in np.ravel(batch.inputs)} == {core}
+    assert os.sched_getaffinity(0) == allowed
+    with pytest.raises(ConfigError, match=option):
+        loader(Cores(16), **{option: wrong})
 
 
 # Errors
@@ -157,9 +179,9 @@ def start(tmp_path: Path, body: str, nap_s: float = 0) -> subprocess.Popen[str]:
     ("then", "nap_s", "number", "code", "says"),
     [
         ("while True: next(loader)", 60, signal.SIGKILL, -signal.SIGKILL, ""),
-        ("while True: next(loader)", 1, signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-        ("pass", 1, None, 0, ""),
-        ("raise ValueError('oh')", 1, None, 1, "ValueError: oh"),
+        ("while True: next(loader)", 0.2, signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+        ("pass", 0.2, None, 0, ""),
+        ("raise ValueError('oh')", 0.2, None, 1, "ValueError: oh"),
         ("os._exit(6)", 60, None, 6, ""),
     ],
 )

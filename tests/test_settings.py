@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from penstock import AsyncDataLoader, SyntheticDataset
 from penstock.errors import ConfigError
 from penstock.settings import PRESETS, SETTINGS, Settings, build, load
+from tests.commands import Done, run
 
 ROOT = Path(__file__).parent.parent
 Write = Callable[[str, str], Path]
@@ -125,7 +124,7 @@ def test_command_line_over_environment_over_file_over_default(write: Write) -> N
         assert (settings["prefetch_size"], settings.sources["prefetch_size"]) == (value, source)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_workers_and_prefetch(name: str, write: Write) -> None:
     for settings in (
         load(preset=name, environment={}),
@@ -166,9 +165,7 @@ def test_the_file_is_given_or_named_by_the_environment_or_found(write: Write) ->
         ("a.toml", b"[loader]\nseed = = 3\n", "a.toml: is not valid TOML: .*line 2"),
         ("a.json", b'{ // 1\n"loader": { // 2\n"seed": x}}', "not valid JSON: .*line 3 column 9"),
         ("c.json", b"[]", "must be an object"),
-        ("f.toml", b"loader = 3", "loader = 3: must be a table"),
         ("f.toml", b"n_workers = 3", "n_workers: not a table; known are loader, training"),
-        ("f.toml", b"[loaders]\nseed = 3", "loaders: not a table; known are loader, training"),
         ("a.toml", b"[loader]\nprefetch_sise = 3", r"\[loader\] prefetch_sise: .* prefetch_size"),
         ("c.json", b'{"training":{"prefetch_batch":3}}', "prefetch_batch: .* prefetch_batches"),
     ],
@@ -185,7 +182,6 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     refused("PENSTOCK_SEEED: unknown; .* PENSTOCK_SEED", environment={"PENSTOCK_SEEED": "1"})
     refused("NSA_FWE_WARMUP: unknown; .* NSA_FWE_WARMUP_", environment={"NSA_FWE_WARMUP": "1"})
     refused("command line --shufle: unknown; .* shuffle", overrides={"shufle": True})
-    refused("zzz: unknown; known are async_n_workers, ", overrides={"zzz": True})
 
 
 def test_two_names_of_one_setting_may_agree_and_must_not_differ(write: Write) -> None:
@@ -313,25 +309,17 @@ def test_what_data_does_not_take_is_refused(table: str, says: str, write: Write)
 # The command
 
 
-def command(*args: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "penstock.cli.main", "config", *args]
-    environment = os.environ | variables
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment
-    )
-
-
-def table(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
-    assert done.returncode == 0, done.stderr
+def table(done: Done) -> dict[str, list[str]]:
+    assert done.exit_code == 0, done.stderr
     rows = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in done.stdout.splitlines()[1:]]
     return {row[0]: row[1:] for row in rows if len(row) == 3}
 
 
-def test_config_shows_each_value_and_its_source(write: Write, tmp_path: Path) -> None:
+def test_config_shows_each_value_and_its_source(write: Write) -> None:
     data = {"kind": "synthetic", "seq_len": 9}
     write("a.json", json.dumps({"training": {"num_workers": 2, "batch_size": 8}, "data": data}))
     sets = ["--set", "seed=7", "--set", "memory_limit=512MiB"]
-    done = command("a.json", *sets, cwd=tmp_path, NSA_FWE_Q="4")
+    done = run("config", "a.json", *sets, NSA_FWE_Q="4")
     rows = table(done)
     assert done.stdout.startswith("file a.json (given)\n")
     assert rows["prefetch_size"] == ["4", "environment NSA_FWE_Q"]
@@ -359,13 +347,11 @@ tokenizer = "byte"
 OPEN = ["https://host/b.jsonl", "s3://bucket/c.jsonl", "https://[host/d.jsonl"]
 
 
-def test_config_shows_addresses_without_passwords_and_signatures(
-    write: Write, tmp_path: Path
-) -> None:
+def test_config_shows_addresses_without_passwords_and_signatures(write: Write) -> None:
     write("a.toml", SECRET)
     sets = ["--json", "--set", "cpus=0-2"]
-    plain = command("a.toml", cwd=tmp_path)
-    as_json = command("a.toml", *sets, cwd=tmp_path, PENSTOCK_PRESET="balanced")
+    plain = run("config", "a.toml")
+    as_json = run("config", "a.toml", *sets, PENSTOCK_PRESET="balanced")
     rows, shown = table(plain), json.loads(as_json.stdout)
     assert rows["data.one.urls"][0] == "https://host/a.jsonl"
     assert json.loads(rows["data.many.urls"][0]) == OPEN
@@ -387,10 +373,8 @@ def test_config_shows_addresses_without_passwords_and_signatures(
         (("--preset", "D"), "command line --preset = 'D': must be text that matches balanced|"),
     ],
 )
-def test_config_ends_with_one_line_on_bad_input(
-    args: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
-    done = command(*args, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
+def test_config_ends_with_one_line_on_bad_input(args: tuple[str, ...], says: str) -> None:
+    done = run("config", *args)
+    assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith(f"penstock: {says}")
     assert done.stderr.count("\n") == 1

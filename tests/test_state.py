@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, Mixture, PenstockError, Shard, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, PenstockError, Shard, TextDataset
 from penstock.errors import StateError
 from tests import contracts
 from tests.corpus import train_vocabulary
+from tests.kinds import KINDS
 
 
 def loader(corpus: Path, about: dict[str, Any] | None = None, **how: Any) -> AsyncDataLoader:
@@ -37,16 +37,19 @@ def state_after(corpus: Path, n: int, **how: Any) -> dict[str, Any]:
         return stream.state_dict()
 
 
-def test_a_state_names_no_path_of_this_machine(corpus: Path) -> None:
-    state = state_after(corpus, 3, about={"tokenizer": str(corpus / "tokenizer.json")})
-    assert str(corpus) not in json.dumps(state)
-
-
 def test_a_copy_of_the_data_elsewhere_continues_the_run(corpus: Path, tmp_path: Path) -> None:
-    shutil.copytree(corpus / "parquet", tmp_path / "moved")
-    whole = contracts.ledger(lambda: loader(corpus), 40)
-    with loader(corpus, {"path": tmp_path / "moved"}) as moved:
-        moved.load_state_dict(state_after(corpus, 15))
+    shutil.copytree(corpus, tmp_path / "moved")
+    (tmp_path / "moved" / "tokenizer.json").rename(tmp_path / "moved" / "other.json")
+    about = {"tokenizer": str(corpus / "tokenizer.json")}
+    whole = contracts.ledger(lambda: loader(corpus, about), 40)
+    state = state_after(corpus, 15, about=about)
+    assert str(corpus) not in json.dumps(state)
+    there = {
+        "path": tmp_path / "moved" / "parquet",
+        "tokenizer": str(tmp_path / "moved" / "other.json"),
+    }
+    with loader(corpus, there) as moved:
+        moved.load_state_dict(state)
         assert contracts.take(moved, 25) == whole[15:]
 
 
@@ -132,35 +135,23 @@ def test_a_damaged_state_is_refused_or_continues_but_never_crashes(
         stream.load_state_dict(state)  # a refusal changes nothing
 
 
-SAMPLES = [{"input_ids": [1, 2, i]} for i in range(10)]
-KINDS: dict[str, Callable[[], Any]] = {
-    "text": lambda: TextDataset.from_iterable(
-        ["abc" * 10] * 10, tokenizer="byte", seq_len=8, name="texts"
-    ),
-    "rows": lambda: SyntheticDataset(9, 8, 10),
-    "map-style": lambda: SAMPLES,
-    "samples": lambda: lambda: iter(SAMPLES),
-    "mixture": lambda: Mixture({"a": (SyntheticDataset(9, 8, 10), 1)}, on_end="stop"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(kind: str) -> None:
-    def make(epochs: int) -> AsyncDataLoader:
-        return AsyncDataLoader(KINDS[kind](), batch_size=2, epochs=epochs)
-
-    with make(1) as stream:
-        assert contracts.take(stream, 100)
+@pytest.mark.parametrize(
+    "name", ["iterable concat", "tokens", "samples", "iterated samples", "mixture stop"]
+)
+def test_a_state_past_the_end_is_refused_and_one_at_the_end_is_not(corpus: Path, name: str) -> None:
+    make = KINDS[name].maker(corpus)
+    with make(epochs=1) as stream:
+        assert contracts.take(stream, 1000)
         at_end = stream.state_dict()
-    with make(1) as stream:
+    with make(epochs=1) as stream:
         stream.load_state_dict(at_end)
         assert stream.next_batch(timeout=60) is None
-    with make(2) as stream:  # a longer run goes on with the next epoch
+    with make(epochs=2) as stream:  # a longer run continues with the next epoch
         stream.load_state_dict(at_end)
         assert contracts.take(stream, 3)
-    with make(3) as stream:
+    with make(epochs=3) as stream:
         past = next(batch for batch in stream if batch.epoch == 2).state_dict()
-    with make(1) as stream, pytest.raises(StateError, match="beyond the end"):
+    with make(epochs=1) as stream, pytest.raises(StateError, match="beyond the end"):
         stream.load_state_dict(past)
 
 
@@ -173,7 +164,7 @@ def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_those_that_
         loader(corpus, shard=Shard(world, 0)).load_state_dict(state)
 
 
-def test_lanes_come_from_the_state_unless_asked_for_otherwise(corpus: Path) -> None:
+def test_lanes_come_from_the_state_unless_given(corpus: Path) -> None:
     state = state_after(corpus, 5, lanes=8)
     stream = loader(corpus)
     stream.load_state_dict(state)
@@ -182,7 +173,7 @@ def test_lanes_come_from_the_state_unless_asked_for_otherwise(corpus: Path) -> N
         loader(corpus, lanes=4).load_state_dict(state)
 
 
-def test_the_states_of_all_ranks_go_together_if_they_are_of_one_batch(corpus: Path) -> None:
+def test_states_of_all_ranks_load_together_if_they_are_of_one_batch(corpus: Path) -> None:
     first, second, later = (
         state_after(corpus, n, shard=Shard(2, rank), lanes=4)
         for n, rank in ((5, 0), (5, 1), (6, 1))
@@ -215,17 +206,13 @@ with loader(Path({corpus!r}), about={{"packing": {packing!r}}}, n_workers=2) as 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_killed_process_goes_on_exactly_where_its_last_state_was(
+def test_a_killed_process_resumes_exactly_at_its_last_state(
     corpus: Path, tmp_path: Path, packing: str
 ) -> None:
     whole = contracts.ledger(lambda: loader(corpus, {"packing": packing}), 150)
     rng = random.Random(packing)
-    script = CHILD.format(
-        root=str(Path(__file__).parent.parent),
-        corpus=str(corpus),
-        state=str(tmp_path / "s"),
-        packing=packing,
-    )
+    root, state = str(Path(__file__).parent.parent), str(tmp_path / "s")
+    script = CHILD.format(root=root, corpus=str(corpus), state=state, packing=packing)
     recorded: dict[int, str] = {}
     for _ in range(4):
         child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

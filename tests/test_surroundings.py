@@ -1,4 +1,4 @@
-"""What the surroundings say, and what commands make of it."""
+"""Settings that come from the environment: the quota of a container, and variables."""
 
 from __future__ import annotations
 
@@ -11,29 +11,24 @@ from penstock.errors import ConfigError
 from penstock.tools.data_choice import DataOptions, choose_data
 
 
-def written(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "nonsense\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+    ],
+)
+def test_the_quota_of_a_container_bounds_the_cores(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
+    (tmp_path / "cpu").mkdir()
     for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
-def test_without_a_quota_nothing_bounds_the_cores(tmp_path: Path) -> None:
-    assert cgroup_cores(tmp_path) is None
-    for text in ("max 100000\n", "nonsense\n"):
-        written(tmp_path, cpu__max=text)
-        assert cgroup_cores(tmp_path) is None
-
-
-def test_the_quota_of_a_container_bounds_the_cores(tmp_path: Path) -> None:
-    written(tmp_path, cpu__max="250000 100000\n")
-    assert cgroup_cores(tmp_path) == 2.5
-
-
-def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
-    written(tmp_path / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
-    assert cgroup_cores(tmp_path) is None
-    written(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
-    assert cgroup_cores(tmp_path) == 3.0
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path) == cores
 
 
 def test_settings_of_the_environment_apply_to_data_given_by_address(

@@ -1,52 +1,46 @@
-"""Warmup of any loader: the same items, ready sooner; nothing lost, repeated or left behind."""
+"""Warmup of any loader: the same items, and no thread left behind."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import multiprocessing
 import random
+import runpy
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import AsyncDataLoader, SyntheticDataset
-from penstock.errors import ConfigError
+from penstock import (
+    AsyncDataLoader,
+    ConfigError,
+    SyntheticDataset,
+    warmup_loader,
+    warmup_loader_with_first_batch,
+)
 from penstock.feed import warmup
-from penstock.feed.warmup import WarmedIterator, warmup_loader, warmup_loader_with_first_batch
+from tests import contracts
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60.0
 
 # torchdata 0.11 warns of itself, and DataLoader forks.
-WITH_TORCH = (
+pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-)
-
-
-def with_torch(test: Any) -> Any:
-    for mark in WITH_TORCH:
-        test = mark(test)
-    return test
+]
 
 
 class Counting:
     """Counts up. Waits before the item `hold`, and raises in the place of the items in `faults`."""
 
-    def __init__(
-        self,
-        end: int | None = None,
-        hold: int | None = None,
-        faults: dict[int, Exception] | None = None,
-    ):
-        self.end, self.hold, self.faults = end, hold, faults or {}
+    def __init__(self, end: int = 1000, hold: int | None = None, faults: Sequence[int] = ()):
+        self.end, self.hold, self.faults = end, hold, faults
         self.pulled = 0
         self.held, self.release = threading.Event(), threading.Event()
 
@@ -60,8 +54,8 @@ class Counting:
             self.held.set()
             assert self.release.wait(DEADLINE_S)
         if number in self.faults:
-            raise self.faults[number]
-        if self.end is not None and number >= self.end:
+            raise ValueError(f"at {number}")
+        if number >= self.end:
             raise StopIteration
         return number
 
@@ -85,11 +79,11 @@ def threads() -> list[str]:
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not true():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline
         threading.Event().wait(0.005)
 
 
-def timed_out_in_an_item() -> tuple[Counting, WarmedIterator[int]]:
+def timed_out_in_an_item() -> tuple[Counting, Any]:
     """Return a warmup of 5 whose timeout passed during the third item, however busy the machine."""
     for timeout in (0.1, 2.0, 30.0):
         source = Counting(6, hold=2)
@@ -120,15 +114,14 @@ def test_any_size_fault_and_timeout_gives_what_the_bare_iterator_gives() -> None
         rng = random.Random(seed)
         end = rng.randrange(12)
         faults = rng.sample(range(12), rng.randrange(3))
-        plain = drain(Counting(end, faults={n: ValueError(f"at {n}") for n in faults}))
-        source = Counting(end, faults={n: ValueError(f"at {n}") for n in faults})
+        plain = drain(Counting(end, faults=faults))
+        source = Counting(end, faults=faults)
         with warmup_loader(
             source, rng.choice([1, 5, 20, "auto"]), rng.choice([1e-6, 30])
         ) as warmed:
             assert drain(warmed) == plain, f"seed {seed}"
 
 
-@with_torch
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataloader_gives_the_same_batches_for_the_same_seed(num_workers: int) -> None:
     import torch
@@ -195,21 +188,6 @@ def test_auto_fetches_more_only_after_a_slow_first_item(
         assert list(warmed) == list(range(12))
 
 
-# Faults and the end
-
-
-@pytest.mark.parametrize(("batches", "filled"), [(2, 2), (8, 3)])
-def test_an_exception_comes_at_its_item_and_the_rest_follows(batches: int, filled: int) -> None:
-    fault = KeyError("damaged")
-    with warmup_loader(Counting(6, faults={3: fault}), batches, DEADLINE_S) as warmed:
-        assert warmed.result.filled == filled
-        assert [next(warmed) for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(KeyError) as caught:
-            next(warmed)
-        assert caught.value is fault
-        assert list(warmed) == [4, 5]
-
-
 def test_a_process_ends_in_the_middle_of_a_warmup_and_needs_no_torch() -> None:
     code = (
         "import sys, time; from penstock.feed.warmup import warmup_loader\n"
@@ -237,7 +215,6 @@ def test_a_first_item_fetched_by_the_caller_comes_first() -> None:
 # State
 
 
-@with_torch
 @pytest.mark.parametrize(("num_workers", "steps"), [(0, range(9)), (1, (0, 2, 7))])
 def test_a_stateful_dataloader_resumes_after_the_last_batch_handed_out(
     num_workers: int, steps: Any
@@ -273,26 +250,24 @@ def own(**options: Any) -> AsyncDataLoader:
     return AsyncDataLoader(data, 4, seed=5, epochs=1, n_workers=2, **options)
 
 
-def rows(batches: Any) -> list[bytes]:
-    return [batch.inputs.numpy().tobytes() for batch in batches]
-
-
 def test_our_own_loader_fills_its_own_queue_with_the_same_batches() -> None:
-    with own() as loader:
-        plain = rows(loader)
+    plain = contracts.ledger(own, 100)
     with warmup_loader(own(prefetch_size=2), 6, DEADLINE_S) as warmed:
         assert (warmed.result.requested, warmed.result.filled) == (6, 6)
         assert threads() == []
-        assert rows(warmed) == plain
+        assert [contracts.digest(batch) for batch in warmed] == plain
 
 
 # Events and arguments
 
 
 @pytest.mark.parametrize(
-    ("prefix", "msg"), [(None, "loader_warmup"), ("fineweb_loader_", "fineweb_loader_warmup")]
+    ("make", "prefix", "msg"),
+    [
+        (lambda: Counting(6), None, "loader_warmup"),
+        (own, "fineweb_loader_", "fineweb_loader_warmup"),
+    ],
 )
-@pytest.mark.parametrize("make", [lambda: Counting(6), own], ids=["foreign", "own"])
 def test_a_heartbeat_receives_the_result(
     make: Callable[[], Any], prefix: str | None, msg: str
 ) -> None:
@@ -309,9 +284,7 @@ def test_a_heartbeat_receives_the_result(
     ("options", "message"),
     [
         ({"batches": -1}, "batches=-1: must be an integer ≥ 0"),
-        ({"batches": 1.5}, "batches=1.5: must be an integer"),
         ({"batches": "all"}, "batches='all': must be an integer"),
-        ({"timeout": -1}, "timeout=-1: must be a number ≥ 0"),
         ({"timeout": float("nan")}, "timeout=nan: must be a number ≥ 0"),
     ],
 )
@@ -325,12 +298,6 @@ def test_invalid_arguments_are_refused_before_anything_is_fetched(
 
 
 def test_the_script_gives_the_same_functions() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "warmup_helper", ROOT / "scripts" / "warmup_helper.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.warmup_loader is warmup_loader
-    assert script.warmup_loader_with_first_batch is warmup_loader_with_first_batch
+    script = runpy.run_path(str(ROOT / "scripts" / "warmup_helper.py"))
+    for function in (warmup_loader, warmup_loader_with_first_batch):
+        assert script[function.__name__] is function

@@ -33,7 +33,7 @@ import penstock.feed.fallback
 import penstock.train.loop
 from penstock.cli.main import app
 
-# Ranks that took long to fail shall not take long to try again; and a run shall not end before its data is back.
+# Retry soon, and do not let a run end before its data is back.
 penstock.feed.fallback.RETRY_S = 0.2
 
 def paced(real, lift):
@@ -56,7 +56,7 @@ for number, run in enumerate(json.loads((place / "runs.json").read_text())):
     os.environ.clear()
     os.environ.update(before | run["environment"][rank % len(run["environment"])])
     if "RANK" in before:
-        # Each run meets anew, at an address of its own and not at the launcher's.
+        # The ranks of each run meet at an address of its own, not at the launcher's.
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(run["port"])}
     paced(real, run["lift"])
     code, error = 0, ""
@@ -85,21 +85,21 @@ class Run:
     environment: Sequence[Mapping[str, str]] = ({},)
     """For each rank, or for all."""
     lift: tuple[int, Path] | None = None
-    """At which of its synthetic steps which file is touched."""
+    """A number of synthetic steps, and the file that is touched after them."""
     out: str = ""
-    """The folder of another run, to go on from it."""
+    """The folder of another run, to continue it."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of it."""
+    """The result of a run."""
 
     folder: Path
     codes: list[int]
     told: list[str]
-    """Of each rank, what it printed."""
+    """The output of each rank."""
     lines: list[list[dict[str, Any]]] = field(repr=False)
-    """Of each rank, its heartbeat."""
+    """The heartbeat of each rank."""
 
     def of(self, msg: str, rank: int = 0) -> list[dict[str, Any]]:
         return [line for line in self.lines[rank] if line["msg"] == msg]
@@ -113,22 +113,22 @@ class Ran:
         return found
 
     def positions(self) -> list[Any]:
-        """Where each rank's data stands."""
+        """Return the position of each rank's data."""
         return positions(self.newest())
 
 
 def positions(checkpoint: Saved) -> list[Any]:
-    """Where each rank's data stands in a checkpoint."""
+    """Return the position of each rank's data in a checkpoint."""
     return [rank["data"]["loader"] for rank in checkpoint.ranks]
 
 
 def places(states: Sequence[Any]) -> dict[str, Any]:
-    """The place of each lane, of whichever rank."""
+    """Return the position of each lane of all ranks."""
     return {lane: place for state in states for lane, place in state["at"].items()}
 
 
 def torchrun(*script: str | Path, ranks: int = 2) -> list[str]:
-    """A command line."""
+    """Return a command line."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             f"--nproc_per_node={ranks}", *map(str, script)]  # fmt: skip
 
@@ -136,7 +136,7 @@ def torchrun(*script: str | Path, ranks: int = 2) -> list[str]:
 def bounded(
     command: Sequence[str], timeout_s: float = 100.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that has to end, and all of its processes with it."""
+    """Run a command; stop it and all of its processes after the timeout."""
     quiet = {
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -149,7 +149,7 @@ def bounded(
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Workers that hang say where: faulthandler listens to this one.
+        # faulthandler prints where the workers hang.
         os.killpg(process.pid, signal.SIGABRT)
         out, err = process.communicate(timeout=20)
         raise AssertionError(
@@ -161,7 +161,7 @@ def bounded(
 def session(
     place: Path, runs: Sequence[Run], ranks: int = 2, timeout_s: float = 200.0
 ) -> dict[str, Ran]:
-    """Make runs one after another in the same processes: under torchrun, or with `ranks` 0 in one without it."""
+    """Make runs one after another in the same processes: under torchrun, or without it if `ranks` is 0."""
     script = prepare(place, runs)
     command = torchrun(*script, ranks=ranks) if ranks else [sys.executable, *map(str, script)]
     done = bounded(command, timeout_s)
@@ -170,7 +170,7 @@ def session(
 
 
 def prepare(place: Path, runs: Sequence[Run]) -> list[Path]:
-    """The script, and its argument, that makes runs one after another in each process of a launch."""
+    """Write a script that makes runs one after another; return it and its argument."""
     place.mkdir(parents=True, exist_ok=True)
     script = place / "session.py"
     script.write_text(SESSION)
@@ -193,7 +193,7 @@ def prepare(place: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 def results(place: Path, runs: Sequence[Run], ranks: int) -> dict[str, Ran]:
-    """What came of the runs that a launch has made."""
+    """Return the results of the runs of a launch."""
     return {
         run.name: _ran(place.parent / (run.out or run.name), run.name, place, ranks) for run in runs
     }
@@ -208,14 +208,14 @@ def _ran(folder: Path, name: str, place: Path, ranks: int) -> Ran:
 
 
 def last_run(heartbeat: Path) -> list[dict[str, Any]]:
-    """The lines of the last run that a file has."""
+    """Return the lines of the last run in a heartbeat file."""
     lines = list(read_heartbeat(heartbeat)) if heartbeat.exists() else []
     boots = [n for n, line in enumerate(lines) if line["msg"] == "boot"]
     return lines[boots[-1] :] if boots else lines
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections: one of these would be in use by the time it is needed."""
+    """Return ports below those that the system gives to connections, which may be taken any time."""
     found: list[int] = []
     for port in random.sample(range(15_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -17,78 +17,88 @@ import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 from penstock import AsyncDataLoader, TextDataset
 from tests.contracts import digest
-corpus, out, mode = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-if mode != "launcher":
+corpus, out, modes = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+if modes != ["launcher"]:
     dist.init_process_group("gloo")
-data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64)
-result = {}
-try:
-    if mode in ("fails", "recovers") and dist.get_rank() == 1:
-        from penstock.encode.tokenizer import Tokenizer
-        real, failed = Tokenizer.encode, []
-        def encode(self, ref, *args):
-            if ref.index == 3 and not (mode == "recovers" and failed):
-                failed.append(ref)
-                raise ZeroDivisionError("on one rank only")
-            return real(self, ref, *args)
-        Tokenizer.encode = encode
-    epochs = None if mode == "launcher" else 1
+failing = False
+
+def fail(table):
+    global failing
+    if failing and 21 in table["id"].to_pylist():
+        failing = mode == "fails"
+        raise ZeroDivisionError("on one rank only")
+    return table["text"]
+
+def stream(mode, result):
+    global failing
+    failing = mode in ("fails", "recovers") and dist.get_rank() == 1
+    epochs, limit = (None, 20) if mode == "launcher" else (1, 10_000)
+    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64, transform=("fail", fail))
     with AsyncDataLoader(data, 4, shuffle=True, seed=1, lanes=4, epochs=epochs, n_workers=1) as loader:
-        result["rank"], result["world"] = loader._options.shard.rem, loader._options.shard.mod
-        result["batches"] = []
-        while len(result["batches"]) < (20 if mode == "launcher" else 10_000):
+        shard = loader.inspect()[1].shard
+        result["rank"], result["world"] = shard.rem, shard.mod
+        while len(result["batches"]) < limit:
             try:
                 batch = loader.next_batch()
             except Exception as error:
                 if mode != "recovers":
                     raise
                 result["met"] = type(error).__name__
-                if dist.get_rank() == 1:
-                    loader.shutdown()  # whose own stream has failed, and begins anew
+                if shard.rem == 1:
+                    loader.shutdown()  # its own stream has failed, and starts again
                 continue
             if batch is None:
                 break
             result["batches"].append(digest(batch))
-except Exception as error:
-    result["error"] = f"{type(error).__name__}: {error}"
-(out / f"{result['rank']}.json").write_text(json.dumps(result))
+
+results = {}
+for mode in modes:
+    result = results[mode] = {"batches": []}
+    try:
+        stream(mode, result)
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+(out / f"{result['rank']}.json").write_text(json.dumps(results))
 if dist.is_initialized():
     dist.destroy_process_group()
 """
 
-
-def run(corpus: Path, out: Path, mode: str) -> list[dict[str, Any]]:
-    return run_ranks(WORKER, out, corpus, out, mode)
+Results = dict[str, list[dict[str, Any]]]
 
 
-def test_ranks_end_a_finite_stream_with_equally_many_batches_each_its_own(
-    corpus: Path, tmp_path: Path
-) -> None:
-    results = run(corpus, tmp_path, "finite")
-    assert [(r["rank"], r["world"]) for r in results] == [(0, 2), (1, 2)]
-    assert len(results[0]["batches"]) == len(results[1]["batches"]) > 10
-    assert not set(results[0]["batches"]) & set(results[1]["batches"])
+def run(corpus: Path, out: Path, *modes: str) -> Results:
+    """Return, for each mode, the result of each rank."""
+    ranks = run_ranks(WORKER, out, corpus, out, *modes)
+    return {mode: [rank[mode] for rank in ranks] for mode in modes}
 
 
-def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(corpus: Path, tmp_path: Path) -> None:
-    results = run(corpus, tmp_path, "fails")
-    assert "PeerFailed: rank 1 of 2 failed to get its batch" in results[0]["error"]
-    assert "ZeroDivisionError: on one rank only" in results[1]["error"]
+@pytest.fixture(scope="module")
+def results(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(corpus, tmp_path_factory.mktemp("ranks"), "finite", "fails", "recovers")
 
 
-def test_ranks_that_go_on_after_a_fault_of_one_of_them_miss_nothing(
-    corpus: Path, tmp_path: Path
-) -> None:
-    for mode in ("finite", "recovers"):
-        (tmp_path / mode).mkdir()
-    expected, results = (run(corpus, tmp_path / mode, mode) for mode in ("finite", "recovers"))
-    assert [r["met"] for r in results] == ["PeerFailed", "ZeroDivisionError"]
-    assert [r["batches"] for r in results] == [r["batches"] for r in expected]
+def test_ranks_end_a_finite_stream_after_as_many_batches_each_its_own(results: Results) -> None:
+    first, second = results["finite"]
+    assert [(r["rank"], r["world"]) for r in (first, second)] == [(0, 2), (1, 2)]
+    assert len(first["batches"]) == len(second["batches"]) > 10
+    assert not set(first["batches"]) & set(second["batches"])
+
+
+def test_a_fault_on_one_rank_ends_in_a_clear_error_on_all(results: Results) -> None:
+    first, second = results["fails"]
+    assert "PeerFailed: rank 1 of 2 failed to get its batch" in first["error"]
+    assert "ZeroDivisionError: on one rank only" in second["error"]
+
+
+def test_ranks_that_continue_after_a_fault_of_one_of_them_miss_nothing(results: Results) -> None:
+    recovered = results["recovers"]
+    assert [r["met"] for r in recovered] == ["PeerFailed", "ZeroDivisionError"]
+    assert [r["batches"] for r in recovered] == [r["batches"] for r in results["finite"]]
 
 
 @pytest.mark.slow
-def test_the_launcher_alone_tells_a_rank_its_shard(corpus: Path, tmp_path: Path) -> None:
-    results = run(corpus, tmp_path, "launcher")
+def test_a_rank_gets_its_shard_from_the_launcher(corpus: Path, tmp_path: Path) -> None:
+    results = run(corpus, tmp_path, "launcher")["launcher"]
     assert [r["rank"] for r in results] == [0, 1]
     assert not set(results[0]["batches"]) & set(results[1]["batches"])
 

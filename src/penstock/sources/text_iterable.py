@@ -23,7 +23,7 @@ from penstock.read.resumable_iterator import END, ResumableIterator, name_of, sh
 from penstock.sources.base import RowSource, RunContext, Work, noted
 from penstock.sources.chunk_lanes import IDS, ChunkLanes, ChunkReader, text_lanes
 from penstock.state import State
-from penstock.types import ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
+from penstock.types import AUTO, ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
 
 OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks"}
@@ -61,6 +61,8 @@ class TextIterable:
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
         eos, bos = self.options.eos, self.options.bos
         given = tokenizer is not None
+        if not given and (eos not in (AUTO, None) or bos is not None):
+            raise ConfigError("eos=… and bos=… need a tokenizer: add them to the documents of ids")
         self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if given else None
 
     def __repr__(self) -> str:
