@@ -5,8 +5,8 @@ PYTHONPATH=src python docs/make_settings.py
 
 from __future__ import annotations
 
-import inspect
 import re
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ PAGE = Path(__file__).with_name("reference.md")
 SECTIONS = {
     "AsyncDataLoader": (
         LoaderOptions,
-        "`AsyncDataLoader(dataset, …)`; the first six may be positional.",
+        "`AsyncDataLoader(dataset, …)`. The first six can be positional.",
     ),
-    "TextDataset": (TextOptions, "`TextDataset(urls, …)`, all by keyword."),
-    "PreparedDataset": (PreparedOptions, "`PreparedDataset(path, …)`, all by keyword."),
+    "TextDataset": (TextOptions, "`TextDataset(urls, …)`, by keyword only."),
+    "PreparedDataset": (PreparedOptions, "`PreparedDataset(path, …)`, by keyword only."),
     "RemoteOptions": (
         RemoteOptions,
-        "`TextDataset(…, remote=RemoteOptions(…))`, or a table of these.",
+        "`TextDataset(…, remote=RemoteOptions(…))`, or a dict of these options.",
     ),
 }
 STREAM = {
@@ -31,21 +31,18 @@ STREAM = {
     *("split", "filter", "transform", "format", "separator", "eos", "bos"),
     *("chunk_bytes", "shuffle_chunks", "shuffle_blocks"),
 }
-"""Options that decide the stream: a state refuses to load if they differ."""
+"""Options that affect the stream: a state does not load if they differ."""
 
 
 def table(cls: Any) -> str:
     """Return the options of a class as a Markdown table."""
     rows = ["| option | accepts | default | |", "|---|---|---|---|"]
     for name, each in options_of(cls).items():
-        shown = "" if each.default is inspect.Parameter.empty else each.show(each.default)
-        default = f"`{shown}`" if shown else ""
+        shown = "" if each.default is MISSING else each.show(each.default)
+        default = "required" if each.default is MISSING else f"`{shown}`" if shown else ""
         accepts = re.sub(r"text that matches \S+?(?=, or|$)", "text", each.needs())
         mark = " ●" if name in STREAM else ""
-        required = type(each.default).__name__ == "_MISSING_TYPE"
-        rows.append(
-            f"| `{name}`{mark} | {accepts} | {'required' if required else default} | {each.help} |"
-        )
+        rows.append(f"| `{name}`{mark} | {accepts} | {default} | {each.help} |")
     return "\n".join(rows)
 
 
