@@ -58,8 +58,14 @@ def pages_with(*languages: str) -> list[Any]:
 
 # Python
 
-NOT_RUN = {"not run: streaming": "streaming", "not run: litdata": "litdata"}
-"""Marks of blocks that need a library which the tests do not install: they are compiled, not run."""
+NOT_RUN = {
+    "not run: streaming": "streaming",
+    "not run: litdata": "litdata",
+    "run if installed: trl": "trl",
+    "run if installed: torchtitan": "torchtitan.components.dataloader",
+}
+"""Marks of blocks that need a library which the tests do not install: they are compiled, not run.
+tests/test_integrations.py runs those of the last two if the library is installed."""
 TORCHRUN = "run by torchrun"
 """Mark of a script for several ranks: tests/distributed/test_integrations.py runs it."""
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
 from penstock.config import write_atomically
 from penstock.encode.batch import Batch
-from penstock.errors import ConfigError, StateError
+from penstock.errors import ConfigError, StateError, missing_extra
 from penstock.state import gather
+
+try:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+except ImportError:
+    raise missing_extra("torch", "a dataset for PyTorch", "torch") from None
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
