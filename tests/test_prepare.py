@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -59,6 +58,7 @@ def test_a_prepared_corpus_in_order_is_the_text_in_order(
     done = prepare(corpus / source, tokenizer="byte", out=tmp_path, **about)
     text = TextDataset(corpus / source, tokenizer="byte", seq_len=128, **about)
     assert done.complete
+    assert (done.chunks == 1) == source.endswith(".gz")  # one unit of work
     assert done.text_bytes == sum(len(each.encode()) for each in texts())
     assert rows_of(PreparedDataset(tmp_path, seq_len=128)) == rows_of(text)
 
@@ -130,25 +130,18 @@ def test_a_source_that_changed_is_an_error_that_names_the_file(tmp_path: Path) -
     source.mkdir()
     for name in "ab":
         (source / f"{name}.jsonl").write_text('{"text": "hello"}\n' * 50)
-    prepare(source, tokenizer="byte", out=tmp_path / "out", slice=(0, 2))
-    os.utime(source / "b.jsonl", (1, 1))
+
+    def run(progress: Any = None) -> Prepared:
+        return prepare(source, tokenizer="byte", out=tmp_path / "out", progress=progress)
+
     with pytest.raises(SourceError, match=r"out was begun with other data.*: .*b\.jsonl changed"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out")
+        run(lambda _: os.utime(source / "b.jsonl", (1, 1)))  # meanwhile
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    with pytest.raises(SourceError, match=r"b\.jsonl changed"):
+        run()
     (source / "b.jsonl").unlink()
     with pytest.raises(SourceError, match=r"b\.jsonl is gone"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out")
-
-
-def test_a_source_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"text": "hello"}\n' * 50)
-
-    def touch(_: Prepared) -> None:
-        os.utime(source, (1, 1))
-
-    with pytest.raises(SourceError, match=r"a\.jsonl changed"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out", chunk_bytes=1024, progress=touch)
-    assert not (tmp_path / "out" / "manifest.json").exists()
+        run()
 
 
 def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
@@ -212,10 +205,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
     urllib.request.urlopen(urllib.request.Request(f"{url}/prepared", method="PUT")).close()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "open-sesame")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    keys = {"ACCESS_KEY_ID": "AKIAEXAMPLE", "SECRET_ACCESS_KEY": "open-sesame"}
+    for name, value in {"ENDPOINT_URL": url, "REGION": "us-east-1", **keys}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     yield "s3://prepared/corpus"
     server.stop()
 
@@ -223,25 +215,19 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_corpus_in_a_bucket_is_read_as_one_on_disk(
     corpus: Path, tmp_path: Path, bucket: str
 ) -> None:
+    source = corpus / "parquet"
     for out in (bucket, tmp_path):
-        assert prepare(corpus / "parquet", tokenizer="byte", out=out).complete
-    assert prepare(corpus / "parquet", tokenizer="byte", out=bucket).written == 0
+        assert prepare(source, tokenizer="byte", out=out).complete
+    assert prepare(source, tokenizer="byte", out=bucket).written == 0
     for shuffle in (False, True):
-        here, there = (
-            rows_of(PreparedDataset(out, seq_len=128), shuffle=shuffle)
-            for out in (tmp_path, bucket)
-        )
+        prepared = [PreparedDataset(out, seq_len=128) for out in (tmp_path, bucket)]
+        here, there = (rows_of(data, shuffle=shuffle) for data in prepared)
         assert here == there
-
-
-def test_a_gzipped_file_is_one_unit_of_work(tmp_path: Path) -> None:
-    for name in "abc":
-        lines = "".join(json.dumps({"text": f"{name} {i} " * 99}) + "\n" for i in range(100))
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    done = prepare(
-        str(tmp_path / "*.gz"), tokenizer="byte", out=tmp_path / "out", chunk_bytes=4096, workers=2
-    )
-    assert (done.chunks, done.chunks_done, done.documents) == (3, 3, 300)
+    texts = [
+        TextDataset(source, tokenizer="byte", seq_len=128, store=each) for each in (None, bucket)
+    ]
+    without, with_store = (rows_of(data, shuffle=True) for data in texts)
+    assert without == with_store
 
 
 # TextDataset(store=…)
@@ -286,15 +272,6 @@ def test_a_store_of_other_settings_is_refused(corpus: Path, tmp_path: Path) -> N
         first(tokenizer=str(corpus / "tokenizer.json"))
     with pytest.raises(ConfigError, match="was prepared with split=None"):
         first(split="val:0.3")
-
-
-def test_a_store_may_be_a_bucket(corpus: Path, bucket: str) -> None:
-    prepare(corpus / "parquet", tokenizer="byte", out=bucket)
-    streams = []
-    for store in (None, bucket):
-        text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=128, store=store)
-        streams.append(rows_of(text, shuffle=True))
-    assert streams[0] == streams[1]
 
 
 # The command

@@ -39,7 +39,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     """The rows of a loader, for `DataLoader(dataset, batch_size=8)`; or its finished batches.
 
     A row is a dict of the batch's fields: `input_ids` and `labels` (not shifted, as transformers
-    expects), or the fields of your own samples. Each `for` is as one over the loader.
+    expects), or the fields of your own samples. A `for` starts or continues a pass as one over the
+    loader does.
     """
 
     def __init__(self, loader: AsyncDataLoader, *, batched: bool = False) -> None:
@@ -89,7 +90,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         raise ConfigError(NO_WORKERS)
 
     def set_epoch(self, epoch: int) -> None:
-        """Refuse Accelerate's own DataLoader, which calls this, on several ranks.
+        """Raise on several ranks: only a DataLoader that Accelerate prepared calls this.
 
         It gives the rows of one rank to all, or keeps every n-th: most data would never be seen.
         """
