@@ -30,6 +30,7 @@ IGNORED = (
     "'set_vital' is deprecated:UserWarning",
     "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
     "Checkpoint directory .* exists and is not empty:UserWarning",
+    "Be aware that when using `ckpt_path`, callbacks used:UserWarning",
 )
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{each}") for each in IGNORED]
 
@@ -93,18 +94,15 @@ def rows(batches: Ids) -> list[list[int]]:
 # torch.utils.data.DataLoader
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_dataloader_batches_the_loaders_rows(make: Make, batch_size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3, 4, None])
+def test_dataloader_batches_rows_or_hands_out_finished_batches(
+    make: Make, size: int | None
+) -> None:
     with make() as loader:
-        seen = take(DataLoader(loader.as_torch_dataset(), batch_size=batch_size), 4)
-    assert {len(batch) for batch in seen} == {batch_size}
-    assert rows(seen) == rows(own(make, 4))[: 4 * batch_size]
-
-
-def test_dataloader_hands_out_finished_batches(make: Make) -> None:
-    with make() as loader:
-        seen = take(DataLoader(loader.as_torch_dataset(batched=True), batch_size=None), 5)
-    assert seen == own(make, 5)
+        dataset = loader.as_torch_dataset(batched=size is None)
+        seen = take(DataLoader(dataset, batch_size=size), 4)
+    assert {len(batch) for batch in seen} == {size or 4}
+    assert rows(seen) == rows(own(make, 4))[: 4 * (size or 4)]
 
 
 @ENDLESS
@@ -286,7 +284,7 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         pass
 
     def train(
-        loader: AsyncDataLoader, stop: int = 0, resume: Any = None, kind: Any = Mixed,
+        loader: AsyncDataLoader, stop: int = 0, resume: Any = None, mixin: bool = True,
         batched: bool = False, **settings: Any,
     ) -> Any:  # fmt: skip
         args = TrainingArguments(
@@ -295,13 +293,13 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             per_device_train_batch_size=4, **settings,
         )  # fmt: skip
         dataset = loader.as_torch_dataset(batched=batched)
+        kind = Mixed if mixin else Plain
         trainer = kind(gpt2(), args, train_dataset=dataset, callbacks=[Stop()])
         trainer.remove_callback(PrinterCallback)
-        trainer.seen = []
+        trainer.seen, trainer.checkpoint = [], str(tmp_path / "run" / f"checkpoint-{stop}")
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    train.plain = Plain  # type: ignore[attr-defined]
     return train
 
 
@@ -318,59 +316,17 @@ def test_a_model_of_transformers_learns_the_next_id(make: Make) -> None:
     assert torch.allclose(out.loss, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "how", "stop"),
-    [
-        ("endless", {"max_steps": 6, "gradient_accumulation_steps": 2}, 3),
-        ("text_pass", {"max_steps": 12}, 4),
-        ("rows_pass", {"num_train_epochs": 2}, 3),
-        ("rows_pass", {"num_train_epochs": 2}, 5),  # at the end of a pass
-        ("rows_pass", {"num_train_epochs": 2}, 7),
-    ],
-    indirect=["make"],
-)
-def test_transformers_trainer_sees_the_loaders_batches_and_resumes_exactly(
-    make: Make, how: dict[str, Any], stop: int, hf: Callable[..., Any]
-) -> None:
-    with make() as loader:
-        whole = hf(loader, **how)
-    steps = whole.state.global_step
-    assert whole.seen == own(make, steps * how.get("gradient_accumulation_steps", 1))
-    with make() as loader:
-        first = hf(loader, stop, **how)
-    with make() as loader:
-        second = hf(loader, resume=f"{first.args.output_dir}/checkpoint-{stop}", **how)
-    assert second.state.global_step == steps
-    assert first.seen + second.seen == whole.seen
-    for one, other in zip(second.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @ENDLESS
 @pytest.mark.slow
-def test_a_plain_trainer_trains_on_rows_and_resumes_by_reading_again(
-    make: Make, hf: Callable[..., Any]
-) -> None:
-    plain = hf.plain  # type: ignore[attr-defined]
-    with make() as loader:
-        first = hf(loader, 3, kind=plain, max_steps=3)
-    with make() as loader:
-        second = hf(loader, resume=True, kind=plain, max_steps=5)
-    assert first.seen + second.seen == own(make, 5)
-    with make() as loader:
-        assert hf(loader, batched=True, max_steps=2).seen == own(make, 2)
-
-
-@ENDLESS
-@pytest.mark.slow
+@pytest.mark.parametrize("mixin", [True, False])
 def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
-    make: Make, hf: Callable[..., Any]
+    make: Make, mixin: bool, hf: Callable[..., Any]
 ) -> None:
+    how = {"mixin": mixin, "batched": mixin, "max_steps": 4}  # a plain Trainer needs rows
     with make() as loader:
-        hf(loader, 2, max_steps=4)
+        hf(loader, 2, **how)
     with make() as loader, make(epochs=1, shuffle=False) as val:
-        trainer = hf(loader, resume=True, max_steps=4)
+        trainer = hf(loader, resume=True, **how)
         assert trainer.seen == own(make, 4)[2:]
         losses = [trainer.evaluate(val.as_torch_dataset())["eval_loss"] for _ in range(2)]
         assert losses[0] == pytest.approx(losses[1])
@@ -402,16 +358,18 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def fit(loader: AsyncDataLoader, save_at: int, resume: Path | None = None, **how: Any) -> Any:
+    def fit(loader: AsyncDataLoader, stop: int = 0, resume: Any = None, **how: Any) -> Any:
         save = pl.callbacks.ModelCheckpoint(
-            tmp_path, filename="{step}", every_n_train_steps=save_at, save_top_k=-1
+            tmp_path, filename="{step}", every_n_train_steps=stop or 1000, save_top_k=-1
         )
         trainer = pl.Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[lightning_callback(loader), save], **how,
+            callbacks=[lightning_callback(loader), save],
+            **how | ({"max_steps": stop, "max_epochs": None} if stop else {}),
         )  # fmt: skip
         module = Module()
         trainer.fit(module, loader, ckpt_path=resume)
+        module.model, module.checkpoint = module.net, tmp_path / f"step={stop}.ckpt"
         return module
 
     return fit
@@ -419,31 +377,38 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "how", "stop"),
+    ("library", "make", "how", "stop"),
     [
-        ("endless", {"max_steps": 6}, 3),  # no length: Lightning fetches ahead
-        ("endless", {"max_steps": 6, "accumulate_grad_batches": 2}, 3),
-        ("endless", {"max_epochs": 2, "limit_train_batches": 3}, 2),
-        ("endless", {"max_epochs": 2, "limit_train_batches": 3}, 3),
-        ("text_pass", {"max_epochs": 2}, 4),
-        ("rows_pass", {"max_epochs": 2}, 3),
-        ("rows_pass", {"max_epochs": 2}, 5),  # at the end of a pass
-        ("rows_pass", {"max_epochs": 2}, 7),
+        ("hf", "endless", {"max_steps": 6, "gradient_accumulation_steps": 2}, 3),
+        ("hf", "text_pass", {"max_steps": 12}, 4),
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 3),
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 5),  # at the end of a pass
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 7),
+        ("lightning", "endless", {"max_steps": 6}, 3),  # no length: Lightning fetches ahead
+        ("lightning", "endless", {"max_steps": 6, "accumulate_grad_batches": 2}, 3),
+        ("lightning", "endless", {"max_epochs": 2, "limit_train_batches": 3}, 2),
+        ("lightning", "endless", {"max_epochs": 2, "limit_train_batches": 3}, 3),
+        ("lightning", "text_pass", {"max_epochs": 2}, 4),
+        ("lightning", "rows_pass", {"max_epochs": 2}, 3),
+        ("lightning", "rows_pass", {"max_epochs": 2}, 5),  # at the end of a pass
+        ("lightning", "rows_pass", {"max_epochs": 2}, 7),
     ],
     indirect=["make"],
 )
-def test_lightning_sees_the_loaders_batches_and_resumes_exactly(
-    make: Make, how: dict[str, Any], stop: int, lightning: Callable[..., Any], tmp_path: Path
+def test_a_trainer_sees_the_loaders_batches_and_resumes_exactly(
+    library: str, make: Make, how: dict[str, Any], stop: int, request: pytest.FixtureRequest
 ) -> None:
+    train = request.getfixturevalue(library)
     with make() as loader:
-        first = lightning(loader, stop, **how | {"max_steps": stop, "max_epochs": None})
+        whole = train(loader, **how)
     with make() as loader:
-        second = lightning(loader, stop, tmp_path / f"step={stop}.ckpt", **how)
+        first = train(loader, stop, **how)
     with make() as loader:
-        whole = lightning(loader, 1000, **how)
+        second = train(loader, resume=first.checkpoint, **how)
     assert whole.seen == own(make, len(whole.seen))
     assert first.seen + second.seen == whole.seen
-    assert torch.equal(second.net[1].weight, whole.net[1].weight)
+    weights = (each.model.parameters() for each in (second, whole))
+    assert all(map(torch.equal, *weights))
 
 
 # Accelerate
