@@ -71,19 +71,6 @@ def test_a_batch_moves_to_a_device_with_its_place_in_the_stream(corpus: Path) ->
     assert batch.inputs.device.type == "cpu"
 
 
-class Samples:
-    """Map-style data of one kind of sample."""
-
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return self.sample
-
-
 @pytest.mark.parametrize(
     ("sample", "keys"),
     [
@@ -95,12 +82,10 @@ class Samples:
     ],
 )
 def test_samples_have_their_own_fields(sample: Any, keys: list[str]) -> None:
-    with AsyncDataLoader(Samples(sample), 2) as loader:
+    with AsyncDataLoader([sample] * 4, 2) as loader:
         batch = next(loader)
     assert [*batch] == keys
-    assert [len(batch[key]) for key in keys[:2]] == (
-        [3] if keys == ["data"] else [2] * len(keys[:2])
-    )
+    assert {len(batch[key]) for key in keys} == {3 if keys == ["data"] else 2}
     if isinstance(sample, np.ndarray) and sample.ndim == 1:
         assert batch["labels"].tolist() == [[-100, 1, 2, 3]] * 2
         assert batch.targets.tolist() == [[1, 2, 3, 4]] * 2
@@ -143,9 +128,8 @@ def test_packed_documents_do_not_attend_to_each_other(packed: Batch) -> None:
     q, k, v = torch.randn(3, rows, 2, length, 8)
     together = flex_attention(q, k, v, block_mask=mask)
 
-    bounds = (
-        packed.cu_seqlens.tolist()
-    )  # of the flattened rows, as flash_attn_varlen_func takes them
+    # Of the flattened rows, as flash_attn_varlen_func takes them.
+    bounds = packed.cu_seqlens.tolist()
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     apart = []
     for begin, end in pairwise(bounds):

@@ -59,7 +59,9 @@ def pages_with(*languages: str) -> list[Any]:
 
 TORCHRUN = "run by torchrun"
 """Mark of a script for several ranks: tests/distributed/test_integrations.py runs it."""
-NOT_RUN = (TORCHRUN, "not run: streaming", "not run: litdata")
+IF_INSTALLED = ("run if installed: trl", "run if installed: torchtitan")
+"""Marks of recipes that tests/test_integrations.py runs if the library is installed."""
+NOT_RUN = (TORCHRUN, *IF_INSTALLED, "not run: streaming", "not run: litdata")
 """Marks of blocks that are only compiled: the tests do not install these libraries."""
 
 

@@ -3,79 +3,59 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from penstock import AsyncDataLoader, ConfigError, Shard, TextDataset
 from penstock.errors import StateError
 from penstock.torch_dataset import AllRanks, TorchDataset, TrainerMixin, lightning_callback
+from tests.test_docs import ROOT, blocks
 
-pytestmark = [
-    # What each of these libraries says of itself or of a CPU; none is about the data.
-    pytest.mark.filterwarnings(
-        "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
-    ),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
-    ),
-    pytest.mark.filterwarnings(
-        "ignore:Checkpoint directory .* exists and is not empty:UserWarning"
-    ),
-]
+# What each of these libraries says of itself or of a CPU; none is about the data.
+IGNORED = (
+    "torch.distributed is disabled, unavailable or uninitialized:UserWarning",
+    "'set_vital' is deprecated:UserWarning",
+    "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+    "Checkpoint directory .* exists and is not empty:UserWarning",
+    "Be aware that when using `ckpt_path`, callbacks used:UserWarning",
+)
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{each}") for each in IGNORED]
 
 Make = Callable[..., AsyncDataLoader]
 Ids = list[list[list[int]]]
-
 SEQ_LEN = 32
+KINDS = ["endless", "text_pass", "rows_pass"]
+ENDLESS = pytest.mark.parametrize("make", ["endless"], indirect=True)
+PASSES = pytest.mark.parametrize("make", KINDS[1:], indirect=True)
 
 
-class Rows:
-    """Samples that can be addressed, so that the length of a pass is known."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        ids = (np.arange(SEQ_LEN) * 7 + i) % 250
-        return {"input_ids": ids, "labels": ids}
-
-
-@pytest.fixture
-def endless(corpus: Path) -> Make:
-    """Text without end: no length."""
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
-    return partial(AsyncDataLoader, data, batch_size=4, shuffle=True, seed=1, n_workers=1)
-
-
-@pytest.fixture
-def text_pass(corpus: Path) -> Make:
-    """One pass over text: finite, but nobody knows the length beforehand."""
-    data = TextDataset(corpus / "docs.jsonl", tokenizer="byte", seq_len=SEQ_LEN, split="val:0.05")
-    return partial(AsyncDataLoader, data, batch_size=4, shuffle=True, seed=1, n_workers=1, epochs=1)
-
-
-@pytest.fixture
-def rows_pass() -> Make:
-    """One pass of known length: five batches, the last one short."""
-    return partial(AsyncDataLoader, Rows(18), batch_size=4, seed=1, n_workers=1, epochs=1)
-
-
-@pytest.fixture(params=["endless", "text_pass", "rows_pass"])
-def make(request: pytest.FixtureRequest) -> Make:
-    made: Make = request.getfixturevalue(request.param)
-    return made
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, corpus: Path) -> Make:
+    """Text without end; one pass over text, of unknown length; five batches, the last one short."""
+    about: dict[str, Any] = {"batch_size": 4, "seed": 1, "n_workers": 1, "shuffle": True}
+    if request.param == "rows_pass":
+        samples = [{"input_ids": (np.arange(SEQ_LEN) * 7 + i) % 250} for i in range(18)]
+        samples = [each | {"labels": each["input_ids"]} for each in samples]
+        return partial(AsyncDataLoader, samples, epochs=1, **about)
+    if request.param == "text_pass":
+        source, about["epochs"], split = corpus / "docs.jsonl", 1, "val:0.05"
+    else:
+        source, split = corpus / "parquet", None
+    data = TextDataset(source, tokenizer="byte", seq_len=SEQ_LEN, split=split)
+    return partial(AsyncDataLoader, data, **about)
 
 
 def ids(item: Any) -> list[list[int]]:
@@ -83,31 +63,28 @@ def ids(item: Any) -> list[list[int]]:
     return out
 
 
-def own(make: Make, n: int) -> Ids:
-    """The loader's own first batches, over as many passes as it takes."""
-    out: Ids = []
-    with make() as loader:
-        while len(out) < n:
-            for batch in loader:
-                out.append(np.asarray(batch["input_ids"]).tolist())
-                if len(out) == n:
-                    break
-    return out
-
-
 def take(iterable: Iterable[Any], n: int) -> Ids:
-    """What the first batches of one `for` are, `n` at the most."""
+    """Return the first batches of one `for`, `n` at the most."""
     out: Ids = []
-    for item in iterable:
+    for item in iterable if n else ():
         out.append(ids(item))
         if len(out) == n:
             break
     return out
 
 
-def length_of_pass(make: Make) -> int:
+def passes(iterable: Iterable[Any], n: int) -> Ids:
+    """Return the first `n` batches, over as many passes as it takes."""
+    out: Ids = []
+    while len(out) < n:
+        out += take(iterable, n - len(out))
+    return out
+
+
+def own(make: Make, n: int) -> Ids:
+    """Return the loader's own first batches."""
     with make() as loader:
-        return sum(1 for _ in loader)
+        return passes(loader, n)
 
 
 def rows(batches: Ids) -> list[list[int]]:
@@ -117,18 +94,25 @@ def rows(batches: Ids) -> list[list[int]]:
 # torch.utils.data.DataLoader
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_dataloader_batches_the_loaders_rows(make: Make, batch_size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3, 4, None])
+def test_dataloader_batches_rows_or_hands_out_finished_batches(
+    make: Make, size: int | None
+) -> None:
     with make() as loader:
-        seen = take(DataLoader(loader.as_torch_dataset(), batch_size=batch_size), 4)
-    assert {len(batch) for batch in seen} == {batch_size}
-    assert rows(seen) == rows(own(make, 4))[: 4 * batch_size]
+        dataset = loader.as_torch_dataset(batched=size is None)
+        seen = take(DataLoader(dataset, batch_size=size), 4)
+    assert {len(batch) for batch in seen} == {size or 4}
+    assert rows(seen) == rows(own(make, 4))[: 4 * (size or 4)]
 
 
-def test_dataloader_hands_out_finished_batches(make: Make) -> None:
-    with make() as loader:
-        seen = take(DataLoader(loader.as_torch_dataset(batched=True), batch_size=None), 5)
-    assert seen == own(make, 5)
+@ENDLESS
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_finished_batches_that_are_batched_again_are_refused(make: Make, batch_size: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for kind in (DataLoader, StatefulDataLoader):
+        with make() as loader, pytest.raises(ConfigError, match="Use batch_size=None"):
+            next(iter(kind(loader.as_torch_dataset(batched=True), batch_size=batch_size)))
 
 
 def test_samples_that_cannot_be_cut_into_rows_need_batched() -> None:
@@ -137,39 +121,39 @@ def test_samples_that_cannot_be_cut_into_rows_need_batched() -> None:
         next(iter(loader.as_torch_dataset()))
 
 
-@pytest.mark.parametrize("name", ["text_pass", "rows_pass"])
-def test_each_for_over_a_dataloader_is_the_next_pass(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    make: Make = request.getfixturevalue(name)
-    n = length_of_pass(make)
+@PASSES
+def test_each_for_over_a_dataloader_is_the_next_pass(make: Make) -> None:
+    with make() as loader:
+        n = sum(1 for _ in loader)
     with make() as loader:
         dataloader = DataLoader(loader.as_torch_dataset(), batch_size=4)
-        passes = [take(dataloader, 1000) for _ in range(3)]
-    assert [len(p) for p in passes] == [n, n, n]
-    assert [batch for p in passes for batch in p] == own(make, 3 * n)
-    assert passes[0] != passes[1]
+        seen = [take(dataloader, 1000) for _ in range(3)]
+    assert [len(each) for each in seen] == [n, n, n]
+    assert [batch for each in seen for batch in each] == own(make, 3 * n)
+    assert seen[0] != seen[1]
 
 
-def test_an_endless_for_that_ended_within_a_batch_loses_no_row(endless: Make) -> None:
-    with endless() as loader:
+@ENDLESS
+def test_an_endless_for_that_ended_within_a_batch_loses_no_row(make: Make) -> None:
+    with make() as loader:
         dataloader = DataLoader(loader.as_torch_dataset(), batch_size=3)
         seen = take(dataloader, 1) + take(dataloader, 3)
-    assert rows(seen) == rows(own(endless, 3))
+    assert rows(seen) == rows(own(make, 3))
 
 
-def test_length_is_given_where_it_is_known_and_a_type_error_elsewhere(
-    endless: Make, text_pass: Make, rows_pass: Make
-) -> None:
-    assert len(DataLoader(rows_pass().as_torch_dataset(), batch_size=3)) == 6
-    assert len(DataLoader(rows_pass().as_torch_dataset(batched=True), batch_size=None)) == 5
-    for make in (endless, text_pass):
+def test_length_is_given_where_it_is_known(make: Make) -> None:
+    dataset, batches = make().as_torch_dataset(), make().as_torch_dataset(batched=True)
+    if isinstance(make.args[0], list):  # type: ignore[attr-defined]
+        assert len(DataLoader(dataset, batch_size=3)) == 6
+        assert len(DataLoader(batches, batch_size=None)) == 5
+    else:
         with pytest.raises(TypeError, match="has no len"):
-            len(DataLoader(make().as_torch_dataset(), batch_size=4))
+            len(DataLoader(dataset, batch_size=4))
 
 
-def test_workers_of_a_dataloader_are_refused(endless: Make) -> None:
-    dataset = endless().as_torch_dataset()
+@ENDLESS
+def test_workers_of_a_dataloader_are_refused(make: Make) -> None:
+    dataset = make().as_torch_dataset()
     with pytest.raises(ConfigError, match="num_workers=0"):
         next(iter(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn")))
 
@@ -186,15 +170,11 @@ def test_state_of_a_dataset_restores_the_rest(make: Make, k: int) -> None:
             dataset = loader.as_torch_dataset()
             dataset.load_state_dict(json.loads(json.dumps(saved)))
             assert dataset.state_dict() == saved
-            got: Any = []
-            while len(got) < n:
-                got += take(dataset, n - len(got))
-            return got, dataset.state_dict()
+            return passes(dataset, n), dataset.state_dict()
 
     with make() as loader:
         dataset = loader.as_torch_dataset()
-        first = take(dataset, k) if k else []
-        saved = dataset.state_dict()
+        first, saved = take(dataset, k), dataset.state_dict()
     second, later = resumed(saved, 1)
     assert first + second + resumed(later, 21 - k)[0] == whole
     if k % 4:  # in the middle of a batch: smaller batches of the loader continue there, too
@@ -208,34 +188,26 @@ def test_rows_continue_on_another_number_of_ranks(corpus: Path) -> None:
         how: Any = {"shard": Shard(world, rank), "lanes": 2, "shuffle": True, "n_workers": 1}
         return AsyncDataLoader(data, 8 // world, **how).as_torch_dataset()
 
+    one, two = dataset(1, 0), [dataset(2, rank) for rank in range(2)]
     whole = take(dataset(1, 0), 24)
-    two = [dataset(2, rank) for rank in range(2)]
-    assert [row for pair in zip(*(take(each, 5) for each in two), strict=True) for row in pair] == (
-        whole[:10]
-    )
-    states = [json.loads(each.state_dict()["loader"]) for each in two]
-    one = dataset(1, 0)
-    one.load_state_dict({"loader": json.dumps(states), "rows": two[0].state_dict()["rows"]})
+    seen = zip(*(take(each, 5) for each in two), strict=True)
+    assert [row for pair in seen for row in pair] == whole[:10]
+    with pytest.raises(StateError, match="Load the states of all ranks"):
+        two[1].load_state_dict(two[0].state_dict())
+    states = json.dumps([json.loads(each.state_dict()["loader"]) for each in two])
+    one.load_state_dict({"loader": states, "rows": two[0].state_dict()["rows"]})
     assert take(one, 14) == whole[10:]
     with pytest.raises(StateError, match="3 rows into a batch"):
-        two[0].load_state_dict({"loader": json.dumps(states), "rows": 3})
+        two[0].load_state_dict({"loader": states, "rows": 3})
     for each in (one, *two):
         each.loader.shutdown()
 
 
-def test_a_state_that_is_none_is_refused(endless: Make) -> None:
-    dataset = endless().as_torch_dataset()
-    for state in (
-        {"loader": "{"},
-        {"loader": "{}"},
-        {"loader": 3},
-        {},
-    ):
-        with pytest.raises(StateError):
-            dataset.load_state_dict(state)
-
-
-# torchdata
+@ENDLESS
+@pytest.mark.parametrize("state", [{"loader": "{"}, {"loader": "{}"}, {"loader": 3}, {}])
+def test_anything_but_a_state_is_refused(make: Make, state: dict[str, Any]) -> None:
+    with pytest.raises(StateError):
+        make().as_torch_dataset().load_state_dict(state)
 
 
 @pytest.mark.parametrize("batch_size", [None, 3, 4])
@@ -247,56 +219,29 @@ def test_stateful_dataloader_resumes_exactly(make: Make, k: int, batch_size: int
         dataset = loader.as_torch_dataset(batched=batch_size is None)
         return StatefulDataLoader(dataset, batch_size=batch_size, num_workers=0)
 
-    def passes(stream: Any, seen: Ids) -> Ids:
-        while len(seen) < 9:
-            seen += take(stream, 9 - len(seen))
-        return seen
-
     with make() as loader:
-        whole = passes(dataloader(loader), [])
+        whole = passes(dataloader(loader), 9)
     with make() as loader:
         stream = dataloader(loader)
-        seen = take(stream, k) if k else []
+        seen = take(stream, k)
         saved = pickle.loads(pickle.dumps(stream.state_dict()))
     with make() as loader:
         stream = dataloader(loader)
         stream.load_state_dict(saved)
-        assert passes(stream, seen) == whole
+        assert seen + passes(stream, 9 - k) == whole
 
 
-# torch.distributed.checkpoint
-
-
-def test_loader_and_dataset_are_stateful(endless: Make) -> None:
-    from torch.distributed.checkpoint.stateful import Stateful
-
-    loader = endless()
-    assert isinstance(loader, Stateful)
-    assert isinstance(loader.as_torch_dataset(), Stateful)
-    assert isinstance(AllRanks(loader), Stateful)
-
-
-def whole(loader: AsyncDataLoader) -> Any:
-    return loader
-
-
-def as_dataset(loader: AsyncDataLoader) -> Any:
-    return loader.as_torch_dataset()
-
-
-def as_all_ranks(loader: AsyncDataLoader) -> Any:
-    return AllRanks(loader)
-
-
-@pytest.mark.parametrize("form", [whole, as_dataset, as_all_ranks])
+@pytest.mark.parametrize("form", [lambda it: it, AsyncDataLoader.as_torch_dataset, AllRanks])
 def test_distributed_checkpoint_gives_the_state_back_as_it_was(
     make: Make, form: Callable[[AsyncDataLoader], Any], tmp_path: Path
 ) -> None:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.stateful import Stateful
 
     with make() as loader:
         take(loader, 3)
         saved = loader.state_dict()
+        assert isinstance(form(loader), Stateful)
         dcp.save({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
     with make() as loader:
         dcp.load({"stream": form(loader)}, checkpoint_id=tmp_path / "step")
@@ -307,25 +252,26 @@ def test_distributed_checkpoint_gives_the_state_back_as_it_was(
 # transformers
 
 
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
+    return GPT2LMHeadModel(config)
+
+
 @pytest.fixture
 def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Makes a Trainer of a tiny GPT-2 that writes down the ids it trains on."""
+    """Trains a tiny GPT-2 and returns its Trainer: `seen` are the ids that it was trained on."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
-        def __init__(self, at: int | None) -> None:
-            self.at = at
-
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop |= state.global_step == self.at
+            control.should_training_stop |= (
+                args.save_strategy == "steps" and state.global_step == args.save_steps
+            )
 
     class Plain(Trainer):  # type: ignore[misc]
         seen: Ids
@@ -337,118 +283,51 @@ def hf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     class Mixed(TrainerMixin, Plain):
         pass
 
-    def make(
-        loader: AsyncDataLoader,
-        stop: int | None = None,
-        plain: bool = False,
-        batched: bool = False,
-        **more: Any,
-    ) -> Any:
-        torch.manual_seed(0)
-        config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
-        settings: dict[str, Any] = {"save_strategy": "no", "per_device_train_batch_size": 4} | more
-        if stop is not None:
-            settings |= {"save_strategy": "steps", "save_steps": stop}
+    def train(
+        loader: AsyncDataLoader, stop: int = 0, resume: Any = None, mixin: bool = True,
+        batched: bool = False, **settings: Any,
+    ) -> Any:  # fmt: skip
         args = TrainingArguments(
-            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
-            **settings,
+            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True,
+            logging_strategy="no", save_strategy="steps" if stop else "no", save_steps=stop or 500,
+            per_device_train_batch_size=4, **settings,
         )  # fmt: skip
         dataset = loader.as_torch_dataset(batched=batched)
-        kind = Plain if plain else Mixed
-        trainer = kind(GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Stop(stop)])
+        kind = Mixed if mixin else Plain
+        trainer = kind(gpt2(), args, train_dataset=dataset, callbacks=[Stop()])
         trainer.remove_callback(PrinterCallback)
-        trainer.seen = []
+        trainer.seen, trainer.checkpoint = [], str(tmp_path / "run" / f"checkpoint-{stop}")
+        trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    return make
+    return train
 
 
+@ENDLESS
 @pytest.mark.slow
-def test_a_model_of_transformers_learns_the_next_id(endless: Make) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=257, n_positions=SEQ_LEN, n_embd=8, n_layer=1, n_head=1)
-    model = GPT2LMHeadModel(config).eval()
-    with endless() as loader:
+def test_a_model_of_transformers_learns_the_next_id(make: Make) -> None:
+    with make() as loader:
         batch = next(loader)
         collated = next(iter(DataLoader(loader.as_torch_dataset(), batch_size=4)))
     assert torch.equal(collated["labels"][:, 1:], collated["input_ids"][:, 1:])
-    out = model(**batch)
+    out = gpt2().eval()(**batch)
     # The model shifts the labels: its loss is that of the targets, without the last of each row.
-    expected = torch.nn.functional.cross_entropy(
-        out.logits[:, :-1].flatten(0, 1), batch.targets[:, :-1].flatten()
-    )
+    expected = cross_entropy(out.logits[:, :-1].flatten(0, 1), batch.targets[:, :-1].flatten())
     assert torch.allclose(out.loss, expected)
 
 
-def weights(trainer: Any) -> list[float]:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
-
-
+@ENDLESS
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how", "stop"),
-    [
-        ("endless", {"max_steps": 6, "gradient_accumulation_steps": 2}, 3),
-        ("text_pass", {"max_steps": 12}, 4),
-        ("rows_pass", {"num_train_epochs": 2}, 3),
-        ("rows_pass", {"num_train_epochs": 2}, 5),  # at the end of a pass
-        ("rows_pass", {"num_train_epochs": 2}, 7),
-    ],
-)
-def test_transformers_trainer_sees_the_loaders_batches_and_resumes_exactly(
-    name: str,
-    how: dict[str, Any],
-    stop: int,
-    hf: Callable[..., Any],
-    request: pytest.FixtureRequest,
-) -> None:
-    make: Make = request.getfixturevalue(name)
-    with make() as loader:
-        uninterrupted = hf(loader, **how)
-        uninterrupted.train()
-    steps = uninterrupted.state.global_step
-    assert uninterrupted.seen == own(make, steps * how.get("gradient_accumulation_steps", 1))
-
-    with make() as loader:
-        first = hf(loader, stop, **how)
-        first.train()
-    with make() as loader:
-        second = hf(loader, **how)
-        second.train(resume_from_checkpoint=str(Path(first.args.output_dir) / f"checkpoint-{stop}"))
-    assert second.state.global_step == steps
-    assert first.seen + second.seen == uninterrupted.seen
-    assert weights(second) == weights(uninterrupted)
-
-
-@pytest.mark.slow
-def test_a_plain_trainer_trains_on_rows_and_resumes_by_reading_again(
-    endless: Make, hf: Callable[..., Any]
-) -> None:
-    with endless() as loader:
-        first = hf(loader, 3, plain=True, max_steps=3)
-        first.train()
-    with endless() as loader:
-        second = hf(loader, plain=True, max_steps=5)
-        second.train(resume_from_checkpoint=True)
-    assert first.seen + second.seen == own(endless, 5)
-    with endless() as loader:
-        batches = hf(loader, batched=True, max_steps=2)
-        batches.train()
-    assert batches.seen == own(endless, 2)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("mixin", [True, False])
 def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
-    endless: Make, rows_pass: Make, hf: Callable[..., Any]
+    make: Make, mixin: bool, hf: Callable[..., Any]
 ) -> None:
-    how = {"max_steps": 4}
-    with endless() as loader:
-        hf(loader, 2, **how).train()
-    with endless() as loader, rows_pass(shuffle=False) as val:
-        trainer = hf(loader, **how)
-        trainer.train(resume_from_checkpoint=True)
-        assert trainer.seen == own(endless, 4)[2:]
+    how = {"mixin": mixin, "batched": mixin, "max_steps": 4}  # a plain Trainer needs rows
+    with make() as loader:
+        hf(loader, 2, **how)
+    with make() as loader, make(epochs=1, shuffle=False) as val:
+        trainer = hf(loader, resume=True, **how)
+        assert trainer.seen == own(make, 4)[2:]
         losses = [trainer.evaluate(val.as_torch_dataset())["eval_loss"] for _ in range(2)]
         assert losses[0] == pytest.approx(losses[1])
 
@@ -459,8 +338,6 @@ def test_transformers_trainer_finds_the_last_checkpoint_and_evaluates(
 @pytest.fixture
 def lightning(tmp_path: Path) -> Callable[..., Any]:
     """Trains a tiny model and returns it: `seen` are the ids that it was trained on."""
-    import logging
-
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -474,27 +351,25 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.seen.append(ids(batch))
-            logits = self.net(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+            return cross_entropy(
+                self.net(batch["input_ids"]).flatten(0, 1), batch.targets.flatten()
+            )
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def fit(
-        loader: AsyncDataLoader, ckpt: Path | None = None, save_at: int | None = None, **how: Any
-    ) -> Any:
-        module, callbacks = Module(), [lightning_callback(loader)]
-        if save_at is not None:
-            callbacks.append(
-                pl.callbacks.ModelCheckpoint(
-                    tmp_path / "ck", filename="{step}", every_n_train_steps=save_at, save_top_k=-1
-                )
-            )
+    def fit(loader: AsyncDataLoader, stop: int = 0, resume: Any = None, **how: Any) -> Any:
+        save = pl.callbacks.ModelCheckpoint(
+            tmp_path, filename="{step}", every_n_train_steps=stop or 1000, save_top_k=-1
+        )
         trainer = pl.Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=save_at is not None, callbacks=callbacks, **how,
+            callbacks=[lightning_callback(loader), save],
+            **how | ({"max_steps": stop, "max_epochs": None} if stop else {}),
         )  # fmt: skip
-        trainer.fit(module, loader, ckpt_path=ckpt)
+        module = Module()
+        trainer.fit(module, loader, ckpt_path=resume)
+        module.model, module.checkpoint = module.net, tmp_path / f"step={stop}.ckpt"
         return module
 
     return fit
@@ -502,37 +377,38 @@ def lightning(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "how", "stop"),
+    ("library", "make", "how", "stop"),
     [
-        ("endless", {"max_steps": 6}, 3),  # no length: Lightning fetches ahead
-        ("endless", {"max_steps": 6, "accumulate_grad_batches": 2}, 3),
-        ("endless", {"max_epochs": 2, "limit_train_batches": 3}, 2),
-        ("endless", {"max_epochs": 2, "limit_train_batches": 3}, 3),
-        ("text_pass", {"max_epochs": 2}, 4),
-        ("rows_pass", {"max_epochs": 2}, 3),
-        ("rows_pass", {"max_epochs": 2}, 5),  # at the end of a pass
-        ("rows_pass", {"max_epochs": 2}, 7),
+        ("hf", "endless", {"max_steps": 6, "gradient_accumulation_steps": 2}, 3),
+        ("hf", "text_pass", {"max_steps": 12}, 4),
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 3),
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 5),  # at the end of a pass
+        ("hf", "rows_pass", {"num_train_epochs": 2}, 7),
+        ("lightning", "endless", {"max_steps": 6}, 3),  # no length: Lightning fetches ahead
+        ("lightning", "endless", {"max_steps": 6, "accumulate_grad_batches": 2}, 3),
+        ("lightning", "endless", {"max_epochs": 2, "limit_train_batches": 3}, 2),
+        ("lightning", "endless", {"max_epochs": 2, "limit_train_batches": 3}, 3),
+        ("lightning", "text_pass", {"max_epochs": 2}, 4),
+        ("lightning", "rows_pass", {"max_epochs": 2}, 3),
+        ("lightning", "rows_pass", {"max_epochs": 2}, 5),  # at the end of a pass
+        ("lightning", "rows_pass", {"max_epochs": 2}, 7),
     ],
+    indirect=["make"],
 )
-def test_lightning_sees_the_loaders_batches_and_resumes_exactly(
-    name: str,
-    how: dict[str, Any],
-    stop: int,
-    lightning: Callable[..., Any],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+def test_a_trainer_sees_the_loaders_batches_and_resumes_exactly(
+    library: str, make: Make, how: dict[str, Any], stop: int, request: pytest.FixtureRequest
 ) -> None:
-    make: Make = request.getfixturevalue(name)
+    train = request.getfixturevalue(library)
     with make() as loader:
-        uninterrupted = lightning(loader, **how)
-    assert uninterrupted.seen == own(make, len(uninterrupted.seen))
-
+        whole = train(loader, **how)
     with make() as loader:
-        first = lightning(loader, save_at=stop, **how | {"max_steps": stop, "max_epochs": None})
+        first = train(loader, stop, **how)
     with make() as loader:
-        second = lightning(loader, tmp_path / "ck" / f"step={stop}.ckpt", save_at=stop, **how)
-    assert first.seen + second.seen == uninterrupted.seen
-    assert torch.equal(second.net[1].weight, uninterrupted.net[1].weight)
+        second = train(loader, resume=first.checkpoint, **how)
+    assert whole.seen == own(make, len(whole.seen))
+    assert first.seen + second.seen == whole.seen
+    weights = (each.model.parameters() for each in (second, whole))
+    assert all(map(torch.equal, *weights))
 
 
 # Accelerate
@@ -546,22 +422,11 @@ def test_accelerate_prepares_the_loader_itself_and_resumes_exactly(
 
     def run(loader: AsyncDataLoader, n: int, load: bool) -> Ids:
         accelerator = Accelerator(cpu=True)
-        torch.manual_seed(0)
-        net = torch.nn.Embedding(257, 4)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        loader = accelerator.prepare(loader)
         accelerator.register_for_checkpointing(AllRanks(loader))
         if load:
             accelerator.load_state(str(tmp_path))
-        seen: Ids = []
-        for item in loader:
-            item = item.to(accelerator.device)
-            accelerator.backward(net(item["input_ids"]).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(ids(item))
-            if len(seen) == n:
-                break
+        seen = take((item.to(accelerator.device) for item in loader), n)
         accelerator.save_state(str(tmp_path))
         accelerator.free_memory()
         return seen
@@ -573,25 +438,66 @@ def test_accelerate_prepares_the_loader_itself_and_resumes_exactly(
     assert seen == own(make, 5)
 
 
-def test_the_state_of_another_rank_is_refused(corpus: Path) -> None:
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=SEQ_LEN)
-    datasets: list[TorchDataset] = [
-        AsyncDataLoader(data, 4, seed=1, shard=Shard(2, rank)).as_torch_dataset()
-        for rank in range(2)
-    ]
-    with pytest.raises(StateError, match="Load the states of all ranks"):
-        datasets[1].load_state_dict(datasets[0].state_dict())
+# Libraries that the tests use if they are installed. Each recipe of the page runs as a script.
+
+TRL = """
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from itertools import islice
+
+collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+with AsyncDataLoader(data, batch_size=4, shuffle=True, seed=1) as loader:
+    for step in range(4):
+        collated, batch = collate([*islice(rows(), 4 * step, 4 * step + 4)]), next(loader)
+        assert collated["input_ids"].flatten().equal(batch.inputs.flatten())
+        assert collated["position_ids"].flatten().equal(batch.positions.flatten())
+        assert collated["cu_seq_lens_q"].equal(batch.cu_seqlens)
+        assert collated["max_length_q"] == batch.max_seqlen
+        assert trained[step].flatten().equal(batch.inputs.flatten())
+"""
+TRL_RECORD = """
+trained = []
+class SFTTrainer(SFTTrainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        trained.append(inputs["input_ids"].clone())
+        return super().training_step(model, inputs, *args, **kwargs)
+"""
+TORCHTITAN = """
+import torch.distributed.checkpoint as dcp
+
+def build():  # as torchtitan's Trainer does
+    return PenstockDataLoader.Config(dataset_path="corpus").build(
+        dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=64, local_batch_size=4,
+        snapshot_every_n_steps=2,
+    )
+
+first, second = build(), build()
+batches = iter(first)
+next(batches)
+dcp.save({"dataloader": first}, checkpoint_id="step-1")
+inputs, labels = next(batches)
+dcp.load({"dataloader": second}, checkpoint_id="step-1")
+again, _ = next(iter(second))
+assert inputs["input"].shape == labels.shape == (4, 64)
+assert inputs["input"][:, 1:].equal(labels[:, :-1])
+assert again["input"].equal(inputs["input"]) and again["positions"].equal(inputs["positions"])
+"""
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_finished_batches_that_are_batched_again_are_refused(
-    endless: Make, batch_size: int
-) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    for kind in (DataLoader, StatefulDataLoader):
-        with (
-            endless() as loader,
-            pytest.raises(ConfigError, match="Use batch_size=None"),
-        ):
-            next(iter(kind(loader.as_torch_dataset(batched=True), batch_size=batch_size)))
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["trl", "torchtitan"])
+def test_the_recipe_of_a_library_runs(library: str, corpus: Path, tmp_path: Path) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    mark = f"run if installed: {library}"
+    (recipe,) = (b.text for b in blocks(ROOT / "docs/integrations.md", "python") if b.mark == mark)
+    if library == "trl":
+        begin = recipe.index("\ndef train(")
+        script = recipe[:begin] + TRL_RECORD + recipe[begin:] + TRL
+    else:
+        script = recipe + TORCHTITAN
+    (tmp_path / "corpus").symlink_to(corpus / "parquet")
+    (tmp_path / "tokenizer.json").symlink_to(corpus / "tokenizer.json")
+    (tmp_path / "script.py").write_text(script)
+    line = [sys.executable, "script.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,11 +36,11 @@ SOURCES = {
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return everything in a folder but what writers use meanwhile."""
+    """Return everything in a folder but what writers use meanwhile, or leave when they are killed."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
+        if path.is_file() and not path.name.startswith(".") and ".tmp-" not in path.name
     }
 
 
@@ -59,6 +58,7 @@ def test_a_prepared_corpus_in_order_is_the_text_in_order(
     done = prepare(corpus / source, tokenizer="byte", out=tmp_path, **about)
     text = TextDataset(corpus / source, tokenizer="byte", seq_len=128, **about)
     assert done.complete
+    assert (done.chunks == 1) == source.endswith(".gz")  # one unit of work
     assert done.text_bytes == sum(len(each.encode()) for each in texts())
     assert rows_of(PreparedDataset(tmp_path, seq_len=128)) == rows_of(text)
 
@@ -81,28 +81,23 @@ def test_a_second_run_makes_only_what_is_missing(corpus: Path, tmp_path: Path, s
 
 
 def test_a_run_that_was_killed_is_finished_by_the_next(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"document {i} " * 200}) for i in range(2000)]
-    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
-    about: dict[str, Any] = {"tokenizer": "byte", "chunk_bytes": 8192}
-    code = (
-        "import sys; from penstock.prepare import prepare; "
-        "prepare(sys.argv[1], out=sys.argv[2], tokenizer='byte', chunk_bytes=8192, workers=1)"
-    )
     source, killed, whole = tmp_path / "docs.jsonl", tmp_path / "killed", tmp_path / "whole"
-    process = subprocess.Popen([sys.executable, "-c", code, str(source), str(killed)])
-    deadline = time.monotonic() + 60
-    while len(list(killed.glob("??/*.arrows"))) < 20 and time.monotonic() < deadline:
-        assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    source.write_text(
+        "".join(json.dumps({"text": f"document {i} " * 99}) + "\n" for i in range(99))
+    )
+    code = (
+        "import os, sys; from penstock.prepare import prepare; prepare(sys.argv[1], "
+        "out=sys.argv[2], tokenizer='byte', chunk_bytes=8192, workers=1, "
+        "progress=lambda now: now.chunks_done < 5 or os.kill(os.getpid(), 9))"
+    )
+    process = subprocess.run([sys.executable, "-c", code, str(source), str(killed)])
+    assert process.returncode == -signal.SIGKILL
     with pytest.raises(SourceError, match="interrupted, run it again"):
         PreparedDataset(killed, seq_len=128)
-    done = prepare(source, out=killed, **about)
+    done, _ = (prepare(source, out=o, tokenizer="byte", chunk_bytes=8192) for o in (killed, whole))
     assert done.complete
-    assert done.already >= 19
-    prepare(source, out=whole, **about)
-    left = {name for name in files_of(killed) if ".tmp-" not in name}
-    assert {name: files_of(killed)[name] for name in left} == files_of(whole)
+    assert 5 <= done.already < done.chunks
+    assert files_of(killed) == files_of(whole)
 
 
 def test_slices_make_the_corpus_together(corpus: Path, tmp_path: Path) -> None:
@@ -117,22 +112,16 @@ def test_slices_make_the_corpus_together(corpus: Path, tmp_path: Path) -> None:
         prepare(source, tokenizer="byte", out=sliced, slice=(3, 3))
 
 
-def test_the_number_of_workers_changes_no_byte(corpus: Path, tmp_path: Path) -> None:
-    for n in (1, 3):
-        prepare(
-            corpus / "parquet", tokenizer=str(corpus / "tokenizer.json"),
-            out=tmp_path / str(n), workers=n,
-        )  # fmt: skip
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
-
-
-def test_two_runs_at_once_do_no_harm(corpus: Path, tmp_path: Path) -> None:
-    def run(out: str) -> Prepared:
-        return prepare(corpus / "parquet", tokenizer="byte", out=tmp_path / out)
+def test_two_runs_at_once_and_the_number_of_workers_change_no_byte(
+    corpus: Path, tmp_path: Path
+) -> None:
+    def run(out: str, workers: int) -> Prepared:
+        how: Any = {"tokenizer": str(corpus / "tokenizer.json"), "out": tmp_path / out}
+        return prepare(corpus / "parquet", workers=workers, **how)
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(done.complete for done in pool.map(run, ["both", "both"]))
-    run("one")
+        assert all(done.complete for done in pool.map(run, ["both", "both"], [1, 3]))
+    run("one", 1)
     assert files_of(tmp_path / "both") == files_of(tmp_path / "one")
 
 
@@ -141,32 +130,27 @@ def test_a_source_that_changed_is_an_error_that_names_the_file(tmp_path: Path) -
     source.mkdir()
     for name in "ab":
         (source / f"{name}.jsonl").write_text('{"text": "hello"}\n' * 50)
-    prepare(source, tokenizer="byte", out=tmp_path / "out", slice=(0, 2))
-    os.utime(source / "b.jsonl", (1, 1))
-    with pytest.raises(SourceError, match=r"b\.jsonl changed since .*out was begun"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out")
+
+    def run(progress: Any = None) -> Prepared:
+        return prepare(source, tokenizer="byte", out=tmp_path / "out", progress=progress)
+
+    with pytest.raises(SourceError, match=r"out was begun with other data.*: .*b\.jsonl changed"):
+        run(lambda _: os.utime(source / "b.jsonl", (1, 1)))  # meanwhile
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    with pytest.raises(SourceError, match=r"b\.jsonl changed"):
+        run()
     (source / "b.jsonl").unlink()
     with pytest.raises(SourceError, match=r"b\.jsonl is gone"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out")
-
-
-def test_a_source_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"text": "hello"}\n' * 50)
-
-    def touch(_: Prepared) -> None:
-        os.utime(source, (1, 1))
-
-    with pytest.raises(SourceError, match=r"a\.jsonl changed"):
-        prepare(source, tokenizer="byte", out=tmp_path / "out", chunk_bytes=1024, progress=touch)
-    assert not (tmp_path / "out" / "manifest.json").exists()
+        run()
 
 
 def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has the columns"):  # a mistake that made no entry
+        prepare(corpus / "parquet", tokenizer="byte", out=tmp_path, filter="score >= 3")
     prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
-    with pytest.raises(SourceError, match=r"begun with other settings: filter was None, is"):
+    with pytest.raises(SourceError, match="settings: filter was None, is"):
         prepare(corpus / "parquet", tokenizer="byte", out=tmp_path, filter="row >= 3")
-    with pytest.raises(SourceError, match="begun with other settings: tokenizer was"):
+    with pytest.raises(SourceError, match="settings: tokenizer was"):
         prepare(corpus / "parquet", tokenizer=str(corpus / "tokenizer.json"), out=tmp_path)
     with pytest.raises(ConfigError, match="seq_len"):
         prepare(corpus / "parquet", tokenizer="byte", out=tmp_path, seq_len=5)
@@ -221,10 +205,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
     urllib.request.urlopen(urllib.request.Request(f"{url}/prepared", method="PUT")).close()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "open-sesame")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    keys = {"ACCESS_KEY_ID": "AKIAEXAMPLE", "SECRET_ACCESS_KEY": "open-sesame"}
+    for name, value in {"ENDPOINT_URL": url, "REGION": "us-east-1", **keys}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     yield "s3://prepared/corpus"
     server.stop()
 
@@ -232,25 +215,19 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_corpus_in_a_bucket_is_read_as_one_on_disk(
     corpus: Path, tmp_path: Path, bucket: str
 ) -> None:
+    source = corpus / "parquet"
     for out in (bucket, tmp_path):
-        assert prepare(corpus / "parquet", tokenizer="byte", out=out).complete
-    assert prepare(corpus / "parquet", tokenizer="byte", out=bucket).written == 0
+        assert prepare(source, tokenizer="byte", out=out).complete
+    assert prepare(source, tokenizer="byte", out=bucket).written == 0
     for shuffle in (False, True):
-        here, there = (
-            rows_of(PreparedDataset(out, seq_len=128), shuffle=shuffle)
-            for out in (tmp_path, bucket)
-        )
+        prepared = [PreparedDataset(out, seq_len=128) for out in (tmp_path, bucket)]
+        here, there = (rows_of(data, shuffle=shuffle) for data in prepared)
         assert here == there
-
-
-def test_a_gzipped_file_is_one_unit_of_work(tmp_path: Path) -> None:
-    for name in "abc":
-        lines = "".join(json.dumps({"text": f"{name} {i} " * 99}) + "\n" for i in range(100))
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    done = prepare(
-        str(tmp_path / "*.gz"), tokenizer="byte", out=tmp_path / "out", chunk_bytes=4096, workers=2
-    )
-    assert (done.chunks, done.chunks_done, done.documents) == (3, 3, 300)
+    texts = [
+        TextDataset(source, tokenizer="byte", seq_len=128, store=each) for each in (None, bucket)
+    ]
+    without, with_store = (rows_of(data, shuffle=True) for data in texts)
+    assert without == with_store
 
 
 # TextDataset(store=…)
@@ -297,29 +274,26 @@ def test_a_store_of_other_settings_is_refused(corpus: Path, tmp_path: Path) -> N
         first(split="val:0.3")
 
 
-def test_a_store_may_be_a_bucket(corpus: Path, bucket: str) -> None:
-    prepare(corpus / "parquet", tokenizer="byte", out=bucket)
-    streams = []
-    for store in (None, bucket):
-        text = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=128, store=store)
-        streams.append(rows_of(text, shuffle=True))
-    assert streams[0] == streams[1]
-
-
 # The command
 
 
-def test_the_command_prepares_and_says_how_to_read_the_result(corpus: Path, tmp_path: Path) -> None:
+def test_the_command_prepares_and_says_how_to_read_the_result(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
+    monkeypatch.setattr("penstock.cli.command.LINE_EVERY_S", 0.0)
     how = ["prepare", str(corpus / "parquet"), "--out", str(out), "--filter", "id < 30"]
     first = CliRunner().invoke(cli, how)
     assert first.exit_code == 0
-    assert "documents  60" in first.output
-    assert "filtered   27" in first.output
-    assert f"PreparedDataset({str(out)!r}, seq_len=1024)" in first.output
+    assert "documents  60" in first.stdout
+    assert "filtered   27" in first.stdout
+    assert re.search(r"^7 of 14 chunks, .* million tokens/s, .* left$", first.stderr, re.MULTILINE)
+    assert f"PreparedDataset({str(out)!r}, seq_len=1024)" in first.stdout
     second = CliRunner().invoke(cli, [*how, "--json"])
     assert json.loads(second.stdout)["already"] == 14
     assert PreparedDataset(out, seq_len=8).documents == 60
+    assert CliRunner().invoke(cli, [*how, "--split", "val"]).exit_code == 1  # another corpus
+    assert CliRunner().invoke(cli, how[:2]).exit_code == 2  # no --out
 
 
 def test_cache_shows_verifies_and_clears_a_prepared_corpus(corpus: Path, tmp_path: Path) -> None:

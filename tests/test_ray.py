@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock import AsyncDataLoader, PreparedDataset
 from penstock.prepare import prepare
+from tests.test_prepare import files_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
@@ -45,14 +47,6 @@ def environment(home: Path) -> dict[str, str]:
     return os.environ | {"HOME": str(home), "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    }
-
-
 def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], env=environment(tmp_path / "home"), capture_output=True,
@@ -60,18 +54,12 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def source_of(folder: Path) -> Path:
-    lines = [json.dumps({"text": f"document {i} " * 60}) for i in range(400)]
-    (folder / "docs.jsonl").write_text("\n".join(lines))
-    return folder / "docs.jsonl"
-
-
 @pytest.mark.timeout(300)
 def test_ray_writes_the_bytes_that_one_machine_writes(corpus: Path, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     prepare(corpus / "many", tokenizer="byte", out=here)
-    command = ["-m", "penstock.cli.main", "prepare", str(corpus / "many"), "--out", str(there)]
-    done = run(tmp_path, *command, "--engine", "ray", "--workers", "2", "--json")
+    line = ["-m", "penstock.cli.main", "prepare", str(corpus / "many"), "--out", str(there)]
+    done = run(tmp_path, *line, "--engine", "ray", "--workers", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"] is True
     assert files_of(there) == files_of(here)
@@ -81,18 +69,23 @@ def test_ray_writes_the_bytes_that_one_machine_writes(corpus: Path, tmp_path: Pa
 @pytest.mark.timeout(300)
 def test_an_error_in_the_source_ends_the_job_with_that_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nnot json\n')
-    command = ["-m", "penstock.cli.main", "prepare", str(tmp_path / "a.jsonl")]
-    done = run(tmp_path, *command, "--out", str(tmp_path / "out"), "--engine", "ray")
+    line = ["-m", "penstock.cli.main", "prepare", str(tmp_path / "a.jsonl")]
+    done = run(tmp_path, *line, "--out", str(tmp_path / "out"), "--engine", "ray")
     assert done.returncode == 1
     assert "a.jsonl, byte 17: not JSON" in done.stderr
 
 
+def command(tmp_path: Path, out: Path, pause: str, engine: str) -> list[str]:
+    return [str(tmp_path / "script.py"), str(tmp_path / "docs.jsonl"), str(out), pause, engine]
+
+
 def started(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
     """Start a slow run, and return once it has written some entries."""
-    script = tmp_path / "script.py"
-    script.write_text(PREPARE)
+    lines = [json.dumps({"text": f"document {i} " * 60}) for i in range(400)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    (tmp_path / "script.py").write_text(PREPARE)
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "docs.jsonl"), str(out), "0.3", "ray"],
+        [sys.executable, *command(tmp_path, out, "0.3", "ray")],
         env=environment(tmp_path / "home"), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -104,16 +97,14 @@ def started(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def expected(tmp_path: Path) -> dict[str, bytes]:
-    script, out = tmp_path / "script.py", tmp_path / "expected"
-    done = run(tmp_path, str(script), str(tmp_path / "docs.jsonl"), str(out), "0", "local")
+    done = run(tmp_path, *command(tmp_path, tmp_path / "expected", "0", "local"))
     assert done.returncode == 0, done.stderr
-    return files_of(out)
+    return files_of(tmp_path / "expected")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    source_of(tmp_path)
     process = started(tmp_path, tmp_path / "out")
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if "ray::Worker" in " ".join(child.cmdline()[:1])]
@@ -126,7 +117,6 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_driver_that_is_killed_continues_when_it_is_started_again(tmp_path: Path) -> None:
-    source_of(tmp_path)
     process = started(tmp_path, tmp_path / "out")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
@@ -134,13 +124,11 @@ def test_a_driver_that_is_killed_continues_when_it_is_started_again(tmp_path: Pa
     _, alive = psutil.wait_procs(children, timeout=60)
     for child in alive:  # agents of Ray's that outlive its driver
         child.kill()
-    script = str(tmp_path / "script.py")
-    again = run(tmp_path, script, str(tmp_path / "docs.jsonl"), str(tmp_path / "out"), "0", "ray")
+    again = run(tmp_path, *command(tmp_path, tmp_path / "out", "0", "ray"))
     complete, already = again.stdout.splitlines()[-1].split()
     assert complete == "True"
     assert int(already) >= 4
-    found = {name: data for name, data in files_of(tmp_path / "out").items() if ".tmp-" not in name}
-    assert found == expected(tmp_path)
+    assert files_of(tmp_path / "out") == expected(tmp_path)
 
 
 TRAIN = """
@@ -155,7 +143,6 @@ def loop():
     import json, os
     import ray.train
     from penstock import AsyncDataLoader, PreparedDataset
-    from tests.contracts import digest
 
     data = PreparedDataset(corpus, seq_len=64)
     rank = ray.train.get_context().get_world_rank()
@@ -177,8 +164,6 @@ TorchTrainer(loop, scaling_config=scaling, run_config=RunConfig(storage_path=fol
 def test_ray_train_gives_each_worker_its_shard_and_resumes_on_another_number(
     corpus: Path, tmp_path: Path
 ) -> None:
-    from penstock import AsyncDataLoader, PreparedDataset
-
     prepare(corpus / "many", tokenizer="byte", out=tmp_path / "out")
     (tmp_path / "train.py").write_text(TRAIN)
     for workers, resume in ((2, ()), (1, ("2",))):

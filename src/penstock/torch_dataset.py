@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
 from penstock.config import write_atomically
 from penstock.encode.batch import Batch
-from penstock.errors import ConfigError, StateError
+from penstock.errors import ConfigError, StateError, missing_extra
 from penstock.state import gather
+
+try:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+except ImportError:
+    raise missing_extra("torch", "a dataset for PyTorch", "torch") from None
 
 if TYPE_CHECKING:
     from penstock.loader import AsyncDataLoader
@@ -36,7 +39,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     """The rows of a loader, for `DataLoader(dataset, batch_size=8)`; or its finished batches.
 
     A row is a dict of the batch's fields: `input_ids` and `labels` (not shifted, as transformers
-    expects), or the fields of your own samples. Each `for` is as one over the loader.
+    expects), or the fields of your own samples. A `for` starts or continues a pass as one over the
+    loader does.
     """
 
     def __init__(self, loader: AsyncDataLoader, *, batched: bool = False) -> None:
@@ -86,7 +90,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         raise ConfigError(NO_WORKERS)
 
     def set_epoch(self, epoch: int) -> None:
-        """Refuse Accelerate's own DataLoader, which calls this, on several ranks.
+        """Raise on several ranks: only a DataLoader that Accelerate prepared calls this.
 
         It gives the rows of one rank to all, or keeps every n-th: most data would never be seen.
         """

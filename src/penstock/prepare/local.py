@@ -64,14 +64,14 @@ class Prepared:
     complete: bool = False
     """True if the manifest was written: the corpus can be read."""
     chunks: int = 0
-    """Addresses that this run is to prepare; a file that is decompressed in order is one."""
+    """Units of work of this run; a file that can only be decompressed in order is one."""
     chunks_done: int = 0
     already: int = 0
-    """Those that an earlier run had prepared."""
+    """Units of work that earlier runs finished."""
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    """Of the whole corpus once it is complete, of this run before."""
+    """Documents, tokens and bytes: of the corpus if it is complete, otherwise of this run."""
     text_bytes: int = 0
     filtered: int = 0
     bad: dict[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Prepared:
 
     @property
     def rate(self) -> str:
-        """The tokens that this run writes per second, as text."""
+        """The rate at which this run writes tokens, as text."""
         return f"{self.written / max(1e-9, self.seconds) / 1e6:.2f} million tokens/s"
 
     def describe_progress(self) -> str:
@@ -97,16 +97,16 @@ class Prepared:
         """Return a summary for people."""
         lengths = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in self.bad.items())
-        already = f"{self.already} of {self.chunks} chunks were there"
+        already = f"; {self.already} of {self.chunks} chunks existed" if self.already else ""
         read = f"PreparedDataset({self.path!r}, seq_len=1024)"
-        rest = "This part is done. The last part to end, or a run without --slice, completes it."
+        rest = "This part is done. The last part to finish, or a run without --slice, completes it."
         lines = {
             "documents": f"{self.documents:,}",
             "tokens": f"{self.tokens:,} in {size(self.bytes)}",
             "lengths": lengths and f"{lengths} tokens",
             "filtered": self.filtered and f"{self.filtered:,}",
             "rejected": reasons and f"{sum(self.bad.values()):,} ({reasons})",
-            "time": f"{seconds(self.seconds)}, {self.rate}; {already}",
+            "time": f"{seconds(self.seconds)}, {self.rate}{already}",
             "read it" if self.complete else "next": read if self.complete else rest,
         }
         return "\n".join(f"{name:<10} {line}" for name, line in lines.items() if line)
@@ -136,7 +136,7 @@ def prepare(
     began = time.monotonic()
     for name in text:
         if name in TEXT_ONLY or name not in options_of(TextOptions):
-            raise ConfigError(f"{name}=…: is not an option of prepare()")
+            raise ConfigError(f"{name}=…: not an option of prepare()")
     part, parts = (0, 1) if slice is None else slice
     if not 0 <= part < whole_number("slice", parts, 1):
         raise ConfigError(f"slice={slice!r}: must be (i, n) with 0 <= i < n")
@@ -179,7 +179,7 @@ def prepare(
 
 
 def _absolute(places: Any) -> Any:
-    """Return local paths as every node of a cluster finds them."""
+    """Return absolute paths: workers of a cluster run in other folders."""
     if not isinstance(places, str | os.PathLike):
         return [_absolute(place) for place in places]
     place = os.fspath(places)

@@ -81,34 +81,52 @@ def to_json(value: Any) -> bytes:
     )
 
 
-def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
-    """Write the plan, or raise if an earlier run into the same place had another one."""
+def _read_json(store: TokenStore, name: str) -> Any:
+    data = store.read_file(name)
     try:
-        old = json.loads(store.read_file(PLAN))
+        return json.loads(data)
+    except ValueError as error:
+        raise CorruptFile(f"{store.place}/{name} is damaged: {error}") from error
+
+
+def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
+    """Write the plan, or raise if entries of another plan exist in the same place."""
+    try:
+        difference = _difference(_read_json(store, PLAN), json.loads(to_json(plan)))
     except FileNotFoundError:
         store.write_file(PLAN, to_json(plan))
         return
-    except ValueError as error:
-        raise CorruptFile(f"{store.place}/{PLAN} is damaged: {error}") from error
-    again = "Prepare it in another place, or remove that one and start again."
-    plan = json.loads(to_json(plan))
-    if old.get("files") != plan["files"]:
+    if not difference:
+        return
+    if any(True for _ in store.list()):
         raise SourceError(
-            f"{_changed(old.get('files', []), plan['files'])} since {store.place} was begun. {again}"
+            f"{store.place} was begun with other data or settings: {difference}. Prepare it in "
+            "another place, or remove that one and start again."
         )
-    before, now = ({**each["settings"], **each, "settings": None} for each in (old, plan))
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise SourceError(
-                f"{store.place} was begun with other settings: {name} was {before.get(name)}, is "
-                f"{value}. {again}"
-            )
+    store.write_file(PLAN, to_json(plan))  # the earlier run failed before it made anything
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Say how a plan differs from an earlier one. Empty if it does not."""
+    before, now = ({f["source"].partition("\n")[0]: f for f in p["files"]} for p in (old, new))
+    for path in before | now:
+        if path not in now or path not in before:
+            return f"{path} {'was added' if path in now else 'is gone'}"
+        if before[path] != now[path]:
+            return f"{path} changed"
+    if old["files"] != new["files"]:
+        return "the order of the files changed"
+    values, others = ({**p, **p["settings"], "settings": None} for p in (new, old))
+    for name, value in values.items():
+        if value != others.get(name):
+            return f"{name} was {others.get(name)}, is {value}"
+    return ""
 
 
 def require_settings(store: TokenStore, settings: dict[str, Any]) -> None:
     """Raise if a corpus was prepared with other settings than a run on its text has."""
     try:
-        plan = json.loads(store.read_file(PLAN))
+        plan = _read_json(store, PLAN)
     except FileNotFoundError:
         raise ConfigError(f"store={store.place!r}: is not a prepared corpus") from None
     for name, value in json.loads(to_json(settings)).items():
@@ -117,19 +135,6 @@ def require_settings(store: TokenStore, settings: dict[str, Any]) -> None:
                 f"store={store.place!r}: was prepared with {name}={plan['settings'].get(name)}, not "
                 f"{value}, so none of it can be used. Use the same settings, or prepare it again."
             )
-
-
-def _changed(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
-    """Name the first file that differs."""
-    before, now = (
-        {file["source"].partition("\n")[0]: file for file in some} for some in (old, new)
-    )
-    for path in [*before, *now]:
-        if path not in now or path not in before:
-            return f"{path} {'was added' if path in now else 'is gone'}"
-        if before[path] != now[path]:
-            return f"{path} changed"
-    return "the order of the files changed"
 
 
 def write_manifest(
@@ -188,20 +193,17 @@ def read_manifest(store: TokenStore) -> Manifest:
     """Read and check the manifest of a corpus."""
     path = f"{store.place}/{MANIFEST}"
     try:
-        about = json.loads(store.read_file(MANIFEST))
-        if about["format"] != FORMAT:
-            raise CorruptFile(f"{path} has format {about['format']}, not {FORMAT}")
-        sha256 = about.pop("sha256")
-        if sha256 != hashlib.sha256(to_json(about)).hexdigest():
-            raise CorruptFile(f"{path} is damaged: it has another checksum")
-        data = store.read_file(ENTRIES)
+        about, data = _read_json(store, MANIFEST), store.read_file(ENTRIES)
     except FileNotFoundError as error:
         raise SourceError(
             f"{store.place} is not a prepared corpus: it has no {error.filename or MANIFEST}. If "
-            "`penstock prepare` was interrupted, run it again: it does what is missing."
+            "`penstock prepare` was interrupted, run it again: it makes what is missing."
         ) from None
-    except (ValueError, LookupError, TypeError) as error:
-        raise CorruptFile(f"{path} is damaged: {error!r}") from error
+    if about.get("format") != FORMAT:
+        raise CorruptFile(f"{path} has format {about.get('format')}, not {FORMAT}")
+    sha256 = about.pop("sha256", None)
+    if sha256 != hashlib.sha256(to_json(about)).hexdigest():
+        raise CorruptFile(f"{path} is damaged: it has another checksum")
     if hashlib.sha256(data).hexdigest() != about["entries_sha256"]:
         raise CorruptFile(f"{store.place}/{ENTRIES} is damaged: it has another checksum")
     table = pa.ipc.open_stream(data).read_all().combine_chunks()

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.encode.rows import LaneOptions
 from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
-from penstock.options import accepts, option, options
+from penstock.options import accepts, from_habit, option, options
 from penstock.order.permute import permute
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_block, read_manifest
@@ -70,7 +70,7 @@ class PreparedDataset:
 
         path: the folder or bucket (s3://, gs://, az://) that `penstock prepare` wrote.
         """
-        self.options = PreparedOptions(**kwargs)
+        self.options = PreparedOptions(**from_habit(kwargs))
         self.seq_len = self.options.seq_len
         self.store = TokenStore(path)
         self.manifest: Manifest = read_manifest(self.store)
