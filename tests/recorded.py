@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.watch.line import iso
+from penstock.watch.heartbeat import iso
 
 STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
 START = 1_790_000_000.0

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import ConfigError, SyntheticDataset, TextDataset, TokenFileDataset
+from penstock import ConfigError, SyntheticDataset, TextDataset
 from penstock.encode.tokenizer import Tokenizer
 from penstock.prepare import prepare
 from penstock.tools.doctor import diagnose
@@ -99,14 +98,6 @@ def test_json_has_the_answer_and_every_number(corpus: Path) -> None:
     assert found["first_batch_s"] > 0
 
 
-def test_projected_wait_is_the_missing_share_of_the_rate(corpus: Path) -> None:
-    code, found = run_json(corpus / "parquet", "--seq-len", 64, "--tokens-per-second", 1e12)
-    assert code == 1
-    assert found["data_wait"] == pytest.approx(1 - found["tokens_per_s"] / 1e12)
-    assert not found["enough"]
-    assert found["advice"]
-
-
 @pytest.mark.usefixtures("slow_tokenizer")
 def test_slow_stage_is_named_and_bounds_the_rate(tmp_path: Path) -> None:
     """Batches of a chunk arrive together; a short run must not count a chunk too many."""
@@ -131,31 +122,12 @@ def test_remote_text_is_diagnosed_without_the_token_cache(hub: HubServer) -> Non
         assert any(".parquet" in request.path for request in list(hub.log)[before:])
 
 
-def test_other_data_is_diagnosed(tmp_path: Path) -> None:
-    np.arange(50_000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    for data in (
-        SyntheticDataset(100, 64, 5000),
-        TokenFileDataset.from_binary_file(tmp_path / "ids.bin", 64),
-    ):
-        found = diagnose(data, 4, seconds=0.2)
-        assert found.tokens_per_s > 0
-        json.dumps(found.as_dict())
-
-
 def test_a_prepared_corpus_is_diagnosed(corpus: Path, tmp_path: Path) -> None:
     prepare(corpus / "parquet", tokenizer="byte", out=tmp_path)
     code, found = run_json(tmp_path, "--seq-len", "64", "--set", "shuffle=true")
     assert code == 0
     assert "PreparedDataset" in found["data"]
     assert found["shuffle_quality"] > 0
-
-
-def test_shuffled_text_is_compared_with_a_uniform_order(corpus: Path) -> None:
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=64, cache=False)
-    found = diagnose(data, 4, seconds=0.2, shuffle=True)
-    assert 0 < (found.shuffle_quality or 0) < 1.5
-    assert "of a uniform order" in found.as_text()
-    assert diagnose(data, 4, seconds=0.2).shuffle_quality is None
 
 
 def test_settings_file_describes_the_run_and_options_override_it(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,32 +29,6 @@ from penstock.feed.fallback import (
     loader_states,
 )
 from tests.feeding import WAIT_S, Numbers, loader, rows
-
-
-class Together(Ranks):
-    """Threads of this process as ranks."""
-
-    def __init__(self, rank: int, world: int, barrier: threading.Barrier, told: list[Any]) -> None:
-        self.rank, self.world, self.group = rank, world, None
-        self._barrier, self._told = barrier, told
-
-    @classmethod
-    def several(cls, world: int) -> list[Together]:
-        barrier, told = threading.Barrier(world), [None] * world
-        return [cls(rank, world, barrier, told) for rank in range(world)]
-
-    def _exchange(self, value: Any) -> list[Any]:
-        self._told[self.rank] = value
-        self._barrier.wait(WAIT_S)
-        every = list(self._told)
-        self._barrier.wait(WAIT_S)
-        return every
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        return self._exchange(list(values))
-
-    def gather_texts(self, text: str) -> list[str]:
-        return self._exchange(text)
 
 
 def made_up(step: int, n: int) -> Batch:
@@ -145,24 +119,6 @@ def test_data_that_could_not_be_opened_at_first_begins_at_its_beginning(
     assert rows(turn.batches) == [0, 1]
 
 
-def test_data_that_takes_too_long_to_open_is_substituted_and_then_taken(
-    feeds: Callable[..., SharedFeed],
-) -> None:
-    there = threading.Event()
-
-    def create() -> AsyncDataLoader:
-        assert there.wait(WAIT_S)
-        return loader(Numbers())
-
-    feed = feeds(create, Limits(on_stall="synthetic", first_timeout_s=0.05))
-    assert feed.loader() is None
-    assert feed.next(1).batches[0].synthetic
-    assert "its files are still being listed" in feed.substitutions[0].reason
-    there.set()
-    _, turn = until_real(feed, 2)
-    assert rows(turn.batches) == [0, 1]
-
-
 @pytest.mark.parametrize(
     "mistake", [ConfigError("no such setting"), StateError("of other data"), SourceError("it is another file"),
                 ConfigError("no vocabulary")],
@@ -200,28 +156,6 @@ def test_a_signal_ends_a_wait_for_data_and_loses_nothing(feeds: Callable[..., Sh
     data.opened.set()
     assert feed.next(2, 2) == Turn([], stop=True), "once told to stop, it stays so"
     assert feed.state_dict() == before
-
-
-def test_rewind_gives_the_first_batches_again_and_again(feeds: Callable[..., SharedFeed]) -> None:
-    feed = feeds(lambda: loader(Numbers()))
-    feed.rewind()  # before it was opened there is nothing to do
-    for _ in range(3):
-        assert [rows(feed.next(1).batches) for _ in range(2)] == [[0, 1], [2, 3]]
-        feed.rewind()
-    assert feed.state_dict()["loader"]["batch"] == 0
-
-
-def test_a_feed_can_be_closed_at_any_time_and_twice(feeds: Callable[..., SharedFeed]) -> None:
-    never_asked = feeds(lambda: loader(Numbers()))
-    never_asked.close()
-    data = Numbers(wall=2)
-    waiting = feeds(lambda: loader(data), SYNTHETIC)
-    waiting.next(1)
-    waiting.next(2)
-    data.opened.set()
-    for feed in (never_asked, waiting):
-        feed.close()
-        feed.close()
 
 
 def test_what_ranks_saved_is_put_together_again() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from penstock import AsyncDataLoader, TextDataset
 from penstock.train.model import GPT, SIZES, Shape, count_parameters, loss, parameter_groups
 from penstock.types import IGNORE
 
@@ -83,20 +81,6 @@ def test_rotation_follows_the_positions() -> None:
     restarted = gpt(inputs, restarting, whole)
     assert_close(restarted[:, :5], counted[:, :5])
     assert (restarted[:, 5:] - counted[:, 5:]).abs().amax(dim=-1).min() > 1e-3
-
-
-def test_documents_of_a_real_batch_get_the_logits_they_get_alone(corpus: Path) -> None:
-    data = TextDataset(corpus / "parquet", tokenizer="byte", seq_len=256, positions=True)
-    torch.manual_seed(0)
-    gpt = GPT(TINY, vocab_size=257, seq_len=256)
-    with AsyncDataLoader(data, 4, seed=1) as loader:
-        batch = next(loader)
-    packed = gpt(batch.inputs, batch.positions, batch.cu_seqlens).flatten(0, 1)
-    bounds = batch.cu_seqlens.tolist()
-    assert len(bounds) - 1 > len(batch.inputs), "no row of this batch holds two documents"
-    for begin, end in pairwise(bounds):
-        alone = batch.inputs.flatten()[begin:end].unsqueeze(0)
-        assert_close(packed[begin:end], gpt(alone)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:

@@ -30,13 +30,13 @@ def one_thread() -> Iterator[None]:
 class Net(nn.Module):
     """Dropout, BatchNorm, ReLU (whose gradients hold -0.0), a frozen layer, and one that is never used."""
 
-    def __init__(self, dropout: float = 0.3, batch_norm: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.hidden = nn.Linear(8, 8)
-        self.norm: nn.Module = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.3)
         self.out = nn.Linear(8, VOCABULARY)
         self.unused = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
@@ -66,11 +66,9 @@ def seed() -> None:
 def bits(value: Any) -> Any:
     """A picture of a value in which every bit counts."""
     if isinstance(value, Tensor):
-        return (
-            str(value.dtype),
-            tuple(value.shape),
-            value.detach().contiguous().flatten().view(torch.uint8).tolist(),
-        )
+        value = value.to_local() if hasattr(value, "to_local") else value
+        kind = f"{value.dtype} {tuple(value.shape)}"
+        return kind, value.detach().contiguous().flatten().view(torch.uint8).tolist()
     if isinstance(value, dict):
         return {str(key): bits(item) for key, item in value.items()}
     return repr(value)
@@ -98,25 +96,19 @@ def train(
     *,
     warmed: bool,
     steps: int = 5,
-    dropout: float = 0.3,
-    batch_norm: bool = True,
-    schedule: bool = True,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
     backend: str | None = None,
-    prewarm_steps: int = 1,
 ) -> dict[str, Any]:
     seed()
-    net = Net(dropout, batch_norm)
+    net = Net()
     optimizer = make(net.parameters())
     model: Any = net if backend is None else torch.compile(net, backend=backend)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5**i) if schedule else None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5**i)
     data = batches(steps * accumulate)
     if warmed:
-        done = prewarm(
-            model, optimizer, data[0], accumulate=accumulate, autocast=autocast, steps=prewarm_steps
-        )
-        assert done.passes == accumulate * prewarm_steps
+        done = prewarm(model, optimizer, data[0], accumulate=accumulate, autocast=autocast)
+        assert done.passes == accumulate
     for i in range(steps):
         for inputs, targets in data[i * accumulate : (i + 1) * accumulate]:
             with torch.autocast(
@@ -125,8 +117,7 @@ def train(
                 logits = model(inputs)
             nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
+        scheduler.step()
         optimizer.zero_grad()
     return picture(net, optimizer)
 
@@ -138,29 +129,22 @@ def groups(parameters: Any) -> list[dict[str, Any]]:
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "adamw-for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "adamw-fused-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
-    "adamw-maximize": lambda p: torch.optim.AdamW(p, lr=0.001, maximize=True),
     "adamw-lr-tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
     "adamw-groups": lambda p: torch.optim.AdamW(groups(p), lr=0.01, weight_decay=0.1),
     "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd-momentum-for-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "sgd-nesterov": lambda p: torch.optim.SGD(
         p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
     "sgd-dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
@@ -176,43 +160,15 @@ def test_five_steps_after_a_prewarm_are_those_without_it(name: str) -> None:
     assert_same(train(OPTIMIZERS[name], warmed=False), train(OPTIMIZERS[name], warmed=True))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batch-norm"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 def test_every_way_to_train_is_the_same_after_a_prewarm(
-    name: str, dropout: float, batch_norm: bool, accumulate: int, autocast: torch.dtype | None
+    backend: str | None, accumulate: int, autocast: torch.dtype | None
 ) -> None:
-    plain, warm = (
-        train(
-            OPTIMIZERS[name], warmed=warmed, dropout=dropout, batch_norm=batch_norm, accumulate=accumulate,
-            autocast=autocast, schedule=accumulate == 1,
-        )
-        for warmed in (False, True)
-    )  # fmt: skip
-    assert_same(plain, warm)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("backend", "accumulate", "autocast"),
-    [("eager", 1, None), ("aot_eager", 2, torch.bfloat16)],
-    ids=["eager", "aot-accumulate-bfloat16"],
-)
-def test_a_compiled_model_trains_the_same_after_a_prewarm(
-    backend: str, accumulate: int, autocast: torch.dtype | None
-) -> None:
-    plain, warm = (
-        train(
-            OPTIMIZERS["adamw"],
-            warmed=warmed,
-            backend=backend,
-            accumulate=accumulate,
-            autocast=autocast,
-        )
-        for warmed in (False, True)
-    )
+    how = {"backend": backend, "accumulate": accumulate, "autocast": autocast}
+    plain, warm = (train(OPTIMIZERS["adamw-fused"], warmed=w, **how) for w in (False, True))
     assert_same(plain, warm)
 
 
@@ -306,14 +262,6 @@ def test_gradients_that_were_there_are_there_again() -> None:
     unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
     assert net.out.weight.grad is held
     assert net.hidden.weight.grad is None
-
-
-def test_numbers_that_compare_unlike_their_bits_are_kept() -> None:
-    net, optimizer, batch = ready()
-    with torch.no_grad():
-        net.unused.weight[0] = torch.tensor([float("nan"), -0.0])
-        net.hidden.bias[0] = float("nan")
-    unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
 
 
 class Keeps(nn.Module):

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, SourceError
-from penstock.watch.health import judge
-from penstock.watch.live import LiveView
-from penstock.watch.run import Run, read_run
+from penstock.watch.health import judge_rank
+from penstock.watch.run import LiveView, Run, read_run
 from penstock.watch.steady_state import analyze_steps
 from tests.recorded import Recording, lines, write_run
 
@@ -58,7 +57,7 @@ def test_a_new_run_in_the_file_of_an_old_one_stands_alone() -> None:
     boot = {**progress(0), "msg": "boot"}
     run = run_of(boot, progress(1), progress(2), boot | {"host": "b"}, progress(1, loss=1.0))
     rank = run.first
-    assert (len(rank), len(rank.attempts), rank.earlier_runs) == (1, 1, 1)
+    assert (len(rank), len(rank.attempts)) == (1, 1)
     assert [event["msg"] for event in rank.events] == ["boot"]
     assert rank.boot["host"] == "b"
 
@@ -87,13 +86,12 @@ def test_rotated_and_torn_files_are_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recording",
     [
-        Recording(steps=240),
+        *(Recording(steps=steps) for steps in (20, 38, 44, 47, 240)),
         Recording(steps=240, ranks=4),
-        Recording(steps=20),
         Recording(steps=240, slower_from=170),
         Recording(steps=240, resumed_at=150),
     ],
-    ids=["plain", "ranks", "short", "slower", "resumed"],
+    ids=lambda recording: f"{recording.steps}-{recording.ranks}",
 )
 def test_trainer_watch_health_and_json_agree_on_the_steady_state(recording: Recording) -> None:
     told = [line for rank in range(recording.ranks) for line in lines(recording, rank)]
@@ -108,7 +106,7 @@ def test_trainer_watch_health_and_json_agree_on_the_steady_state(recording: Reco
     assert trainer.scaled(recording.ranks) == found
     assert found.headline() in LiveView(run).title()
     assert json.loads(json.dumps(found.as_dict()))["steady_step"] == found.steady_step
-    verdict = judge(line for line in told if line["rank"] == 0)
+    verdict = judge_rank(line for line in told if line["rank"] == 0)
     assert verdict.grace == (found.onset is None)
 
 

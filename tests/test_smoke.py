@@ -156,20 +156,14 @@ def test_settings_file_names_the_data_and_options_override_it(corpus: Path, tmp_
     assert seen["batch"] == "3 x 1024 int64, 3,072 tokens"
 
 
-def test_ranks_of_a_launcher_are_ignored(corpus: Path) -> None:
-    seen = passed(run("--dataset", corpus / "docs.jsonl.gz", WORLD_SIZE="8", RANK="5"))
-    assert seen["batch"] == "1 x 1024 int64, 1,024 tokens"
-
-
 # Failure
 
 
-@pytest.mark.parametrize("prefetch", ["1", "0"])
 def test_hanging_listing_ends_at_the_limit_and_names_the_server(
-    prefetch: str, hub: HubServer, own_environment: dict[str, str]
+    hub: HubServer, own_environment: dict[str, str]
 ) -> None:
     hub.fault(Fault("silence", path="/api/*", method="*", times=None))
-    env = own_environment | {"HF_ENDPOINT": hub.endpoint, "NSA_FWE_PREFETCH": prefetch}
+    env = own_environment | {"HF_ENDPOINT": hub.endpoint}
     # A listing alone may take 60 s.
     line = failed(script("--timeout", "2", env=env))
     assert re.search(r" \(after \d+\.\d s\)$", line)
@@ -188,8 +182,8 @@ def test_hanging_file_ends_at_the_limit_and_names_stage_and_file(
         "NSA_FWE_WARMUP_BATCHES": "4",
         "NSA_FWE_WARMUP_TIMEOUT": "90",  # longer than the limit
     }
-    line = failed(script("--timeout", "6", env=own_environment | more))
-    assert "no first batch within 6 s: the data was opened, then waiting for " in line
+    line = failed(script("--timeout", "4", env=own_environment | more))
+    assert "no first batch within 4 s: the data was opened, then waiting for " in line
     assert re.search(r"waiting for \w+, hf://datasets/.*\.parquet.*\. Check that ", line)
 
 
@@ -199,28 +193,6 @@ def test_refused_connection_is_reported(own_environment: dict[str, str]) -> None
     line = failed(script("--timeout", "4", env=own_environment | {"HF_ENDPOINT": endpoint}))
     assert "Check that the server can be reached" in line
     assert "(last message: hf://datasets/HuggingFaceFW/fineweb-edu@main: Connection refused" in line
-
-
-def test_missing_repository_is_reported_at_once(hub: HubServer) -> None:
-    line = failed(run("--dataset", "hf://datasets/nobody/nothing", HF_ENDPOINT=hub.endpoint))
-    assert "nobody/nothing" in line
-    assert "no first batch within" not in line
-
-
-def test_damaged_file_is_named_with_its_stage(corpus: Path, tmp_path: Path) -> None:
-    whole = (corpus / "parquet" / "a.parquet").read_bytes()
-    (tmp_path / "a.parquet").write_bytes(whole[:200] + bytes(400) + whole[600:])
-    line = failed(run("--dataset", tmp_path / "a.parquet"))
-    assert "a.parquet" in line
-    assert re.search(r"\(in stage .*decode.*row group 0\) \(after ", line)
-
-
-@pytest.mark.parametrize("prefetch", ["on", "off"])
-def test_data_of_less_than_a_batch_is_an_error(prefetch: str, corpus: Path) -> None:
-    settings = ("epochs=1", "drop_last=true", "batch_size=8", f"prefetch={prefetch}")
-    options = [word for setting in settings for word in ("--set", setting)]
-    line = failed(run("--dataset", corpus / "parquet", "--seq-len", 20_000, *options))
-    assert "the stream ended before its first batch" in line
 
 
 @pytest.mark.parametrize(
@@ -237,17 +209,6 @@ def test_data_of_less_than_a_batch_is_an_error(prefetch: str, corpus: Path) -> N
 )
 def test_invalid_arguments_are_one_line(args: tuple[str, ...], why: str) -> None:
     assert why in failed(run(*args))
-
-
-def test_parameters_of_a_mixture_are_changed_in_its_file(tmp_path: Path) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text(
-        '[data]\nkind = "synthetic"\nseq_len = 8\n'
-        "[data.mixture.a]\nweight = 1\n[data.mixture.b]\nweight = 2\nseed = 1\n"
-    )
-    assert passed(run("--config", config))["batch"] == "1 x 8 int64, 8 tokens"
-    line = failed(run("--config", config, "--seq-len", 16))
-    assert re.search(r"--seq-len: .*run\.toml \[data\], .* of kind mixture", line)
 
 
 def test_secrets_of_an_address_are_not_printed() -> None:

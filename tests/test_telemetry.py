@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 
 from penstock import AsyncDataLoader, ConfigError, Telemetry, TextDataset
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import CorruptFile
 from penstock.watch.stage_timer import STAGES
 
 
@@ -79,32 +77,6 @@ def test_a_pause_is_kept_apart_from_the_run(corpus: Path) -> None:
     assert [event["name"] for event in events] == ["eval"] * 3
 
 
-def test_step_fields_are_those_of_a_heartbeat_and_add_up(corpus: Path) -> None:
-    with loader_of(corpus) as loader:
-        for _ in range(30):
-            batch = next(loader)
-            wait(0.002)
-        fields = loader.telemetry.step_fields()
-        beat = loader.telemetry.beat_fields()
-    assert fields["tokens"] == fields["tokens_total"] == 30 * batch.tokens, (
-        "nothing was reported before"
-    )
-    assert (
-        fields["dt_fetch_s"]
-        == fields["dt_fetch_last"]
-        == pytest.approx(sum(fields["wait_by_stage"].values()), abs=1e-5)
-    )
-    assert fields["dt_step_s"] >= 0.002 + fields["dt_fetch_s"]
-    assert 0 <= fields["fetch_p50_ms"] <= fields["fetch_p95_ms"] <= fields["fetch_p99_ms"]
-    assert 0 < fields["data_wait_pct"] < 100
-    assert fields["queue_capacity"] == 8
-    assert json.loads(json.dumps(fields)) == fields
-    assert set(beat["stages"]) == set(STAGES)
-    assert beat["queues"]["batches"]["capacity"] == 8
-    assert beat["verdict"]
-    assert json.loads(json.dumps(beat)) == beat
-
-
 def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corpus: Path) -> None:
     with loader_of(corpus) as loader:
         next(loader)
@@ -124,89 +96,6 @@ def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corp
         ready[0]["parts"]
     )
     assert 0 < ready[0]["dt"] < 60
-
-
-def test_a_stall_is_told_with_its_stage_and_its_file(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gate = threading.Event()
-    calls = []
-    original = Tokenizer.encode
-
-    def encode(self: Tokenizer, *args: Any, **more: Any) -> Any:
-        calls.append(args[0])
-        if len(calls) == 3:
-            gate.wait(30)
-        return original(self, *args, **more)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    telemetry = Telemetry()
-    telemetry.stall_s = 1.0
-    asked = threading.Event()
-    seen: list[Any] = []
-
-    def watch() -> None:
-        """As a heartbeat does, while the trainer is stuck."""
-        asked.wait(30)
-        deadline = time.monotonic() + 30
-        while (
-            not any(waiting and waiting["for_s"] > 1.2 for waiting in seen)
-            and time.monotonic() < deadline
-        ):
-            seen.append(telemetry.waiting())
-            wait(0.02)
-        gate.set()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with (
-        observed(corpus, telemetry, n_workers=1) as loader,
-        caplog.at_level(logging.WARNING, "penstock"),
-    ):
-        next(loader)
-        asked.set()
-        while not gate.is_set() or len(telemetry.timer.window) < 20:
-            next(loader)
-        stalls = [fields for _, _, msg, fields in telemetry.take_events() if msg == "stall"]
-    watcher.join()
-    stuck = [waiting for waiting in seen if waiting][-1]
-    assert stuck["stage"] == "tokenize"
-    assert stuck["where"] == str(calls[2])
-    assert {stall["stage"] for stall in stalls} == {"tokenize"}
-    assert stalls[0]["where"] == str(calls[2])
-    assert len(stalls) == 1, "once, while it lasted"
-    assert any("tokenize" in record.message for record in caplog.records)
-    assert telemetry.waiting() is None
-
-
-def test_a_failure_is_an_event_with_stage_and_place(corpus: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.parquet"
-    source = sorted((corpus / "parquet").glob("*.parquet"))[0].read_bytes()
-    broken.write_bytes(source[:100] + bytes(200) + source[300:])
-    data = TextDataset(broken, tokenizer="byte", seq_len=32, on_bad_record="raise")
-    with AsyncDataLoader(data, 4) as loader:
-        with pytest.raises(CorruptFile):
-            list(zip(range(1000), loader, strict=False))
-        errors = [
-            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_error"
-        ]
-    assert len(errors) == 1
-    assert errors[0]["error"].startswith("CorruptFile: ")
-    assert "broken.parquet" in errors[0]["where"]
-    assert errors[0]["stage"]
-
-
-def test_a_warmup_is_one_event_with_all_its_names(corpus: Path) -> None:
-    with loader_of(corpus, n_workers=1) as loader:
-        done = loader.warmup("auto", timeout=30)
-        assert loader.warmup(0) == loader.warmup(3, timeout=0)
-        events = [
-            fields for _, _, msg, fields in loader.telemetry.take_events() if msg == "loader_warmup"
-        ]
-    assert len(events) == 1
-    assert events[0]["requested"] == done.requested
-    assert events[0]["filled"] == events[0]["fetch_warmup_batches"] == done.filled
-    assert events[0]["wait_ms"] == events[0]["fetch_warmup_wait_ms"]
 
 
 def test_a_change_of_band_is_logged_once(
@@ -249,16 +138,6 @@ def test_a_state_that_is_loaded_begins_new_numbers(corpus: Path) -> None:
         assert loader.stats().wait_by_stage == {}
         next(loader)
         assert loader.stats().batches == loader.telemetry.timer.steps == 1
-
-
-def test_a_heartbeat_says_how_full_every_queue_is(corpus: Path) -> None:
-    with loader_of(corpus) as loader:
-        for _ in range(20):
-            next(loader)
-        queues = loader.telemetry.beat_fields()["queues"]
-    assert set(queues) == {"batches", "chunks"}
-    for queue in queues.values():
-        assert 0 <= queue["occupancy"] <= 1
 
 
 IMPORTING = """

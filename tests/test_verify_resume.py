@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import AsyncDataLoader, Shard, SyntheticDataset, TextDataset
+from penstock import AsyncDataLoader, Shard, TextDataset
 from penstock.tools.verify_resume import verify_resume
 from tests import commands
 
@@ -196,44 +196,7 @@ def test_resume_at_the_wrong_place_is_found(corpus: Path, monkeypatch: pytest.Mo
     assert re.search(rf"{len(different)} of \d+ trials gave another stream", done.stdout)
 
 
-class Drifted(SyntheticDataset):
-    """Data with other ids than the first time."""
-
-    def __getitems__(self, indices: Any) -> Any:
-        return (super().__getitems__(indices) + 1) % self.vocab_size
-
-
-def test_data_that_changes_between_reads_is_found() -> None:
-    made: list[SyntheticDataset] = []
-
-    def make() -> SyntheticDataset:
-        made.append((Drifted if made else SyntheticDataset)(100, 16, 5000))
-        return made[-1]
-
-    report = verify(make, batch_size=8, lanes=4, shuffle=False, n_workers=0)
-    assert "row 0: synthetic, " in report
-    assert "has other ids now" in report
-
-
 # What cannot be tried
-
-
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
-        (("nowhere.jsonl",), "nowhere.jsonl does not exist"),
-        (("nowhere.toml",), "cannot be read"),
-        (("CORPUS/parquet", "--set", "shufle=1"), "did you mean shuffle?"),
-        (("CORPUS/parquet", "--seq-len", "20000", "--set", "epochs=1"), "resuming needs two"),
-        (("CORPUS/parquet", "--text-field", "body"), "body"),
-        (("CORPUS/parquet", "--lanes", "2", "--set", "lanes=4"), "give only one"),
-    ],
-)
-def test_failure_is_one_line_and_exit_code_2(args: tuple[str, ...], why: str, corpus: Path) -> None:
-    done = run(*(arg.replace("CORPUS", str(corpus)) for arg in args))
-    assert done.exit_code == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert why in done.stderr
 
 
 def test_error_names_the_trial(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from penstock.watch.heartbeat_reader import Follower
-from penstock.watch.live import COLUMNS, LiveView
-from penstock.watch.run import Run
+from penstock.watch.run import COLUMNS, LiveView, Run
 from tests.recorded import Recording, lines, write_run
 
 COMMAND = (sys.executable, "-m", "penstock.cli.main", "watch")
@@ -164,14 +163,13 @@ def test_an_escape_sequence_in_a_file_name_reaches_no_terminal() -> None:
 def test_files_that_come_later_are_picked_up_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.watch.heartbeat_reader.LIST_S", 0.0)
     follower = Follower([tmp_path / "run"])
-    assert follower.poll() == []
+    assert list(follower.poll()) == []
     assert "waiting for" in follower.notes()[0]
     first, second = write_run(tmp_path / "run", Recording(steps=3, ranks=2))
     second.rename(tmp_path / "elsewhere")
     assert {found["rank"] for found in follower.poll()} == {0}
-    assert follower.poll() == []
+    assert list(follower.poll()) == []
     assert follower.notes() == []
     (tmp_path / "elsewhere").rename(second)
     assert {found["rank"] for found in follower.poll()} == {1}
@@ -197,6 +195,16 @@ def run(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), cwd=cwd
     )
+
+
+def test_more_ranks_than_files_may_be_open_are_all_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, Recording(steps=3, ranks=300, ended=False))
+    limited = f"ulimit -n 256; exec {sys.executable} -m penstock.cli.main watch --once ."
+    done = subprocess.run(
+        ["sh", "-c", limited], capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(re.findall(r"^rank \d+  step 3 ", done.stdout, re.M)) == 300
 
 
 def test_once_prints_a_line_for_each_rank_and_ends(tmp_path: Path) -> None:

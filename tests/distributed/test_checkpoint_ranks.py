@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 from penstock.train import checkpoint
 from tests.test_checkpoint import Run
 
-pytestmark = (
-    pytest.mark.slow
-)  # what it shows is shown in one process, or by other ranks, in `make test`
+# What it shows is shown in one process, or by other ranks, in `make test`.
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import json, resource, sys, warnings
@@ -98,34 +96,6 @@ fault("model", lambda: other.load(place, ranks))
 fault("after all", lambda: small.save(place, 2, ranks))
 """
 
-LOST = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from penstock.feed.collectives import GlooRanks
-from pathlib import Path
-from tests.test_checkpoint import Run
-
-rank, out = int(sys.argv[3]), Path(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
-ranks = GlooRanks(deadline_s=60)
-run = Run(DDP)
-run.train(1)
-run.save(out / "checkpoints", 1, ranks)
-
-def hook(event, args):
-    if event == "open" and str(args[0]).endswith(".distcp"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if rank == 1:
-    sys.addaudithook(hook)
-try:
-    run.save(out / "checkpoints", 2, ranks)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}", flush=True)
-os._exit(0)  # a group whose other half is gone cannot be left in order
-"""
 
 END = """
 (out / f"{rank}.json").write_text(json.dumps(result))
@@ -160,21 +130,17 @@ def results(out: Path, alone: dict[str, str]) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-FORMS = ["ddp", "fsdp"]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_that_resume_train_on_bit_by_bit(results: list[dict[str, Any]], form: str) -> None:
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_a_checkpoint_resumes_bit_by_bit_and_loads_on_any_number_of_ranks_in_any_form(
+    results: list[dict[str, Any]], out: Path, alone: dict[str, str], form: str
+) -> None:
     for result in results:
         losses, again = result["losses"][form]
         assert again == losses
+        assert result["loaded"][f"plain in {form}"] == alone
+        for origin in ("ddp", "fsdp"):
+            assert result["loaded"][f"{origin} in {form}"] == results[0]["facts"][origin]
     assert results[0]["losses"][form] != results[1]["losses"][form]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_two_ranks_saved_loads_on_one(
-    results: list[dict[str, Any]], out: Path, form: str
-) -> None:
     run = Run()
     found = run.load(out / form)
     assert (found.step, found.settings) == (3, {"form": form})
@@ -182,35 +148,10 @@ def test_what_two_ranks_saved_loads_on_one(
     assert run.facts() == results[0]["facts"][form]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_one_rank_saved_loads_on_two(
-    results: list[dict[str, Any]], alone: dict[str, str], form: str
-) -> None:
-    for result in results:
-        assert result["loaded"][f"plain in {form}"] == alone
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("origin", FORMS)
-def test_what_was_saved_in_one_form_loads_in_the_other(
-    results: list[dict[str, Any]], origin: str, form: str
-) -> None:
-    for result in results:
-        assert result["loaded"][f"{origin} in {form}"] == results[0]["facts"][origin]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_both_ranks_write_a_share_of_the_tensors(
-    results: list[dict[str, Any]], out: Path, form: str
-) -> None:
-    folder = out / form / "step-00000003"
-    assert all((folder / f"__{rank}_0.distcp").stat().st_size > 1000 for rank in (0, 1))
-
-
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(("fault", "why"), [("disk", "Error"), ("folder", "Error")])
+@pytest.mark.parametrize("fault", ["disk", "folder"])
 def test_a_fault_on_one_rank_is_the_same_error_on_both_and_leaves_nothing_behind(
-    results: list[dict[str, Any]], fault: str, why: str, culprit: int
+    results: list[dict[str, Any]], fault: str, culprit: int
 ) -> None:
     reasons = []
     for result in results:
@@ -218,16 +159,9 @@ def test_a_fault_on_one_rank_is_the_same_error_on_both_and_leaves_nothing_behind
         assert told.startswith("SaveFailed: step 2 could not be saved in ")
         assert left == ["step-00000001"]
         reasons.append(told.partition("could not be saved in ")[2].partition(": ")[2])
+        assert result["model"][0].startswith("StateError: ")
     assert reasons[0] == reasons[1]
     assert reasons[0].startswith(f"rank {culprit}: ")
-    assert why in reasons[0]
-
-
-def test_a_checkpoint_of_another_model_is_refused_on_both_ranks(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        assert result["model"][0].startswith("StateError: ")
 
 
 def test_after_faults_the_ranks_save_as_before(results: list[dict[str, Any]], out: Path) -> None:
@@ -236,19 +170,3 @@ def test_after_faults_the_ranks_save_as_before(results: list[dict[str, Any]], ou
     one = checkpoint.newest(out / "faults")
     assert one is not None
     assert (one.step, len(one.ranks)) == (2, 2)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_it_saves_ends_the_other_with_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOST, str(Path(__file__).parents[2]), str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    told = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert told[0].startswith("PeerFailed: rank 0 of 2 could not reach the other ranks")
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    one = checkpoint.newest(tmp_path / "checkpoints")
-    assert one is not None
-    assert len(one.ranks) == 2

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from penstock import AsyncDataLoader, TextDataset
-from penstock.cli.main import cli
 from penstock.types import Shard
-from tests.distributed.launch import SHOWCASE, Ran, Run, bounded, places, session, torchrun
+from tests.distributed.launch import Ran, Run, places, session
 from tests.servers import Fault, HubServer
 
 # Many runs are made for the first test that needs one of them.
@@ -134,33 +132,16 @@ def runs(
             endpoints = [good, good]
             endpoints[culprit] = hub(Until(over, **FAULTS[fault], **MOMENTS[moment]))
             environment = [
-                {
-                    "HF_ENDPOINT": endpoints[rank],
-                    "PENSTOCK_CACHE": str(place / f"cache {name} {rank}"),
-                }
-                for rank in (0, 1)
+                {"HF_ENDPOINT": address, "PENSTOCK_CACHE": str(place / f"cache {name} {rank}")}
+                for rank, address in enumerate(endpoints)
             ]
-            hangs = fault == "hanging"
-            config = place / ("patient.toml" if hangs else "quick.toml")
-            limits = (
-                ["--loader-timeout", str(FIRST_S), "--stall-timeout", str(STALL_S)] if hangs else []
-            )
-            return Run(
-                name,
-                [
-                    "--config",
-                    config,
-                    "--steps",
-                    str(STEPS),
-                    "--log-every",
-                    "1",
-                    "--synthetic-on-fail",
-                    str(int(on_stall == "synthetic")),
-                    *limits,
-                ],
-                environment=environment,
-                lift=(LIFTED_AFTER, over),
-            )
+            words = f"--steps {STEPS} --log-every 1 --synthetic-on-fail {int(on_stall != 'stop')}"
+            config = "quick.toml"
+            if fault == "hanging":
+                config = "patient.toml"
+                words += f" --loader-timeout {FIRST_S} --stall-timeout {STALL_S}"
+            arguments = ["--config", place / config, *words.split()]
+            return Run(name, arguments, environment=environment, lift=(LIFTED_AFTER, over))
 
         good = hub()
         made = [
@@ -247,74 +228,19 @@ def faultless(place: Path, text: dict[str, Path]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(("fault", "moment"), PARAMETERS)
-def test_no_real_data_is_lost_or_repeated_while_it_is_substituted(
+def test_no_real_data_is_lost_or_repeated_and_the_checkpoint_says_what_was_substituted(
     runs: dict[str, Ran], faultless: list[list[Any]], fault: str, moment: str
 ) -> None:
     run = runs[name_of(fault, moment, "synthetic")]
     real = STEPS - len(substituted(run, 0))
     assert LIFTED_AFTER <= STEPS - real < STEPS
+    assert f"WARNING: {STEPS - real} steps ran on SYNTHETIC data" in run.told[0]
     found = run.newest()
     assert found.step == STEPS
     for rank in (0, 1):
-        state, expected = found.ranks[rank]["data"]["loader"], faultless[rank][real]
-        assert (state["batch"], state["row"]) == (real, expected["row"])
-        assert places([state]) == places([expected])
-
-
-@pytest.mark.parametrize(("fault", "moment"), PARAMETERS)
-def test_a_checkpoint_and_the_report_say_what_was_substituted(
-    runs: dict[str, Ran], tmp_path: Path, fault: str, moment: str
-) -> None:
-    run = runs[name_of(fault, moment, "synthetic")]
-    for rank in (0, 1):
-        own = json.loads((run.newest().folder / f"rank-{rank}.json").read_text())["data"][
-            "substituted"
-        ]
-        assert {n for each in own for n in range(each["first"], each["last"] + 1)} == substituted(
-            run, rank
-        )
-        assert own[0]["reason"] == run.of("fallback", rank)[0]["reason"]
-    assert f"WARNING: {len(substituted(run, 0))} steps ran on SYNTHETIC data" in run.told[0]
-    if (fault, moment) == CASES[0]:
-        pytest.importorskip("plotly")
-        page = tmp_path / "report.html"
-        done = CliRunner().invoke(cli, ["report", str(run.folder), "-o", str(page)])
-        assert done.exit_code == 0, done.output
-        assert "Ranks 0, 1: it fell back to synthetic data" in page.read_text()
-
-
-@pytest.mark.slow
-def test_a_launch_ends_with_an_error_when_one_rank_hangs(
-    place: Path, text: dict[str, Path], tmp_path: Path
-) -> None:
-    script = tmp_path / "ranks.py"
-    with HubServer() as good, HubServer() as bad:
-        for hub in (good, bad):
-            hub.add("org/name", text)
-        bad.fault(Fault("silence", times=None, method="*", **MOMENTS["in the middle"]))
-        script.write_text(
-            f"import os, sys\n"
-            f"rank = int(os.environ['RANK'])\n"
-            f"os.environ['HF_ENDPOINT'] = {[good.endpoint, bad.endpoint]!r}[rank]\n"
-            f"os.environ['PENSTOCK_CACHE'] = {str(tmp_path)!r} + f'/cache{{rank}}'\n"
-            f"sys.argv[0] = {str(SHOWCASE)!r}\n"
-            f"from penstock.cli.train import main\n"
-            f"main()\n"
-        )
-        arguments = [
-            "--config",
-            place / "patient.toml",
-            "--steps",
-            "100000",
-            "--stall-timeout",
-            "1",
-            "--out",
-            tmp_path / "out",
-        ]
-        done = bounded(torchrun(script, *arguments))
-    assert done.returncode != 0
-    messages = {line for line in done.stderr.splitlines() if line.startswith("penstock: ")}
-    assert len(messages) == 1, done.stderr[-3000:]
-    assert re.match(
-        "penstock: 1 of 2 ranks had no data; rank 1: no batch within 1 s", messages.pop()
-    )
+        data, expected = found.ranks[rank]["data"], faultless[rank][real]
+        assert (data["loader"]["batch"], data["loader"]["row"]) == (real, expected["row"])
+        assert places([data["loader"]]) == places([expected])
+        steps = {n for each in data["substituted"] for n in range(each["first"], each["last"] + 1)}
+        assert steps == substituted(run, rank)
+        assert data["substituted"][0]["reason"] == run.of("fallback", rank)[0]["reason"]

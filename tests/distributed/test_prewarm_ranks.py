@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 WORKER = """
-import json, os, sys, traceback
+import json, sys, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from penstock import ConfigError
 from penstock.train.prewarm import prewarm
+sys.path.insert(0, sys.argv[1])
+from tests.test_prewarm import Net, picture, seed
 
-out = Path(sys.argv[1])
+out = Path(sys.argv[2])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -31,41 +34,21 @@ generator = torch.Generator().manual_seed(10 + rank)
 IDS = torch.randint(0, 23, (12, 3, 6), generator=generator)
 DATA = [(rows[:, :-1], rows[:, 1:]) for rows in IDS]
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.hidden = nn.Embedding(23, 8), nn.Linear(8, 8)
-        self.norm, self.dropout, self.out = nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 23)
-
-    def forward(self, inputs):
-        x = torch.relu(self.hidden(self.embedding(inputs)))
-        x = self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
-        return self.out(self.dropout(x))
-
-def bits(value):
-    if isinstance(value, torch.Tensor):
-        value = value.to_local() if hasattr(value, "to_local") else value
-        return value.detach().contiguous().flatten().view(torch.uint8).tolist()
-    return repr(value)
-
-def picture(net, optimizer):
-    facts = {name: bits(p) for name, p in net.named_parameters()}
-    facts |= {f"buffer {name}": bits(b) for name, b in net.named_buffers()}
-    facts |= {f"gradient {name}": bits(p.grad) for name, p in net.named_parameters()}
-    for i, p in enumerate(net.parameters()):
-        facts |= {f"state {i} {key}": bits(value) for key, value in optimizer.state.get(p, {}).items()}
-    facts["draws"] = bits(torch.rand(3))
-    return facts
-
 def loss_of(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-def ddp(**options):
+def make_net():
     net = Net()
+    del net.unused  # DDP expects a gradient of every parameter
+    net.frozen = nn.Identity()
+    return net
+
+def ddp(**options):
+    net = make_net()
     return net, DDP(net, **options)
 
 def fsdp():
-    net = Net()
+    net = make_net()
     for layer in (net.embedding, net.hidden, net.out):
         fully_shard(layer)
     fully_shard(net)
@@ -82,6 +65,7 @@ def stay(model, last):
         model.set_requires_gradient_sync(last)
 
 def train(wrap, make, *, accumulate=1, before=None):
+    seed()
     torch.manual_seed(5 + rank)
     net, model = wrap()
     optimizer = make(net.parameters())
@@ -113,11 +97,9 @@ def both(name, wrap, make, accumulate, **options):
     checks[name] = lambda: differences(
         train(wrap, make, accumulate=accumulate), train(wrap, make, accumulate=accumulate, before=warm))
 
-both("ddp adamw", ddp, ADAMW, 1)
 both("ddp adamw accumulated", ddp, ADAMW, 2)
 both("ddp momentum in buckets", lambda: ddp(gradient_as_bucket_view=True), MOMENTUM, 2)
 both("ddp compiled", compiled, ADAMW, 1)
-both("ddp with unused", lambda: ddp(find_unused_parameters=True), ADAMW, 1)
 both("ddp static", lambda: ddp(static_graph=True), ADAMW, 1)
 both("fsdp adamw", fsdp, ADAMW, 1)
 both("fsdp fused accumulated", fsdp, FUSED, 2)
@@ -142,11 +124,10 @@ def refused(make):
         return str(error)
 
 checks["refused static"] = lambda: refused(lambda: ddp(static_graph=True)[1])
-checks["old fsdp"] = lambda: refused(lambda: FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
+checks["old fsdp"] = lambda: refused(lambda: FullyShardedDataParallel(make_net(), device_id=torch.device("cpu")))
 
 result = {}
-wanted = sys.argv[2:] or list(checks)
-for name in wanted:
+for name in sys.argv[3:] or list(checks):
     check = checks[name]
     try:
         result[name] = check()
@@ -161,7 +142,7 @@ def run(out: Path, world: int, *checks: str) -> list[dict[str, Any]]:
     script = out / "worker.py"
     script.write_text(WORKER)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-               f"--nproc_per_node={world}", str(script), str(out), *checks]  # fmt: skip
+               f"--nproc_per_node={world}", str(script), str(ROOT), str(out), *checks]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     results = [out / f"{rank}.json" for rank in range(world)]
     assert all(path.exists() for path in results), done.stderr[-3000:]
@@ -176,8 +157,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     [
-        "ddp adamw", "ddp adamw accumulated", "ddp momentum in buckets", "ddp compiled",
-        "ddp with unused", "ddp static", "fsdp adamw", "fsdp fused accumulated", "fsdp momentum",
+        "ddp adamw accumulated", "ddp momentum in buckets", "ddp compiled", "ddp static", "fsdp adamw",
+        "fsdp fused accumulated", "fsdp momentum",
     ],
 )  # fmt: skip
 def test_five_steps_on_two_ranks_are_those_without_a_prewarm(
@@ -190,12 +171,11 @@ def test_five_steps_on_two_ranks_are_those_without_a_prewarm(
         assert skipped == {}
 
 
-def test_gradients_that_lie_in_buckets_are_there_again(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["checks"]["gradients in buckets"] for rank in ranks] == [[], []]
-
-
-def test_flat_parameters_are_refused_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_in_buckets_are_restored_and_flat_parameters_refused(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
+        assert rank["checks"]["gradients in buckets"] == []
         assert "its flat parameters (use fully_shard)" in rank["checks"]["old fsdp"]
 
 

@@ -170,7 +170,7 @@ def test_help_lists_every_option_with_its_default() -> None:
     assert "Maximum gradient norm; 0 disables clipping." in done.output
     assert "docs/" not in done.output
     assert {"--config", "--preset", "--set"} <= set(done.output.split())
-    assert re.search(r"--seq-len .*\[default: \(256\)\]", done.output)
+    assert re.search(r"--seq-len .*Defaults to 256\.", done.output)
 
 
 def test_options_that_may_stand_alone_get_their_values() -> None:

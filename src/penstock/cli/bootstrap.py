@@ -60,7 +60,7 @@ def bootstrap(given: BootstrapOptions) -> None:
 
 
 def _detach(out: Path) -> bool:
-    """Go on in a process that outlives this one and its terminal. Return False there."""
+    """Continue in a child process that outlives this one and its terminal. Return False there."""
     log = Path(f"{out}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     pid = os.fork()

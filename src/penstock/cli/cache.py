@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.filesize import decimal as size
 
 from penstock.cli.command import command, print_json
 from penstock.errors import ConfigError
 from penstock.options import option, options
-from penstock.watch.units import size
 
 if TYPE_CHECKING:
     from penstock.read.token_store import TokenStore

@@ -71,13 +71,14 @@ def _parameter(field: Field[Any], option: Option) -> inspect.Parameter:
     is_list = any(typing.get_origin(kind) is list for kind in option.kinds)
     is_required = option.default is MISSING
     words = ("0", "1") if option.implied == "1" else option.words
-    metavar = "|".join(words) or METAVARS.get(option.kinds[-1], "TEXT")
+    metavar = "|".join(words) or next((METAVARS[k] for k in option.kinds if k in METAVARS), "TEXT")
     metavar = f"[{metavar}]" if option.implied else metavar
     default = int(option.default) if isinstance(option.default, bool) else option.default
+    known = "" if is_flag or is_required or default is None else option.show(default)
     about: dict[str, Any] = {
-        "help": option.help,
+        "help": f"{option.help} Defaults to {known}." if known else option.help,
         "rich_help_panel": option.group or None,
-        "show_default": not (is_flag or is_required or default is None) and option.show(default),
+        "show_default": False,
     }
     if field.kw_only:
         names = NAMES.get(option.name, (flag(option.name),))

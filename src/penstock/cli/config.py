@@ -44,11 +44,8 @@ def config(given: ConfigOptions, chosen: SettingsOptions) -> None:
             name: {"value": _shown(settings[name]), "source": source}
             for name, source in settings.sources.items()
         }
-        about = {
-            "file": file,
-            "file_from": settings.file_from or None,
-            "preset": settings["preset"],
-        }
+        about = {"file": file, "file_from": settings.file_from or None}
+        about["preset"] = settings["preset"]
         data_shown = None if data is None else _shown(asdict(data))
         print_json({**about, "settings": values, "data": data_shown})
         return

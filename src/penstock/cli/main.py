@@ -108,7 +108,8 @@ def _describe(error: Exception, name: str) -> tuple[str, int]:
         return f"{path}: {text}. See {path} --help.", MISUSED
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        name_of = error.filename2 or error.filename  # a renamed file is known by its new name
+        text = f"{name_of}: {error.strerror}" if name_of else error.strerror
     elif not isinstance(error, PenstockError):
         if name not in CANNOT_TELL:
             raise error

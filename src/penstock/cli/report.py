@@ -6,6 +6,7 @@ import json
 from dataclasses import KW_ONLY
 from pathlib import Path
 
+from penstock.config import write_atomically
 from penstock.options import options
 from penstock.watch.heartbeat_reader import FOLDER
 
@@ -31,7 +32,7 @@ def report(given: ReportOptions) -> None:
     The page is one file that opens from disk and requests nothing.
     The run need not have ended. Exit code 1: an error.
     """
-    from penstock.watch.report import report, write_text
+    from penstock.watch.report import report
 
     made = report(*(given.files or [str(FOLDER)]))
     text = json.dumps(made.numbers, indent=2)
@@ -40,5 +41,5 @@ def report(given: ReportOptions) -> None:
         return
     path = made.write(given.out)
     if given.json is not None:
-        write_text(Path(given.json).expanduser(), text + "\n")
+        write_atomically(Path(given.json).expanduser(), text + "\n")
     print(f"{made.summary}\nreport: {path}")

@@ -49,8 +49,7 @@ def watch(given: WatchOptions) -> int:
     from rich.live import Live
 
     from penstock.watch.exporters import MetricsServer
-    from penstock.watch.live import LiveView
-    from penstock.watch.run import Run
+    from penstock.watch.run import LiveView, Run
 
     once, files = given.once, given.files or [str(FOLDER)]
     follower = Follower(files)
@@ -74,9 +73,7 @@ def watch(given: WatchOptions) -> int:
             for line in follower.poll():
                 view.run.add(line)
                 if server is not None:
-                    server.add(line)
-            if follower.behind:
-                continue
+                    server.add_line(line)
             notes, view.notes = view.notes, follower.notes()
             over = once or (given.until_end and view.over(time.time()))
             if live is not None:

@@ -17,6 +17,7 @@ from itertools import count, takewhile
 from typing import Any, Literal
 
 import numpy as np
+from rich.filesize import decimal as size
 
 from penstock import __version__
 from penstock.config import default_workers, whole_number
@@ -38,7 +39,7 @@ from penstock.read.token_store import Header, TokenStore
 from penstock.read.validation import Quarantine
 from penstock.sources.text_files import TextWork, has_version, identity
 from penstock.types import Address, Bad, ChunkRef, GiB, TokenChunk
-from penstock.watch.units import seconds, size
+from penstock.watch import seconds
 
 Path = str | os.PathLike[str]
 Made = tuple[ChunkRef, Header]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from rich.filesize import decimal as size
 
 from penstock.config import whole_number, write_atomically
 from penstock.dataset import TextDataset
@@ -33,7 +34,7 @@ from penstock.sources.base import Counted, RunContext
 from penstock.sources.chunk_lanes import ChunkLanes
 from penstock.sources.text_files import TextSource, TextWork
 from penstock.types import LanePosition, MiB, Shard, TokenChunk, shown_address
-from penstock.watch.units import seconds, size
+from penstock.watch import seconds
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -59,7 +60,7 @@ class Progress(NamedTuple):
         """Return one line: what is done, how fast, and the time left."""
         speed = (self.bytes - self.began) / max(1e-9, self.seconds)
         left = seconds((self.goal - self.bytes) / max(1.0, speed))
-        done = f"{size(self.bytes)} of {size(self.goal)}, {size(speed)}/s"
+        done = f"{size(self.bytes)} of {size(self.goal)}, {size(int(speed))}/s"
         return f"{done}, {left} left ({self.file})"
 
 

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from rich.filesize import decimal as size
+
 from penstock.dataset import TextDataset
 from penstock.errors import ConfigError, LoaderTimeout, SourceError
 from penstock.loader import AsyncDataLoader
 from penstock.types import Shard
 from penstock.watch.attribution import advise, band
 from penstock.watch.loader_stats import Stats
-from penstock.watch.units import size
 
 GOOD_DATA_WAIT = 0.05
 """The target rate is met if a trainer would wait for less than this share of its time."""
@@ -217,6 +218,6 @@ def _stages(run: _Run) -> dict[str, StageRate]:
 
 
 def _stage_line(stage: str, rate: StageRate) -> str:
-    passed = f"{size(rate.bytes_per_s)}/s" if rate.bytes_per_s else ""
+    passed = f"{size(int(rate.bytes_per_s))}/s" if rate.bytes_per_s else ""
     could = f"{rate.one_thread_tokens_per_s:,.0f} tokens/s"
     return f"  {stage:<10} {rate.busy_threads:>12.2f} {passed:>12} {could:>26}"

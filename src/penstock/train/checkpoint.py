@@ -224,8 +224,8 @@ class Checkpoints:
             text = "+" + work()
         except (Exception, CheckpointException) as error:  # DCP's own is not an Exception
             failures = getattr(error, "failures", None) or {self._ranks.rank: (error, None)}
-            told = [f"rank {rank}: {each[0]!r}" for rank, each in failures.items()]
-            cause, text = error, "-" + ", ".join(told)
+            named = [f"rank {rank}: {each[0]!r}" for rank, each in failures.items()]
+            cause, text = error, "-" + ", ".join(named)
         texts = self._ranks.gather_texts(text)
         if reasons := dict.fromkeys(each[1:] for each in texts if each[0] == "-"):
             raise failed("; ".join(reasons)) from cause

@@ -234,8 +234,8 @@ class Loop:
             cause, reason = error, f"rank {ranks.rank}: {type(error).__name__}: {error}"
         if reasons := [text for text in ranks.gather_texts(reason) if text]:
             reason = f"the vocabulary could not be loaded: {reasons[0]}"
-            event = f"{context.data.prefix}error"
-            context.heartbeat.event(event, error=reason, stage="open", where="vocabulary")
+            about = {"error": reason, "stage": "open", "where": "vocabulary"}
+            context.heartbeat.event("loader_error", **about)
             raise FeedStopped(reason) from cause
         found = ranks.gather([size, 0 if context.saved is None else context.saved.step])
         if found.count(found[0]) != len(found):

@@ -135,24 +135,17 @@ def train(options: TrainOptions, settings: Settings) -> int:
         if shard.rem == 0:
             _lock(options.out, stack)
         telemetry = Telemetry()
-        telemetry.prefix = data.prefix
-        exporters = _exporters(options, stack)
         heartbeat = Heartbeat(
             options.out,
             observed=telemetry,
             prefix=data.prefix,
             settings=_describe(options, settings, accumulate),
             resumed=saved is not None,
-            on_metrics=exporters,
+            on_metrics=_exporters(options, stack),
         )
         stack.enter_context(heartbeat)
         if options.trace is not None and shard.rem == 0:
             stack.enter_context(write_trace(options.trace, telemetry))
-
-        def report_event(msg: str, **fields: Any) -> None:
-            heartbeat.event(msg, **fields)
-            for add in [each.add for each in exporters if hasattr(each, "add")]:
-                add({"msg": msg, "rank": heartbeat.rank, "ts": time.time(), **fields})
 
         device = device_name(options)
         feed = SharedFeed(
@@ -162,8 +155,7 @@ def train(options: TrainOptions, settings: Settings) -> int:
                 first_timeout_s=options.loader_timeout,
                 stall_timeout_s=options.stall_timeout,
             ),
-            event=report_event,
-            prefix=data.prefix,
+            event=heartbeat.event,
             blame=telemetry.blame,
             resumed=states,
             substituted=saved_data[0]["substituted"] if saved_data else (),

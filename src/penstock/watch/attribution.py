@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.watch import percent
 from penstock.watch.stage_timer import (
     CHARGED,
     COMPUTED,
@@ -25,7 +26,6 @@ from penstock.watch.stage_timer import (
     TaskTimeline,
     ThreadTimeline,
 )
-from penstock.watch.units import percent
 
 Owner = ThreadTimeline | None
 STARVED_S = 100e-6
@@ -204,10 +204,6 @@ class Verdict(NamedTuple):
     """The same by stage; they add up to `data_wait`."""
     line: str
     advice: str
-
-    @property
-    def band(self) -> str:
-        return band(self.data_wait)
 
 
 def judge(wait_s: float, wall_s: float, by_stage: Mapping[str, float], known: Known) -> Verdict:

@@ -1,6 +1,6 @@
 """Export the numbers of a run to Prometheus, TensorBoard and W&B.
 
-`MetricsServer` serves a run's heartbeat lines; hooks for `Heartbeat(on_metrics=[…])` get the numbers
+`MetricsServer` serves a run's heartbeat lines. Hooks for `Heartbeat(on_metrics=[…])` get the numbers
 of each step, nested names joined by a slash.
 """
 
@@ -10,16 +10,15 @@ import importlib.util
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
-from penstock.config import current_shard, whole_number
+from penstock.config import whole_number
 from penstock.errors import ConfigError, missing_extra
-from penstock.watch.line import kind, numbers
+from penstock.watch.heartbeat import Hook
+from penstock.watch.heartbeat_reader import kind, numbers
 
-Hook = Callable[[int, dict[str, float]], None]
 Values = Mapping[str, float]
 
 FLUSH_S = 10
@@ -96,20 +95,15 @@ METRICS = tuple(
 
 
 class MetricsServer(AbstractContextManager["MetricsServer"]):
-    """Serves metrics to Prometheus. A hook for `Heartbeat(on_metrics=[…])`; or `add` lines to it."""
+    """Serves metrics to Prometheus. For `Heartbeat(on_metrics=[…])`; or call `add_line`."""
 
     def __init__(
-        self,
-        port: int,
-        addr: str = "127.0.0.1",
-        *,
-        rank: int | None = None,
-        setting: str = "metrics_port",
+        self, port: int, addr: str = "127.0.0.1", *, setting: str = "metrics_port"
     ) -> None:
         """Start serving at a port; 0 takes a free one, which is `port` then.
 
-        rank: labels what comes through the hook; by default this process's. setting: what errors
-        call the port. Whoever can reach `addr` can read the metrics: no text, no file names.
+        setting: what errors call the port. Any client that can reach `addr` can read the metrics,
+        which contain neither text nor file names.
         """
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -118,7 +112,6 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         self._lock = threading.Lock()
         self._values: dict[tuple[int, Metric, str], float] = {}
         """By rank, metric and label."""
-        self._rank = current_shard().rem if rank is None else whole_number("rank", rank, 0)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
@@ -132,7 +125,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         self.port: int = self._server.server_port
         self.url = f"http://{f'[{addr}]' if ':' in addr else addr}:{self.port}/metrics"
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add_line(self, line: Mapping[str, Any]) -> None:
         """Take in a heartbeat line, of any rank."""
         rank, msg = line["rank"], kind(line)
         values = numbers(line) | {name: line[name] for name in ("ts", "step") if name in line}
@@ -151,11 +144,6 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
                     key = (rank, metric, label)
                     so_far = self._values.get(key, 0.0) if metric.add else 0.0
                     self._values[key] = so_far + value * metric.scale
-
-    def __call__(self, step: int, values: Values) -> None:
-        """Take in the numbers of a progress line."""
-        line = {"msg": "progress", "rank": self._rank, "step": step, "ts": time.time()}
-        self.add({**values, **line})
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics; called for each scrape."""

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.errors import PenstockError
 from penstock.options import option, options
 from penstock.types import MiB
-from penstock.watch.heartbeat_reader import expand, missing_ranks, read_heartbeat
-from penstock.watch.line import Event, kind, number, step_seconds
-
-if TYPE_CHECKING:
-    from penstock.watch.steady_state import SteadyWatch
+from penstock.watch.heartbeat_reader import (
+    Event,
+    expand,
+    kind,
+    missing_ranks,
+    number,
+    read_heartbeat,
+    step_seconds,
+)
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -73,7 +78,7 @@ CHECKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RankHealth:
     """How one rank is."""
 
     status: Status
@@ -88,7 +93,7 @@ class Verdict:
     step: int
     world_size: int | None = None
     ended: str | None = None
-    """Why the run ended, if it said so."""
+    """Why the run ended; None if it wrote no shutdown line."""
     age_s: float | None = None
     loss: float | str | None = None
     tokens_per_s: float | None = None
@@ -108,9 +113,9 @@ class Verdict:
         return f"rank {self.rank}: {status}: {', '.join(parts)}: {'; '.join(self.reasons)}"
 
 
-def judge(
+def judge_rank(
     lines: Iterable[Mapping[str, Any]], now: float | None = None, limits: Limits | None = None
-) -> Verdict:
+) -> RankHealth:
     """Judge one rank by its heartbeat lines, at a Unix time or at that of the last line."""
     gate = HealthGate(limits)
     for line in lines:
@@ -142,9 +147,11 @@ class HealthGate:
 
     def _open_grace(self, reason: str) -> None:
         self._grace, self._reason = True, reason
-        self._watch: SteadyWatch | None = None
-        self._steps, self._seconds = 0, 0.0
-        """Of the grace period, then of the window."""
+        self._times, self._tokens = array("d"), array("d")
+        """Of the steps in the grace period."""
+        self._next_analysis = 0
+        self._seconds = 0.0
+        """Time of the steps in the grace period, then in the window."""
         self._window: deque[tuple[float, float | None, float | None]] = deque()
         """Seconds, tokens and data wait of the last steps."""
         self._averages: dict[str, float] = {}
@@ -173,8 +180,10 @@ class HealthGate:
         if msg in ("progress", "beat", "boot"):
             self._report()
 
-    def verdict(self, now: float | None = None) -> Verdict:
+    def verdict(self, now: float | None = None) -> RankHealth:
         """Return how the rank is, at a Unix time or at that of its last line."""
+        if self._grace and self._times:
+            self._end_grace_if_steady()  # steps since the last analysis may have confirmed it
         self._look()
         age = None if now is None or not self._last else max(0.0, now - self._last["ts"])
         status, reasons = self._judge(age or 0.0)
@@ -182,7 +191,7 @@ class HealthGate:
         world = (self._boot or {}).get("world_size")
         reported = {"tokens_per_s": number(step.get("toks_per_s"))}
         reported |= {name: number(step.get(name)) for name in ("data_wait_pct", "fetch_p95_ms")}
-        return Verdict(
+        return RankHealth(
             status=status,
             reasons=tuple(reasons),
             grace=self._grace,
@@ -219,10 +228,17 @@ class HealthGate:
         if dt is None:
             return
         tokens, wait = number(line.get("tokens")), number(line.get("dt_fetch_s"))
-        self._steps += 1
         self._seconds += dt
         if self._grace:
-            self._grace_step(dt, tokens)
+            self._times.append(dt)
+            self._tokens.append(math.nan if tokens is None else tokens)
+            if (n := len(self._times)) >= self._next_analysis:
+                self._next_analysis = n + max(1, n // 16)
+                self._end_grace_if_steady()
+            limits = self.limits
+            self._capped = self._seconds > limits.grace_s or n >= limits.grace_steps
+            if self._grace and self._capped:
+                self._grace, self._seconds = False, 0.0
             return
         self._window.append((dt, tokens, wait))
         while self._full(len(self._window) - 1, self._seconds - self._window[0][0]):
@@ -230,16 +246,15 @@ class HealthGate:
         if line["mono"] - self._looked >= self.limits.for_s / LOOKS:
             self._look()
 
-    def _grace_step(self, dt: float, tokens: float | None) -> None:
-        from penstock.watch.steady_state import SteadyWatch  # on use: it imports numpy
+    def _end_grace_if_steady(self) -> None:
+        from penstock.watch.steady_state import analyze_steps  # on use: it imports numpy
 
-        self._watch = self._watch or SteadyWatch(first_step=self._last["step"])
-        steady = self._watch.step(dt, tokens)
-        self._capped = self._seconds > self.limits.grace_s or self._steps >= self.limits.grace_steps
-        if steady is not None or self._capped:
+        assert self._step is not None
+        first = self._step["step"] - len(self._times) + 1
+        found = analyze_steps(self._times, self._tokens, first_step=first)
+        if found.onset is not None:
             self._grace, self._seconds = False, 0.0
-        if steady is not None:
-            self._add_event("steady_state", steady.as_event(self._reason))
+            self._add_event("steady_state", found.as_event(self._reason))
 
     def _full(self, steps: int, seconds: float) -> bool:
         return steps > self.limits.for_steps and seconds >= self.limits.for_s
@@ -252,7 +267,7 @@ class HealthGate:
 
         self._looked = self._last["mono"]
         dt, tokens, waits = np.array(self._window, dtype=np.float64).T  # None is NaN
-        # The worst step is left out: a checkpoint without a name is no alarm.
+        # The worst step is left out: one checkpoint must not raise an alarm.
         slow, waited = (np.argsort(x)[: max(1, len(x) - 1)] for x in (dt, waits))
         found = {
             "tokens_per_s": tokens[slow].sum() / dt[slow].sum(),
@@ -296,7 +311,7 @@ class HealthGate:
             return "no step yet"
         what = "warming up" if self._ended is None else "too short to judge"
         if self._grace:
-            return f"{what}: {self._steps} steps since {self._reason}, no steady state"
+            return f"{what}: {len(self._times)} steps since {self._reason}, no steady state"
         need = f"averages need {self.limits.for_s:g} s and {self.limits.for_steps} steady steps"
         return "within limits" if self._judged() else f"{what}: {need}"
 
@@ -319,7 +334,7 @@ class HealthGate:
 class RunHealth:
     """How a run is: a verdict for each file, and what could not be judged."""
 
-    verdicts: dict[Path, Verdict]
+    verdicts: dict[Path, RankHealth]
     unknown: list[str]
 
     @property
@@ -357,9 +372,9 @@ def judge_run(
     unknown = [f"{pattern}: no heartbeat there" for pattern in patterns if not expand([pattern])]
     for path in expand(patterns):
         try:
-            verdict = judge(read_heartbeat(path, LAST_BYTES), now, limits)
+            verdict = judge_rank(read_heartbeat(path, LAST_BYTES), now, limits)
             if not verdict.known:  # perhaps hours of beats since the last step
-                verdict = judge(read_heartbeat(path), now, limits)
+                verdict = judge_rank(read_heartbeat(path), now, limits)
         except (PenstockError, OSError) as error:
             unknown.append(f"{path}: {error}")
             continue

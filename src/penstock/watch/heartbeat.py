@@ -9,6 +9,7 @@ without torch has no tensors.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import operator
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +31,7 @@ from penstock.config import current_shard, installed_version, one_of, whole_numb
 from penstock.errors import ConfigError
 from penstock.types import KiB, MiB
 from penstock.watch.health import HealthGate, Limits
-from penstock.watch.heartbeat_reader import FOLDER
-from penstock.watch.line import Line, encode, iso, numbers, plain
+from penstock.watch.heartbeat_reader import FOLDER, Line, numbers
 
 log = logging.getLogger("penstock")
 
@@ -40,6 +41,8 @@ Hook = Callable[[int, dict[str, float]], None]
 DEVICE_WAIT_S = 10.0
 """How long a line waits for a value that a device is computing. Then it is written without it."""
 DEVICE_POLL_S = 0.05
+MAX_TEXT = 200
+MAX_DEPTH = 5
 
 
 class Heartbeat:
@@ -61,7 +64,7 @@ class Heartbeat:
         keep: int = 3,
         queue: int = 1024,
         prefix: str = "loader_",
-        on_metrics: Iterable[Hook] = (),
+        on_metrics: Iterable[Any] = (),
         settings: Mapping[str, Any] | None = None,
         resumed: bool = False,
         limits: Limits | None = None,
@@ -76,7 +79,8 @@ class Heartbeat:
         max_bytes, keep: the size at which the file is rotated, and how many old parts are kept.
         queue: lines that may wait for the disk. A larger queue loses fewer if the disk is slow.
         prefix: names the loader's events; `fineweb_loader_` for FineWeb-Edu.
-        on_metrics: functions that are called with each step and its numbers.
+        on_metrics: functions that are called with each step and its numbers; a `MetricsServer` gets
+            every line.
         settings, resumed: written into the `boot` line.
         limits: what the health gate checks. By default only that the loss is finite.
         """
@@ -168,11 +172,6 @@ class Heartbeat:
             atexit.unregister(self.close)
         return self._file.ok
 
-    @property
-    def dropped(self) -> int:
-        """Lines that were lost."""
-        return self._failures["dropped"]
-
     def counts(self) -> dict[str, int]:
         """Return how many lines were dropped, and how many writes, hooks and other calls failed."""
         return {name: self._failures[name] for name in ("dropped", "disk_failures", "errors")}
@@ -184,7 +183,7 @@ class Heartbeat:
         self.close("end" if kind is None else f"{kind.__name__}: {error}"[:500])
 
     def _new(self, msg: str, fields: dict[str, Any]) -> _Event:
-        return _Event(msg, fields, self._step, time.time(), time.monotonic())
+        return _Event(time.time(), time.monotonic(), msg, fields, self._step)
 
     def _fail(self, kind: str, text: str, error: BaseException | None = None) -> None:
         """Count a failure, and log the first of its kind."""
@@ -206,7 +205,7 @@ class Heartbeat:
     def _take_events(self) -> None:
         """Queue the events of the loader since the last call."""
         for ts, mono, msg, fields in self._ask("take_events"):
-            self._put(_Event(msg, fields, self._step, ts, mono))
+            self._put(_Event(ts, mono, msg, fields, self._step))
 
     def _put(self, event: _Event) -> None:
         if self._closing or self._events.qsize() >= self._queue_size:
@@ -249,26 +248,38 @@ class Heartbeat:
         names = ("verdict", "stages", "data_wait_pct", "tokens_total")
         fields = {name: known[name] for name in names if name in known}
         wall_s = round(time.monotonic() - self._begun, 3)
-        return fields | {"steps": self._steps, "dropped": self.dropped, "wall_s": wall_s}
+        return fields | {
+            "steps": self._steps,
+            "dropped": self._failures["dropped"],
+            "wall_s": wall_s,
+        }
 
     def _handle(self, event: _Event) -> None:
         """Write a line, pass it on and judge it. No error ends the thread."""
         try:
             line = self._line(event)
-            self._file.handle(_record(line))
+            self._write(line)
             if event.msg == "progress":
                 self._last = event, line
-                for hook in self._hooks:
-                    self._call(hook, event.step, numbers(line))
             self._gate.add(line)
-            for ts, mono, msg, fields in self._gate.take_events():
-                self._file.handle(_record(self._line(_Event(msg, fields, event.step, ts, mono))))
-                if msg == "health":
-                    level = logging.INFO if fields["status"] == "ok" else logging.WARNING
-                    what = (fields["status"], event.step, "; ".join(fields["reasons"]))
+            for found in self._gate.take_events():
+                line = self._line(_Event(*found, event.step))
+                self._write(line)
+                if line["msg"] == "health":
+                    level = logging.INFO if line["status"] == "ok" else logging.WARNING
+                    what = (line["status"], event.step, "; ".join(line["reasons"]))
                     log.log(level, "health: %s at step %d: %s", *what)
         except Exception as error:
             self._fail("errors", f"a {event.msg} line failed", error)
+
+    def _write(self, line: Line) -> None:
+        """Append a line to the file, and pass it to the hooks."""
+        self._file.handle(_record(line))
+        for hook in self._hooks:
+            if hasattr(hook, "add_line"):
+                self._call(hook.add_line, line)
+            elif line["msg"] == "progress":
+                self._call(hook, line["step"], numbers(line))
 
     def _line(self, event: _Event) -> Line:
         """Return the fields of a line."""
@@ -302,11 +313,11 @@ class Heartbeat:
 class _Event(NamedTuple):
     """A line before it is written."""
 
+    ts: float
+    mono: float
     msg: str
     fields: dict[str, Any]
     step: int
-    ts: float
-    mono: float
 
 
 class _Listener(QueueListener):
@@ -342,9 +353,9 @@ class _File(RotatingFileHandler):
                 file.write(b"\n")  # a kill has cut off the last line
 
     def emit(self, record: logging.LogRecord) -> None:
-        before = self._heartbeat.dropped
+        before = self._heartbeat.counts()["disk_failures"]
         super().emit(record)
-        self.ok = self._heartbeat.dropped == before
+        self.ok = self._heartbeat.counts()["disk_failures"] == before
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, on a new line after one of which only a part was written."""
@@ -422,3 +433,50 @@ def _versions() -> dict[str, str]:
     names = ("penstock", "torch", "numpy", "pyarrow", "gigatoken", "tokenizers")
     found = {name: version for name in names if (version := installed_version(name))}
     return {"python": platform.python_version()} | found
+
+
+# Lines
+
+
+def iso(ts: float) -> str:
+    """Return a time in UTC as text: 2026-11-16T07:13:25.123Z."""
+    text = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
+    return text.removesuffix("+00:00") + "Z"
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """Return one line of JSON."""
+    text = json.dumps(plain(fields), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    # File names may hold bytes that are not UTF-8.
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+def plain(fields: Mapping[str, Any]) -> Line:
+    """Return fields that JSON can hold."""
+    loss = _plain(fields.get("loss"), 0)
+    if isinstance(loss, float) and not math.isfinite(loss):
+        fields = {**fields, "loss": str(loss)}
+    found: Line = _plain(fields, MAX_DEPTH)
+    return found
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if value is None or type(value) in (bool, str, int, float):
+        return value
+    if depth and isinstance(value, Mapping):
+        inner = {str(name): _plain(item, depth - 1) for name, item in value.items()}
+        return {name: item for name, item in inner.items() if _is_finite(item)}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        items = [_plain(item, depth - 1) for item in value]
+        return [item if _is_finite(item) else str(item) for item in items]
+    if isinstance(value, os.PathLike | str):
+        return str(value)
+    try:
+        scalar = value.item()  # of numpy; arrays refuse
+    except Exception:  # not a number
+        scalar = None
+    return scalar if type(scalar) in (bool, int, float) else repr(value)[:MAX_TEXT]
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

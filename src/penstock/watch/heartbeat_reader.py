@@ -7,27 +7,31 @@ A heartbeat is `heartbeat_rank{N}.jsonl` and its rotated parts, `….jsonl.1` (t
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
-import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from penstock.errors import SourceError
 from penstock.types import MiB
-from penstock.watch.line import MAX_LINE_BYTES, Line, decode
+
+Line = dict[str, Any]
+Event = tuple[float, float, str, dict[str, Any]]
+"""Unix time, monotonic time, message and fields of a line to be."""
 
 FOLDER = Path("artifacts/train_showcase")
 """The default folder of a run."""
 PATTERN = "heartbeat_rank*.jsonl"
-POLL_BYTES = 16 * MiB
-"""Read in one poll, so that a long history does not delay the first screen."""
-LIST_S = 2.0
-"""Seconds between two searches for new files; listing may be slow on a shared disk."""
 HINT = "Has the run started, and does it write there?"
+MAX_LINE_BYTES = MiB
+"""Longer lines are skipped."""
+MAX_SECONDS = 2e11
+"""Of a Unix time: the year 8307."""
+NOT_METRICS = frozenset(("ts", "mono", "pid", "rank", "step"))
 _PART = re.compile(r"(.+\.jsonl)\.([1-9][0-9]{0,3})")
 
 
@@ -73,14 +77,11 @@ class Tail:
         self.path = _file_of(Path(path).expanduser())
         self.skipped = 0
         """Lines that were cut off or not a heartbeat's."""
-        self.behind = False
-        """True if the last poll left lines for the next one."""
         self._inode, self._offset = -1, 0
         """The file that was read last, which a rotation renames, and how far it was read."""
 
-    def poll(self, max_bytes: int = POLL_BYTES, *, end: bool = False) -> list[Line]:
-        """Return the lines since the last poll; with `end` also a last one without a newline."""
-        lines: list[Line] = []
+    def poll(self, *, end: bool = False) -> Iterator[Line]:
+        """Yield the lines since the last poll; with `end` also a last one without a newline."""
         with ExitStack() as stack:
             files = self._open(stack)
             if self._inode not in files:
@@ -89,17 +90,11 @@ class Tail:
                 if inode != self._inode or file.seek(0, os.SEEK_END) < self._offset:
                     self._inode, self._offset = inode, 0
                 file.seek(self._offset)
-                text = file.read(max_bytes)
-                max_bytes -= len(text)
-                text += file.readline() if not max_bytes else b""
-                if not end and inode == [*files][-1]:  # the last line may be incomplete
-                    text = text[: text.rfind(b"\n") + 1]
-                self._offset += len(text)
-                lines += self.decode_all(text.split(b"\n"))
-                if not max_bytes:
-                    break
-        self.behind = not max_bytes
-        return lines
+                for text in file:
+                    if not (end or text.endswith(b"\n")) and inode == [*files][-1]:
+                        break  # the rest of the line is not written yet
+                    self._offset += len(text)
+                    yield from self.decode_all([text])
 
     def _open(self, stack: ExitStack) -> dict[int, BinaryIO]:
         """Open the files to read, oldest first, by inode."""
@@ -120,32 +115,16 @@ class Tail:
         return lines
 
 
-class Heartbeats(list[Line]):
-    """The recorded lines of one rank, oldest first."""
-
-    skipped = 0
-
-    def of(self, *msgs: str) -> list[Line]:
-        """Return the lines with one of these messages."""
-        return [line for line in self if line["msg"] in msgs]
-
-
-def read_heartbeat(path: str | os.PathLike[str], last_bytes: int | None = None) -> Heartbeats:
+def read_heartbeat(path: str | os.PathLike[str], last_bytes: int | None = None) -> list[Line]:
     """Return the heartbeat of one rank; with `last_bytes` its boot line and the last lines."""
     tail = Tail(path)
     found = parts(tail.path)
     if not found:
         raise SourceError(f"{tail.path}: no heartbeat there. {HINT}")
-    lines = Heartbeats()
-    if last_bytes is not None:
-        text = b"".join(part.read_bytes() for part in found[-2:])  # each begins with a boot line
-        lines += tail.decode_all([text.split(b"\n", 1)[0], *text[-last_bytes:].split(b"\n")[1:]])
-    else:
-        lines += tail.poll(end=True)
-        while tail.behind:
-            lines += tail.poll(end=True)
-    lines.skipped = tail.skipped
-    return lines
+    if last_bytes is None:
+        return list(tail.poll(end=True))
+    text = b"".join(part.read_bytes() for part in found[-2:])  # each begins with a boot line
+    return tail.decode_all([text.split(b"\n", 1)[0], *text[-last_bytes:].split(b"\n")[1:]])
 
 
 class Follower:
@@ -153,24 +132,14 @@ class Follower:
 
     def __init__(self, patterns: Sequence[str | os.PathLike[str]]) -> None:
         self._patterns = [os.fspath(pattern) for pattern in patterns]
-        self._listed = -LIST_S
         self.tails: dict[Path, Tail] = {}
 
-    @property
-    def behind(self) -> bool:
-        """True if the last poll left lines for the next one."""
-        return any(tail.behind for tail in self.tails.values())
-
-    def poll(self) -> list[Line]:
-        """Return the lines that were added since the last poll, of all ranks."""
-        if not self.tails or time.monotonic() - self._listed >= LIST_S:
-            self._listed = time.monotonic()
-            for path in expand(self._patterns):
-                self.tails.setdefault(path, Tail(path))
-        lines: list[Line] = []
+    def poll(self) -> Iterator[Line]:
+        """Yield the lines that were added since the last poll, of all ranks."""
+        for path in expand(self._patterns):
+            self.tails.setdefault(path, Tail(path))
         for tail in self.tails.values():
-            lines += tail.poll()
-        return lines
+            yield from tail.poll()
 
     def notes(self) -> list[str]:
         """Return what a reader should know about the files."""
@@ -192,3 +161,59 @@ def listed(ranks: Sequence[int]) -> str:
     """Return the numbers of ranks, of many only the first."""
     more = f" and {len(ranks) - 12:,} more" if len(ranks) > 12 else ""
     return ", ".join(map(str, ranks[:12])) + more
+
+
+# Lines
+
+
+def kind(line: Mapping[str, Any]) -> str:
+    """Return the message without the data's prefix: `fineweb_loader_ready` is `loader_ready`."""
+    return str(line["msg"]).removeprefix("fineweb_")
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None for any other value."""
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line, nested ones as `outer/inner`, a non-finite loss as a float."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if name not in NOT_METRICS and (known := number(value)) is not None:
+            found[name] = known
+        elif isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": number for inner, number in numbers(value).items()}
+        elif name == "loss" and value in ("nan", "inf", "-inf"):
+            found[name] = float(value)
+    return found
+
+
+def decode(line: bytes) -> Line | None:
+    """Return the fields of a line, or None if it is not a complete line of a heartbeat."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _is_heartbeat(found) else None
+
+
+def _is_heartbeat(line: Line) -> bool:
+    counts = [line.get(name) for name in ("pid", "rank", "step")]
+    times = [line.get(name) for name in ("ts", "mono")]
+    return (
+        all(isinstance(line.get(name), str) for name in ("msg", "iso"))
+        and all(type(count) is int and count >= 0 for count in counts)
+        and all(isinstance(at, int | float) and 0 <= at < MAX_SECONDS for at in times)
+    )
+
+
+def step_seconds(line: Mapping[str, Any], previous_mono: float | None) -> float | None:
+    """Return the time of a step: as recorded, or else by the clock, without named pauses."""
+    dt = number(line.get("dt_step_s"))
+    if dt is None and previous_mono is not None:
+        pauses = numbers({"paused": line.get("paused")})
+        dt = line["mono"] - previous_mono - sum(pauses.values())
+    return dt if dt is not None and 0 <= dt < 1e9 else None

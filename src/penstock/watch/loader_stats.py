@@ -6,12 +6,15 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from penstock.types import Span
-from penstock.watch.telemetry import Observed, StageTimes, Telemetry
+from penstock.watch.telemetry import StageTimes, Telemetry
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 FAULT = "fault "
 """Prefix of a pipeline's counts by reason of a failed attempt."""
@@ -145,7 +148,7 @@ class LoaderStats:
         self._bad: Counter[str] = Counter()
         self._parts: Counter[str] = Counter()
 
-    def keep(self, pipeline: Observed, parts: dict[str, int]) -> None:
+    def keep(self, pipeline: Pipeline, parts: dict[str, int]) -> None:
         """Add what a pipeline that ends has counted, and the rows of each part it handed out."""
         self._counts.update(pipeline.totals())
         self._bad.update(pipeline.bad())
@@ -153,7 +156,7 @@ class LoaderStats:
 
     def stats(
         self,
-        pipeline: Observed | None,
+        pipeline: Pipeline | None,
         telemetry: Telemetry,
         *,
         parts: dict[str, int],

@@ -21,16 +21,16 @@ from string import Template
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal as size
 
 from penstock.config import write_atomically
-from penstock.errors import PenstockError, missing_extra
+from penstock.errors import missing_extra
+from penstock.watch import clean, count, percent, rate, seconds, when
 from penstock.watch.attribution import band
-from penstock.watch.heartbeat_reader import listed
-from penstock.watch.line import Line, kind
+from penstock.watch.heartbeat_reader import Line, kind, listed
 from penstock.watch.run import RankRun, Run, describe, read_run
 from penstock.watch.stage_timer import CHARGED, RANKS
-from penstock.watch.steady_state import Floats, StepAnalysis
-from penstock.watch.units import clean, count, percent, rate, seconds, size, when
+from penstock.watch.steady_state import Floats
 
 Numbers = dict[str, Any]
 
@@ -42,8 +42,8 @@ MAX_EVENTS = 300
 """Events that are listed, the latest."""
 MAX_RANKS = 64
 """Ranks in the figure that compares them: those that wait longest."""
-MAX_TEXT = 600
-"""Characters of a text from a file."""
+SHOWN = ("tokens_per_s", "low", "high", "overhead_s", "overhead_pct")
+"""Numbers of the steady state that are also numbers of the run."""
 LOG_RATIO = 10
 """An axis is logarithmic if its largest value is this many times the median."""
 
@@ -66,7 +66,7 @@ class Report:
     def write(self, path: str | Path) -> Path:
         """Write the page, whole or not at all."""
         path = Path(path).expanduser()
-        write_text(path, self.html())
+        write_atomically(path, self.html())
         return path
 
     def html(self) -> str:
@@ -113,14 +113,6 @@ def _resource(name: str) -> str:
     return files("penstock.watch").joinpath(name).read_text(encoding="utf-8")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise PenstockError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 # Numbers
 
 
@@ -140,13 +132,9 @@ def _run_numbers(run: Run) -> Numbers:
         "band": None if wait is None else band(wait / 100),
         "data_wait_pct": wait,
         "worst_rank": slowest["rank"],
-        "tokens_per_s": steady.tokens_per_s,
-        "low": steady.low,
-        "high": steady.high,
         "steady_from": steady.steady_step,
-        "overhead_s": steady.overhead_s,
-        "overhead_pct": steady.overhead_pct,
-        "shape": _shape(steady),
+        **{name: getattr(steady, name) for name in SHOWN},
+        "shape": steady.as_dict(),
         "begun": when(min((r.events or [r.last])[0]["ts"] for r in run.ranks.values())),
         "last_line": when(max(rank.last["ts"] for rank in run.ranks.values())),
         "ended": slowest["ended"] if all(one["ended"] for one in ranks) else None,
@@ -167,51 +155,38 @@ def _rank_numbers(rank: RankRun, steady_step: int | None) -> Numbers:
     names = ("dt_step_s", "tokens")
     wall, tokens = (float(np.nansum(rank.column(name, start))) for name in names)
     finite, bad = loss[np.isfinite(loss)], steps[np.isinf(loss)]
-    warmups = [e for e in rank.events if kind(e) == "loader_warmup" and not e.get("of")]
+    warmup = rank.last_event("loader_warmup")
     events = Counter(kind(line).removeprefix("loader_") for line in rank.events)
     return {
         "rank": rank.rank,
-        "host": str(rank.boot.get("host") or ""),
         "steps": len(steps),
         "first_step": int(steps[0]) if len(steps) else None,
         "last_step": int(steps[-1]) if len(steps) else None,
         "sessions": len(rank.attempts),
         "ended": rank.ended,
-        "shape": _shape(rank.analysis()),
+        "shape": rank.analysis().as_dict(),
         "data_wait_pct": wait,
-        "data_wait_all_pct": rank.waits_pct(start)[0],
         "waits_pct": by_stage,
         **dict(zip(("next_p50_ms", "next_p95_ms", "next_p99_ms"), quantiles, strict=True)),
         "tokens_per_s": tokens / wall if tokens and wall else None,
         "tokens": int(tokens) or None,
         "wall_s": wall,
         "first_batch_s": rank.last_event("loader_ready").get("dt"),
-        "warmup_wait_s": warmups[-1]["wait_ms"] / 1000 if warmups else None,
+        "warmup_wait_s": warmup["wait_ms"] / 1000 if warmup else None,
         "last_loss": float(finite[-1]) if len(finite) else None,
         "loss_not_finite": int(bad[0]) if len(bad) else None,
         "loss_not_finite_steps": len(bad),
-        "shuffle_quality": _mean(beat.get("shuffle_quality") for beat in rank.beats),
+        "shuffle_quality": rank.beat.get("shuffle_quality"),
         "fell_back": any(e["msg"] == "fallback" and e.get("to") != "data" for e in rank.events),
         "events": dict(sorted(events.items())),
-        "earlier_runs": rank.earlier_runs,
         "dropped_lines": _overall(rank).get("dropped", 0),
         "words": str(_overall(rank).get("verdict", "")),
     }
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 def _overall(rank: RankRun) -> Line:
     """Return the newest line with totals: the last beat, completed by the shutdown."""
-    return (rank.beats[-1] if rank.beats else {}) | rank.last_event("shutdown")
-
-
-def _shape(found: StepAnalysis) -> Numbers:
-    """Return an analysis as JSON."""
-    return found.as_dict() | {"from_step": found.steady_step}
+    return rank.beat | rank.last_event("shutdown")
 
 
 def _own_wait(one: Numbers) -> float:
@@ -257,7 +232,7 @@ def _sentences(numbers: Numbers, run: Run) -> Iterator[str]:
 
 
 def _warnings(numbers: Numbers, run: Run) -> Iterator[str]:
-    """Yield what a reader must not miss. What several ranks share is said once."""
+    """Yield what a reader must not miss. Ranks with the same warning share a line."""
     ranks = numbers["ranks"]
     if missing := run.missing():
         yield f"{missing}. The numbers are those of the others."
@@ -277,12 +252,10 @@ def _rank_warnings(one: Numbers) -> Iterator[str]:
         yield "it fell back to synthetic data; see the events"
     if errors := one["events"].get("error"):
         yield f"the loader reported {errors} error{'s' * (errors > 1)}; see the events"
-    if one["earlier_runs"]:
-        yield f"earlier runs in the same file are left out: {one['earlier_runs']}"
     if one["dropped_lines"]:
         yield f"lines that could not be written are missing here: {one['dropped_lines']:,}"
     if one["steps"] and one["ended"] is None:
-        yield "there is no shutdown line: the run was still going, or it was killed"
+        yield "there is no shutdown line: the run was still in progress, or it was killed"
 
 
 def _who(ranks: list[int]) -> str:
@@ -300,11 +273,8 @@ AMBER, RED, GREY = "#d98312", "#dc4a4a", "#8a93a1"
 """Colours that can be read on white and on black: a figure cannot follow those of the page."""
 COLOURS = (BLUE, "#62b6e8", "#e0692a", "#e3a82c", GREEN, "#c06ba6", GREY, "#8f6bd0")
 STAGE_COLOURS = dict(zip(CHARGED, COLOURS, strict=True))
-CONFIG = {
-    "displaylogo": False,
-    # Plotly's own list has a button that uploads the figure.
-    "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
-}
+BUTTONS = ["zoom2d", "pan2d", "resetScale2d", "toImage"]
+CONFIG = {"displaylogo": False, "modeBarButtons": [BUTTONS]}
 
 
 def _card(name: str, title: str, figure: Any, caption: str = "", wide: bool = False) -> str:
@@ -420,7 +390,7 @@ class _Figures:
             line = {"color": colour, "dash": "dash", "width": 1.5}
             figure.add_vline(step - 0.5, line=line, annotation=note, annotation_position=where)
 
-        if (steady := self._shape["from_step"]) is not None:
+        if (steady := self._shape["steady_step"]) is not None:
             box = {"fillcolor": GREY, "opacity": 0.18, "line_width": 0, "layer": "below"}
             figure.add_vrect(x0=self._shape["first_step"] - 0.5, x1=steady - 0.5, **box)
             mark(steady, GREEN, f"steady since {steady:,}", "top right")
@@ -485,7 +455,7 @@ _SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.DOTALL)
 
 def _text(value: Any) -> str:
     """Return anything as text that is safe between tags and in an attribute."""
-    return html.escape(clean(value, MAX_TEXT))
+    return html.escape(clean(value))
 
 
 def _sha256(script: str) -> str:
@@ -516,7 +486,7 @@ def _facts(numbers: Numbers) -> Iterator[tuple[str, str, str]]:
     yield "warmup overhead", seconds(numbers["overhead_s"]), f"{shape['onset'] or 0} steps"
     filled = f"then {seconds(own['warmup_wait_s'])} to fill the queue"
     yield "first batch", seconds(own["first_batch_s"]), filled if own["warmup_wait_s"] else ""
-    yield "steps", f"{own['steps']:,}", f"{rate(own['tokens_per_s'])} with warmup, one rank"
+    yield "steps", f"{own['steps']:,}", f"{count(own['first_step'])} to {count(own['last_step'])}"
     yield "last loss", count(own["last_loss"]), "the last finite one"
 
 
@@ -539,9 +509,9 @@ def _stage_table(rank: RankRun, own: Numbers) -> str:
         (
             name,
             percent(own["waits_pct"].get(name, 0.0)),
-            *(seconds(stage.get(key)) for key in ("busy_s", "blocked_in_s", "blocked_out_s")),
-            count(stage.get("items")),
-            size(stage.get("bytes")),
+            *(seconds(stage[key]) for key in ("busy_s", "blocked_in_s", "blocked_out_s")),
+            count(stage["items"]),
+            size(stage["bytes"]),
         )
         for name, stage in _overall(rank).get("stages", {}).items()
     ]

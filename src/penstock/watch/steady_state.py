@@ -9,7 +9,6 @@ the report and the health gate all call `analyze_steps`.
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,13 +18,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.watch.units import count, percent, rate, seconds
+from penstock.watch import count, percent, rate, seconds
 
 Floats = NDArray[np.float64]
 Kind = Literal["flat", "warmup", "slowdown", "no steady state", "not enough steps"]
 
 MIN_STEPS = 30
-"""With fewer steps, head and tail cannot be told apart."""
+"""With fewer steps, warmup and steady state cannot be distinguished."""
 LEVEL_STEPS = 20
 """The shortest stretch that counts as a level, and the steady steps that confirm an onset."""
 WINDOW = 8
@@ -122,8 +121,9 @@ class StepAnalysis:
     def headline(self) -> str:
         """Say in one line whether the run is steady, and since when."""
         if self.onset is None:
-            short = self.kind == "not enough steps"
-            return f"{'too short to tell' if short else self.kind}: {count(self.steps)} steps"
+            short = "too short to find a steady state"
+            why = short if self.kind == "not enough steps" else self.kind
+            return f"{why}: {count(self.steps)} steps"
         found = f"steady since step {self.steady_step:,}" if self.onset else "steady from the start"
         slower = [c.step for c in self.changes if c.pct > 0]
         if self.kind == "slowdown":
@@ -137,7 +137,8 @@ class StepAnalysis:
             cause = f" ({self.warmup_cause})" if self.warmup_cause else ""
             lines.append(
                 f"warmup: {seconds(self.overhead_s)} more than steady steps would take{cause}, "
-                f"{percent(self.overhead_pct)} of the run; first step {self.first_step_ratio:.3g} x"
+                f"{percent(self.overhead_pct)} of the run; the first step took "
+                f"{self.first_step_ratio:.3g} times a steady one"
             )
         if self.onset is not None:
             speed = f"{rate(self.tokens_per_s)} (95 %: {count(self.low)} to {count(self.high)}); "
@@ -335,11 +336,9 @@ def _onset(x: Floats, edge: int) -> int | None:
     tail = x[(edge + len(x)) // 2 :]
     base = _level(tail)
     limit = max((1 + TOLERANCE) * base, float(np.quantile(_running_median(tail), 0.97)))
-    top = float(np.quantile(tail, 0.99))
-    far = base + max(OUTLIER * base, 2 * (top - base))
     begin = 0
-    # Slow first steps are no neighbours for the median of those after them.
-    while (more := np.flatnonzero(x[begin : begin + 3] > far)).size:
+    # Skip slow first steps: they would raise the running median of the steps after them.
+    while (more := np.flatnonzero(x[begin : begin + 3] > 2 * base)).size:
         begin += int(more[-1]) + 1
     if len(x) - begin < LEVEL_STEPS // 2:
         return None
@@ -408,9 +407,9 @@ def _wanders(calm: Floats, edges: list[int], levels: list[float]) -> bool:
         y = calm[a:b] / _level(calm[a:b])
         slope = _trend(y)
         flat = y - slope * np.arange(b - a)
-        parts = [_level(part) for part in np.array_split(flat, min(8, max(3, (b - a) // 10)))]
+        parts = np.array([_level(part) for part in np.array_split(flat, 8)])
         # One of eight is an episode, not a run without a level.
-        away = np.sort(np.abs(np.array(parts) - np.median(parts)))[-2 if len(parts) == 8 else -1]
+        away = np.sort(np.abs(parts - np.median(parts)))[-2]
         if max(-slope * (b - a), away) > allowed:
             straying += n if a == onset else b - a
     return straying > (n - onset) / 2
@@ -440,23 +439,3 @@ def _change_cause(waits: Floats, at: int, more_s: float) -> str:
     before, after = np.median(waits[at - LEVEL_STEPS : at]), np.median(waits[at : at + LEVEL_STEPS])
     half = (after - before) / more_s >= 0.5  # at least half of the change
     return f"data wait {seconds(before)} before, {seconds(after)} after" if half else ""
-
-
-class SteadyWatch:
-    """Notices when a running process reaches its steady state. Not thread-safe."""
-
-    def __init__(self, first_step: int = 0) -> None:
-        self._first = first_step
-        self._times, self._tokens = array("d"), array("d")
-        self._next_look = MIN_STEPS
-
-    def step(self, dt: float, tokens: float | None = None) -> StepAnalysis | None:
-        """Add a step of `dt` seconds. Return the analysis once the steady state is confirmed."""
-        self._times.append(dt)
-        self._tokens.append(math.nan if tokens is None else tokens)
-        n = len(self._times)
-        if n < self._next_look:
-            return None
-        self._next_look = n + max(1, n // 16)
-        found = analyze_steps(self._times, self._tokens, first_step=self._first)
-        return found if found.onset is not None else None

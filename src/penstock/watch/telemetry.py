@@ -20,21 +20,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, takewhile
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import available_cores
 from penstock.errors import ConfigError, LoaderTimeout
-from penstock.watch.attribution import Charges, Known, Verdict, charge, judge
-from penstock.watch.line import Event
-from penstock.watch.stage_timer import (
-    IDLE,
-    OUT,
-    STAGES,
-    WAIT,
-    Clock,
-    Segment,
-    ThreadTimeline,
-)
+from penstock.watch.attribution import Charges, Known, Verdict, band, charge, judge
+from penstock.watch.heartbeat_reader import Event
+from penstock.watch.stage_timer import IDLE, OUT, STAGES, WAIT, Clock, Segment, ThreadTimeline
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 log = logging.getLogger("penstock")
 
@@ -190,7 +185,7 @@ class StepTimer:
 
 
 class StartupTiming:
-    """Records when what was first there, from the start of the process to the first batch."""
+    """Records the milestones between the start of the process and the first batch."""
 
     def __init__(self) -> None:
         self.marks: dict[str, float] = {}
@@ -232,16 +227,6 @@ class StartupTiming:
         }
 
 
-class Observed(Protocol):
-    """The parts of a pipeline that are used here and in `loader_stats`."""
-
-    def known(self) -> Known: ...
-    def gauges(self) -> dict[str, Any]: ...
-    def queue(self) -> tuple[int, int]: ...
-    def totals(self) -> dict[str, int]: ...
-    def bad(self) -> dict[str, int]: ...
-
-
 class Telemetry:
     """Measures one loader. Every loader has one: `loader.telemetry`."""
 
@@ -253,8 +238,6 @@ class Telemetry:
         self.startup = StartupTiming()
         self.first: dict[str, Any] = {}
         """How long the first batch took, and with what, once it is there."""
-        self.prefix = "loader_"
-        """Of the loader's events."""
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Returns queue depths and fetch times."""
@@ -312,7 +295,7 @@ class Telemetry:
         self.timer.end(wait, charges, tokens)
         if tokens is not None and not self.first:
             self.first = self.startup.ready(self.clock.timelines, now)
-            self.event(f"{self.prefix}ready", **self.first)
+            self.event("loader_ready", **self.first)
 
     def next_failed(self, begun: float, now: float, error: BaseException) -> None:
         """Record that a call of `next` raised. A failure of the stream is an event."""
@@ -325,9 +308,9 @@ class Telemetry:
         stages = list(takewhile(STAGES.__contains__, words))
         where = ", ".join(words[len(stages) :])[:500]
         fields = {"error": f"{type(error).__name__}: {error}"[:1000], "where": where}
-        self.event(f"{self.prefix}error", **fields, stage=stages[-1] if stages else "")
+        self.event("loader_error", **fields, stage=stages[-1] if stages else "")
 
-    def opened(self, pipeline: Observed, begun: float) -> None:
+    def opened(self, pipeline: Pipeline, begun: float) -> None:
         """Measure a pipeline that was opened from `begun` until now."""
         self.startup.spent("open", begun, perf_counter())
         self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
@@ -343,7 +326,7 @@ class Telemetry:
         """Record a warmup that has ended."""
         fields = {"requested": requested, "filled": filled, "wait_ms": round(wait_ms, 3)}
         fields |= {"fetch_warmup_batches": filled, "fetch_warmup_wait_ms": round(wait_ms, 3)}
-        self.event(f"{self.prefix}warmup", **fields)
+        self.event("loader_warmup", **fields)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -361,11 +344,9 @@ class Telemetry:
 
     def _check_band(self) -> None:
         """Log the verdict if data wait has changed its band."""
-        verdict = self.verdict()
-        if verdict.band == self._band:
-            return
-        before, self._band = self._band, verdict.band
-        if verdict.advice or before:
+        verdict, before = self.verdict(), self._band
+        self._band = band(verdict.data_wait)
+        if self._band != before and (verdict.advice or before):
             # A consumer that trains nothing waits all the time.
             warn = bool(verdict.advice) and verdict.data_wait < 0.95
             log.log(logging.WARNING if warn else logging.INFO, "%s", verdict.line)
@@ -445,8 +426,6 @@ class Telemetry:
     def beat_fields(self) -> dict[str, Any]:
         """Return what is known between steps, for a heartbeat's beat."""
         gauges = {name: value for name, value in self.gauges().items() if value is not None}
-        for queue in gauges.get("queues", {}).values():
-            queue["occupancy"] = round(queue["depth"] / max(1, queue["capacity"]), 4)
         fields = {
             "stages": {
                 stage: {name: round(value, 6) for name, value in asdict(times).items()}

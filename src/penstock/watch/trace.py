@@ -18,16 +18,8 @@ from time import perf_counter
 from typing import Any
 
 from penstock.config import write_atomically
-from penstock.watch.line import plain
-from penstock.watch.stage_timer import (
-    IDLE,
-    OUT,
-    RANKS,
-    WAIT,
-    TaskTimeline,
-    ThreadTimeline,
-    TraceLog,
-)
+from penstock.watch.heartbeat import plain
+from penstock.watch.stage_timer import IDLE, OUT, RANKS, WAIT, TaskTimeline, ThreadTimeline
 from penstock.watch.telemetry import Step, Telemetry
 
 log = logging.getLogger("penstock")
@@ -45,7 +37,7 @@ def write_trace(
 
     telemetry: that of the loader. max_segments: how much is kept, the latest.
     """
-    recorded: TraceLog = deque(maxlen=max_segments)
+    recorded: deque[tuple[str, Any]] = deque(maxlen=max_segments)
     began = time.time(), perf_counter()
     telemetry.clock.record(recorded)
     try:
