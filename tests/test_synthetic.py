@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.read.synthetic import SyntheticDataset
+from penstock.read.token_files import SyntheticDataset
 
 
 @given(

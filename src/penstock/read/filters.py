@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from penstock.errors import ConfigError, SourceError
 from penstock.order.shuffle import I64
+from penstock.read import ReadSettings
 from penstock.read.arrow_utils import combined, integers, is_text
-from penstock.read.settings import ReadSettings
 
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
 ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -74,18 +74,15 @@ class RowFilter:
         """Return False if the statistics of a row group rule out a match."""
         columns = [group.column(i) for i in range(group.num_columns)]
         known = {column.path_in_schema: column.statistics for column in columns}
-        every = [
-            all(_possible(known.get(c[0]), *c[1:]) for c in some) for some in self.alternatives
-        ]
-        return not every or any(every)
+        possible = [all(_possible(known.get(name), *rest) for name, *rest in some) for some in self.alternatives]  # fmt: skip
+        return not possible or any(possible)
 
 
 def _comparison(value: Any) -> tuple[str, str, Any]:
     if not isinstance(value, str):
         name, symbol, value = value
         return name, symbol, value
-    match = COMPARISON.fullmatch(value)
-    if match is None:
+    if (match := COMPARISON.fullmatch(value)) is None:
         raise ValueError(f"{value!r} is not a comparison")
     name, symbol, text = match.groups()
     try:
@@ -125,8 +122,6 @@ def _transformed(
     column = pa.chunked_array([texts]) if isinstance(texts, pa.Array) else texts
     kind, n = getattr(column, "type", None), len(table)
     if not isinstance(kind, pa.DataType) or not is_text(kind) or len(column) != n:
-        got = kind or type(column).__name__
-        raise SourceError(
-            f"{where}: transform {name!r} must return a text for each of {n} rows, not {got}"
-        )
+        needs = f"must return a text for each of {n} rows, not {kind or type(column).__name__}"
+        raise SourceError(f"{where}: transform {name!r} {needs}")
     return column

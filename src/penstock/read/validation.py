@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64, mix, mix_array
-from penstock.read.arrow_utils import booleans, empty, scalar, widened
+from penstock.read import ReadSettings
+from penstock.read.arrow_utils import booleans, empty, lengths, scalar, widened
 from penstock.read.filters import select
-from penstock.read.settings import ReadSettings
 from penstock.types import Address, Bad, ChunkRef, Documents
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -48,10 +48,10 @@ class ChunkValidator:
         column = widened(column)
         if column.null_count:
             column = pc.coalesce(column, scalar(b"", column.type))
-        lengths = _lengths(column)
-        too_long = np.flatnonzero(lengths > self.max_bytes)
+        sizes = lengths(column)
+        too_long = np.flatnonzero(sizes > self.max_bytes)
         for i in too_long.tolist():
-            detail = f"a text of {lengths[i]} bytes exceeds max_doc_bytes={self.max_bytes}"
+            detail = f"a text of {sizes[i]} bytes exceeds max_doc_bytes={self.max_bytes}"
             self.reject(int(rows[i]), "too_long", detail)
         column = blank(column, too_long)
         try:
@@ -61,7 +61,7 @@ class ChunkValidator:
                 column = column.cast(pa.large_string())
         except pa.ArrowInvalid:
             column = self._blank_invalid(column.cast(pa.large_binary()), rows)
-        n_empty = int(np.count_nonzero(_lengths(column) == 0)) - len(self.bad)
+        n_empty = int(np.count_nonzero(lengths(column) == 0)) - len(self.bad)
         if self._skip:
             skipped = [self._is_skipped(row) for row in rows.tolist()]
             column = blank(column, np.flatnonzero(skipped))
@@ -107,11 +107,10 @@ class ChunkValidator:
         file, settings = self._ref.file, self._settings
         if settings.split is None:
             return None
+        hashed = mix_array(self._split_key(file.name), rows)
         if file.members:
             keys = [self._split_key(file.members[i].name) for i in rows.tolist()]
             hashed = np.array(keys, np.uint64)
-        else:
-            hashed = mix_array(self._split_key(file.name), rows)
         in_val: Mask = hashed < np.uint64(int(settings.val_fraction * 2**64))
         return in_val if settings.split == "val" else ~in_val
 
@@ -123,14 +122,13 @@ class ChunkValidator:
         return mix(self._settings.split_seed, group, int.from_bytes(digest[:8], "little"))
 
     def _address(self, row: int) -> Address:
-        members = self._ref.file.members
-        if members:
+        if members := self._ref.file.members:
             return Address(members[row].name, None, 0)
         return Address(self._ref.file.name, self._group, row)
 
     def _is_skipped(self, row: int) -> bool:
-        file, *place = self._address(row)
-        return tuple(place) in self._skip.get(file, ())
+        file, group, row = self._address(row)
+        return (group, row) in self._skip.get(file, ())
 
 
 def where(address: Address) -> str:
@@ -139,13 +137,6 @@ def where(address: Address) -> str:
         return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
     row = f", row {address.row}" if address.row >= 0 else ""
     return f"{address.file}, row group {address.group}{row}"
-
-
-def _lengths(column: pa.Array) -> I64:
-    if not len(column):
-        return np.empty(0, np.int64)
-    offsets = np.frombuffer(column.buffers()[1], np.int64)
-    return np.diff(offsets[column.offset : column.offset + len(column) + 1])
 
 
 def blank(column: pa.Array, indices: I64) -> pa.Array:
@@ -166,18 +157,13 @@ class Quarantine:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(
-                f"cannot write the quarantine file {path}: {error.strerror}"
-            ) from error
+            raise ConfigError(f"cannot write to {path}: {error.strerror} (quarantine)") from error
 
     def write(self, bad: list[Bad]) -> None:
         """Append all of them in a single write, so that a reader never sees half a line."""
-        lines = [
-            json.dumps({"file": b.address.file, "row_group": b.address.group, "row": b.address.row,
-                        "reason": b.reason, "detail": b.detail}, ensure_ascii=False) + "\n"
-            for b in bad
-        ]  # fmt: skip
-        self._file.write("".join(lines))
+        names = ("file", "row_group", "row", "reason", "detail")
+        values = (dict(zip(names, (*b.address, b.reason, b.detail), strict=True)) for b in bad)
+        self._file.write("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in values))
         self._file.flush()
 
     def close(self) -> None:
