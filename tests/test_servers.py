@@ -1,4 +1,4 @@
-"""The loopback servers do what they say: every endpoint and every fault, as a client sees it."""
+"""The stand-in for the Hub serves the clients that people use: huggingface_hub and datasets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from pathlib import Path
 
 from tests.servers import HubServer
 
-DATA = bytes(range(256)) * 40
-
-
-# The Hub
-
 CARD = "---\nconfigs:\n- config_name: default\n  data_files: data/*.parquet\n---\n# A dataset\n"
-FILES = {"data/a.parquet": DATA, "data/deep/b.jsonl": b"{}\n", "c.txt": b"text"}
+FILES = {"data/a.parquet": b"data", "data/deep/b.jsonl": b"{}\n", "c.txt": b"text"}
 
 
 CLIENTS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -124,14 +123,6 @@ def test_a_chunk_comes_back_as_it_was_whole_and_in_blocks(
     assert [doc for part, _ in one_by_one for doc in part.to_pylist()] == chunk.docs.to_pylist()
     assert [row for _, part in one_by_one for row in part.tolist()] == rows
     assert sum(len(doc) * np.dtype(dtype).itemsize for doc in docs) == header.id_bytes
-
-
-def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    store = cache_in(tmp_path, 5 * STEP)
-    (key,) = fill(store, [0])
-    other = pickle.loads(pickle.dumps(store))
-    assert_same(other.get(key, REF), sized(STEP, 0))
-    assert (other.limit_bytes, other.best_effort) == (5 * STEP, True)
 
 
 # Nothing damaged comes out

@@ -106,7 +106,7 @@ class TextDataset:
             transform=options.transform,
         )
         if options.filter is not None:
-            from penstock.read.filters import RowFilter
+            from penstock.read.validation import RowFilter
 
             self.read = replace(self.read, filter=RowFilter.of(options.filter))
 

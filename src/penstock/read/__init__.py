@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.types import Address, MiB, OnBadRecord
 
 if TYPE_CHECKING:
-    from penstock.read.filters import RowFilter
+    from penstock.read.validation import RowFilter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

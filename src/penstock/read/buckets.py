@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from penstock.read.remote_files import Network
 
 T = TypeVar("T")
+Call = Callable[[Any, Any, Deadline], T]
+"""A function of obstore, the store and a deadline."""
+
+Version = tuple[str, int]
+"""An ETag and a size."""
+Known = Callable[..., Any]
 
 LOGIN = {
     "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; if public "
@@ -60,16 +66,14 @@ def place(url: str) -> tuple[str, str]:
 class Bucket:
     """A bucket, or a prefix in one. Its content may change."""
 
-    def __init__(
-        self, network: Network, root: str, known: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, network: Network, root: str, known: Known | None = None) -> None:
         """`known` keeps listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
         self._lock = threading.Lock()
         self._opened: Any = None
 
-    def call(self, name: str, function: Callable[[Any, Any, Deadline], T], **retry: Any) -> T:
+    def call(self, name: str, function: Call[T], **retry: Any) -> T:
         """Return what a function of obstore, the store and a deadline returns, within the budget.
 
         Raise FileNotFoundError if there is no such file, bucket or range.
@@ -77,9 +81,7 @@ class Bucket:
         attempt = partial(self._try, f"{self.prefix}{name}", function)
         return self._network.retry(f"{self.prefix}{name}", attempt, **retry)
 
-    def _try(
-        self, where: str, function: Callable[[Any, Any, Deadline], T], deadline: Deadline
-    ) -> T:
+    def _try(self, where: str, function: Call[T], deadline: Deadline) -> T:
         obstore = _obstore(where)
         with self._lock:
             if self._opened is None:
@@ -96,7 +98,9 @@ class Bucket:
 
         def list_all(obstore: Any, store: Any, deadline: Deadline) -> list[Entry]:
             found, prefix = [], folder or None
-            pages = obstore.list(store, prefix) if recursive else [obstore.list_with_delimiter(store, prefix)["objects"]]  # fmt: skip
+            pages = obstore.list(store, prefix)
+            if not recursive:
+                pages = [obstore.list_with_delimiter(store, prefix)["objects"]]
             for page in pages:
                 deadline.timeout_s()
                 # Empty objects stand for folders.
@@ -125,9 +129,7 @@ class Bucket:
         make = partial(self.call, name, function)
         return [Entry(*row) for row in self._known("listings", key, make, moving=True)]
 
-    def read_into(
-        self, key: str, start: int, view: memoryview, deadline: Deadline
-    ) -> tuple[str, int]:
+    def read_into(self, key: str, start: int, view: memoryview, deadline: Deadline) -> Version:
         """Fill a buffer from a file, and return the file's ETag and size."""
         began, at = time.perf_counter(), 0
 

@@ -30,11 +30,14 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from penstock.config import proxy_for
-from penstock.errors import PenstockError, RemoteError
+from penstock.errors import LoaderClosed, PenstockError, RemoteError
 from penstock.options import RemoteOptions
 from penstock.types import MODIFIED, KiB
 
 T = TypeVar("T")
+Headers = Mapping[str, str]
+Reading = Callable[[bytes, Headers], T]
+"""Makes something of a small body and its headers."""
 
 RECEIVE = 256 * KiB
 CONNECTIONS = 64
@@ -105,7 +108,7 @@ class Deadline:
     def timeout_s(self, limit: float | None = None) -> float:
         """Return how long to wait for the next bytes, or raise if the time is over."""
         if self.cancelled:
-            raise RequestError("cancelled", "the loader was shut down")
+            raise LoaderClosed("the loader was shut down")
         left = self.until - time.monotonic()
         if left <= 0:
             raise self.timed_out()
@@ -295,7 +298,7 @@ def plain_etag(etag: str) -> str:
     return etag.strip().removeprefix("W/").strip('"').replace(",", "")
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
+def retry_after(headers: Headers) -> float | None:
     """Return how long a server asks to wait, if it does.
 
     The Hub says when its limit is renewed: `RateLimit: "api";r=0;t=55`.
@@ -319,9 +322,7 @@ class Http:
         self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
 
     @contextmanager
-    def request(
-        self, place: Place, headers: Mapping[str, str], deadline: Deadline
-    ) -> Iterator[Response]:
+    def request(self, place: Place, headers: Headers, deadline: Deadline) -> Iterator[Response]:
         """Send a GET, follow redirects, and return the answer before its body is read.
 
         Credentials in `headers` go to the place's own origin only.
@@ -342,9 +343,7 @@ class Http:
         raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
 
     @contextmanager
-    def _open(
-        self, place: Place, headers: Mapping[str, str], deadline: Deadline
-    ) -> Iterator[Response]:
+    def _open(self, place: Place, headers: Headers, deadline: Deadline) -> Iterator[Response]:
         connect_s = deadline.timeout_s(deadline.limits.connect_timeout)
         timeout = urllib3.Timeout(connect=connect_s, read=deadline.timeout_s())
         send = partial(

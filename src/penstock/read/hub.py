@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
 from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError, missing_extra
-from penstock.read.http import Place, Refused, RequestError
+from penstock.read.http import Headers, Place, Reading, Refused, RequestError
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format, MiB
 
@@ -137,7 +137,7 @@ class Repository:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
 
-        def read(body: bytes, _: Mapping[str, str]) -> str:
+        def read(body: bytes, _: Headers) -> str:
             text = body[:MAX_CARD].decode("utf-8", "replace")
             # Without its front matter, other files would be taken for the data.
             if text.startswith("-") and "\n---" not in text:
@@ -149,10 +149,7 @@ class Repository:
         text: str = self._known("cards", [address, hub_endpoint()], make, moving=False)
         return text
 
-    def _get(
-        self, url: str, address: str, read: Callable[[bytes, Mapping[str, str]], T],
-        missing: T | None = None,
-    ) -> T:  # fmt: skip
+    def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
         try:
             return self._network.get(url, address, hub_token(), read)
@@ -166,7 +163,7 @@ class Repository:
         return f"{hub_endpoint()}/api/datasets/{self._repo}/{quote(path)}"
 
     def _commit(self, address: str) -> str:
-        def read(body: bytes, _: Mapping[str, str]) -> str:
+        def read(body: bytes, _: Headers) -> str:
             found = str(_json(body, dict, address).get("sha"))
             if not _SHA.fullmatch(found):
                 raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
@@ -180,7 +177,7 @@ class Repository:
         url += f"?recursive={str(recursive).lower()}&expand=false"
         found: dict[str, Entry] = {}
 
-        def read(body: bytes, headers: Mapping[str, str]) -> tuple[list[Any], str]:
+        def read(body: bytes, headers: Headers) -> tuple[list[Any], str]:
             return _json(body, list, address), headers.get("link", "")
 
         nothing: tuple[list[Any], str] = [], ""
@@ -272,9 +269,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def choose(
-    configs: Sequence[Config], wanted: str | None, where: str
-) -> tuple[str, list[str] | None]:
+def choose(configs: list[Config], wanted: str | None, where: str) -> tuple[str, list[str] | None]:
     """Return the folder and the patterns of a configuration; None for the folder's data files."""
     if wanted is None and not configs:
         return "", None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from penstock.config import write_atomically
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.read.buckets import Bucket
     from penstock.read.hub import Repository
     from penstock.read.remote_files import Network
+
+    Tree: TypeAlias = Repository | Bucket
 
 log = logging.getLogger("penstock")
 
@@ -69,7 +71,8 @@ TRIM = 32
 
 
 def list_files(
-    urls: Any, *, format: Format | None = None, whole: bool = True, remote: RemoteListing | None = None
+    urls: Any, *, format: Format | None = None, whole: bool = True,
+    remote: RemoteListing | None = None,
 ) -> tuple[FileRef, ...]:  # fmt: skip
     """Return the files behind `urls`, each once.
 
@@ -303,7 +306,7 @@ class Secret:
     text: str = field(repr=False)
 
 
-def find(tree: Repository | Bucket, pattern: str) -> tuple[list[Entry], str]:
+def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
     """Return the files that a path or glob names, and the folder below which they are named."""
     if glob.has_magic(pattern):
         base = fixed_folder(pattern)
@@ -401,9 +404,7 @@ class RemoteListing:
                 found += sorted(entries)
         return _refs(tree.prefix, list(dict.fromkeys(found)), "", format, tree.prefix)
 
-    def _find(
-        self, tree: Repository | Bucket, pattern: str, format: Format | None
-    ) -> list[FileRef]:
+    def _find(self, tree: Tree, pattern: str, format: Format | None) -> list[FileRef]:
         entries, base = find(tree, pattern)
         if not entries:
             magic = "matches no file. `*` matches within a folder, `**` at any depth."

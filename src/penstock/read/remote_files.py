@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.config import hub_token
 from penstock.errors import LoaderClosed, PenstockError, RemoteError, SourceError
 from penstock.options import RemoteOptions
-from penstock.read.http import Deadline, Http, Place, Refused, RequestError, Response, address
+from penstock.read.http import Deadline, Http, Reading, Refused, RequestError, Response, address
 from penstock.read.hub import refusal, resolve_url
 from penstock.types import MODIFIED, FileRef, MiB, version_change
 
 if TYPE_CHECKING:
     from penstock.feed.worker_pool import ThreadPool
     from penstock.read.buckets import Bucket
+    from penstock.read.http import Place
     from penstock.read.listing import Secret
 
 log = logging.getLogger("penstock")
@@ -119,13 +120,9 @@ class Network:
         self._deadlines: set[Deadline] = set()
 
     def retry(
-        self,
-        what: str,
-        attempt: Callable[[Deadline], T],
-        *,
-        setting: str = "metadata_budget",
+        self, what: str, attempt: Callable[[Deadline], T], *, setting: str = "metadata_budget",
         first_s: float | None = None,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Return the result of the first attempt that succeeds, within the budget.
 
         what: names it in messages, without secrets. setting: the option with the budget.
@@ -180,20 +177,14 @@ class Network:
         if limit_s is not None:
             deadline.until = min(deadline.until, deadline.began + limit_s)
         with self._lock:
-            self._check_closing()
+            if self._closing.is_set():
+                raise LoaderClosed("the loader was shut down")
             self._deadlines.add(deadline)
         try:
             return attempt(deadline)
-        except RequestError:
-            self._check_closing()
-            raise
         finally:
             with self._lock:
                 self._deadlines.discard(deadline)
-
-    def _check_closing(self) -> None:
-        if self._closing.is_set():
-            raise LoaderClosed("the loader was shut down")
 
     def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of calls, made in parallel if there are threads for it."""
@@ -206,9 +197,7 @@ class Network:
             for future in futures:
                 future.cancel()
 
-    def get(
-        self, url: str, what: str, token: str | None, read: Callable[[bytes, Mapping[str, str]], T]
-    ) -> T:
+    def get(self, url: str, what: str, token: str | None, read: Reading[T]) -> T:
         """Return what `read` makes of a small body and its headers, or raise `Refused`."""
         place, headers = address(url, token)
 
@@ -228,8 +217,6 @@ class Network:
         def attempt(deadline: Deadline) -> tuple[int, str]:
             with self.http.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
                 total = response.headers.get("content-range", "").rpartition("/")[2]
-                if response.status == 416 and total == "0":
-                    return 0, response.version()
                 response.check()
                 if response.status != 206 or not total.isdigit():
                     raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
@@ -277,13 +264,12 @@ class RemoteFiles:
     def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
         """Return ranges of files, fetched in parallel; long ones in pieces."""
         out = [bytearray(length) for _, _, length in ranges]
-        self._network.gather(
-            [
-                partial(self._read, file, start + at, memoryview(data)[at : at + PIECE])
-                for (file, start, length), data in zip(ranges, out, strict=True)
-                for at in range(0, length, PIECE)
-            ]
-        )
+        calls = [
+            partial(self._read, file, start + at, memoryview(data)[at : at + PIECE])
+            for (file, start, length), data in zip(ranges, out, strict=True)
+            for at in range(0, length, PIECE)
+        ]
+        self._network.gather(calls)
         return out
 
     def ahead(self, file: FileRef, start: int, length: int) -> Callable[[], bytearray]:
@@ -324,21 +310,19 @@ class RemoteFiles:
     # One attempt
 
     @contextmanager
-    def _opened(
-        self, file: FileRef, start: int, length: int, deadline: Deadline
-    ) -> Iterator[Response]:
+    def _opened(self, file: FileRef, start: int, n: int, deadline: Deadline) -> Iterator[Response]:
         """Open a range where it was found last, else at its own address."""
         hub, secret = file.path.startswith("hf://"), self._secrets.get(file.path)
         url = resolve_url(file.path) if hub else secret.text if secret else file.path
         place, headers = address(url, hub_token() if hub else None)
         if (found := self._found.get(file.path)) is not None:
             place, headers = found, {}
-        headers["Range"] = f"bytes={start}-{start + length - 1}"
+        headers["Range"] = f"bytes={start}-{start + n - 1}"
         try:
             with self._network.http.request(place, headers, deadline) as response:
                 elsewhere = response.place.origin != place.origin
                 try:
-                    self._check_head(file, response, start, length)
+                    self._check_head(file, response, start, n)
                 except Refused as refused:
                     if found is not None:
                         raise RequestError("expired", f"it answered {refused.status}") from None

@@ -137,9 +137,10 @@ class CompressedFile:
                 self._close_stream()  # its position is unknown
                 raise
             # What came before the damage is sound, and the file ends here.
+            place = f"past byte {self._start + len(self._data)} of its text"
             self.broken = CorruptFile(
-                f"{self._file.path} cannot be decompressed past byte {self._start + len(self._data)} "
-                f"of its text: {error}. It is damaged or was cut short: fetch it again, or leave it out."
+                f"{self._file.path} cannot be decompressed {place}: {error}. "
+                "It is damaged or was cut short: fetch it again, or leave it out."
             )
         self._data += part
         self._ended = not part

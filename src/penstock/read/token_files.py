@@ -26,7 +26,7 @@ from penstock.read.listing import distinct, list_files, source_paths
 from penstock.types import FileRef, Span
 
 Ids = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
-AnyPath = str | os.PathLike[str]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 TYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -96,7 +96,7 @@ class TokenFileDataset(RowDataset):
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
 
     def __init__(
-        self, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto", *,
+        self, path: Paths, seq_len: int, dtype: Any = "auto", *,
         positions: bool = False,
     ) -> None:  # fmt: skip
         """Open a file, a folder, a glob, a Megatron prefix, or a list of these: .bin and .npy.
@@ -127,7 +127,7 @@ class TokenFileDataset(RowDataset):
 
     @classmethod
     def from_binary_file(
-        cls, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto", *,
+        cls, path: Paths, seq_len: int, dtype: Any = "auto", *,
         positions: bool = False,
     ) -> TokenFileDataset:  # fmt: skip
         """Open files, as `TokenFileDataset(path, seq_len, …)` does."""
@@ -144,6 +144,8 @@ class TokenFileDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         asked = self._checked(indices)
+        if len(self.files) == 1:
+            return self._gather(0, asked)
         # Files too short for a row end where they begin, and are passed over.
         numbers = np.searchsorted(self._ends, asked, side="right")
         rows = asked - self._begins[numbers]
@@ -264,7 +266,7 @@ def _index_path(path: str) -> str:
     return os.path.splitext(path)[0] + ".idx"
 
 
-def _list(paths: AnyPath | Sequence[AnyPath]) -> list[FileRef]:
+def _list(paths: Paths) -> list[FileRef]:
     """Return the files of ids behind `paths`, each once and with a name of its own."""
     found: list[FileRef] = []
     for source in source_paths(paths):

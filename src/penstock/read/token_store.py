@@ -270,7 +270,8 @@ def _serialize(
         body = whole.slice(first, last - first).serialize()
         bodies.append(body)
         table.append([len(body), last - first, int(ends[last] - ends[first]), zlib.crc32(body)])
-    header = {"key": key.text, "chunk": {name: getattr(chunk, name) for name in FIELDS}, "blocks": table}  # fmt: skip
+    fields = {name: getattr(chunk, name) for name in FIELDS}
+    header = {"key": key.text, "chunk": fields, "blocks": table}
     text = json.dumps(header, default=int).encode()  # some fields may be numpy's
     head = SCHEMA.with_metadata({"penstock": text, "crc32": str(zlib.crc32(text))}).serialize()
     return _parse_header(key.name, head, len(head)), [head, *bodies, END_OF_STREAM]
