@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from penstock import AsyncDataLoader, Shard, TextDataset
+from penstock.read import ReadSettings
 from penstock.read.listing import list_files
-from penstock.read.reader import Reader, ReadSettings
-from penstock.types import Bad, ChunkRef, FileRef
+from penstock.read.reader import Reader
+from penstock.types import Bad
 
 EOS = 256
 """What ends a document when the tokenizer is "byte"."""
@@ -69,14 +70,6 @@ def documents_of_lanes(dataset: TextDataset, lanes: int, **how: Any) -> list[lis
     return [documents(dataset, shard=Shard(lanes, n), lanes=lanes, **how) for n in range(lanes)]
 
 
-def bad_of(dataset: TextDataset, **how: Any) -> dict[str, int]:
-    """How many records one pass leaves out, by reason."""
-    with open_loader(dataset, **how) as loader:
-        for _ in loader:
-            pass
-        return loader.stats().bad
-
-
 def read_chunks(path: Path, **settings: Any) -> tuple[list[list[str]], list[Bad]]:
     """What each chunk of a file gives when it is read alone, empty texts left out, and what was rejected."""
     read = ReadSettings(**settings)
@@ -92,11 +85,6 @@ def read_chunks(path: Path, **settings: Any) -> tuple[list[list[str]], list[Bad]
         return out[::-1], bad
     finally:
         reader.close()
-
-
-def chunk(file: FileRef, index: int = 0, **where: Any) -> ChunkRef:
-    """The address of a chunk whose size does not matter."""
-    return ChunkRef(file, index, 1, **where)
 
 
 def write_jsonl(path: Path, texts: Iterable[str]) -> Path:

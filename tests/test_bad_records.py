@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -142,18 +141,6 @@ def test_a_bad_record_alone_is_left_out_counted_and_written_to_the_quarantine(
     assert record == place | {"reason": made.reason}
 
 
-def test_null_for_text_is_empty_and_not_bad(tmp_path: Path) -> None:
-    data, _ = lines(b'{"text": null}')
-    (tmp_path / "a.jsonl").write_bytes(data)
-    assert documents(bytes_of(tmp_path / "a.jsonl")) == GOOD
-
-
-def test_a_missing_field_is_named_with_those_there_are(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
-    with pytest.raises(SourceError, match=r"no field 'text' among 'content', 'url'"):
-        documents(bytes_of(tmp_path / "a.jsonl"))
-
-
 def test_reasons_are_counted_apart_and_empty_texts_are_not_bad(tmp_path: Path) -> None:
     bad = b'{\n{\n{"a": 1}\n{"text": 1}\n{"text": ""}\n{"text": null}\n\n' + LONG_LINE
     data, _ = lines(bad)
@@ -182,17 +169,12 @@ def test_a_quarantine_that_cannot_be_written_is_an_error_before_any_batch(tmp_pa
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
-@pytest.mark.parametrize(
-    "case", ["broken json", "invalid utf-8 in a string column", "too long in text"]
-)
 def test_an_error_arrives_through_next_as_its_own_type_with_stage_and_file(
-    tmp_path: Path, case: str, n_workers: int
+    tmp_path: Path, n_workers: int
 ) -> None:
-    made = CASES[case]()
-    with (
-        open_loader(dataset_of(tmp_path, made), n_workers=n_workers) as loader,
-        pytest.raises(SourceError) as caught,
-    ):
+    made = CASES["broken json"]()
+    loader = open_loader(dataset_of(tmp_path, made), n_workers=n_workers)
+    with loader, pytest.raises(SourceError) as caught:
         next(loader)
     (note,) = caught.value.__notes__
     assert "stage fetch, decode" in note
@@ -202,11 +184,6 @@ def test_an_error_arrives_through_next_as_its_own_type_with_stage_and_file(
 # Files and row groups that cannot be read
 
 TEXTS = [f"text number {i} " + "lorem ipsum " * (i % 9) for i in range(400)]
-ENCODED = [text.encode() for text in TEXTS]
-
-
-def write_sound(folder: Path) -> None:
-    (folder / "b.parquet").write_bytes(parquet_bytes(pa.array(["sound"])))
 
 
 def flip_page(data: bytes, row_group: int) -> bytes:
@@ -231,37 +208,3 @@ def flipped(tmp_path: Path) -> Path:
 def test_a_flipped_bit_in_a_page_is_raised_with_file_and_row_group(flipped: Path) -> None:
     with pytest.raises(CorruptFile, match=r"a\.parquet, row group 1 cannot be read"):
         documents(bytes_of(flipped))
-
-
-@pytest.mark.parametrize("kept", [0, 3, 4, 100, -1, -8])
-def test_skipping_a_truncated_parquet_file_keeps_the_other_files(tmp_path: Path, kept: int) -> None:
-    (tmp_path / "a.parquet").write_bytes(parquet_bytes(pa.array(TEXTS))[:kept])
-    write_sound(tmp_path)
-    with open_loader(bytes_of(tmp_path, on_bad_record="skip")) as loader:
-        assert split_ids(ids_of(loader)) == [b"sound"]
-        assert loader.stats().bad == {"corrupt": 1}
-
-
-# Bombs: files of up to 64 MiB of text are let pass whatever their ratio
-
-
-def bomb(folder: Path) -> Path:
-    """A gzip file of good lines, then a hundred megabytes of nothing much."""
-    good = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:50])
-    filler = gzip.compress((json.dumps({"text": "", "other": "x" * 100_000}) + "\n").encode() * 125)
-    path = folder / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(good) + 8 * filler)
-    return path
-
-
-def test_a_bomb_is_raised_by_name_and_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        CorruptFile, match=r"a\.jsonl\.gz: \d+ bytes decompress to more than \d+.*less compression"
-    ):
-        documents(bytes_of(bomb(tmp_path), max_ratio=10))
-
-
-def test_skipping_a_bomb_keeps_what_came_before(tmp_path: Path) -> None:
-    with open_loader(bytes_of(bomb(tmp_path), max_ratio=10, on_bad_record="skip")) as loader:
-        assert split_ids(ids_of(loader)) == ENCODED[:50]
-        assert loader.stats().bad == {"bomb": 1}

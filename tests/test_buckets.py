@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import (
-    ConfigError,
-    SourceError,
-)
+from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.options import RemoteOptions
-from penstock.read.buckets import Bucket, place
-from penstock.read.listing import RemoteListing, list_files
-from penstock.read.metadata_cache import MetadataCache
+from penstock.read.buckets import Bucket
+from penstock.read.listing import MetadataCache, RemoteListing, list_files
 from penstock.read.remote_files import Network, RemoteFiles
-from penstock.types import FileRef
+from penstock.read.token_store import TokenStore
+from penstock.types import Address, Bad, FileRef
 from tests.servers import Fault, FileServer
+from tests.test_token_store import REF, assert_same, chunk_of, key_of
 
 obstore = pytest.importorskip("obstore")
 
@@ -60,7 +58,7 @@ def moto() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    for bucket in ("texts", "empty"):
+    for bucket in ("texts", "tokens"):
         urllib.request.urlopen(urllib.request.Request(f"{url}/{bucket}", method="PUT")).close()
     store = S3Store("texts", endpoint=url, client_options={"allow_http": True}, skip_signature=True)
     for name, data in OBJECTS.items():
@@ -120,15 +118,6 @@ TOP = FileRef("s3://texts/top.parquet", "top.parquet", 100_000, "parquet")
 # Addresses
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://", "s3://k:open-sesame@bucket/a", "s3://a b/c", "gs://u@bucket/a"]
-)
-def test_a_malformed_bucket_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="needs the form") as caught:
-        place(url)
-    assert "sesame" not in str(caught.value)
-
-
 # Listing
 
 
@@ -163,20 +152,6 @@ def test_what_is_not_there_is_named(s3: str, network: Network, tmp_path: Path) -
 
 
 # Credentials
-
-
-def signer(server: FileServer) -> str:
-    return server.log[-1].headers.get("authorization", "")
-
-
-def test_keys_in_the_environment_sign_requests(
-    plain: FileServer, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    read(network, TOP, 0, 10)
-    assert "Credential=AKIAEXAMPLE/" in signer(plain)
 
 
 @pytest.mark.parametrize(
@@ -269,3 +244,36 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
     assert first == again == local
     assert fetched.fetched_bytes > 0 == kept.fetched_bytes
     assert kept.cache_misses == 0
+
+
+# The token store
+
+
+def test_a_bucket_holds_the_same_entries_as_a_folder(s3: str, tmp_path: Path) -> None:
+    from obstore.store import S3Store
+
+    bucket = "s3://tokens/corpus"
+    there, here = TokenStore(bucket, block_bytes=400), TokenStore(tmp_path, block_bytes=400)
+    chunk = chunk_of([[i] * 70 for i in range(30)], bad=[Bad(Address("a", 0, 1), "x", "y" * 90000)])
+    assert there.get(key_of(0), REF) is None
+    assert not there.exists(key_of(0))
+    assert list(there.list()) == []
+    for store in (there, here):
+        store.put(key_of(0), chunk)
+        store.put(key_of(1), chunk_of([]))
+    assert there.exists(key_of(0))
+    assert [(e.name, e.size) for e in there.list()] == [(e.name, e.size) for e in here.list()]
+    assert_same(there.get(key_of(0), REF), chunk)
+    assert_same(there.get(key_of(1), REF), chunk_of([]))
+    header = there.header(key_of(0).name)
+    docs, rows = there.read_blocks(key_of(0).name, header, 2, 4)
+    first = sum(block.documents for block in header.blocks[:2])
+    assert docs.to_pylist() == chunk.docs.to_pylist()[first : first + len(rows)]
+    content = (tmp_path / key_of(0).name).read_bytes()
+    raw = S3Store("tokens", endpoint=s3, client_options={"allow_http": True})
+    obstore.put(raw, f"corpus/{key_of(0).name}", content[:-100])
+    with pytest.raises(CorruptFile, match=f"{bucket}/{key_of(0).name}"):
+        there.get(key_of(0), REF)
+    assert [name for name, _ in there.verify()] == [key_of(0).name]
+    there.remove([key_of(0).name])
+    assert [entry.name for entry in there.list()] == [key_of(1).name]

@@ -11,7 +11,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import pytest
 
 from penstock import RemoteOptions
 from penstock.errors import RemoteError
-from penstock.feed.worker_pool import ThreadPool
-from penstock.read.http import Place, RequestError, retry_after
+from penstock.read.http import Place, RequestError
 from penstock.read.remote_files import Network, RemoteFiles
 from penstock.types import FileRef
 from tests.servers import Fault, FileServer
@@ -100,7 +98,7 @@ def network() -> Iterator[Network]:
 
 
 def get(network: Network, url: str, token: str | None = None) -> bytes:
-    return network.get(url, "the body", lambda body, headers: body, token=token)
+    return network.get(url, "the body", token, lambda body, headers: body)
 
 
 # Connections, TLS and proxies
@@ -270,34 +268,3 @@ def test_an_unusually_slow_read_is_made_again(server: FileServer, network: Netwo
     assert files.read(file_of(server), 500, 1000) == DATA[500:1500]
     assert network.stats.totals()["hedges"] == 1
     assert network.stats.faults == {}
-
-
-def test_calls_of_a_pool_may_gather_more_calls_than_it_has_threads() -> None:
-    pool = ThreadPool(1, None)
-    network = Network(LIMITS, pool)
-
-    def outer(n: int) -> list[int]:
-        return network.gather([partial(int, 10 * n + i) for i in range(3)])
-
-    assert network.gather([partial(outer, n) for n in range(3)]) == [
-        [0, 1, 2],
-        [10, 11, 12],
-        [20, 21, 22],
-    ]
-    with pytest.raises(ValueError, match="invalid literal"):
-        network.gather([partial(int, "1"), partial(int, "x")])
-    pool.stop()
-    assert pool.join(10.0)
-    network.close()
-
-
-def test_retry_after_is_read_in_every_form() -> None:
-    for headers, seconds in (
-        ({"retry-after": "7"}, 7.0),
-        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0.0),
-        ({"retry-after": "soon"}, None),
-        ({"ratelimit": '"api";r=0;t=55'}, 55.0),
-        ({"ratelimit": '"api";r=3;t=55'}, None),
-        ({}, None),
-    ):
-        assert retry_after(headers) == seconds

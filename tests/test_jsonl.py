@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.read.jsonl import parse
+from penstock.read import ReadSettings
 from penstock.read.listing import list_files
-from penstock.read.reader import Reader, ReadSettings
+from penstock.read.reader import Reader
 from penstock.read.storage import PlainFile
-from penstock.read.text import read_records
+from penstock.read.text import parse_json, read_records
 from tests.reading import bytes_of, documents, read_chunks, write_jsonl
 
 relaxed = settings(max_examples=100, deadline=None, database=None)
@@ -54,12 +54,8 @@ def jsonl(draw: st.DrawFn) -> tuple[bytes, list[str]]:
             continue
         record: dict[str, Any] = {"text": text}
         if draw(st.booleans()):
-            record = {
-                "id": draw(st.integers()),
-                "meta": {"text": "inner", "t": [1, None]},
-                **record,
-                "z": True,
-            }
+            meta = {"text": "inner", "t": [1, None]}
+            record = {"id": draw(st.integers()), "meta": meta, **record, "z": True}
         escaped = draw(st.booleans())
         lines.append(json.dumps(record, ensure_ascii=escaped).encode())
         wanted.append(text)
@@ -102,23 +98,17 @@ def test_the_address_of_a_text_is_where_its_line_begins(
     assert found == wanted
 
 
+BOM = b"\xef\xbb\xbf"
+
+
 @pytest.mark.parametrize(
-    "line",
-    [b"", b"  ", b" " * 9, b"\t" * 100, b" " * 500 + b"\r"],
-    ids=["none", "2", "9", "tabs", "500"],
+    "before", [b"", b" " * 9, b"\t" * 100, b" " * 500 + b"\r", BOM, BOM + b"\r\n\r"]
 )
-def test_a_line_of_white_space_is_no_record(tmp_path: Path, line: bytes) -> None:
+def test_white_space_and_a_byte_order_mark_are_no_record(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    path.write_bytes(before + b'\n{"text": "a"}\n \r\n\n{"text": "b"}\n')
     assert documents(bytes_of(path)) == [b"a", b"b"]
-
-
-@pytest.mark.parametrize(
-    "rest", [b'{"text": "a"}\n', b'\n{"text": "a"}\n', b'\r\n\r\n{"text": "a"}']
-)
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, rest: bytes) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + rest)
+    path.write_bytes(BOM + b'{"text": "a"}')
     assert documents(bytes_of(path)) == [b"a"]
 
 
@@ -128,7 +118,7 @@ def test_other_columns_come_with_the_text(tmp_path: Path, bad: bytes) -> None:
     path.write_bytes(b'{"text": "a", "score": 1}\n' + bad + b'{"score": 2, "text": "b"}\n')
     records = read_records(PlainFile(list_files(path)[0]), 0, 1000, b"\n", 1000)
     rejected: list[int] = []
-    table = parse(records, "text", lambda row, *_: rejected.append(row), all_columns=True)
+    table = parse_json(records, "text", lambda row, *_: rejected.append(row), all_columns=True)
     assert table["score"].to_pylist() == ([1, 3, 2] if bad else [1, 2])
     assert rejected == ([26] if bad else [])
 
@@ -171,17 +161,8 @@ separators = st.sampled_from(
 def separated(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """Bytes in which the separator, parts of it and overlaps of it are frequent."""
     separator = draw(separators)
-    pieces = [
-        separator,
-        separator[:1],
-        separator[1:],
-        separator[:-1],
-        b"x",
-        b"aX",
-        b"\n",
-        b"text",
-        b"\xc3\xa9",
-    ]
+    parts = [separator, separator[:1], separator[1:], separator[:-1]]
+    pieces = [*parts, b"x", b"aX", b"\n", b"text", b"\xc3\xa9"]
     return b"".join(draw(st.lists(st.sampled_from(pieces), max_size=30))), separator
 
 

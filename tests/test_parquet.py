@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import SourceError
-from penstock.read import reader
+from penstock.read import ReadSettings, parquet
 from penstock.read.listing import list_files
-from penstock.read.parquet import ParquetReader
-from penstock.read.settings import ReadSettings
+from penstock.read.reader import Reader
 from tests.reading import bytes_of, documents, ids_of, open_loader, split_ids
 
 TEXTS = [f"document {i} " + "ü🙂" * (i % 17) for i in range(100)]
@@ -40,17 +39,11 @@ def test_any_row_group_size_gives_every_document_in_order(tmp_path: Path, rows: 
 @pytest.mark.parametrize(
     "kind",
     [
-        pa.string(),
-        pa.large_string(),
-        pa.binary(),
-        pa.large_binary(),
-        pa.string_view(),
-        pa.binary_view(),
-        pa.dictionary(pa.int32(), pa.string()),
-        pa.dictionary(pa.int32(), pa.binary()),
+        pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()),
+        pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binary()),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [9, 100])
 def test_any_kind_of_text_column_gives_the_same_documents(
     tmp_path: Path, kind: pa.DataType, rows: int
@@ -73,17 +66,11 @@ def test_nulls_and_empty_texts_are_counted_as_empty(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", name="content")
-    with pytest.raises(
-        SourceError, match=r"a\.parquet has no column 'text'; it has id, content, url.*text_field"
-    ):
-        documents(bytes_of(path))
-
-
-def test_a_missing_column_is_an_error_even_where_bad_records_are_skipped(tmp_path: Path) -> None:
-    # A wrong name would otherwise skip every file there is.
-    path = write(tmp_path / "a.parquet", name="content")
-    with pytest.raises(SourceError, match="has no column 'text'"):
-        documents(bytes_of(path, on_bad_record="skip"))
+    words = r"a\.parquet has no column 'text'; it has id, content, url.*text_field"
+    # Also where bad records are skipped: a wrong name would skip every file there is.
+    for how in ("raise", "skip"):
+        with pytest.raises(SourceError, match=words):
+            documents(bytes_of(path, on_bad_record=how))
 
 
 @pytest.mark.parametrize(
@@ -105,30 +92,29 @@ def test_a_column_that_is_not_text_is_refused_with_its_type(
 
 @pytest.mark.parametrize("max_chunk_bytes", [1, 50, 1000, 1 << 30])
 def test_a_row_group_too_large_to_decode_at_once_is_split(
-    tmp_path: Path, max_chunk_bytes: int
+    tmp_path: Path, max_chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parquet, "MAX_CHUNK_BYTES", max_chunk_bytes)
     (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
-    opened = ParquetReader(ReadSettings(), max_chunk_bytes)
-    refs = opened.inspect(file)
+    opened = Reader(ReadSettings(), 0, 1)
+    refs = opened.inspect(file)[0]
     assert (len(refs) > 2) == (max_chunk_bytes <= 1000)
-    texts = [text for ref in refs for text in opened.read(ref)[1]["text"].to_pylist()]
-    assert texts == TEXTS
+    assert [text for ref in refs for text in opened.read(ref).texts.to_pylist()] == TEXTS
+    assert documents(bytes_of(file.path)) == WANTED
 
 
-def test_other_columns_come_with_the_text(tmp_path: Path) -> None:
-    (file,) = list_files(write(tmp_path / "a.parquet", row_group_size=64))
-    opened = ParquetReader(ReadSettings(transform=("t", lambda table: table)), 200)
-    parts = [opened.read(ref) for ref in opened.inspect(file)]
-    assert [row for _, table in parts for row in table["id"].to_pylist()] == [*range(100)]
-    assert [lo for lo, _ in parts][:2] == [0, len(parts[0][1])]
-    assert parts[0][1].column_names == ["text", "id", "url"]
+def test_other_columns_come_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "MAX_CHUNK_BYTES", 200)
+    path = write(tmp_path / "a.parquet", row_group_size=64)
+    seen: list[Any] = []
 
+    def transform(table: pa.Table) -> Any:
+        assert table.column_names == ["text", "id", "url"]
+        seen.extend(table["id"].to_pylist())
+        return table["text"]
 
-def test_a_split_row_group_gives_the_same_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "MAX_CHUNK_BYTES", 200)
-    assert documents(bytes_of(write(tmp_path / "a.parquet"))) == WANTED
+    assert documents(bytes_of(path, transform=("t1", transform))) == WANTED
+    assert seen == [*range(100)]
 
 
 # Compressed as a whole

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import AsyncDataLoader, RemoteOptions
+from penstock import AsyncDataLoader, RemoteOptions, TextDataset
 from penstock.errors import RemoteError, SourceError
 from tests.contracts import (
     closes_cleanly,
@@ -65,8 +65,7 @@ def maker(url: Any, **data: Any) -> Any:
     def make(**how: Any) -> AsyncDataLoader:
         text = limited(url, **({"tokenizer": "byte", "seq_len": 32, "remote": QUICK} | data))
         return AsyncDataLoader(
-            text,
-            **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2} | how),
+            text, **({"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2} | how)
         )
 
     return make
@@ -142,7 +141,7 @@ def test_epochs_that_are_read_ahead_are_fetched_once(hub: HubServer, tmp_path: P
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
     size = (tmp_path / "a.parquet").stat().st_size
     hub.add("org/small", {"a.parquet": tmp_path / "a.parquet"})
-    with maker("hf://datasets/org/small", seq_len=1024)(epochs=6) as loader:
+    with maker("org/small", seq_len=1024)(epochs=6) as loader:
         take(loader, 10**6)
         # The first chunk is read in parts and then as a whole.
         assert loader.stats().fetched_bytes < 1.3 * size
@@ -158,7 +157,8 @@ def test_the_second_epoch_and_the_next_run_need_no_network(hub: HubServer, corpu
     assert [r.path.split("/")[-2:] for r in hub.log] == [["revision", "main"]], (
         "a branch needs one request"
     )
-    sha = json.loads(_get(hub, "/api/datasets/org/name"))["sha"]
+    data = TextDataset("hf://datasets/org/name/parquet", tokenizer="byte", seq_len=8)
+    sha = data.files[0].path.partition("@")[2].partition("/")[0]
     hub.clear_log()
     pinned = maker(f"hf://datasets/org/name@{sha}/parquet")
     with pinned() as loader:
@@ -167,13 +167,6 @@ def test_the_second_epoch_and_the_next_run_need_no_network(hub: HubServer, corpu
     assert hub.log == []
     assert stats.cache_misses == 0 < stats.cache_hits
     assert stats.requests == stats.fetched_bytes == 0
-
-
-def _get(hub: HubServer, path: str) -> bytes:
-    from urllib.request import urlopen
-
-    with urlopen(hub.endpoint + path, timeout=10) as answer:
-        return bytes(answer.read())
 
 
 def test_offline_works_from_what_is_there_and_says_what_is_missing(

@@ -14,14 +14,7 @@ import pytest
 
 from penstock import ConfigError, Span, TextDataset
 from penstock.errors import SourceError
-from tests.reading import (
-    bytes_of,
-    documents,
-    ids_of,
-    open_loader,
-    split_ids,
-    write_jsonl,
-)
+from tests.reading import bytes_of, documents, ids_of, open_loader, split_ids, write_jsonl
 
 TEXTS = [f"document {i} " + "é" * (i * 7 % 30) for i in range(240)]
 WANTED = [text.encode() for text in TEXTS]

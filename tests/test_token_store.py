@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from typer.testing import CliRunner
 
 from penstock import AsyncDataLoader, TextDataset
 from penstock.cli.cache import cache as command
-from penstock.errors import CorruptFile, RemoteError
+from penstock.errors import CorruptFile
 from penstock.read.token_store import Key, TokenStore
 from penstock.types import Address, Bad, ChunkRef, FileRef, GiB, TokenChunk
 from tests.contracts import digest
@@ -125,14 +123,6 @@ def test_a_chunk_comes_back_as_it_was_whole_and_in_blocks(
     assert [doc for part, _ in one_by_one for doc in part.to_pylist()] == chunk.docs.to_pylist()
     assert [row for _, part in one_by_one for row in part.tolist()] == rows
     assert sum(len(doc) * np.dtype(dtype).itemsize for doc in docs) == header.id_bytes
-
-
-def test_a_store_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    store = cache_in(tmp_path, 5 * STEP)
-    (key,) = fill(store, [0])
-    other = pickle.loads(pickle.dumps(store))
-    assert_same(other.get(key, REF), sized(STEP, 0))
-    assert (other.limit_bytes, other.best_effort) == (5 * STEP, True)
 
 
 # Nothing damaged comes out
@@ -265,68 +255,6 @@ def test_a_run_that_ends_early_keeps_what_it_tokenized(
     with AsyncDataLoader(data, 2, n_workers=2) as loader:
         assert digest(next(loader)) == first
         assert loader.stats().cache_misses == 0
-
-
-# In a bucket
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    pytest.importorskip("obstore")
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/tokens", method="PUT")).close()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "open-sesame")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    yield "s3://tokens/corpus"
-    server.stop()
-
-
-def test_a_bucket_holds_the_same_entries_as_a_folder(bucket: str, tmp_path: Path) -> None:
-    import obstore
-    from obstore.store import S3Store
-
-    there, here = TokenStore(bucket, block_bytes=400), TokenStore(tmp_path, block_bytes=400)
-    chunk = chunk_of([[i] * 70 for i in range(30)], bad=[Bad(Address("a", 0, 1), "x", "y" * 90000)])
-    assert there.get(key_of(0), REF) is None
-    assert not there.exists(key_of(0))
-    assert list(there.list()) == []
-    for store in (there, here):
-        store.put(key_of(0), chunk)
-        store.put(key_of(1), chunk_of([]))
-    assert there.exists(key_of(0))
-    assert [(e.name, e.size) for e in there.list()] == [(e.name, e.size) for e in here.list()]
-    assert_same(there.get(key_of(0), REF), chunk)
-    assert_same(there.get(key_of(1), REF), chunk_of([]))
-    header = there.header(key_of(0).name)
-    docs, rows = there.read_blocks(key_of(0).name, header, 2, 4)
-    first = sum(block.documents for block in header.blocks[:2])
-    assert docs.to_pylist() == chunk.docs.to_pylist()[first : first + len(rows)]
-    content = (tmp_path / key_of(0).name).read_bytes()
-    raw = S3Store("tokens", client_options={"allow_http": True})
-    obstore.put(raw, f"corpus/{key_of(0).name}", content[:-100])
-    with pytest.raises(CorruptFile, match=f"{bucket}/{key_of(0).name}"):
-        there.get(key_of(0), REF)
-    assert [name for name, _ in there.verify()] == [key_of(0).name]
-    there.remove([key_of(0).name])
-    assert [entry.name for entry in there.list()] == [key_of(1).name]
-
-
-def test_an_error_of_a_bucket_names_it_and_no_secret(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = TokenStore("s3://nowhere/corpus")
-    with pytest.raises((RemoteError, FileNotFoundError), match="nowhere") as raised:
-        missing.put(key_of(0), chunk_of([[1]]))
-    assert "open-sesame" not in str(raised.value)
-    with pytest.raises((RemoteError, FileNotFoundError), match="nowhere"):
-        list(missing.list())
 
 
 # The command

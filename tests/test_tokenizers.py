@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import AsyncDataLoader, TextDataset
+from penstock import TextDataset
 from penstock.encode.engines import GigatokenEngine
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
@@ -386,35 +385,3 @@ def test_an_engine_with_other_ids_is_not_used_and_the_log_says_so(
     (warning,) = (record.getMessage() for record in caplog.records)
     assert "differ from those of tokenizers" in warning
     assert "using tokenizers" in warning
-
-
-# Memory
-
-
-def test_shutdown_does_not_wait_for_all_of_a_chunk_that_a_slow_tokenizer_has_begun(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "some words of text"}\n' * 5000)
-    data = TextDataset(
-        tmp_path / "a.jsonl",
-        tokenizer=load_tokenizer(corpus / "tokenizer.json", engine="tokenizers"),
-        seq_len=64,
-    )
-    begun, go_on, given = threading.Event(), threading.Event(), []
-    engine = type(data.tokenizer.engine)
-    usual = engine.encode
-
-    def encode(self: Any, texts: Any) -> Any:
-        given.append(len(texts))
-        begun.set()
-        assert go_on.wait(60)
-        return usual(self, texts)
-
-    monkeypatch.setattr(engine, "encode", encode)
-    loader = AsyncDataLoader(data, 4, n_workers=1).start()
-    assert begun.wait(60)
-    assert loader._pipeline is not None
-    loader._pipeline._work.stop()
-    go_on.set()
-    loader.shutdown()
-    assert sum(given) < 500, "it checks between some documents and the next"

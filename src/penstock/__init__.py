@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from penstock.loader import AsyncDataLoader as AsyncDataLoader
     from penstock.options import RemoteOptions as RemoteOptions
-    from penstock.read.synthetic import SyntheticDataset as SyntheticDataset
+    from penstock.read.token_files import SyntheticDataset as SyntheticDataset
     from penstock.read.token_files import TokenFileDataset as TokenFileDataset
     from penstock.sources.mixture import Mixture as Mixture
     from penstock.sources.prepared import PreparedDataset as PreparedDataset
@@ -50,8 +50,7 @@ _MODULES = {
     "feed.warmup": ("warmup_loader", "warmup_loader_with_first_batch"),
     "loader": ("AsyncDataLoader",),
     "options": ("RemoteOptions",),
-    "read.synthetic": ("SyntheticDataset",),
-    "read.token_files": ("TokenFileDataset",),
+    "read.token_files": ("SyntheticDataset", "TokenFileDataset"),
     "sources.mixture": ("Mixture",),
     "sources.prepared": ("PreparedDataset",),
     "watch.loader_stats": ("Stats",),

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import cache_dir
 from penstock.errors import ConfigError
 from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
+from penstock.read import ReadSettings
 from penstock.read.listing import fingerprint, is_remote, list_files
-from penstock.read.settings import ReadSettings
 from penstock.types import Address, FileRef
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TextDataset:
             transform=options.transform,
         )
         if options.filter is not None:
-            from penstock.read.filters import RowFilter
+            from penstock.read.validation import RowFilter
 
             self.read = replace(self.read, filter=RowFilter.of(options.filter))
 

@@ -402,7 +402,7 @@ def _resolve(folder: Path, key: str, value: Any) -> Any:
 
 def _beside(folder: Path, value: Any) -> Any:
     """Resolve a path against the file's folder. URLs and short names of Hub datasets stay."""
-    from penstock.read.hub import SHORT_NAMES
+    from penstock.read.listing import SHORT_NAMES
 
     if not isinstance(value, str) or not value or "://" in value:
         return value

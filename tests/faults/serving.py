@@ -107,13 +107,7 @@ def dataset(url: Any, **data: Any) -> TextDataset:
 
 
 def loader_of(data: TextDataset, **how: Any) -> AsyncDataLoader:
-    settings = {
-        "batch_size": 8,
-        "shuffle": True,
-        "seed": 5,
-        "epochs": 1,
-        "n_workers": 2,
-    }
+    settings = {"batch_size": 8, "shuffle": True, "seed": 5, "epochs": 1, "n_workers": 2}
     return AsyncDataLoader(data, **settings | how)
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,138 +20,63 @@ STEP = 10_000
 PUTS = 2
 LAST = 8
 
-# It reports with `writev`, which nothing else uses, so that faults of other calls spare the report.
-# It imports little, because it is started many times.
+# One start for all: the last of LAST calls is fatal, so as many idle ones come before as put it at the nth.
 CHILD = """
-import json, logging, os, sys
+import json, os, sys
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from penstock.read.token_store import Key, TokenStore
 from penstock.types import ChunkRef, FileRef, TokenChunk
 
-told = []
-class Keep(logging.Handler):
-    def emit(self, record):
-        told.append(record.getMessage())
-
-logging.getLogger("penstock").addHandler(Keep())
-folder, task, puts, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder, puts, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 ref = ChunkRef(FileRef("/a", "a", 1, "parquet"), 0, 1)
-cache = TokenStore(folder / "tokens", 1 << 30, best_effort=True)
 keys = [Key("a", i, "r") for i in range(puts)]
 docs = [pa.array([bytes([i]) * step], pa.large_binary()) for i in range(puts)]
 chunks = [TokenChunk(ref, doc, np.arange(1), False, [], 0, step) for doc in docs]
-report = {}
-if task == "put":
-    report["kept"] = [cache.put(*pair) is not None for pair in zip(keys, chunks)]
-elif task == "crash":
-    # One start for all: the last of LAST calls is fatal, so as many idle ones come before as puts it at the nth.
-    scratch = os.open(folder / "scratch", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-    idle = {
-        "write": lambda: os.write(scratch, b"x"),
-        "fsync": lambda: os.fsync(scratch),
-        "rename": lambda: os.rename(folder / "scratch", folder / "scratch"),
-        "pwrite64": lambda: os.pwrite(scratch, b"x", 0),
-    }[sys.argv[5]]
-    report["codes"] = []
-    for nth in range(1, LAST + 1):
-        child = os.fork()
-        if child == 0:
-            for _ in range(LAST - nth):
-                idle()
-            cache = TokenStore(folder / str(nth) / "tokens", 1 << 30, best_effort=True)
-            os._exit(0 if all([cache.put(*pair) for pair in zip(keys, chunks)]) else 1)
-        report["codes"].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-found = [cache.get(key, ref) for key in keys]
-assert all(one is None or one.docs.equals(doc) for one, doc in zip(found, docs))
-report |= {"found": [one is not None for one in found], "told": told, "off": cache.off, "counts": cache.counts()}
-os.writev(os.open(folder / "report.json", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), [json.dumps(report).encode()])
+scratch = os.open(folder / "scratch", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+idle = {
+    "write": lambda: os.write(scratch, b"x"),
+    "fsync": lambda: os.fsync(scratch),
+    "rename": lambda: os.rename(folder / "scratch", folder / "scratch"),
+    "pwrite64": lambda: os.pwrite(scratch, b"x", 0),
+}[sys.argv[4]]
+codes = []
+for nth in range(1, LAST + 1):
+    child = os.fork()
+    if child == 0:
+        for _ in range(LAST - nth):
+            idle()
+        cache = TokenStore(folder / str(nth) / "tokens", 1 << 30, best_effort=True)
+        os._exit(0 if all([cache.put(*pair) for pair in zip(keys, chunks)]) else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+# With `writev`, which nothing else uses, so that the fault spares it.
+os.writev(1, [json.dumps(codes).encode()])
 """.replace("LAST", str(LAST))
 
 
-@pytest.fixture(scope="module")
-def strace() -> list[str]:
-    """How to run something under strace."""
-    found = shutil.which("strace")
-    if found is None:
-        pytest.skip("strace is not installed")
-    command = [found, "-f", "-qqq", "-o", "/dev/null"]
-    tried = subprocess.run(
-        [*command, "--seccomp-bpf", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO", "true"],
-        capture_output=True,
-        text=True,
-    )
-    if tried.returncode:
-        pytest.skip(f"strace cannot inject faults here: {tried.stderr.strip()}")
-    return command
-
-
-def run(
-    strace: list[str], folder: Path, task: str, calls: str = "fsync", fault: str = "", *only: str
-) -> int:
-    """Run the child with a fault in some of its system calls; its exit code, negative for a signal."""
-    traced = [*strace, "-e", f"trace={calls}", *only]
-    if fault:
-        traced += ["-e", f"inject={calls}:{fault}"]
-    if "signal" not in fault:
-        traced.append(
-            "--seccomp-bpf"
-        )  # starts faster, since no other call is stopped; but then no signal arrives
-    arguments = [str(folder), task, str(PUTS), str(STEP), calls.split(",")[0]]
-    command = [*traced, sys.executable, "-c", CHILD, *arguments]
+def killed(folder: Path, calls: str) -> list[int]:
+    """Return the exit codes of processes that are killed at the first, second … of these calls."""
+    strace = ["strace", "-f", "-qqq", "-o", "/dev/null"]
+    probe = [*strace, "--seccomp-bpf", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO", "true"]
+    if shutil.which("strace") is None or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("strace cannot inject faults here")
+    traced = [*strace, "-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={LAST}"]
+    arguments = [str(folder), str(PUTS), str(STEP), calls.split(",")[0]]
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, timeout=60).returncode
-
-
-def report_of(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return report
+    command = [*traced, sys.executable, "-c", CHILD, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=60, capture_output=True, check=True)
+    codes: list[int] = json.loads(done.stdout)
+    return codes
 
 
 def temporary(folder: Path) -> list[Path]:
     return list(folder.glob("tokens/*/.*"))
 
 
-@pytest.mark.parametrize(
-    ("calls", "nth"),
-    [("write", 2), ("write", 4), ("fsync", 2), ("rename,?renameat,?renameat2", 2)],
-)
-def test_a_failing_disk_turns_the_cache_off_with_one_warning(
-    strace: list[str], tmp_path: Path, calls: str, nth: int
-) -> None:
-    assert run(strace, tmp_path, "put", calls, f"error=EIO:when={nth}+") == 0
-    report = report_of(tmp_path)
-    assert report["found"] == report["kept"]  # what was kept before is still read
-    assert not report["kept"][-1]
-    assert report["kept"][0] == ((calls, nth) != ("write", 2))
-    assert "Input/output error" in report["off"]
-    assert len(report["told"]) == 1
-    assert str(tmp_path) in report["told"][0]
-    assert "PENSTOCK_CACHE" in report["told"][0]
-    assert temporary(tmp_path) == []
-    assert cache_in(tmp_path).verify() == []
-
-
-def test_a_disk_that_fails_when_read_gives_misses_and_no_signal(
-    strace: list[str], tmp_path: Path
-) -> None:
-    assert run(strace, tmp_path, "put") == 0
-    second = tmp_path / "tokens" / key_of(1).name
-    assert run(strace, tmp_path, "get", "pread64", "error=EIO", "-P", str(second)) == 0
-    report = report_of(tmp_path)
-    assert report["found"] == [True, False]
-    assert len(report["told"]) == 1
-    assert "Input/output error" in report["told"][0]
-    assert second.exists()  # it may be well once the disk is
-
-
 @pytest.mark.parametrize("calls", ["write", "fsync", "rename,?renameat,?renameat2", "pwrite64"])
-def test_a_crash_at_any_moment_leaves_no_torn_entry(
-    strace: list[str], tmp_path: Path, calls: str
-) -> None:
-    assert run(strace, tmp_path, "crash", calls, f"signal=KILL:when={LAST}") == 0
-    codes = report_of(tmp_path)["codes"]
+def test_a_crash_at_any_moment_leaves_no_torn_entry(tmp_path: Path, calls: str) -> None:
+    codes = killed(tmp_path, calls)
     crashes = codes.count(-signal.SIGKILL)
     assert codes == [-signal.SIGKILL] * crashes + [0] * (LAST - crashes)
     assert PUTS <= crashes < LAST  # at each such call of each put, and then at none

@@ -14,15 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import CorruptFile
-from tests.faults.serving import (
-    CHOSEN,
-    DEADLINE_S,
-    content,
-    documents,
-    hf,
-    parquet,
-    run,
-)
+from tests.faults.serving import CHOSEN, DEADLINE_S, content, documents, hf, parquet, run
 from tests.servers import Fault, FileServer, HubServer
 
 Expected = Callable[..., list[str]]

@@ -100,6 +100,29 @@ def test_a_status_that_does_not_pass_is_an_error_that_lists_the_attempts(
     assert "attempts in" in text
 
 
+def test_a_server_that_asks_to_wait_is_waited_for(hub: HubServer, expected: Expected) -> None:
+    hub.fault(Fault("status", code=429, retry_after=1, **PLACES["data"]))
+    outcome = run(WHOLE, remote=replace(CALM, retry_after_cap=5))
+    survived(outcome, expected(CHOSEN))
+    assert outcome.faults == {"status_429": 1}
+    assert outcome.stats is not None
+    assert 1000 <= outcome.stats.retry_wait_ms < 5000
+
+
+@pytest.mark.parametrize("place", ["revision", "tree"])
+def test_a_web_page_in_place_of_a_listing_is_asked_for_again_or_an_error(
+    hub: HubServer, expected: Expected, place: str
+) -> None:
+    hub.fault(Fault("status", code=200, body=b"<html>", times=None, **PLACES[place]))
+    failed(run(WHOLE), RemoteError, "org/name", "portal or proxy", reason="not a listing")
+    hub.clear_faults()
+    hub.clear_log()
+    hub.fault(Fault("html", **PLACES[place]))
+    hub.fault(Fault("status", code=200, body=b"<html>", **PLACES[place]))
+    survived(run(WHOLE, remote=CALM), expected(CHOSEN))
+    assert sum(request.fault != "" for request in hub.log) == 2
+
+
 # Connections
 
 
@@ -125,7 +148,7 @@ def test_broken_connections_are_tried_again(hub: HubServer, expected: Expected, 
 
 
 @pytest.mark.parametrize(
-    "kind", ["no_range", "wrong_range", "short", "gzip", "html", "etag", "size"]
+    "kind", ["no_range", "wrong_range", "short", "long", "gzip", "html", "etag", "size"]
 )
 @pytest.mark.parametrize("where", ["hub", "files"])
 def test_a_wrong_answer_is_noticed_and_asked_for_again(
@@ -144,7 +167,7 @@ def test_a_wrong_answer_is_noticed_and_asked_for_again(
     ("kind", "error", "word"),
     [
         ("no_range", RemoteError, "does not answer requests for a range"), ("wrong_range", RemoteError, "wrong_range"),
-        ("short", RemoteError, "wrong_range"), ("gzip", RemoteError, "gzip-encoded"), ("html", RemoteError, "portal"),
+        ("short", RemoteError, "wrong_range"), ("long", RemoteError, "long"), ("gzip", RemoteError, "gzip-encoded"), ("html", RemoteError, "portal"),
         ("size", SourceError, "bytes long, it is "), ("etag", SourceError, "it is another-version"),
     ],
 )  # fmt: skip

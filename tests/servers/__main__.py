@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.config import write_atomically
-from tests.servers.faults import KINDS, SURVIVABLE, Chaos
 from tests.servers.hub import HubServer
 from tests.servers.reply import Call
 
@@ -32,9 +31,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--latency-ms", type=float, default=0.0, help="waited before each answer")
     add("--bandwidth-mb", type=float, default=0.0, help="MB/s of all connections together")
     add("--log", type=Path, help="write the requests into this file at the end")
-    add("--fault-rate", type=float, default=0.0, help="the share of requests with a fault")
-    add("--fault-kinds", default=",".join(SURVIVABLE), help=f"of: {', '.join(KINDS)}")
-    add("--seed", type=int, default=0, help="of the faults")
     return parser.parse_args(arguments)
 
 
@@ -70,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bandwidth = options.bandwidth_mb * 1e6 or None
     with HubServer(latency_s=options.latency_ms / 1e3, bandwidth=bandwidth) as server:
         server.add(options.repo, find(options.dir, options.copies))
-        if options.fault_rate:
-            kinds = options.fault_kinds.split(",")
-            server.fault(Chaos(options.seed, options.fault_rate, kinds))
         print(server.endpoint, flush=True)
         ended.wait()
         log = server.log

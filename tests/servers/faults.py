@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "no_range": {},
     "wrong_range": {"shift": 16},
     "short": {"keep": None},
+    "long": {},
     "etag": {"value": '"another-version"'},
     "size": {},
     "html": {
@@ -161,7 +162,7 @@ def can_strike(kind: str, after: int, call: Call, reply: Reply) -> bool:
             return after <= 0 or body > after
         case "truncated_chunked":
             return full and body > max(0, after)
-        case "no_range" | "size":
+        case "no_range" | "size" | "long":
             return reply.status == 206
         case "wrong_range":
             return reply.status == 206 and reply.total > 1
@@ -201,9 +202,11 @@ def rewrite(fault: Fault, call: Call, reply: Reply) -> Reply:
             return replace(reply, headers=headers | {"ETag": details["value"]})
         case "size":
             return replace(reply, total=reply.total + 1)
-        case "gzip":
-            packed = gzip.compress(reply.content.read(reply.lo, reply.hi), 1, mtime=0)
-            headers["Content-Encoding"] = "gzip"
+        case "gzip" | "long":
+            packed = reply.content.read(reply.lo, reply.hi) + b"more"
+            if fault.kind == "gzip":
+                packed = gzip.compress(packed[:-4], 1, mtime=0)
+                headers["Content-Encoding"] = "gzip"
             length = len(packed)
             if reply.status == 206:
                 headers["Content-Range"] = f"bytes {reply.lo}-{reply.hi - 1}/{reply.total}"

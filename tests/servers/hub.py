@@ -28,12 +28,12 @@ class HubServer(Loopback):
     """A Hub with nothing in it yet; use it as a context manager."""
 
     def __init__(
-        self, *, latency_s: float = 0.0, bandwidth: float | None = None, page_size: int = 1000
-    ) -> None:
+        self, *, latency_s: float = 0.0, bandwidth: float | None = None, page_size: int = 1000, port: int = 0
+    ) -> None:  # fmt: skip
         """`latency_s`: waited before each answer. `bandwidth`: bytes per second of all connections
         together. `page_size`: items on a page of a listing.
         """
-        super().__init__(("hub", "cdn"), latency_s=latency_s, bandwidth=bandwidth)
+        super().__init__(("hub", "cdn"), latency_s=latency_s, bandwidth=bandwidth, port=port)
         self.page_size = page_size
         self._secret = secrets.token_bytes(16)
         self._shelf = Shelf()

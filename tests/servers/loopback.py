@@ -19,8 +19,8 @@ from typing import Self
 from urllib.parse import unquote
 
 from tests.servers.faults import Chaos, Fault, rewrite
-from tests.servers.reply import Call, Reply, reply_error
-from tests.servers.wire import BadRequest, Gone, Head, Link, Wire
+from tests.servers.reply import Call, Reply
+from tests.servers.wire import Gone, Head, Link, Wire
 
 JOIN_S = 2.0
 
@@ -40,7 +40,8 @@ class Loopback:
         self._connection_numbers = itertools.count()
         self._open: dict[threading.Thread, socket.socket] = {}
         self._listeners = {
-            name: socket.create_server(("127.0.0.1", port), backlog=512) for name in ports
+            name: socket.create_server(("127.0.0.1", 0 if i else port), backlog=512)
+            for i, name in enumerate(ports)
         }
         self._addresses = {
             name: f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -145,15 +146,8 @@ class Loopback:
 
     def _one(self, wire: Wire, port: str, connection: int) -> bool:
         """Read one request and answer it; whether the connection stays open for another."""
-        try:
-            head = wire.head()
-            body = wire.body(head.headers)
-        except BadRequest as error:
-            head, body = Head("", "", {}, False), b""
-            call = self._note(port, connection, head, body)
-            wire.answer(call, reply_error(400, str(error)), None)
-            return False
-        call = self._note(port, connection, head, body)
+        head = wire.head()
+        call = self._note(port, connection, head, wire.body(head.headers))
         reply = self.answer(call)
         fault = self._choose(call, reply)
         wire.wait(self.latency_s)

@@ -6,12 +6,15 @@ time to the first batch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from penstock.order.shuffle import I64
 
 
 def empty(kind: pa.DataType) -> pa.Array:
@@ -47,13 +50,7 @@ def scalar(value: bytes, kind: pa.DataType | None = None) -> pa.Scalar:
 def is_text(kind: pa.DataType) -> bool:
     """Return True for strings and byte strings of every kind."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return any(
-        kind == text
-        for text in (
-            pa.string(), pa.large_string(), pa.string_view(),
-            pa.binary(), pa.large_binary(), pa.binary_view(),
-        )
-    )  # fmt: skip
+    return re.fullmatch("(large_)?(string|binary)(_view)?", str(kind)) is not None
 
 
 def widened(column: Any) -> Any:
@@ -68,3 +65,11 @@ def combined(column: pa.ChunkedArray) -> pa.Array:
     # Widened first: 32-bit offsets end at 2 GiB.
     column = widened(column)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def lengths(column: pa.Array) -> I64:
+    """Return the bytes of each text of a column with 64-bit offsets."""
+    if not len(column):
+        return np.empty(0, np.int64)
+    offsets = np.frombuffer(column.buffers()[1], np.int64)
+    return np.diff(offsets[column.offset : column.offset + len(column) + 1])

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import environment
@@ -21,12 +22,17 @@ from penstock.errors import ConfigError, SourceError, missing_extra
 from penstock.read.http import RETRY, Deadline, RequestError, plain_etag
 from penstock.read.hub import sound
 from penstock.read.listing import Entry
-from penstock.types import FileRef
 
 if TYPE_CHECKING:
     from penstock.read.remote_files import Network
 
 T = TypeVar("T")
+Call = Callable[[Any, Any, Deadline], T]
+"""A function of obstore, the store and a deadline."""
+
+Version = tuple[str, int]
+"""An ETag and a size."""
+Known = Callable[..., Any]
 
 LOGIN = {
     "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; if public "
@@ -60,43 +66,30 @@ def place(url: str) -> tuple[str, str]:
 class Bucket:
     """A bucket, or a prefix in one. Its content may change."""
 
-    def __init__(
-        self, network: Network, root: str, known: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, network: Network, root: str, known: Known | None = None) -> None:
         """`known` keeps listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
         self._lock = threading.Lock()
         self._opened: Any = None
 
-    def call(self, name: str, function: Callable[[Any, Any, Deadline], T], **retry: Any) -> T:
+    def call(self, name: str, function: Call[T], **retry: Any) -> T:
         """Return what a function of obstore, the store and a deadline returns, within the budget.
 
         Raise FileNotFoundError if there is no such file, bucket or range.
         """
-        where = f"{self.prefix}{name}"
+        attempt = partial(self._try, f"{self.prefix}{name}", function)
+        return self._network.retry(f"{self.prefix}{name}", attempt, **retry)
 
-        def attempt(deadline: Deadline) -> T:
-            self._network.stats.add(requests=1)
-            return self._try(where, function, deadline)
-
-        return self._network.retry(where, attempt, **retry)
-
-    def _try(
-        self, where: str, function: Callable[[Any, Any, Deadline], T], deadline: Deadline
-    ) -> T:
+    def _try(self, where: str, function: Call[T], deadline: Deadline) -> T:
         obstore = _obstore(where)
-        from obstore.exceptions import BaseError
-
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()
-        failed: Exception
+        self._network.stats.add(requests=1)
         try:
             return function(obstore, self._opened, deadline)
-        except FileNotFoundError:
-            failed = FileNotFoundError(where)
-        except BaseError as error:
+        except (FileNotFoundError, obstore.exceptions.BaseError) as error:
             failed = _explained(error, where)
         raise failed  # without the original as its context, which quotes secrets
 
@@ -104,57 +97,45 @@ class Bucket:
         """Return the files whose keys begin with a folder's."""
 
         def list_all(obstore: Any, store: Any, deadline: Deadline) -> list[Entry]:
-            prefix, found = folder or None, []
-            pages = (
-                obstore.list(store, prefix)
-                if recursive
-                else [obstore.list_with_delimiter(store, prefix)["objects"]]
-            )
+            found, prefix = [], folder or None
+            pages = obstore.list(store, prefix)
+            if not recursive:
+                pages = [obstore.list_with_delimiter(store, prefix)["objects"]]
             for page in pages:
                 deadline.timeout_s()
                 # Empty objects stand for folders.
                 found += [_entry(meta) for meta in page if meta["size"]]
             return found
 
-        def make() -> list[Entry]:
-            try:
-                return self.call(folder, list_all)
-            except FileNotFoundError:
-                raise SourceError(f"{self._root} does not exist.") from None
-
-        return self._kept([f"{self.prefix}{folder}", recursive], make)
+        try:
+            return self._kept([f"{self.prefix}{folder}", recursive], folder, list_all)
+        except FileNotFoundError:
+            raise SourceError(f"{self._root} does not exist.") from None
 
     def one(self, key: str) -> Entry | None:
         """Return a single file, if it exists."""
 
-        def make() -> list[Entry]:
-            try:
-                return [self.call(key, lambda obstore, store, _: _entry(obstore.head(store, key)))]
-            except FileNotFoundError:
-                return []
+        def head(obstore: Any, store: Any, _: Deadline) -> list[Entry]:
+            return [_entry(obstore.head(store, key))]
 
-        return next(iter(self._kept([f"{self.prefix}{key}"], make)), None)
+        try:
+            return self._kept([f"{self.prefix}{key}"], key, head)[0]
+        except FileNotFoundError:
+            return None
 
-    def _kept(self, key: list[Any], make: Callable[[], list[Entry]]) -> list[Entry]:
+    def _kept(self, key: list[Any], name: str, function: Callable[..., list[Entry]]) -> list[Entry]:
         assert self._known is not None
         key = [*key, _endpoint(self._root)]
+        make = partial(self.call, name, function)
         return [Entry(*row) for row in self._known("listings", key, make, moving=True)]
 
-    def read_into(
-        self,
-        file: FileRef,
-        start: int,
-        view: memoryview,
-        deadline: Deadline,
-        check: Callable[[str, int], None],
-    ) -> None:
-        """Fill a buffer from a file. `check` raises if its ETag and size are not those listed."""
-        stats, began, at = self._network.stats, time.perf_counter(), 0
+    def read_into(self, key: str, start: int, view: memoryview, deadline: Deadline) -> Version:
+        """Fill a buffer from a file, and return the file's ETag and size."""
+        began, at = time.perf_counter(), 0
 
         def read(obstore: Any, store: Any, deadline: Deadline) -> Any:
             nonlocal at
-            wanted = {"range": (start, start + len(view))}
-            result = obstore.get(store, place(file.path)[1], options=wanted)
+            result = obstore.get(store, key, options={"range": (start, start + len(view))})
             for part in result.stream(min_chunk_size=1):
                 deadline.timeout_s()
                 deadline.received(len(part))
@@ -164,17 +145,16 @@ class Bucket:
                 at += len(part)
             return result.meta
 
-        stats.add(requests=1)
         try:
-            meta = self._try(file.path, read, deadline)
-        except FileNotFoundError:
-            text = f"{file.path} is gone or shorter. Restore it, or start a new run."
+            meta = self._try(f"{self.prefix}{key}", read, deadline)
+        except FileNotFoundError as error:
+            text = f"{error} is gone or shorter. Restore it, or start a new run."
             raise RequestError("status_404", SourceError(text)) from None
         finally:
-            stats.add(bytes=at, body_s=time.perf_counter() - began)
+            self._network.stats.add(bytes=at, body_s=time.perf_counter() - began)
         if at != len(view):
             raise RequestError("short", f"{at} bytes instead of {len(view)}")
-        check(plain_etag(meta["e_tag"] or ""), meta["size"])
+        return plain_etag(meta["e_tag"] or ""), meta["size"]
 
     def _open(self) -> Any:
         from obstore.store import from_url
@@ -196,6 +176,7 @@ class Bucket:
 
 def _obstore(where: str) -> Any:
     try:
+        importlib.import_module("obstore.exceptions")
         return importlib.import_module("obstore")
     except ImportError:
         needed_for = f"reading {where.partition('://')[0]}://"
@@ -204,7 +185,7 @@ def _obstore(where: str) -> Any:
 
 def _entry(meta: Any) -> Entry:
     # Azure quotes ETags in answers and not in listings.
-    return Entry(meta["path"], meta["size"], "".join(plain_etag(meta["e_tag"] or "").split()))
+    return Entry(meta["path"], meta["size"], plain_etag(meta["e_tag"] or ""))
 
 
 # Credentials
@@ -237,16 +218,15 @@ def _s3_credentials() -> dict[str, Any]:
 
 def _explained(error: Exception, where: str) -> Exception:
     """Return one of obstore's exceptions as ours, without the secrets in its text."""
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
     said = str(error).partition("\n\nDebug source")[0]
-    status = re.search(r"status code: (\d{3})", said)
-    number = int(status[1]) if status else 0
-    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
-    if number in (404, 416):
+    found = re.search(r"status code: (\d{3})", said)
+    status = int(found[1]) if found else 0
+    if isinstance(error, FileNotFoundError) or status in (404, 416):
         return FileNotFoundError(where)
-    if number >= 500 or number in RETRY or not (status or denied or "configured region" in said):
-        return RequestError(f"status_{number}" if status else "bucket", _clean(said))
+    denied = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    denied = denied or 0 < status < 500 or "configured region" in said
+    if status in RETRY or not denied:
+        return RequestError(f"status_{status}" if status else "bucket", _clean(said))
     code = re.search(r"<Code>(\w{1,60})</Code>", said)
     text = f"{where}: access is refused{f' ({code[1]})' if code else ''}. {LOGIN[where[0]]}"
     return RequestError("denied", SourceError(text))

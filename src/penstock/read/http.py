@@ -30,11 +30,14 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from penstock.config import proxy_for
-from penstock.errors import PenstockError, RemoteError
+from penstock.errors import LoaderClosed, PenstockError, RemoteError
 from penstock.options import RemoteOptions
 from penstock.types import MODIFIED, KiB
 
 T = TypeVar("T")
+Headers = Mapping[str, str]
+Reading = Callable[[bytes, Headers], T]
+"""Makes something of a small body and its headers."""
 
 RECEIVE = 256 * KiB
 CONNECTIONS = 64
@@ -45,17 +48,12 @@ MAX_REDIRECT = 64 * KiB
 """A longer body of a redirect is not read, which costs its connection."""
 RETRY = frozenset({408, 425, 429})
 """Statuses below 500 that may be different next time."""
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
 KEEPALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
 ]
 """Routers forget connections that are idle for minutes."""
-NO_RANGES = (
-    "its server does not answer requests for a range of bytes. Use one that does, or copy the "
-    "file to disk."
-)
 REASONS: dict[type[Exception], str] = {
     socket.gaierror: "dns",
     http.client.RemoteDisconnected: "cut",
@@ -84,16 +82,24 @@ class RequestError(Exception):
         self.final = detail if isinstance(detail, PenstockError) else None
 
 
+class Refused(Exception):
+    """A server answered with a status that a retry would not change."""
+
+    def __init__(self, status: int, code: str = "") -> None:
+        """`code` is what the Hub says about it, in one word."""
+        super().__init__(f"status {status}")
+        self.status, self.code = status, code
+
+
 class Deadline:
     """How long one attempt may take, and how slowly its bytes may come."""
 
     def __init__(self, limits: RemoteOptions, until: float) -> None:
         self.began = self._window = time.monotonic()
         self.until = min(until, self.began + limits.request_timeout)
+        self.limits = limits
         self.connect_s = 0.0
         self.cancelled = False
-        self.connect_timeout_s = limits.connect_timeout
-        self._limits = limits
         self._bytes = 0
         self._socket: socket.socket | None = None
         # Reentrant: garbage collection may cancel on a thread that holds the lock.
@@ -102,18 +108,18 @@ class Deadline:
     def timeout_s(self, limit: float | None = None) -> float:
         """Return how long to wait for the next bytes, or raise if the time is over."""
         if self.cancelled:
-            raise RequestError("cancelled", "the loader was shut down")
+            raise LoaderClosed("the loader was shut down")
         left = self.until - time.monotonic()
         if left <= 0:
             raise self.timed_out()
-        return min(left, self._limits.stall_timeout if limit is None else limit)
+        return min(left, self.limits.stall_timeout if limit is None else limit)
 
     def received(self, n: int) -> None:
         """Count bytes, and raise if too few came over the last `stall_timeout`."""
         self._bytes += n
         span = time.monotonic() - self._window
-        if span >= self._limits.stall_timeout:
-            if self._bytes < max(1, self._limits.min_bytes_per_s * span):
+        if span >= self.limits.stall_timeout:
+            if self._bytes < max(1, self.limits.min_bytes_per_s * span):
                 raise RequestError("slow", f"{self._bytes} bytes in {span:.1f} s")
             self.restart_rate()
 
@@ -125,7 +131,7 @@ class Deadline:
         now = time.monotonic()
         if now >= self.until:
             return RequestError("deadline", f"not done after {now - self.began:.1f} s")
-        return RequestError("stall", f"0 bytes in {self._limits.stall_timeout} s")
+        return RequestError("stall", f"0 bytes in {self.limits.stall_timeout} s")
 
     def watch(self, sock: socket.socket | None) -> None:
         """Set the socket that a cancellation shuts down."""
@@ -136,12 +142,11 @@ class Deadline:
 
     def cancel(self) -> None:
         """End the attempt, from any thread."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             self.cancelled = True
             if self._socket is not None:
-                with suppress(OSError):
-                    # Not SSLSocket.shutdown: its reader would take encrypted bytes for plain ones.
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                # Not SSLSocket.shutdown: its reader would take encrypted bytes for plain ones.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class _Receiver(io.RawIOBase):
@@ -227,8 +232,7 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
     user, at, host = parts.netloc.rpartition("@")
     if not at:
         return url, {}
-    name, _, password = user.partition(":")
-    login = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode("ascii")
+    login = base64.b64encode(":".join(map(unquote, user.split(":", 1))).encode()).decode("ascii")
     return parts._replace(netloc=host).geturl(), {"Authorization": f"Basic {login}"}
 
 
@@ -254,23 +258,20 @@ class Response:
         self.done = 0
         """Bytes of the body that were read."""
 
-    def read_into(self, view: memoryview) -> None:
-        """Read a body of just this length."""
-        for part in self._parts(len(view)):
-            view[self.done - len(part) : self.done] = part
-        if self.done < len(view):
-            raise RequestError("cut", f"{self.done} of {len(view)} bytes came")
-
-    def read(self, limit: int) -> bytes:
-        """Read the whole body, which must not be longer than `limit`."""
-        return b"".join(self._parts(limit))
-
-    def _parts(self, limit: int) -> Iterator[bytes]:
+    def parts(self, limit: int) -> Iterator[bytes]:
+        """Read the body, which must not be longer than `limit`."""
         while part := explained(partial(self._raw.read1, RECEIVE, decode_content=False)):
             self.done += len(part)
             if self.done > limit:
                 raise RequestError("long", f"more than {limit} bytes came")
             yield part
+
+    def read_into(self, view: memoryview) -> None:
+        """Read a body of just this length."""
+        for part in self.parts(len(view)):
+            view[self.done - len(part) : self.done] = part
+        if self.done < len(view):
+            raise RequestError("cut", f"{self.done} of {len(view)} bytes came")
 
     def version(self) -> str:
         """Return what identifies the content of a file: its ETag, else its date."""
@@ -282,8 +283,7 @@ class Response:
         if 400 <= self.status < 500 and self.status not in RETRY:
             raise Refused(self.status, self.headers.get("x-error-code", ""))
         if not 200 <= self.status < 300:
-            wait_s = retry_after(self.headers)
-            detail = f"the server answered {self.status}"
+            detail, wait_s = f"the server answered {self.status}", retry_after(self.headers)
             detail += f" and asks to wait {wait_s:.0f} s" if wait_s else ""
             raise RequestError(f"status_{self.status}", detail, retry_after=wait_s)
         encoding = self.headers.get("content-encoding", "identity")
@@ -293,22 +293,12 @@ class Response:
             raise RequestError("html", "a web page came, not data: a portal or proxy answered")
 
 
-class Refused(Exception):
-    """A server answered with a status that a retry would not change."""
-
-    def __init__(self, status: int, code: str = "") -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.code = code
-        """What the Hub says about it, in one word."""
-
-
 def plain_etag(etag: str) -> str:
     """Return an ETag without quotes; and without commas, so that it can stand in a list."""
     return etag.strip().removeprefix("W/").strip('"').replace(",", "")
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
+def retry_after(headers: Headers) -> float | None:
     """Return how long a server asks to wait, if it does.
 
     The Hub says when its limit is renewed: `RateLimit: "api";r=0;t=55`.
@@ -324,21 +314,15 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 class Http:
     """The connections of one run. Used by many threads at once."""
 
-    def __init__(self, count: Callable[..., None] = lambda **_: None) -> None:
+    def __init__(self, count: Callable[..., None]) -> None:
         """`count` is called with the number of requests, and the seconds of their parts."""
         self._count = count
         self._current = threading.local()
         self._lock = threading.RLock()
         self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
 
-    def _hides(self, record: logging.LogRecord) -> bool:
-        """Drop urllib3's own log lines about our requests: they quote signed addresses."""
-        return getattr(self._current, "deadline", None) is None
-
     @contextmanager
-    def request(
-        self, place: Place, headers: Mapping[str, str], deadline: Deadline
-    ) -> Iterator[Response]:
+    def request(self, place: Place, headers: Headers, deadline: Deadline) -> Iterator[Response]:
         """Send a GET, follow redirects, and return the answer before its body is read.
 
         Credentials in `headers` go to the place's own origin only.
@@ -350,28 +334,27 @@ class Http:
                 given.pop("Authorization", None)
             with self._open(place, given, deadline) as response:
                 location = response.headers.get("location", "")
-                if response.status not in REDIRECTS or not location:
+                if not 300 <= response.status < 400 or not location:
                     yield response
                     return
                 place = place.redirected(location, response.private)
                 if response.length is not None and response.length <= MAX_REDIRECT:
-                    response.read(MAX_REDIRECT)  # so that the connection can be used again
+                    list(response.parts(MAX_REDIRECT))  # so that the connection can be used again
         raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
 
     @contextmanager
-    def _open(
-        self, place: Place, headers: Mapping[str, str], deadline: Deadline
-    ) -> Iterator[Response]:
+    def _open(self, place: Place, headers: Headers, deadline: Deadline) -> Iterator[Response]:
+        connect_s = deadline.timeout_s(deadline.limits.connect_timeout)
+        timeout = urllib3.Timeout(connect=connect_s, read=deadline.timeout_s())
         send = partial(
-            self._manager(place).urlopen, "GET", place.url, headers=headers, retries=False,
-            redirect=False, preload_content=False, decode_content=False,
+            self._manager(place).urlopen, "GET", place.url, headers=headers, timeout=timeout,
+            retries=False, redirect=False, preload_content=False, decode_content=False,
         )  # fmt: skip
-        connect_s, read_s = deadline.timeout_s(deadline.connect_timeout_s), deadline.timeout_s()
         began, deadline.connect_s = time.perf_counter(), 0.0
         self._count(requests=1)
         self._current.deadline = deadline
         try:
-            raw = explained(partial(send, timeout=urllib3.Timeout(connect=connect_s, read=read_s)))
+            raw = explained(send)
             answered = time.perf_counter()
             first_byte_s = answered - began - deadline.connect_s
             self._count(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
@@ -387,26 +370,29 @@ class Http:
     def close(self) -> None:
         logging.getLogger("urllib3.connectionpool").removeFilter(self._hides)
         with self._lock:
-            managers, self._managers = self._managers, {}
-        for manager in managers.values():
-            manager.clear()
+            for manager in self._managers.values():
+                manager.clear()
+            self._managers.clear()
 
     # Connections
 
+    def _hides(self, record: logging.LogRecord) -> bool:
+        """Drop urllib3's own log lines about our requests: they quote signed addresses."""
+        return getattr(self._current, "deadline", None) is None
+
     def _manager(self, place: Place) -> urllib3.PoolManager:
         scheme, host, _ = place.origin
-        proxy = proxy_for(scheme, host)
-        key = (scheme, place.private, proxy)
+        key = (scheme, place.private, proxy_for(scheme, host))
         with self._lock:
             if key not in self._managers:
                 logging.getLogger("urllib3.connectionpool").addFilter(self._hides)
-                settings: dict[str, Any] = {"maxsize": CONNECTIONS, "socket_options": KEEPALIVE}
-                if scheme == "https":  # one for all connections: it takes 20 ms to make
-                    settings["ssl_context"] = ssl.create_default_context()
-                self._managers[key] = explained(lambda: self._new_manager(place, proxy, settings))
+                self._managers[key] = explained(partial(self._new_manager, place, key[2]))
             return self._managers[key]
 
-    def _new_manager(self, place: Place, proxy: str | None, settings: Any) -> urllib3.PoolManager:
+    def _new_manager(self, place: Place, proxy: str | None) -> urllib3.PoolManager:
+        settings: dict[str, Any] = {"maxsize": CONNECTIONS, "socket_options": KEEPALIVE}
+        if place.url.startswith("https:"):  # one for all connections: it takes 20 ms to make
+            settings["ssl_context"] = ssl.create_default_context()
         if proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
@@ -472,6 +458,5 @@ def _request_error(error: Exception) -> RequestError:
     if isinstance(error, ValueError) and not isinstance(cause, OSError):
         text = "its address, its token or the proxy's address cannot be sent"
         return RequestError("request", RemoteError(text))
-    fits = (reason for kind, reason in REASONS.items() if isinstance(cause, kind))
-    detail = getattr(cause, "strerror", None) or type(cause).__name__
-    return RequestError(next(fits, "protocol"), detail)
+    reason = next((word for kind, word in REASONS.items() if isinstance(cause, kind)), "protocol")
+    return RequestError(reason, getattr(cause, "strerror", None) or type(cause).__name__)

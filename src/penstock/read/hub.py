@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
 from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError, missing_extra
-from penstock.read.listing import SHORT_NAMES as SHORT_NAMES
+from penstock.read.http import Headers, Place, Reading, Refused, RequestError
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format, MiB
 
 if TYPE_CHECKING:
-    from penstock.read.http import Refused
     from penstock.read.remote_files import Network
+
+T = TypeVar("T")
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
 MAX_CARD = MiB
-MAX_DEPTH = 32
-MAX_PAGES = 100_000
 _ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -57,15 +56,18 @@ class HubName(NamedTuple):
 
 def parse(url: str) -> HubName:
     """Return what an hf:// address names, or raise an error that shows how to write one."""
-    found = _ADDRESS.fullmatch(url)
-    single = found is not None and "/" not in found["repo"] and found["revision"] is None
-    if found is None or ".." in found["repo"] or (single and found["path"]):
-        raise ConfigError(f"{url}: needs the form {FORM}")
-    path = (found["path"] or "").removesuffix("/")
-    revision = unquote(found["revision"] or "main")
-    if (path and not sound(path)) or not sound(revision) or re.search(r"\s", revision):
-        raise ConfigError(f"{url}: its revision or path is malformed; needs the form {FORM}")
-    return HubName(found["repo"], revision, path)
+    if found := _ADDRESS.fullmatch(url):
+        path, revision = (
+            (found["path"] or "").removesuffix("/"),
+            unquote(found["revision"] or "main"),
+        )
+        single = "/" not in found["repo"] and found["revision"] is None
+        fine = (
+            ".." not in found["repo"] and not (single and path) and not re.search(r"\s", revision)
+        )
+        if fine and sound(revision) and sound(path or "all"):
+            return HubName(found["repo"], revision, path)
+    raise ConfigError(f"{url}: needs the form {FORM}")
 
 
 def sound(path: str) -> bool:
@@ -84,21 +86,19 @@ def refusal(address: str, refused: Refused) -> PenstockError:
     """Return the error for a 4xx of the Hub, which says what to do. Tokens are never shown."""
     repo = address.partition("://")[2].partition("/")[2].partition("@")[0]
     page = f"{hub_endpoint().rpartition('@')[2]}/datasets/{repo}"
-    status, code = refused.status, refused.code
     sent = "A token was sent, and is not enough." if hub_token() else "No token was sent."
     login = f"log in (`hf auth login`) or set HF_TOKEN. {sent}"
-    if code == "GatedRepo":
+    if refused.code == "GatedRepo":
         return SourceError(f"{repo} is gated: accept its conditions at {page}, then {login}")
-    if code in ("RevisionNotFound", "EntryNotFound"):
+    if refused.code in ("RevisionNotFound", "EntryNotFound"):
         return SourceError(f"{address} does not exist. See {page}")
-    if code == "RepoNotFound" or status in (401, 404):
-        return SourceError(
-            f"There is no dataset {repo} (see {page}), or it is private. One without an "
-            f"organisation is written hf://datasets/NAME@main/…; for private data {login}"
-        )
-    if status in (403, 451):
-        return SourceError(f"{address}: access is refused ({status}); {login}")
-    return RemoteError(f"{address}: the Hub answered {status}.")
+    if refused.code == "RepoNotFound" or refused.status in (401, 404):
+        form = "One without an organisation is written hf://datasets/NAME@main/…"
+        text = f"There is no dataset {repo} (see {page}), or it is private. {form}"
+        return SourceError(f"{text}; for private data {login}")
+    if refused.status in (403, 451):
+        return SourceError(f"{address}: access is refused ({refused.status}); {login}")
+    return RemoteError(f"{address}: the Hub answered {refused.status}.")
 
 
 # Listings
@@ -113,7 +113,7 @@ class Repository:
         self._sha = name.revision
         if not _SHA.fullmatch(name.revision):  # a branch may have moved, so the Hub is asked
             key = [f"hf://datasets/{name.repo}@{name.revision}", hub_endpoint()]
-            self._sha = known("revisions", key, partial(self._commit, *key), moving=True)
+            self._sha = known("revisions", key, partial(self._commit, key[0]), moving=True)
         self.prefix = f"hf://datasets/{name.repo}@{self._sha}/"
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
@@ -135,14 +135,9 @@ class Repository:
 
     def card(self) -> str:
         """Return the dataset's card, or nothing."""
-        key = [f"{self.prefix}README.md", hub_endpoint()]
-        text: str = self._known("cards", key, partial(self._read_card, key[0]), moving=False)
-        return text
+        address = f"{self.prefix}README.md"
 
-    def _read_card(self, address: str) -> str:
-        from penstock.read.http import RequestError
-
-        def read(body: bytes, _: Mapping[str, str]) -> str:
+        def read(body: bytes, _: Headers) -> str:
             text = body[:MAX_CARD].decode("utf-8", "replace")
             # Without its front matter, other files would be taken for the data.
             if text.startswith("-") and "\n---" not in text:
@@ -150,54 +145,44 @@ class Repository:
                 raise RequestError("cut", error)
             return text
 
-        text: str = self._get(resolve_url(address), address, read, "")
+        make = partial(self._get, resolve_url(address), address, read, "")
+        text: str = self._known("cards", [address, hub_endpoint()], make, moving=False)
         return text
 
-    def _get(
-        self,
-        url: str,
-        address: str,
-        read: Callable[[bytes, Mapping[str, str]], Any],
-        missing: Any = None,
-    ) -> Any:
+    def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
-        from penstock.read.http import Refused
-
         try:
-            return self._network.get(url, address, read, token=hub_token())
+            return self._network.get(url, address, hub_token(), read)
         except Refused as refused:
             no_entry = refused.status == 404 and refused.code in ("", "EntryNotFound")
             if missing is not None and no_entry:
                 return missing
             raise refusal(address, refused) from None
 
-    def _commit(self, address: str, endpoint: str) -> str:
-        revision = quote(address.partition("@")[2], safe="")
+    def _api(self, path: str) -> str:
+        return f"{hub_endpoint()}/api/datasets/{self._repo}/{quote(path)}"
 
-        def read(body: bytes, _: Mapping[str, str]) -> str:
+    def _commit(self, address: str) -> str:
+        def read(body: bytes, _: Headers) -> str:
             found = str(_json(body, dict, address).get("sha"))
             if not _SHA.fullmatch(found):
                 raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
             return found
 
-        url = f"{endpoint}/api/datasets/{self._repo}/revision/{revision}"
-        sha: str = self._get(url, address, read)
-        return sha
+        return self._get(self._api("revision/") + quote(self._sha, safe=""), address, read)
 
     def _list(self, folder: str, recursive: bool) -> list[Entry]:
-        from penstock.read.http import Place
-
         address = f"{self.prefix}{folder}"
-        path = quote(f"/{folder}" if folder else "")
-        url = f"{hub_endpoint()}/api/datasets/{self._repo}/tree/{self._sha}{path}"
+        url = self._api(f"tree/{self._sha}/{folder}".removesuffix("/"))
         url += f"?recursive={str(recursive).lower()}&expand=false"
         found: dict[str, Entry] = {}
 
-        def read(body: bytes, headers: Mapping[str, str]) -> tuple[list[Any], str]:
+        def read(body: bytes, headers: Headers) -> tuple[list[Any], str]:
             return _json(body, list, address), headers.get("link", "")
 
-        for _ in range(MAX_PAGES):
-            page, link = self._get(url, address, read, ([], ""))
+        nothing: tuple[list[Any], str] = [], ""
+        while True:
+            page, link = self._get(url, address, read, nothing)
             found.update((entry.path, entry) for entry in _entries(page, address, folder))
             following = re.search(r'<([^<>]*)>;\s*rel="?next"?', link)
             if following is None:
@@ -205,16 +190,12 @@ class Repository:
             url = urljoin(url, following[1])
             if Place(url).origin != Place(hub_endpoint()).origin:
                 raise SourceError(f"{address}: the next page of its listing is on another server")
-        raise SourceError(f"{address}: its listing does not end, after {len(found)} files")
 
 
 def _json(body: bytes, kind: type, address: str) -> Any:
-    from penstock.read.http import RequestError
-
-    try:
+    value = None
+    with suppress(ValueError, RecursionError):
         value = json.loads(body)
-    except (ValueError, RecursionError):
-        value = None
     if not isinstance(value, kind):
         text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
         raise RequestError("json", RemoteError(text))
@@ -231,10 +212,8 @@ def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
         except (AttributeError, LookupError, TypeError):
             fine = False
         if not fine or not path.startswith(f"{folder}/" if folder else ""):
-            raise SourceError(
-                f"{address}: an entry of its listing is malformed or leads elsewhere: "
-                f"{str(item)[:300]!r}"
-            )
+            wrong = f"an entry of its listing is malformed or leads elsewhere: {str(item)[:300]!r}"
+            raise SourceError(f"{address}: {wrong}")
         if item["type"] == "file":
             yield Entry(path, size, etag)
 
@@ -249,8 +228,8 @@ class Config(NamedTuple):
     default: bool
     folder: str
     """What the patterns are below; empty for the whole repository."""
-    splits: dict[str, list[str]] | None
-    """Patterns of each split; None if the files' names decide."""
+    splits: dict[str, list[str]]
+    """Patterns of each split; empty if the files' names decide."""
 
 
 def configurations(text: str, where: str) -> list[Config]:
@@ -264,18 +243,11 @@ def configurations(text: str, where: str) -> list[Config]:
         raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        # Loading a deep one would crash the process.
-        events = yaml.parse(head[1], Loader=loader)
-        steps = (isinstance(e, yaml.CollectionStartEvent) - isinstance(e, yaml.CollectionEndEvent) for e in events)  # fmt: skip
-        if max(accumulate(steps)) > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-        items = yaml.load(head[1], Loader=loader).get("configs") or []
-        return [_config(item) for item in items]
+        return [_config(item) for item in yaml.load(head[1], Loader=loader).get("configs") or []]
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise SourceError(
-            f"{where} cannot be understood: {' '.join(str(error).split())[:200]}. Name the files "
-            "instead: …/NAME/path-or-glob"
-        ) from None
+        why = " ".join(str(error).split())[:200]
+        advice = "Name the files instead: …/NAME/path-or-glob"
+        raise SourceError(f"{where} cannot be understood: {why}. {advice}") from None
 
 
 def _config(item: dict[str, Any]) -> Config:
@@ -287,7 +259,7 @@ def _config(item: dict[str, Any]) -> Config:
         paths = split["path"] if isinstance(split["path"], list) else [split["path"]]
         splits.setdefault(_plain(split.get("split", "train")), []).extend(map(_plain, paths))
     name, folder = item.get("config_name", "default"), item.get("data_dir") or ""
-    return Config(_plain(name), item.get("default") is True, _plain(folder), splits or None)
+    return Config(_plain(name), item.get("default") is True, _plain(folder), splits)
 
 
 def _plain(value: Any) -> str:
@@ -297,33 +269,24 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def choose(
-    configs: Sequence[Config], wanted: str | None, where: str
-) -> tuple[str, list[str] | None]:
+def choose(configs: list[Config], wanted: str | None, where: str) -> tuple[str, list[str] | None]:
     """Return the folder and the patterns of a configuration; None for the folder's data files."""
     if wanted is None and not configs:
         return "", None
-    by_name = {config.name: config for config in configs}
-    split = ""
+    table: dict[str, tuple[str, list[str]]] = {}  # by NAME and by NAME/SPLIT
+    for name, _, folder, splits in configs:
+        table |= {f"{name}/{split}": (folder, patterns) for split, patterns in splits.items()}
+        if len(splits) < 2 or "train" in splits:
+            table[name] = folder, splits.get("train", next(iter(splits.values()), []))
     if wanted is None:
-        marked = next((config for config in configs if config.default), by_name.get("default"))
-        config = configs[0] if len(configs) == 1 else marked
-    elif (config := by_name.get(wanted)) is None:
-        name, _, split = wanted.rpartition("/")
-        config = by_name.get(name)
-    if config is None:
-        names = ", ".join(f"config={name!r}" for name in by_name) or "none"
-        raise ConfigError(f"{where}: has no configuration {wanted or 'default'!r}. Choose: {names}")
-    folder = "" if config.folder in ("", ".", "./") else _confined(config.folder, "", where)
-    if config.splits is None and not split:
-        return folder, None
-    splits = config.splits or {}
-    if not split:
-        split = next(iter(splits)) if len(splits) == 1 else "train"
-    if split not in splits:
-        names = ", ".join(f"config={f'{config.name}/{name}'!r}" for name in splits) or "none"
-        raise ConfigError(f"{where}: {config.name!r} has no split {split!r}. Choose: {names}")
-    return folder, [_confined(pattern, folder, where) for pattern in splits[split]]
+        marked = [config.name for config in configs if config.default or len(configs) == 1]
+        wanted = next(iter(marked), "default")
+    if wanted not in table:
+        names = ", ".join(f"config={name!r}" for name in table)
+        raise ConfigError(f"{where}: has no configuration or split {wanted!r}. Choose: {names}")
+    folder, patterns = table[wanted]
+    folder = "" if folder in ("", ".", "./") else _confined(folder, "", where)
+    return folder, [_confined(pattern, folder, where) for pattern in patterns] or None
 
 
 def _confined(pattern: str, folder: str, where: str) -> str:
@@ -332,10 +295,8 @@ def _confined(pattern: str, folder: str, where: str) -> str:
     if path in ("", "."):
         return folder or "**"
     if "://" in pattern or not sound(path) or len(path) > 4096:
-        raise ConfigError(
-            f"{where}: its data_files name {pattern[:300]!r}. A card can name files of its own "
-            "repository only; give TextDataset any other address yourself."
-        )
+        advice = "A card can name files of its own repository only; give other addresses yourself."
+        raise ConfigError(f"{where}: its data_files name {pattern[:300]!r}. {advice}")
     return f"{folder}/{path}" if folder else path
 
 
@@ -353,6 +314,5 @@ def data_files(entries: Iterable[Entry], where: str, format: Format | None) -> l
             return [e for e in found if _TRAIN.search(e.path.lower())] or found
     if format is not None and rest:
         return rest
-    raise SourceError(
-        f"{where}: none of its files is Parquet, JSONL or text. Name some: …/NAME/path-or-glob"
-    )
+    advice = "Name some: …/NAME/path-or-glob"
+    raise SourceError(f"{where}: none of its files is Parquet, JSONL or text. {advice}")

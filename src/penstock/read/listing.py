@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -19,16 +20,21 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from penstock.config import write_atomically
 from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError
 from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
 
 if TYPE_CHECKING:
+    from penstock.read.buckets import Bucket
     from penstock.read.hub import Repository
-    from penstock.read.metadata_cache import MetadataCache
     from penstock.read.remote_files import Network
+
+    Tree: TypeAlias = Repository | Bucket
+
+log = logging.getLogger("penstock")
 
 ENDINGS: dict[Format, str] = {
     "parquet": ".parquet .pq",
@@ -60,29 +66,24 @@ class Entry(NamedTuple):
     etag: str = ""
 
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+TRIM = 32
+"""One in this many writes looks at the size of the cache."""
 
 
 def list_files(
-    urls: Paths,
-    *,
-    format: Format | None = None,
-    whole: bool = True,
+    urls: Any, *, format: Format | None = None, whole: bool = True,
     remote: RemoteListing | None = None,
-) -> tuple[FileRef, ...]:
+) -> tuple[FileRef, ...]:  # fmt: skip
     """Return the files behind `urls`, each once.
 
     whole: a plain-text file is one document, and small ones are bundled.
     remote: lists what is not on disk; None if everything is.
     """
-    paths = _paths(urls)
+    paths = source_paths(urls)
     # Everything remote at once, so that it is asked for in parallel.
     away = {} if remote is None else remote.files_of([p for p in paths if is_remote(p)], format)
-    found: dict[str, FileRef] = {}
-    for path in paths:
-        for file in away[path] if path in away else _local(path, format):
-            found.setdefault(file.path if file.remote else os.path.realpath(file.path), file)
-    files = tell_apart(list(found.values()))
+    found = [file for p in paths for file in (away[p] if p in away else _local(p, format))]
+    files = distinct(found)
     listed = tuple(_bundle(files) if whole else files)
     if away and remote is not None:
         remember(remote.cache, listed)
@@ -103,18 +104,15 @@ def full_address(source: str) -> str:
     if source in SHORT_NAMES and not os.path.lexists(source):
         return SHORT_NAMES[source]
     repo = _REPOSITORY.fullmatch(source) and classify(source) is None
-    return (
-        f"hf://datasets/{source}" if repo and not os.path.lexists(source.split("/")[0]) else source
-    )
+    is_hub = repo and not os.path.lexists(source.split("/")[0])
+    return f"hf://datasets/{source}" if is_hub else source
 
 
-def _paths(urls: Any) -> list[str]:
-    try:
-        paths = [
-            os.fspath(url) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)
-        ]
-    except TypeError:
-        paths = [b""]
+def source_paths(urls: Any) -> list[str]:
+    """Return the sources that a user gave as a list of texts."""
+    several = isinstance(urls, Iterable) and not isinstance(urls, str)
+    given = urls if several else [urls]
+    paths = [os.fspath(url) if isinstance(url, os.PathLike) else url for url in given]
     if not paths or not all(isinstance(path, str) and path for path in paths):
         # Not shown: it may hold addresses with logins.
         raise ConfigError("urls must be a path, a folder, a glob, an address or a list of these")
@@ -149,31 +147,29 @@ def _local(source: str, format: Format | None) -> list[FileRef]:
         raise ConfigError(f"{source}: only files on disk can be read here")
     path = Path(source.removeprefix("file://")).expanduser()
     if path.is_dir():
-        root, names = path, sorted(_files_below(path))
+        root, found = path, list(_files_below(path))
     else:
         root = path.parent if path.is_file() else Path(fixed_folder(str(path)))
-        found = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
-        names = sorted(os.path.relpath(name, root) for name in found if os.path.isfile(name))
-        if not names:
+        every = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+        found = [name for name in every if os.path.isfile(name)]
+        if not found:
             what = "matches no file" if glob.has_magic(str(path)) else "does not exist"
             raise SourceError(f"{path} {what} (looked from {Path.cwd()})")
     try:
-        entries = [Entry(name.replace(os.sep, "/"), (root / name).stat().st_size) for name in names]
+        entries = [Entry(os.path.relpath(name, root), os.path.getsize(name)) for name in found]
     except FileNotFoundError as error:
         raise SourceError(f"{error.filename} is a link to nothing. Remove it.") from error
-    return _refs(f"{root}{os.sep}", entries, "", format, str(path))
+    return _refs(f"{root}{os.sep}", sorted(entries), "", format, str(path))
 
 
 def _files_below(root: Path) -> Iterator[str]:
-    """Return the names of all files below a folder, also where links lead, each folder once."""
+    """Return the paths of all files below a folder, also where links lead, each folder once."""
     seen = {os.path.realpath(root)}
     for folder, folders, names in os.walk(root, onerror=_unlistable, followlinks=True):
         inside = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
         folders[:] = [n for real, n in inside.items() if real not in seen and not is_marker(n)]
         seen.update(inside)
-        for name in names:
-            if not is_marker(name):
-                yield os.path.relpath(os.path.join(folder, name), root)
+        yield from (os.path.join(folder, name) for name in names if not is_marker(name))
 
 
 def _unlistable(error: OSError) -> NoReturn:
@@ -189,14 +185,17 @@ def is_marker(path: str) -> bool:
     return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
-def tell_apart(files: list[FileRef]) -> list[FileRef]:
-    """Number files that share a name, in their order."""
+def distinct(files: Iterable[FileRef]) -> list[FileRef]:
+    """Return each file once, and number those that share a name, in their order."""
+    found: dict[str, FileRef] = {}
     seen: Counter[str] = Counter()
-    for i, file in enumerate(files):
-        seen[file.name] += 1
-        if seen[file.name] > 1:
-            files[i] = replace(file, name=f"{file.name}~{seen[file.name]}")
-    return files
+    for file in files:
+        where = file.path if file.remote else os.path.realpath(file.path)
+        if where not in found:
+            seen[file.name] += 1
+            number = f"~{seen[file.name]}" if seen[file.name] > 1 else ""
+            found[where] = replace(file, name=file.name + number)
+    return list(found.values())
 
 
 def fixed_folder(pattern: str) -> str:
@@ -235,8 +234,7 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
         size = sum(each.size for each in part)
         if part and (not plain or size >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES):
             members = tuple(Member(each.path, each.name, each.size) for each in part)
-            etags = ",".join(each.etag for each in part)
-            etags = etags if etags.strip(",") else ""
+            etags = ",".join(each.etag for each in part) if any(each.etag for each in part) else ""
             yield replace(part[0], size=size, members=members, etag=etags)
             part = []
         if file is not None and plain:
@@ -250,10 +248,8 @@ def members_of(file: FileRef) -> list[FileRef]:
     if not file.members:
         return [file]
     etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-    return [
-        FileRef(*member, file.format, file.codec, etag=etag)
-        for member, etag in zip(file.members, etags, strict=True)
-    ]
+    pairs = zip(file.members, etags, strict=True)
+    return [FileRef(*member, file.format, file.codec, etag=etag) for member, etag in pairs]
 
 
 def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
@@ -268,8 +264,8 @@ def fingerprint(files: Sequence[FileRef]) -> str:
     """
     digest = hashlib.sha256()
     for file in each(files):
-        line = f"{file.name}\0{file.size}\0{file.format}\0{file.codec}"
-        line += f"\0{file.etag}\n" if file.etag else "\n"
+        etag = f"\0{file.etag}" if file.etag else ""
+        line = f"{file.name}\0{file.size}\0{file.format}\0{file.codec}{etag}\n"
         digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
 
@@ -292,11 +288,11 @@ def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> 
     for name in [*now, *before]:
         if name not in before or name not in now:
             return f"{name} was added" if name in now else f"{name} is gone"
-        if before[name] != now[name]:
-            (old_size, old_etag), (size, etag) = before[name], now[name]
-            sizes = f"it was {old_size} bytes long, it is {size}"
-            what = version_change(old_etag, etag) if etag != old_etag else sizes
-            return f"{name} changed: {what}"
+        (old_size, old_etag), (size, etag) = before[name], now[name]
+        if old_etag != etag:
+            return f"{name} changed: {version_change(old_etag, etag)}"
+        if old_size != size:
+            return f"{name} changed: it was {old_size} bytes long, it is {size}"
     return "the files come in another order" if list(before) != list(now) else None
 
 
@@ -310,17 +306,6 @@ class Secret:
     text: str = field(repr=False)
 
 
-class Tree(Protocol):
-    """Files in folders, somewhere else."""
-
-    prefix: str
-    """What comes before a path in an address."""
-
-    def below(self, folder: str, recursive: bool) -> list[Entry]: ...
-
-    def one(self, path: str) -> Entry | None: ...
-
-
 def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
     """Return the files that a path or glob names, and the folder below which they are named."""
     if glob.has_magic(pattern):
@@ -331,14 +316,12 @@ def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
         return [entry for entry in entries if matches(_below(entry.path, base))], base
     # A path with a known ending is looked for as a file first, any other as a folder.
     named = classify(pattern) is not None
-    for as_file in (named, not named):
-        if as_file and pattern and (file := tree.one(pattern)) is not None:
-            return [file], pattern.rpartition("/")[0]
-        if not as_file:
-            inside = tree.below(pattern, True)
-            if inside := [e for e in inside if not is_marker(_below(e.path, pattern))]:
-                return inside, pattern
-    return [], pattern
+    if named and (file := tree.one(pattern)) is not None:
+        return [file], pattern.rpartition("/")[0]
+    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.path, pattern))]
+    if not inside and pattern and not named and (file := tree.one(pattern)) is not None:
+        return [file], pattern.rpartition("/")[0]
+    return inside, pattern
 
 
 def _below(path: str, folder: str) -> str:
@@ -351,8 +334,6 @@ class RemoteListing:
     def __init__(
         self, network: Network, cache: MetadataCache, *, config: str | None, offline: bool
     ) -> None:
-        if config == "":
-            raise ConfigError("config='': needs the name of a configuration in the dataset's card")
         self.cache = cache
         self.secrets: dict[str, Secret] = {}
         """Full addresses of files whose `path` leaves out secrets, by that path."""
@@ -386,44 +367,40 @@ class RemoteListing:
         opened = [partial(Repository, self._network, self.known, branch) for branch in branches]
         trees = dict(zip(branches, self._network.gather(opened), strict=True))
         for source, name in hub.items():
-            tree = trees[name._replace(path="")]
-            calls[source] = (
-                partial(self._find, tree, name.path, format)
-                if name.path
-                else partial(self._default, tree, format)
+            calls[source] = partial(
+                self._in_repository, trees[name._replace(path="")], name.path, format
             )
         return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
-    def know(self, files: Sequence[FileRef], urls: Paths) -> None:
+    def know(self, files: Sequence[FileRef], urls: Any) -> None:
         """Take a listing that rank 0 made of the same sources. Secrets did not travel with it."""
-        for url in map(full_address, _paths(urls)):
+        for url in map(full_address, source_paths(urls)):
             if url.lower().startswith(("http://", "https://")):
                 self._public(url, "text")
         remember(self.cache, files)
 
     # The Hub and buckets
 
-    def _default(self, tree: Repository, format: Format | None) -> list[FileRef]:
-        """Return the files of a configuration in a dataset's card."""
+    def _in_repository(self, tree: Repository, path: str, format: Format | None) -> list[FileRef]:
+        """Return the files of a path, or else of a configuration in the dataset's card."""
         from penstock.read import hub
 
+        if path:
+            return self._find(tree, path, format)
         where = f"{tree.prefix}README.md"
         # Most often the default is all or most of a repository, so it is listed beside the card.
         listing: list[Callable[[], Any]] = [] if self._config else [tree.list_all]
         text = self._network.gather([tree.card, *listing])[0]
         folder, patterns = hub.choose(hub.configurations(text, where), self._config, where)
         if patterns is None:
-            found = sorted(
-                hub.data_files(tree.below(folder, True), f"{tree.prefix}{folder}", format)
-            )
+            entries = tree.below(folder, True)
+            found = sorted(hub.data_files(entries, f"{tree.prefix}{folder}", format))
         else:
             found = []
             for pattern in patterns:
                 entries = [e for e in find(tree, pattern)[0] if not hub.is_about(e.path)]
                 if not entries:
-                    raise SourceError(
-                        f"{tree.prefix}{pattern}, which the card names, matches no file."
-                    )
+                    raise SourceError(f"{tree.prefix}{pattern}, named by the card, has no file.")
                 found += sorted(entries)
         return _refs(tree.prefix, list(dict.fromkeys(found)), "", format, tree.prefix)
 
@@ -445,9 +422,7 @@ class RemoteListing:
         except ValueError:
             host = None
         if not host or re.search(r"[\s\0\\]", url):
-            raise ConfigError(
-                "an address is malformed; needs the form https://host/path/file.parquet"
-            )
+            raise ConfigError("a malformed address; needs the form https://host/path/file.parquet")
         shown = f"{parts.scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if "*" in parts.path or parts.path.endswith("/") or not parts.path:
             raise ConfigError(f"{shown}: web servers have no listing. Name each file.")
@@ -497,3 +472,64 @@ def _refs(
     if not found:
         raise _no_format(source, len(entries))
     return found
+
+
+# What is kept for later runs
+
+
+class MetadataCache:
+    """Listings, cards and footers in one folder. Nothing is opened before the first use.
+
+    Files are metadata/<kind>/<32 hex of the key>, each with a checksum, written under a temporary
+    name and renamed. On a disk that cannot be written the work is done again, and the run continues.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int = 512 * MiB) -> None:
+        self.folder = Path(folder) / "metadata"
+        self.max_bytes = max_bytes
+        """Disk space. The oldest entries are dropped."""
+        self._warned = False
+
+    def get(self, kind: str, key: str) -> bytes | None:
+        """Return what was put under a key, or None."""
+        try:
+            digest, _, data = self._path(kind, key).read_bytes().partition(b"\n")
+        except OSError as error:
+            self._warn_once(error)
+            return None
+        return data if digest == _digest(kind, key, data) else None
+
+    def put(self, kind: str, key: str, data: bytes) -> None:
+        """Keep a value. A disk that does not take it costs one warning."""
+        path = self._path(kind, key)
+        try:
+            write_atomically(path, [_digest(kind, key, data), b"\n", data])
+            if int(path.name[-4:], 16) % TRIM == 0:
+                self._trim()
+        except OSError as error:
+            self._warn_once(error)
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self.folder / kind / _digest("", key, b"").decode()[:32]
+
+    def _trim(self) -> None:
+        """Drop the oldest files, also those half written, until a quarter of the space is free."""
+        files = self.folder.glob("*/*")
+        found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in files)
+        total = sum(size for _, size, _ in found)
+        for _, size, path in found if total > self.max_bytes else []:
+            if total > self.max_bytes * 3 // 4:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _warn_once(self, error: OSError) -> None:
+        # A file that is not there was never put, or another process dropped it.
+        if not self._warned and not isinstance(error, FileNotFoundError):
+            self._warned = True
+            log.warning("%s cannot be used (%s); nothing is kept there.", self.folder, error)
+
+
+def _digest(kind: str, key: str, data: bytes) -> bytes:
+    """Return a digest of the content and of where it belongs."""
+    where = f"{kind}\0{key}\0".encode("utf-8", "surrogatepass")
+    return hashlib.sha256(where + data).hexdigest().encode()

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import ConfigError, CorruptFile
-from penstock.read import jsonl, text
+from penstock.errors import CorruptFile
+from penstock.read import ReadSettings, text
 from penstock.read.arrow_utils import binaries
 from penstock.read.listing import members_of
-from penstock.read.parquet import ParquetReader
-from penstock.read.settings import ReadSettings
-from penstock.read.storage import (
-    AnyFile,
-    Bytes,
-    CompressedFile,
-    FetchedFile,
-    PlainFile,
-    expansion_limit,
-)
+from penstock.read.parquet import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
+from penstock.read.parquet import load_footer, read_chunk
+from penstock.read.storage import AnyFile, Bytes, CompressedFile, FetchedFile, PlainFile
 from penstock.read.validation import ChunkValidator
 from penstock.types import Bad, ChunkRef, Documents, FileRef, KiB, MiB
 from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
-    from penstock.read.metadata_cache import MetadataCache
+    from penstock.read.listing import MetadataCache
     from penstock.read.remote_files import RemoteFiles
 
-MAX_CHUNK_BYTES = 256 * MiB
+FOOTERS = 256
+"""Footers kept in memory: more than the files whose chunks are read in turn."""
 SHARED_BYTES = 256 * MiB
 """Memory for columns of divided row groups, of which one is always kept."""
 TAIL = 64 * KiB
@@ -58,7 +53,7 @@ class Reader:
         # share them, but always two.
         self.lane_bytes = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         """Memory for the decompressed parts of files, for each lane."""
-        self._parquet = ParquetReader(settings, MAX_CHUNK_BYTES, remote, cache, clock)
+        self._footer = lru_cache(FOOTERS)(partial(load_footer, settings, remote, cache))
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
@@ -76,19 +71,11 @@ class Reader:
             starts = range(0, file.size, step)
             return [ChunkRef(file, at // step, min(step, file.size - at)) for at in starts], []
         try:
-            chunks = self._parquet.inspect(file)
+            return self._footer(file).chunks(file), []
         except CorruptFile as error:
             whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings, {})
             whole.reject_chunk(error)
             return [], whole.bad
-        groups = {ref.index for ref in chunks}
-        for group, row in self._skip.get(file.name, ()):
-            if group not in groups:
-                raise ConfigError(
-                    f"skip: {file.name!r} has {len(groups)} row groups, and row {row} of row group "
-                    f"{group} was named"
-                )
-        return chunks, []
 
     # Fetching
 
@@ -99,7 +86,7 @@ class Reader:
         """
         assert self._remote is not None
         if ref.file.format == "parquet" and not again:
-            if not self._parquet.may_match(ref):
+            if not self._may_match(ref):
                 return []
             if ref.parts > 1:
                 return self._fetch_shared(ref)
@@ -127,7 +114,7 @@ class Reader:
         if file.members:
             return [(member, 0, min(member.size, limit)) for member in _members(ref)]
         if file.format == "parquet":
-            return [(file, *each) for each in self._parquet.footer(file).ranges(ref.index)]
+            return [(file, *each) for each in self._footer(file).ranges(ref.index)]
         separator = self._separator(file)
         if file.codec or separator is None:
             return []
@@ -150,55 +137,51 @@ class Reader:
                 for member in _members(ref)
             ]
             rows = np.arange(*ref.bounds(len(file.members)), dtype=np.int64)
-            return validator.documents(self._table([bytes(part) for part in parts]), rows)
+            return validator.documents(self._table(map(bytes, parts)), rows)
         if file.format != "parquet":
             return self._read_range(ref, fetched, validator)
         try:
-            if not self._parquet.may_match(ref):
+            if not self._may_match(ref):
                 lo, hi = self.rows_of(ref)
                 return replace(validator.no_documents(), filtered=hi - lo)
-            lo, table = self._parquet.read(ref, fetched)
+            footer, opened = self._footer(file), self._open(ref, fetched)
+            lo, table = read_chunk(ref, footer, opened, self._settings)
         except CorruptFile as error:
             validator.reject_chunk(error)
             return validator.no_documents()
         return validator.documents(table, np.arange(lo, lo + len(table), dtype=np.int64))
 
-    def _table(self, texts: list[bytes]) -> pa.Table:
-        return pa.table({self._settings.text_field: binaries(texts)})
+    def _table(self, texts: Iterable[bytes]) -> pa.Table:
+        return pa.table({self._settings.text_field: binaries(list(texts))})
 
     def _read_range(
         self, ref: ChunkRef, fetched: list[Bytes], validator: ChunkValidator
     ) -> Documents:
-        source = self._open(ref, fetched)
-        separator, documents = self._separator(ref.file), validator.no_documents(last=True)
+        source, separator = self._open(ref, fetched), self._separator(ref.file)
+        documents = validator.no_documents(last=True)
         if separator is not None:
             records = text.read_records(source, *self._span(ref), separator, validator.max_bytes)
             documents = self._read_records(ref, records, source.broken is not None, validator)
         elif ref.index == ref.part == 0:
             data = text.read_whole(source, validator.max_bytes)
             if source.broken is None:
-                documents = validator.documents(
-                    self._table([data]), np.zeros(1, np.int64), last=True
-                )
+                rows = np.zeros(1, np.int64)
+                documents = validator.documents(self._table([data]), rows, last=True)
         if source.broken is not None and documents.last:
             validator.reject_chunk(source.broken)
         return documents
 
     def _open(self, ref: ChunkRef, fetched: Sequence[Bytes]) -> AnyFile:
-        file = ref.file
+        file, key = ref.file, (ref.file.path, ref.lane)
         if not file.codec and not file.remote:
             return PlainFile(file, self._clock)
         if not file.codec:
-            assert self._remote is not None
-            parts = zip(self._ranges(ref), fetched, strict=True)
-            return FetchedFile(file, self._remote, [(start, data) for (_, start, _), data in parts])
+            starts = [start for _, start, _ in self._ranges(ref)]
+            return FetchedFile(file, self._remote, [*zip(starts, fetched, strict=True)])
         with self._lock:
-            key = (file.path, ref.lane)
             if key not in self._compressed:
-                limit = expansion_limit(file, self._settings.max_ratio)
-                self._compressed[key] = CompressedFile(
-                    file, self.lane_bytes, limit, self._closing, self._remote
-                )
+                opened = CompressedFile(file, self.lane_bytes, self._closing, self._remote)
+                self._compressed[key] = opened
                 # A lane reads one file after another; two are open while it crosses over.
                 for old in [k for k in self._compressed if k[1] == ref.lane][:-2]:
                     self._compressed.pop(old).close()
@@ -210,16 +193,18 @@ class Reader:
         cut = records.rows[-1:] if records.cut else records.rows[:0]
         if records.cut or (broken and records.unended):  # the last one is not a whole document
             records.keep(slice(-1))
+        settings = self._settings
         if ref.file.format == "jsonl":
-            jsonl.drop_blank(records)
-            selects = self._settings.filter is not None or self._settings.transform is not None
-            table = jsonl.parse(records, self._settings.text_field, validator.reject, selects)
+            text.drop_blank(records)
+            selects = settings.filter is not None or settings.transform is not None
+            table = text.parse_json(records, settings.text_field, validator.reject, selects)
         else:
-            table = pa.table({self._settings.text_field: text.split(records)})
+            table = pa.table({settings.text_field: text.split(records)})
         documents = validator.documents(table, records.rows, last=records.last)
         for row in cut.tolist():
-            detail = f"a record exceeds max_doc_bytes={validator.max_bytes}"
-            validator.reject(row, "too_long", detail)
+            validator.reject(
+                row, "too_long", f"a record exceeds max_doc_bytes={validator.max_bytes}"
+            )
         return documents
 
     def whole(self, ref: ChunkRef) -> ChunkRef:
@@ -227,7 +212,7 @@ class Reader:
         if ref.parts == 1:
             return ref
         parquet = ref.file.format == "parquet"
-        parts = self._parquet.parts_of(ref.file, ref.index) if parquet else 1
+        parts = self._footer(ref.file).parts(ref.index) if parquet else 1
         return replace(ref, part=ref.part * parts // ref.parts, parts=parts, span=1)
 
     def rows_of(self, ref: ChunkRef) -> tuple[int, int]:
@@ -235,8 +220,14 @@ class Reader:
         if ref.file.members:
             return ref.bounds(len(ref.file.members))
         if ref.file.format == "parquet":
-            return ref.bounds(self._parquet.footer(ref.file).rows(ref.index))
+            return ref.bounds(self._footer(ref.file).rows(ref.index))
         return self._span(ref)
+
+    def _may_match(self, ref: ChunkRef) -> bool:
+        """Return False if the statistics of a row group rule out that a row passes the filter."""
+        row_filter = self._settings.filter
+        group = self._footer(ref.file).meta.row_group(ref.index)
+        return row_filter is None or row_filter.may_match(group)
 
     def _separator(self, file: FileRef) -> bytes | None:
         return b"\n" if file.format == "jsonl" else self._settings.separator

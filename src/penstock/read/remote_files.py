@@ -17,27 +17,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import hub_token
 from penstock.errors import LoaderClosed, PenstockError, RemoteError, SourceError
 from penstock.options import RemoteOptions
-from penstock.read.http import (
-    NO_RANGES,
-    Deadline,
-    Http,
-    Place,
-    Refused,
-    RequestError,
-    Response,
-    address,
-    plain_etag,
-)
+from penstock.read.http import Deadline, Http, Reading, Refused, RequestError, Response, address
 from penstock.read.hub import refusal, resolve_url
 from penstock.types import MODIFIED, FileRef, MiB, version_change
 
 if TYPE_CHECKING:
+    from penstock.feed.worker_pool import ThreadPool
     from penstock.read.buckets import Bucket
+    from penstock.read.http import Place
     from penstock.read.listing import Secret
 
 log = logging.getLogger("penstock")
@@ -53,17 +45,10 @@ BELIEVED = 3
 """How often an error that ends a run has to be met to be believed."""
 RESTARTS = 8
 """Slow attempts that may be made again, beyond a tenth of all requests."""
-FILES = 4096
-"""Files whose addresses and ETags are remembered."""
 GONE = ("EntryNotFound", "RevisionNotFound")
 """What the Hub says of a file that was removed."""
+NO_RANGES = "its server does not answer requests for a range of bytes. Copy the file to disk."
 ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
-
-
-class Threads(Protocol):
-    """A pool that runs functions."""
-
-    def submit(self, call: Callable[[], T], *, urgent: bool = False) -> Future[T]: ...
 
 
 class NetworkStats:
@@ -122,7 +107,7 @@ class NetworkStats:
 class Network:
     """The connections, limits, retries and counts of one run."""
 
-    def __init__(self, limits: RemoteOptions, threads: Threads | None = None) -> None:
+    def __init__(self, limits: RemoteOptions, threads: ThreadPool | None = None) -> None:
         self.limits = limits
         self.threads = threads
         """Run what can be done in parallel; None to do one after another."""
@@ -135,24 +120,22 @@ class Network:
         self._deadlines: set[Deadline] = set()
 
     def retry(
-        self,
-        what: str,
-        attempt: Callable[[Deadline], T],
-        *,
-        setting: str = "metadata_budget",
+        self, what: str, attempt: Callable[[Deadline], T], *, setting: str = "metadata_budget",
         first_s: float | None = None,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Return the result of the first attempt that succeeds, within the budget.
 
         what: names it in messages, without secrets. setting: the option with the budget.
         first_s: how long the first attempt may take before it is given up as unusually slow.
         """
-        budget_s = getattr(self.limits, setting)
-        began = time.monotonic()
+        began, budget_s, pause = (
+            time.monotonic(),
+            getattr(self.limits, setting),
+            self.limits.backoff,
+        )
         tried: Counter[str] = Counter()
         met: Counter[str] = Counter()
         last: RequestError | None = None
-        pause = self.limits.backoff
         while True:
             try:
                 return self._try(attempt, began + budget_s, first_s)
@@ -194,20 +177,14 @@ class Network:
         if limit_s is not None:
             deadline.until = min(deadline.until, deadline.began + limit_s)
         with self._lock:
-            self._check_closing()
+            if self._closing.is_set():
+                raise LoaderClosed("the loader was shut down")
             self._deadlines.add(deadline)
         try:
             return attempt(deadline)
-        except RequestError:
-            self._check_closing()
-            raise
         finally:
             with self._lock:
                 self._deadlines.discard(deadline)
-
-    def _check_closing(self) -> None:
-        if self._closing.is_set():
-            raise LoaderClosed("the loader was shut down")
 
     def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of calls, made in parallel if there are threads for it."""
@@ -220,21 +197,14 @@ class Network:
             for future in futures:
                 future.cancel()
 
-    def get(
-        self,
-        url: str,
-        what: str,
-        read: Callable[[bytes, Mapping[str, str]], T],
-        *,
-        token: str | None = None,
-    ) -> T:
+    def get(self, url: str, what: str, token: str | None, read: Reading[T]) -> T:
         """Return what `read` makes of a small body and its headers, or raise `Refused`."""
         place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
             with self.http.request(place, headers, deadline) as response:
                 response.check()
-                body = response.read(MAX_BODY)
+                body = b"".join(response.parts(MAX_BODY))
                 self.stats.add(bytes=len(body))
                 return read(body, response.headers)
 
@@ -247,8 +217,6 @@ class Network:
         def attempt(deadline: Deadline) -> tuple[int, str]:
             with self.http.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
                 total = response.headers.get("content-range", "").rpartition("/")[2]
-                if response.status == 416 and total == "0":
-                    return 0, response.version()
                 response.check()
                 if response.status != 206 or not total.isdigit():
                     raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
@@ -257,7 +225,7 @@ class Network:
         try:
             return self.retry(path, attempt)
         except Refused as refused:
-            raise _refusal(path, refused, f"{path} does not exist ({refused.status}).") from None
+            raise _refusal(path, refused, f"does not exist ({refused.status}).") from None
 
     def stop(self) -> None:
         """Cancel all requests and pauses, without waiting."""
@@ -284,7 +252,6 @@ class RemoteFiles:
 
     def __init__(self, network: Network, secrets: Mapping[str, Secret]) -> None:
         self._network, self._secrets = network, secrets
-        self._lock = threading.Lock()
         self._found: dict[str, Place] = {}
         """Where redirects led: signed addresses, which hold for a while."""
         self._etags: dict[str, str] = {}
@@ -297,13 +264,12 @@ class RemoteFiles:
     def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
         """Return ranges of files, fetched in parallel; long ones in pieces."""
         out = [bytearray(length) for _, _, length in ranges]
-        self._network.gather(
-            [
-                partial(self._read, file, start + at, memoryview(data)[at : at + PIECE])
-                for (file, start, length), data in zip(ranges, out, strict=True)
-                for at in range(0, length, PIECE)
-            ]
-        )
+        calls = [
+            partial(self._read, file, start + at, memoryview(data)[at : at + PIECE])
+            for (file, start, length), data in zip(ranges, out, strict=True)
+            for at in range(0, length, PIECE)
+        ]
+        self._network.gather(calls)
         return out
 
     def ahead(self, file: FileRef, start: int, length: int) -> Callable[[], bytearray]:
@@ -319,7 +285,9 @@ class RemoteFiles:
         def attempt(deadline: Deadline) -> None:
             nonlocal done
             length = len(view) - done
-            if file.path.startswith(("http://", "https://", "hf://")):
+            if not file.path.startswith(("http://", "https://", "hf://")):
+                self._read_bucket(file, start, view, deadline)
+            else:
                 with self._opened(file, start + done, length, deadline) as response:
                     try:
                         response.read_into(view[done:])
@@ -327,54 +295,43 @@ class RemoteFiles:
                         stats.add(bytes=response.done)
                         # Without an ETag nothing tells that the rest is of the same version.
                         done += response.done if file.path in self._etags else 0
-            else:
-                self._bucket(file).read_into(
-                    file, start, view, deadline, partial(self._check, file)
-                )
             stats.add_read(length, time.monotonic() - deadline.began)
 
         slow_s = stats.slow_s(len(view)) if self._network.limits.hedge else None
         self._network.retry(file.path, attempt, setting="retry_budget", first_s=slow_s)
 
-    def _bucket(self, file: FileRef) -> Bucket:
+    def _read_bucket(self, file: FileRef, start: int, view: memoryview, deadline: Deadline) -> None:
         from penstock.read.buckets import Bucket, place
 
-        root = place(file.path)[0]
-        with self._lock:
-            return self._buckets.setdefault(root, Bucket(self._network, root))
+        root, key = place(file.path)
+        bucket = self._buckets.setdefault(root, Bucket(self._network, root))
+        self._check(file, *bucket.read_into(key, start, view, deadline))
 
     # One attempt
 
     @contextmanager
-    def _opened(
-        self, file: FileRef, start: int, length: int, deadline: Deadline
-    ) -> Iterator[Response]:
+    def _opened(self, file: FileRef, start: int, n: int, deadline: Deadline) -> Iterator[Response]:
         """Open a range where it was found last, else at its own address."""
         hub, secret = file.path.startswith("hf://"), self._secrets.get(file.path)
-        found = self._found.get(file.path)
-        if found is not None:
-            place, headers = found, dict[str, str]()
-        elif hub:
-            place, headers = address(resolve_url(file.path), hub_token())
-        else:
-            place, headers = address(secret.text if secret else file.path)
-        headers["Range"] = f"bytes={start}-{start + length - 1}"
+        url = resolve_url(file.path) if hub else secret.text if secret else file.path
+        place, headers = address(url, hub_token() if hub else None)
+        if (found := self._found.get(file.path)) is not None:
+            place, headers = found, {}
+        headers["Range"] = f"bytes={start}-{start + n - 1}"
         try:
             with self._network.http.request(place, headers, deadline) as response:
                 elsewhere = response.place.origin != place.origin
                 try:
-                    self._check_head(file, response, start, length)
+                    self._check_head(file, response, start, n)
                 except Refused as refused:
                     if found is not None:
                         raise RequestError("expired", f"it answered {refused.status}") from None
-                    gone = f"{file.path} is gone ({refused.status}). {ADVICE}"
-                    own = hub and not elsewhere and refused.code not in GONE
-                    final = (
-                        refusal(file.path, refused) if own else _refusal(file.path, refused, gone)
-                    )
+                    final = _refusal(file.path, refused, f"is gone ({refused.status}). {ADVICE}")
+                    if hub and not elsewhere and refused.code not in GONE:
+                        final = refusal(file.path, refused)
                     raise RequestError(f"status_{refused.status}", final) from None
                 if elsewhere:
-                    self._remember(self._found, file.path, response.place)
+                    self._found[file.path] = response.place
                 yield response
         except RequestError:
             self._found.pop(file.path, None)  # it may have expired, or another server may be better
@@ -397,7 +354,8 @@ class RemoteFiles:
         elif not (start == 0 and length == file.size == response.length):
             raise RequestError("no_range", RemoteError(f"{file.path}: {NO_RANGES}"))
         if response.length not in (None, length):
-            raise RequestError("short", f"{response.length} bytes instead of {length}")
+            reason = "short" if (response.length or 0) < length else "long"
+            raise RequestError(reason, f"{response.length} bytes instead of {length}")
         self._check(file, response.version(), total)
 
     def _check(self, file: FileRef, version: str, total: int | None) -> None:
@@ -405,7 +363,7 @@ class RemoteFiles:
         if total is not None and total != file.size:
             text = f"{file.path} changed: it was {file.size} bytes long, it is {total}. {ADVICE}"
             raise RequestError("size", SourceError(text))
-        before = plain_etag(file.etag)
+        before = file.etag
         # A commit of the Hub cannot change, and its storage may have ETags of its own.
         if not before or (file.path.startswith("hf://") and len(before) != len(version)):
             before = self._etags.get(file.path, "")
@@ -414,19 +372,13 @@ class RemoteFiles:
             text = f"{file.path} changed: {version_change(before, version)}. {ADVICE}"
             raise RequestError("etag", SourceError(text))
         if version and not dated:
-            self._remember(self._etags, file.path, version)
-
-    def _remember(self, table: dict[str, Any], key: str, value: Any) -> None:
-        with self._lock:
-            if len(table) >= FILES:
-                table.clear()
-            table[key] = value
+            self._etags[file.path] = version
 
 
 def _refusal(path: str, refused: Refused, missing: str) -> PenstockError:
     """Return the error for a file that its server refuses."""
     if refused.status in (404, 410):
-        return SourceError(missing)
+        return SourceError(f"{path} {missing}")
     if refused.status not in (401, 403, 407, 451):
         text = f"{path}: its server answers {refused.status}, which a retry does not change."
         return RemoteError(text)

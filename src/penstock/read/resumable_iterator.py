@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,8 @@ class ResumableIterator:
         """Open an epoch before item number `taken`; `state` is the source's own state there."""
         if hasattr(self._source, "__next__") and self._shared.begun and state is None:
             raise ConfigError(
-                f"{self._name} is an iterator, which can be read once, and another epoch, a restart or "
-                "a second reader was asked for. Pass a function that returns a new one, or a "
-                "collection; or read it once, with epochs=1."
+                f"{self._name} is an iterator, which can be read once, by one reader. Pass a function "
+                "that returns a new one, or a collection; or read it once, with epochs=1."
             )
         made = self._source() if _is_function(self._source) else self._source
         if hasattr(made, "set_epoch"):
@@ -83,15 +83,13 @@ class ResumableIterator:
         self._shared.begun = True
         self._made, self._items, self._opened_with = made, iter(made), state
         self.epoch, self.taken, self._first = epoch, taken, taken
-        if state is None and taken:
-            self._replay(taken)
-
-    def _replay(self, taken: int) -> None:
+        if state is not None or not taken:
+            return
         begun = time.perf_counter()
         for number in range(taken):
             if next(self._items, END) is END:
                 raise SourceError(
-                    f"{self._name} has only {number} items in epoch {self.epoch}, and the state is {taken} "
+                    f"{self._name} has only {number} items in epoch {epoch}, and the state is {taken} "
                     "items in: it was saved with another iterable"
                 )
         why = "%s has no usable state_dict: its first %d items were read again to resume, in %.2f s"
@@ -114,14 +112,10 @@ class ResumableIterator:
         """Return the source's own state as JSON, or None if it has none."""
         if self.taken == self._first:
             return self._opened_with  # most sources know their state only after the first item
-        try:
-            return (
-                json.loads(json.dumps(self._made.state_dict()))
-                if _is_stateful(self._made)
-                else None
-            )
-        except (TypeError, ValueError):  # not JSON: a resume reads the items again, and says so
-            return None
+        if _is_stateful(self._made):
+            with suppress(TypeError, ValueError):  # not JSON: a resume reads the items again
+                return json.loads(json.dumps(self._made.state_dict()))
+        return None
 
 
 def name_of(source: Any) -> str:

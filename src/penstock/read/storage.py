@@ -33,10 +33,7 @@ STREAM_BLOCK, STREAM_AHEAD = 4 * MiB, 4
 """A compressed remote file is fetched in blocks, some of them ahead."""
 
 
-class BombError(CorruptFile):
-    """A compressed file expands beyond its limit."""
-
-    reason = "bomb"
+DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def is_damage(error: Exception) -> bool:
@@ -48,18 +45,13 @@ def is_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
 
 
-def expansion_limit(file: FileRef, max_ratio: float) -> int:
-    """Return how many bytes a file may expand to; small files have some leeway."""
-    return int(max_ratio * file.size) + 64 * MiB
-
-
 class FetchedFile:
     """Parts of a remote file that were fetched. Any other part is fetched when it is read."""
 
     broken: CorruptFile | None = None
 
     def __init__(
-        self, file: FileRef, remote: RemoteFiles, parts: Sequence[tuple[int, Bytes]]
+        self, file: FileRef, remote: RemoteFiles | None, parts: Sequence[tuple[int, Bytes]]
     ) -> None:
         self._file, self._remote, self._parts = file, remote, parts
 
@@ -72,6 +64,7 @@ class FetchedFile:
                     out.append(memoryview(data)[start - first : end - first])
                     break
             else:
+                assert self._remote is not None
                 following = [first for first, _ in self._parts if first > start]
                 out.append(self._remote.read(self._file, start, min([*following, end]) - start))
             start += len(out[-1])
@@ -95,12 +88,10 @@ class PlainFile:
 
     def _read(self, start: int, length: int) -> bytes:
         with open(self.path, "rb") as file:
+            # A missing part would pass for the end of the file.
             if (size := os.fstat(file.fileno()).st_size) < self._size:
-                # The missing part would pass for the end of the file.
-                raise SourceError(
-                    f"{self.path} changed: it was {self._size} bytes long when it was listed, it "
-                    f"is {size}. Restore the file, or start a new run."
-                )
+                change = f"it was {self._size} bytes long when it was listed, it is {size}"
+                raise SourceError(f"{self.path} changed: {change}. Restore it, or start a new run.")
             file.seek(start)
             return file.read(length)
 
@@ -109,15 +100,10 @@ class CompressedFile:
     """A compressed file, read forwards. What was decompressed last is kept."""
 
     def __init__(
-        self,
-        file: FileRef,
-        keep_bytes: int,
-        max_bytes: int,
-        closing: threading.Event,
-        remote: RemoteFiles | None = None,
+        self, file: FileRef, keep_bytes: int, closing: threading.Event, remote: RemoteFiles | None
     ) -> None:
-        self._file, self._remote, self._closing = file, remote, closing
-        self._keep_bytes, self._max_bytes = keep_bytes, max_bytes
+        self._file, self._keep_bytes, self._remote = file, keep_bytes, remote
+        self._closing = closing
         self._lock = threading.Lock()
         self._stream: IO[bytes] | None = None
         self._start, self._data, self._ended = 0, bytearray(), False
@@ -127,15 +113,12 @@ class CompressedFile:
     def read(self, start: int, length: int) -> bytes:
         with self._lock:
             if self._stream is None or start < self._start:
-                self._rewind()
+                self._close_stream()
+                self._stream = open_stream(self._file, self._remote)
             while not self._ended and self._start + len(self._data) < start + length:
                 if self._closing.is_set():
                     raise LoaderClosed("the loader was shut down")
-                try:
-                    self._advance()
-                except BaseException:
-                    self._close_stream()  # its position is unknown
-                    raise
+                self._advance()
                 old = min(len(self._data), max(0, start - self._keep_bytes - self._start))
                 del self._data[:old]
                 self._start += old
@@ -144,43 +127,33 @@ class CompressedFile:
 
     def _advance(self) -> None:
         """Decompress the next step."""
-        end, part = self._start + len(self._data), b""
+        part = b""
         try:
             if self._file.size == 0:
                 raise EOFError("a compressed file is never empty")
             part = self._stream.read1(STEP)  # type: ignore[union-attr]
-        except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-            if not is_damage(error):
+        except Exception as error:
+            if not isinstance(error, DAMAGE) or not is_damage(error):
+                self._close_stream()  # its position is unknown
                 raise
             # What came before the damage is sound, and the file ends here.
+            place = f"past byte {self._start + len(self._data)} of its text"
             self.broken = CorruptFile(
-                f"{self._file.path} cannot be decompressed past byte {end} of its text: {error}. "
+                f"{self._file.path} cannot be decompressed {place}: {error}. "
                 "It is damaged or was cut short: fetch it again, or leave it out."
-            )
-        if end + len(part) > self._max_bytes:
-            part = b""
-            self.broken = BombError(
-                f"{self._file.path}: {self._file.size} bytes decompress to more than "
-                f"{self._max_bytes}. If this is honest data, store it with less compression."
             )
         self._data += part
         self._ended = not part
 
-    def _rewind(self) -> None:
-        self._close_stream()
-        self._stream = open_stream(self._file, self._remote)
-        self._start, self._ended = 0, False
-        self._data.clear()
-
     def _close_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        if self._stream is not None:
+            self._stream.close()
+        self._stream, self._start, self._ended = None, 0, False
+        self._data.clear()
 
     def close(self) -> None:
         with self._lock:
             self._close_stream()
-            self._data.clear()
 
 
 AnyFile = PlainFile | CompressedFile | FetchedFile
@@ -220,10 +193,7 @@ def open_stream(file: FileRef, remote: RemoteFiles | None = None) -> IO[bytes]:
     if file.codec == "zst":
         import pyarrow as pa
 
-        if file.remote:
-            zstd: Any = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
-        else:
-            zstd = pa.input_stream(source, compression="zstd", buffer_size=0)
-        return cast(IO[bytes], zstd)
+        raw = pa.PythonFile(source, mode="r") if file.remote else pa.OSFile(source)
+        return cast(IO[bytes], pa.CompressedInputStream(raw, "zstd"))
     opener: Any = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[file.codec]
     return cast(IO[bytes], opener(source, "rb"))

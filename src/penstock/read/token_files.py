@@ -1,4 +1,4 @@
-"""Rows of ids from files that were tokenized before: nanoGPT, llm.c, modded-nanogpt, Megatron, numpy.
+"""Rows of ids: from files that were tokenized before (nanoGPT, llm.c, Megatron, numpy), or random.
 
 A file of n ids gives (n - 1) // seq_len rows of seq_len + 1 ids. Neighbours overlap by one id, since the last
 id of a row is only a target. No row crosses files. Files are memory-mapped; a row is addressed by its number
@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +21,12 @@ import pyarrow as pa
 
 from penstock.config import whole_number
 from penstock.errors import ConfigError, CorruptFile, SourceError
-from penstock.order.shuffle import I64
-from penstock.read.listing import list_files, tell_apart
+from penstock.order.shuffle import I64, mix, mix_array
+from penstock.read.listing import distinct, list_files, source_paths
 from penstock.types import FileRef, Span
 
 Ids = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
-AnyPath = str | os.PathLike[str]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 TYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -37,6 +36,11 @@ MEGATRON = struct.Struct("<9sQBQQ")
 """Magic, version, type of an id, sequences, entries of the index of documents."""
 MEGATRON_TYPES = {4: "<i4", 5: "<i8", 8: "<u2"}
 ENDINGS = (".bin", ".npy")
+GOLDEN, HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+STEPS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 
 
 class TokenFile(NamedTuple):
@@ -92,13 +96,9 @@ class TokenFileDataset(RowDataset):
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
 
     def __init__(
-        self,
-        path: AnyPath | Sequence[AnyPath],
-        seq_len: int,
-        dtype: Any = "auto",
-        *,
+        self, path: Paths, seq_len: int, dtype: Any = "auto", *,
         positions: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Open a file, a folder, a glob, a Megatron prefix, or a list of these: .bin and .npy.
 
         The format is found from the content: a header of llm.c or modded-nanogpt, a numpy array, or
@@ -123,18 +123,18 @@ class TokenFileDataset(RowDataset):
         self._ends = np.cumsum(counts)
         self._begins = self._ends - counts
         self._rows: dict[int, Ids] = {}
-        self._indices: dict[int, MegatronIndex] = {}
+        self._documents: dict[int, I64] = {}
 
     @classmethod
     def from_binary_file(
-        cls, path: AnyPath | Sequence[AnyPath], seq_len: int, dtype: Any = "auto", *,
+        cls, path: Paths, seq_len: int, dtype: Any = "auto", *,
         positions: bool = False,
     ) -> TokenFileDataset:  # fmt: skip
         """Open files, as `TokenFileDataset(path, seq_len, …)` does."""
         return cls(path, seq_len, dtype, positions=positions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": {}, "_indices": {}}  # a copy maps the files itself
+        return self.__dict__ | {"_rows": {}, "_documents": {}}  # a copy maps the files itself
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -143,23 +143,25 @@ class TokenFileDataset(RowDataset):
         return f"TokenFileDataset({self.files[0].path}, {len(self.files)} files)"
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
-        groups = self._by_file(indices)
-        if len(groups) == 1:
-            return self._gather(groups[0][0], groups[0][2])
-        out = np.empty((len(indices), self.seq_len + 1), self.dtype)
-        for number, at, rows in groups:
-            out[at] = self._gather(number, rows)
+        asked = self._checked(indices)
+        if len(self.files) == 1:
+            return self._gather(0, asked)
+        # Files too short for a row end where they begin, and are passed over.
+        numbers = np.searchsorted(self._ends, asked, side="right")
+        rows = asked - self._begins[numbers]
+        found = np.unique(numbers).tolist()
+        if len(found) == 1:
+            return self._gather(found[0], rows)
+        out = np.empty((len(asked), self.seq_len + 1), self.dtype)
+        for number in found:
+            at = numbers == number
+            out[at] = self._gather(number, rows[at])
         return out
 
     def boundaries(self, indices: I64 | Sequence[int]) -> tuple[I64, I64]:
-        found = [np.empty((2, 0), np.int64)]
-        for number, at, local in self._by_file(indices):
-            if self.files[number].format == "megatron":
-                row, column = self._index(number).boundaries(local * self.seq_len, self.seq_len + 1)
-                found.append(np.stack([at[row], column]))
-        row, column = np.concatenate(found, axis=1)
-        order = np.argsort(row, kind="stable")
-        return row[order], column[order]
+        cuts = [self._locate(index)[2] for index in self._checked(indices).tolist()]
+        rows = np.repeat(np.arange(len(cuts)), list(map(len, cuts)))
+        return rows, np.concatenate([np.empty(0, np.int64), *cuts])
 
     def spans(self, index: int) -> list[Span]:
         """Return where a row comes from. The offset is the number of its first id in the file.
@@ -167,14 +169,13 @@ class TokenFileDataset(RowDataset):
         For Megatron there is a span for each document, with its number; otherwise one, with the
         row's number in its file.
         """
-        ((number, _, local),) = self._by_file([index])
-        file, row, length = self.files[number], int(local[0]), self.seq_len + 1
-        begin = row * self.seq_len
+        number, begin, cuts = self._locate(int(self._checked([index])[0]))
+        file, length, spans = self.files[number], self.seq_len + 1, []
         if file.format != "megatron":
+            row = begin // self.seq_len
             return [Span(file.name, None, begin, row, (0, length), (0, length))]
-        starts, spans = self._index(number).starts, []
-        cuts = [0, *self.boundaries([index])[1].tolist(), length]
-        for a, b in itertools.pairwise(cuts):
+        starts = self._documents[number]
+        for a, b in itertools.pairwise([0, *cuts.tolist(), length]):
             document = int(np.searchsorted(starts, begin + a, side="right")) - 1
             first = begin + a - int(starts[document])
             spans.append(Span(file.name, None, begin + a, document, (first, first + b - a), (a, b)))
@@ -182,25 +183,22 @@ class TokenFileDataset(RowDataset):
 
     def data_id(self) -> dict[str, Any]:
         """Return what identifies the data in a state. A copy in another folder is the same data."""
-        known = [
-            (file.name, file.size, file.index_size, file.dtype, file.format) for file in self.files
-        ]
+        known = [(f.name, f.size, f.index_size, f.dtype, f.format) for f in self.files]
         found = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
         tokens = sum(file.tokens for file in self.files)
         return {"kind": "tokens", "hash": found, "files": len(self.files), "tokens": tokens}
 
-    def _by_file(self, indices: I64 | Sequence[int]) -> list[tuple[int, I64, I64]]:
-        """Return, for each file that has some: its number, which of `indices`, and their rows in it."""
-        asked = self._checked(indices)
-        if len(self.files) == 1:
-            return [(0, np.arange(asked.size), asked)]
-        # Files too short for a row end where they begin, and are passed over.
-        number = np.searchsorted(self._ends, asked, side="right")
-        found = []
-        for n in np.unique(number).tolist():
-            at = np.flatnonzero(number == n)
-            found.append((n, at, asked[at] - self._begins[n]))
-        return found
+    def _locate(self, index: int) -> tuple[int, int, I64]:
+        """Return a row's file, its first id there, and at which of its ids documents begin."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        begin = (index - int(self._begins[number])) * self.seq_len
+        if self.files[number].format != "megatron":
+            return number, begin, np.empty(0, np.int64)
+        if number not in self._documents:
+            self._documents[number] = MegatronIndex(self.files[number]).documents()
+        starts = self._documents[number]
+        first, last = np.searchsorted(starts, [begin + 1, begin + self.seq_len + 1])
+        return number, begin, np.unique(starts[first:last]) - begin  # empty documents count once
 
     def _gather(self, number: int, rows: I64) -> Ids:
         file = self.files[number]
@@ -214,26 +212,19 @@ class TokenFileDataset(RowDataset):
         ids: Ids = every[rows]
         if file.dtype in ("<i4", "<i8") and not 0 <= ids.min() <= ids.max() <= 0xFFFFFFFF:
             raise CorruptFile(
-                f"{file.path}: ids from {ids.min()} to {ids.max()} in the rows {rows.tolist()}, and "
-                f"ids are 0 to {0xFFFFFFFF}. If they are not {file.dtype}, name their type: dtype=…"
+                f"{file.path}: ids from {ids.min()} to {ids.max()} in the rows {rows.tolist()}, not "
+                f"0 to {0xFFFFFFFF}. If they are not {file.dtype}, name their type: dtype=…"
             )
         return ids.astype(self.dtype, copy=False)
-
-    def _index(self, number: int) -> MegatronIndex:
-        if number not in self._indices:
-            self._indices[number] = MegatronIndex(self.files[number])
-        return self._indices[number]
 
 
 def _map_file(path: str, size: int) -> pa.Buffer:
     """Map a file that had `size` bytes when it was inspected. Its descriptor is closed again."""
     with pa.memory_map(os.fsencode(path)) as file:
         # Reading beyond the end of a mapped file kills the process, so the size is checked.
-        if file.size() != size:
-            raise CorruptFile(
-                f"{path} changed while in use: it had {size} bytes, it has {file.size()}. Start a new "
-                "run."
-            )
+        if (now := file.size()) != size:
+            change = f"it had {size} bytes, it has {now}"
+            raise CorruptFile(f"{path} changed while in use: {change}. Start a new run.")
         return file.read_buffer(size)
 
 
@@ -250,9 +241,8 @@ class MegatronIndex:
         # Megatron's files with several kinds of data have a byte more for each sequence.
         at, should = MEGATRON.size, MEGATRON.size + 12 * n + 8 * documents
         if len(data) not in (should, should + n) or n == 0:
-            raise CorruptFile(
-                f"{path} lists {n} sequences, so takes {should} bytes; it has {len(data)}"
-            )
+            sizes = f"takes {should} bytes; it has {len(data)}"
+            raise CorruptFile(f"{path} lists {n} sequences, so {sizes}")
         self.dtype = MEGATRON_TYPES[code]
         self._itemsize = np.dtype(self.dtype).itemsize
         self._pointers = np.frombuffer(data, "<i8", n, at + 4 * n)
@@ -260,50 +250,35 @@ class MegatronIndex:
         last = int(np.frombuffer(data, "<i4", n, at)[-1])
         end = int(self._pointers[-1]) + last * self._itemsize
         if end != file.size:
-            raise CorruptFile(
-                f"{path} describes a .bin of {end} bytes, and {file.path} has {file.size}"
-            )
+            sizes = f"{end} bytes, and {file.path} has {file.size}"
+            raise CorruptFile(f"{path} describes a .bin of {sizes}")
         self.tokens = end // self._itemsize
 
-    @cached_property
-    def starts(self) -> I64:
-        """The first id of each document, in memory: 8 bytes each."""
+    def documents(self) -> I64:
+        """Return the first id of each document: 8 bytes of memory each."""
         if not 0 <= self._firsts.min() <= self._firsts.max() <= self._pointers.size:
             raise CorruptFile(f"{self._path}: a document begins with a sequence that is not there")
         starts: I64 = np.append(self._pointers // self._itemsize, self.tokens)[self._firsts[:-1]]
         return starts
-
-    def boundaries(self, begins: I64, length: int) -> tuple[I64, I64]:
-        """Return row and column of the documents that begin inside the rows at `begins`."""
-        first = np.searchsorted(self.starts, begins, side="right")
-        counts = np.searchsorted(self.starts, begins + length, side="left") - first
-        row = np.repeat(np.arange(begins.size), counts)
-        document = np.arange(row.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        # Empty documents begin where the next one does; the place counts once.
-        places = np.unique(np.stack([row, self.starts[document] - begins[row]]), axis=1)
-        return places[0], places[1]
 
 
 def _index_path(path: str) -> str:
     return os.path.splitext(path)[0] + ".idx"
 
 
-def _list(paths: AnyPath | Sequence[AnyPath]) -> list[FileRef]:
+def _list(paths: Paths) -> list[FileRef]:
     """Return the files of ids behind `paths`, each once and with a name of its own."""
-    sources = [os.fspath(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    found: dict[str, FileRef] = {}
-    for source in sources:
+    found: list[FileRef] = []
+    for source in source_paths(paths):
         prefix = Path(source.removesuffix(".idx")).expanduser()
         if not prefix.exists() and Path(f"{prefix}.bin").is_file():
             source = f"{prefix}.bin"
-        for file in list_files(source, format="text", whole=False):
-            if file.path.endswith(ENDINGS):
-                found.setdefault(os.path.realpath(file.path), replace(file, codec=""))
+        listed = list_files(source, format="text", whole=False)
+        found += [replace(file, codec="") for file in listed if file.path.endswith(ENDINGS)]
     if not found:
-        raise SourceError(
-            f"{sources}: no file ends in {' or '.join(ENDINGS)}. Read text with TextDataset."
-        )
-    return tell_apart([*found.values()])
+        ends = " or ".join(ENDINGS)
+        raise SourceError(f"{paths}: no file ends in {ends}. Read text with TextDataset.")
+    return distinct(found)
 
 
 def _inspect(ref: FileRef, asked: str) -> TokenFile:
@@ -325,10 +300,8 @@ def _inspect(ref: FileRef, asked: str) -> TokenFile:
         file = file._replace(format="header", dtype=kind, offset=HEADER_BYTES, tokens=count)
         should = HEADER_BYTES + count * np.dtype(kind).itemsize
         if (version, size) != (known, should):
-            raise CorruptFile(
-                f"{path} has a header of {count} ids, version {version}: needs {should} bytes and version "
-                f"{known}; it has {size} bytes. Get it again."
-            )
+            needs = f"needs {should} bytes and version {known}; it has {size} bytes"
+            raise CorruptFile(f"{path} has a header of {count} ids, version {version}: {needs}.")
     elif size == 0 or size % np.dtype(kind).itemsize:
         raise CorruptFile(f"{path}: {size} bytes are not whole ids of type {kind}. Is it complete?")
     if asked != "auto" and TYPES[asked] != file.dtype:
@@ -345,19 +318,63 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
         ) from error
     kind = array.dtype.str
     if kind not in TYPES.values() or array.ndim != 1:
-        raise ConfigError(
-            f"{file.path} holds {array.dtype} of shape {array.shape}, and ids are {', '.join(TYPES)} in "
-            "one dimension. If its rows are one text, save array.reshape(-1); if each is a sample, "
-            "give the loader the array itself."
-        )
+        holds = f"{array.dtype} of shape {array.shape}, not {', '.join(TYPES)} in one dimension"
+        raise ConfigError(f"{file.path} holds {holds}. Save array.reshape(-1), or load the array.")
     return file._replace(format="npy", dtype=kind, offset=array.offset, tokens=array.size)
 
 
 def _type_name(dtype: Any) -> str:
     try:
-        name = "auto" if isinstance(dtype, str) and dtype == "auto" else np.dtype(dtype).name
+        name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
     except TypeError:
         name = ""
-    if dtype is None or name not in ("auto", *TYPES):
+    if name not in ("auto", *TYPES):
         raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
     return name
+
+
+class SyntheticDataset(RowDataset):
+    """A map-style dataset of `num_samples` rows of `seq_len + 1` random ids below `vocab_size`."""
+
+    def __init__(
+        self, vocab_size: int = 50257, seq_len: int = 1024, num_samples: int = 10000, seed: int = 42
+    ) -> None:
+        """Describe the rows; a row is made when it is asked for."""
+        self.vocab_size = whole_number("vocab_size", vocab_size, 1)
+        self.seq_len = whole_number("seq_len", seq_len, 1)
+        self.num_samples = whole_number("num_samples", num_samples, 1)
+        self.seed = whole_number("seed", seed, 0)
+        if self.vocab_size > 1 << 32:
+            raise ConfigError(f"vocab_size={vocab_size}: ids have 32 bits, so at most {1 << 32}")
+        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def __repr__(self) -> str:
+        return (
+            f"SyntheticDataset(vocab_size={self.vocab_size}, seq_len={self.seq_len}, "
+            f"num_samples={self.num_samples}, seed={self.seed})"
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
+        keys = mix_array(mix(self.seed), self._checked(indices))
+        # splitmix64, each row a stream of it; then the upper 32 bits, scaled to the vocabulary.
+        x = keys[:, None] + np.arange(1, self.seq_len + 2, dtype=np.uint64) * GOLDEN
+        for shift, factor in STEPS:
+            x ^= x >> shift
+            x *= factor
+        x >>= HALF
+        x *= np.uint64(self.vocab_size)
+        x >>= HALF
+        return x.astype(self.dtype)
+
+    def spans(self, index: int) -> list[Span]:
+        """Return where a row comes from: its number."""
+        row, length = int(self._checked([index])[0]), self.seq_len + 1
+        return [Span("synthetic", None, None, row, (0, length), (0, length))]
+
+    def data_id(self) -> dict[str, Any]:
+        """Return what identifies the data in a state."""
+        sizes = {"vocab_size": self.vocab_size, "num_samples": self.num_samples}
+        return {"kind": "synthetic", "seed": self.seed, **sizes}

@@ -8,7 +8,6 @@ a limit in bytes, and then takes entries until it is full.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -20,6 +19,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from penstock.config import write_atomically
 from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
 from penstock.order.shuffle import I64
-from penstock.read.arrow_utils import integers
+from penstock.read.arrow_utils import empty, integers, lengths
 from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -115,12 +115,9 @@ class TokenStore:
     """Token chunks in a folder or a bucket. Nothing is opened or made before the first use."""
 
     def __init__(
-        self,
-        place: str | os.PathLike[str],
-        limit_bytes: int | None = None,
-        block_bytes: int | None = None,
-        best_effort: bool = False,
-    ) -> None:
+        self, place: str | os.PathLike[str], limit_bytes: int | None = None,
+        block_bytes: int | None = None, best_effort: bool = False,
+    ) -> None:  # fmt: skip
         """`limit_bytes` bounds a folder, `block_bytes` the ids of a block (by default an entry has one).
 
         `best_effort` is for caches: a damaged entry is removed and counts as absent, and the first
@@ -176,20 +173,18 @@ class TokenStore:
         """Read the documents and rows of the blocks [first, last) in one piece, and check them."""
         blocks = header.blocks[first:last]
         if not blocks:
-            return pa.nulls(0, pa.large_binary()), np.empty(0, np.int64)
+            return empty(pa.large_binary()), np.empty(0, np.int64)
         start, end = blocks[0].offset, blocks[-1].offset + blocks[-1].length
         data = self._place.read(name, start, end - start)
-        docs, rows = [], []
+        batches = []
         for block in blocks:
             body = data[block.offset - start :][: block.length]  # shorter, if the entry is
             if zlib.crc32(body) != block.crc32:
                 raise CorruptFile(f"{self._path(name)} is damaged: a block has another checksum")
-            batch = pa.ipc.read_record_batch(body, SCHEMA)
-            docs.append(batch.column(0))
-            rows.append(batch.column(1).to_numpy())
-        if len(blocks) == 1:  # without a copy
-            return docs[0], rows[0]
-        return pa.concat_arrays(docs), np.concatenate(rows)
+            batches.append(pa.ipc.read_record_batch(body, SCHEMA))
+        # A single block is not copied.
+        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return whole.column(0), whole.column(1).to_numpy()
 
     def get(self, key: Key, ref: ChunkRef) -> TokenChunk | None:
         """Return the chunk of a key, checked, or None if there is none."""
@@ -203,7 +198,7 @@ class TokenStore:
                 raise
             self._count(f"token cache: {error}. What cannot be read is made again.", damaged=1)
             if isinstance(error, CorruptFile):
-                with contextlib.suppress(OSError):  # read-only: it stays, and is refused again
+                with suppress(OSError):  # read-only: it stays, and is refused again
                     self.remove([key.name])
             return None
         if self.best_effort:
@@ -213,7 +208,7 @@ class TokenStore:
 
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
         """Write a chunk, and return its header; None if there is no room or writing has ended."""
-        why = ""
+        why = f"is off: {self.off}"
         try:
             if self.off is None:
                 header, parts = _serialize(key, chunk, self.block_bytes)
@@ -221,15 +216,15 @@ class TokenStore:
                     self._count(written=1, written_bytes=header.size)
                     return header
                 why = (
-                    f"the token cache in {self.place} is full ({self.limit_bytes} bytes). Raise "
-                    "RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
+                    f"is full ({self.limit_bytes} bytes). Raise RemoteOptions(cache_bytes=…), or: "
+                    "penstock cache clear --older-than 7d"
                 )
         except Exception as error:
             if not self.best_effort:
                 raise
             self.off = f"{error}. Free or repair it, or name another with PENSTOCK_CACHE"
-            why = f"the token cache in {self.place} is off: {self.off}."
-        self._count(why, refused=1)
+            why = f"is off: {self.off}."
+        self._count(f"the token cache in {self.place} {why}", refused=1)
         return None
 
     def verify(self) -> Sequence[tuple[str, str]]:
@@ -267,8 +262,7 @@ def _serialize(
 ) -> tuple[Header, list[pa.Buffer | bytes]]:
     """Return an entry's header and bytes."""
     whole = pa.record_batch([chunk.docs, integers(chunk.rows)], schema=SCHEMA)
-    ends = np.frombuffer(chunk.docs.buffers()[1], np.int64) if len(chunk.docs) else np.zeros(1, int)
-    ends = ends[chunk.docs.offset :][: len(chunk.docs) + 1] - ends[chunk.docs.offset]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths(chunk.docs))])
     step = block_bytes or max(1, int(ends[-1]))
     cuts = np.searchsorted(ends, np.arange(step, ends[-1], step)).tolist()
     bodies, table = [], []
@@ -279,8 +273,7 @@ def _serialize(
     fields = {name: getattr(chunk, name) for name in FIELDS}
     header = {"key": key.text, "chunk": fields, "blocks": table}
     text = json.dumps(header, default=int).encode()  # some fields may be numpy's
-    metadata = {"penstock": text, "crc32": str(zlib.crc32(text))}
-    head = SCHEMA.with_metadata(metadata).serialize()
+    head = SCHEMA.with_metadata({"penstock": text, "crc32": str(zlib.crc32(text))}).serialize()
     return _parse_header(key.name, head, len(head)), [head, *bodies, END_OF_STREAM]
 
 
@@ -321,12 +314,9 @@ class Folder:
         """Read a range; shorter at the end of the file."""
         # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
         # page would kill the process.
-        file = os.open(self._folder / name, os.O_RDONLY)
-        try:
-            length = max(0, min(length, os.fstat(file).st_size - start))
-            return pa.py_buffer(os.pread(file, length, start))
-        finally:
-            os.close(file)
+        with open(self._folder / name, "rb", buffering=0) as file:
+            length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
+            return pa.py_buffer(os.pread(file.fileno(), length, start))
 
     def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
         path = self._folder / name
@@ -345,7 +335,7 @@ class Folder:
             return True
 
     def touch(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # read-only, or removed meanwhile
+        with suppress(OSError):  # read-only, or removed meanwhile
             os.utime(self._folder / name)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -357,9 +347,9 @@ class Folder:
     def list(self) -> Iterator[Entry]:
         for path in sorted(self._folder.glob("??/*.arrows")):
             name = path.relative_to(self._folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if NAME.fullmatch(name):
-                    yield Entry(name, path.stat().st_size, path.stat().st_mtime)
+                    yield Entry(name, (about := path.stat()).st_size, about.st_mtime)
 
     def _count(self) -> int:
         """Return the bytes in use, after removing what killed processes left. Needs the lock."""
@@ -367,16 +357,14 @@ class Folder:
             left.unlink(missing_ok=True)
         return sum(entry.size for entry in self.list())
 
-    @contextlib.contextmanager
+    @contextmanager
     def _locked(self) -> Iterator[int]:
         """Exclude other writers. The kernel releases the lock of a process that dies."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        (self._folder / LOCK).touch()
+        with open(self._folder / LOCK, "rb+", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield lock
-        finally:
-            os.close(lock)
+            yield lock.fileno()
 
 
 class BucketFolder:
@@ -387,7 +375,7 @@ class BucketFolder:
         self._bucket: Any = None
 
     def exists(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             return bool(self._call(name, lambda obstore, store, _: obstore.head(store, name)))
         return False
 

@@ -1,28 +1,43 @@
-"""Turn the records of a chunk into documents: those of the chosen split that can be tokenized.
+"""Turn the records of a chunk into documents: filter, transform, split and validate.
 
-Records are judged one by one, so that a bad record does not cost the whole chunk. It is raised, or reported
-and replaced by an empty text, so that the others keep their numbers. Costs one pass for the encoding
+A record that cannot be tokenized does not cost the whole chunk: it is raised, or reported and
+replaced by an empty text, so that the others keep their numbers. Costs one pass for the encoding
 (5 GB/s); Python per document only where something is bad.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import operator
 import os
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64, mix, mix_array
-from penstock.read.arrow_utils import booleans, empty, scalar, widened
-from penstock.read.filters import select
-from penstock.read.settings import ReadSettings
+from penstock.read import ReadSettings
+from penstock.read.arrow_utils import (
+    booleans,
+    combined,
+    integers,
+    is_text,
+    lengths,
+    scalar,
+    widened,
+)
 from penstock.types import Address, Bad, ChunkRef, Documents
+
+COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
+ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Skip = Mapping[str, Collection[tuple[int | None, int]]]
@@ -48,10 +63,10 @@ class ChunkValidator:
         column = widened(column)
         if column.null_count:
             column = pc.coalesce(column, scalar(b"", column.type))
-        lengths = _lengths(column)
-        too_long = np.flatnonzero(lengths > self.max_bytes)
+        sizes = lengths(column)
+        too_long = np.flatnonzero(sizes > self.max_bytes)
         for i in too_long.tolist():
-            detail = f"a text of {lengths[i]} bytes exceeds max_doc_bytes={self.max_bytes}"
+            detail = f"a text of {sizes[i]} bytes exceeds max_doc_bytes={self.max_bytes}"
             self.reject(int(rows[i]), "too_long", detail)
         column = blank(column, too_long)
         try:
@@ -61,14 +76,14 @@ class ChunkValidator:
                 column = column.cast(pa.large_string())
         except pa.ArrowInvalid:
             column = self._blank_invalid(column.cast(pa.large_binary()), rows)
-        n_empty = int(np.count_nonzero(_lengths(column) == 0)) - len(self.bad)
+        n_empty = int(np.count_nonzero(lengths(column) == 0)) - len(self.bad)
         if self._skip:
             skipped = [self._is_skipped(row) for row in rows.tolist()]
             column = blank(column, np.flatnonzero(skipped))
         return Documents(column, rows, last, self.bad, max(0, n_empty), before - len(rows))
 
     def no_documents(self, *, last: bool = False) -> Documents:
-        return Documents(empty(pa.large_string()), np.empty(0, np.int64), last, self.bad)
+        return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last, self.bad)
 
     def reject(self, row: int, reason: str, detail: str) -> None:
         """Raise, or note that a record is left out, if it is in the chosen split."""
@@ -107,11 +122,10 @@ class ChunkValidator:
         file, settings = self._ref.file, self._settings
         if settings.split is None:
             return None
+        hashed = mix_array(self._split_key(file.name), rows)
         if file.members:
             keys = [self._split_key(file.members[i].name) for i in rows.tolist()]
             hashed = np.array(keys, np.uint64)
-        else:
-            hashed = mix_array(self._split_key(file.name), rows)
         in_val: Mask = hashed < np.uint64(int(settings.val_fraction * 2**64))
         return in_val if settings.split == "val" else ~in_val
 
@@ -123,14 +137,13 @@ class ChunkValidator:
         return mix(self._settings.split_seed, group, int.from_bytes(digest[:8], "little"))
 
     def _address(self, row: int) -> Address:
-        members = self._ref.file.members
-        if members:
+        if members := self._ref.file.members:
             return Address(members[row].name, None, 0)
         return Address(self._ref.file.name, self._group, row)
 
     def _is_skipped(self, row: int) -> bool:
-        file, *place = self._address(row)
-        return tuple(place) in self._skip.get(file, ())
+        file, group, row = self._address(row)
+        return (group, row) in self._skip.get(file, ())
 
 
 def where(address: Address) -> str:
@@ -139,13 +152,6 @@ def where(address: Address) -> str:
         return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
     row = f", row {address.row}" if address.row >= 0 else ""
     return f"{address.file}, row group {address.group}{row}"
-
-
-def _lengths(column: pa.Array) -> I64:
-    if not len(column):
-        return np.empty(0, np.int64)
-    offsets = np.frombuffer(column.buffers()[1], np.int64)
-    return np.diff(offsets[column.offset : column.offset + len(column) + 1])
 
 
 def blank(column: pa.Array, indices: I64) -> pa.Array:
@@ -166,18 +172,13 @@ class Quarantine:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(
-                f"cannot write the quarantine file {path}: {error.strerror}"
-            ) from error
+            raise ConfigError(f"cannot write to {path}: {error.strerror} (quarantine)") from error
 
     def write(self, bad: list[Bad]) -> None:
         """Append all of them in a single write, so that a reader never sees half a line."""
-        lines = [
-            json.dumps({"file": b.address.file, "row_group": b.address.group, "row": b.address.row,
-                        "reason": b.reason, "detail": b.detail}, ensure_ascii=False) + "\n"
-            for b in bad
-        ]  # fmt: skip
-        self._file.write("".join(lines))
+        names = ("file", "row_group", "row", "reason", "detail")
+        values = (dict(zip(names, (*b.address, b.reason, b.detail), strict=True)) for b in bad)
+        self._file.write("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in values))
         self._file.flush()
 
     def close(self) -> None:
@@ -188,3 +189,107 @@ class Quarantine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Filters and transforms
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Rows to keep."""
+
+    expression: pc.Expression
+    alternatives: tuple[tuple[tuple[str, str, Any], ...], ...] = ()
+    """The same as comparisons, if it was given so: one of these conjunctions has to hold."""
+
+    @classmethod
+    def of(cls, value: Any) -> RowFilter | None:
+        """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
+        if value is None or isinstance(value, pc.Expression):
+            return None if value is None else cls(value)
+        try:
+            every = [value] if isinstance(value, str) else list(value)
+            if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
+                every = [every]  # one conjunction
+            alternatives = [[_comparison(each) for each in some] for some in every]
+            return cls(pq.filters_to_expression(alternatives), tuple(map(tuple, alternatives)))
+        except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
+            needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
+            raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+    def columns(self, schema: pa.Schema, where: str) -> list[str]:
+        """Return the columns that the filter reads, or raise if there is none of a name."""
+        table, needed = schema.empty_table(), []
+        self.rows(table, where)
+        for name in schema.names:
+            try:
+                table.drop_columns([name]).filter(self.expression)
+            except pa.ArrowException:
+                needed.append(name)
+        return needed
+
+    def rows(self, table: pa.Table, where: str) -> I64:
+        """Return the numbers of the rows to keep."""
+        numbered = table.append_column("__row", integers(np.arange(len(table))))
+        try:
+            return np.asarray(numbered.filter(self.expression).column("__row"))
+        except pa.ArrowException as error:
+            why = str(error).partition(" in ")[0].partition("\n")[0]
+            names = ", ".join(table.column_names)
+            raise ConfigError(f"filter {self}: {why}. {where} has the columns {names}.") from error
+
+    def may_match(self, group: pq.RowGroupMetaData) -> bool:
+        """Return False if the statistics of a row group rule out a match."""
+        columns = [group.column(i) for i in range(group.num_columns)]
+        known = {column.path_in_schema: column.statistics for column in columns}
+        possible = [
+            all(_possible(known.get(name), *rest) for name, *rest in some)
+            for some in self.alternatives
+        ]
+        return not possible or any(possible)
+
+
+def _comparison(value: Any) -> tuple[str, str, Any]:
+    if not isinstance(value, str):
+        name, symbol, value = value
+        return name, symbol, value
+    if (match := COMPARISON.fullmatch(value)) is None:
+        raise ValueError(f"{value!r} is not a comparison")
+    name, symbol, text = match.groups()
+    try:
+        return name, symbol, ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return name, symbol, text.strip()  # a word without quotes
+
+
+def _possible(known: Any, symbol: str, value: Any) -> bool:
+    # Only numbers: texts may be cut short in statistics.
+    if known is None or not known.has_min_max or not isinstance(value, int | float):
+        return True
+    if symbol in ("=", "=="):
+        return bool(known.min <= value <= known.max)
+    extreme = known.min if symbol.startswith("<") else known.max
+    return symbol not in ORDER or bool(ORDER[symbol](extreme, value))
+
+
+def select(settings: ReadSettings, table: pa.Table, rows: I64, where: str) -> tuple[pa.Array, I64]:
+    """Return the texts that pass the filter and the transform, and their rows."""
+    if settings.filter is not None and len(rows):
+        kept = settings.filter.rows(table, where)
+        table, rows = table.take(integers(kept)), rows[kept]
+    if settings.transform is None or not len(rows):
+        return combined(table.column(settings.text_field)), rows
+    name, function = settings.transform
+    # One type for texts of all formats: Arrow's functions do not mix them.
+    kinds = [pa.string() if is_text(each.type) else each.type for each in table.schema]
+    made = function(table.cast(pa.schema(zip(table.column_names, kinds, strict=True))))
+    column = pa.chunked_array([made]) if isinstance(made, pa.Array) else made
+    kind, n = getattr(column, "type", None), len(table)
+    if not isinstance(kind, pa.DataType) or not is_text(kind) or len(column) != n:
+        needs = f"must return a text for each of {n} rows, not {kind or type(column).__name__}"
+        raise SourceError(f"{where}: transform {name!r} {needs}")
+    texts = combined(column)  # null for those to leave out
+    return texts.drop_null(), rows[texts.is_valid().to_numpy(zero_copy_only=False)]

@@ -35,10 +35,11 @@ from penstock.errors import (
 )
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.prepare.manifest import require_settings
+from penstock.read import ReadSettings
 from penstock.read.arrow_utils import empty
+from penstock.read.parquet import BombError
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
-from penstock.read.settings import ReadSettings
-from penstock.read.storage import BombError, Bytes
+from penstock.read.storage import Bytes
 from penstock.read.token_store import Key, TokenStore
 from penstock.read.validation import Quarantine
 from penstock.sources.base import RowSource, RunContext, Work, noted

@@ -152,7 +152,7 @@ def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any
     """Make the dataset that a name stands for. A file of that name takes precedence."""
     if name == "synthetic" and not os.path.exists(name):
         from penstock.encode.tokenizer import load_tokenizer
-        from penstock.read.synthetic import SyntheticDataset
+        from penstock.read.token_files import SyntheticDataset
 
         vocab_size = load_tokenizer(parameters["tokenizer"]).vocab_size
         return SyntheticDataset(vocab_size, parameters["seq_len"])

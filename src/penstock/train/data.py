@@ -138,7 +138,7 @@ def _named(options: TrainOptions) -> DatasetConfig:
 
 def _is_fineweb_edu(address: str) -> bool:
     """Return True for FineWeb-Edu by name or address. A file of that name takes precedence."""
-    from penstock.read.hub import SHORT_NAMES
+    from penstock.read.listing import SHORT_NAMES
 
     is_name = address == LOCAL or (address == "fineweb_edu" and not os.path.exists(address))
     return is_name or bool(re.match(rf"{re.escape(SHORT_NAMES['fineweb_edu'])}([/@]|$)", address))
@@ -223,7 +223,7 @@ class SyntheticBatches:
     def __init__(
         self, options: TrainOptions, data: TrainData, vocab_size: int, device: Any
     ) -> None:
-        from penstock.read.synthetic import SyntheticDataset
+        from penstock.read.token_files import SyntheticDataset
 
         self._rows = SyntheticDataset(vocab_size, data.seq_len, ENDLESS, seed=2)
         self._size, self._device, self._shard = options.batch, device, current_shard()
