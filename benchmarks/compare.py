@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -137,6 +138,22 @@ def run_first_batch(case: Answer, sizes: Sizes) -> Answer:
         return {case["metric"]: time.perf_counter() - begun}
 
 
+def run_hub_pass(case: Answer, sizes: Sizes) -> Answer:
+    """Read a dataset of the Hub once, as it comes over the link."""
+    from penstock import AsyncDataLoader
+
+    begun = time.perf_counter()
+    with AsyncDataLoader(text_of(case), BATCH_SIZE, n_workers=WORKERS, epochs=1) as loader:
+        batches = sum(1 for _ in loader)
+        took, stats = time.perf_counter() - begun, loader.stats()
+    return {
+        "Hub, whole pass": batches * TOKENS / took / 1e6,
+        "Hub, whole pass: requests": float(stats.requests),
+        "Hub, whole pass: fetched": stats.fetched_bytes / 1e6,
+        "Hub, whole pass: peak RSS": common.process_memory()["peak"] / 1e6,
+    }
+
+
 def run_resume(case: Answer, sizes: Sizes) -> Answer:
     import torch  # noqa: F401 (as in a training script: batches are tensors)
 
@@ -169,6 +186,7 @@ RUNS: dict[str, Callable[[Answer, Sizes], Answer]] = {
     "torch": run_torch,
     "steps": run_steps,
     "first": run_first_batch,
+    "hub-pass": run_hub_pass,
     "resume": run_resume,
 }
 
@@ -192,8 +210,8 @@ class Case:
 
     given: Mapping[str, Any]
     new_only: bool = False
-    cold: bool = False
-    """Start with empty caches."""
+    cache: str = "local"
+    """Cases of one name share their cache, which a round begins empty; "local" is kept."""
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Numbers by metric and revision."""
 
@@ -215,30 +233,32 @@ def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
         "torch": Case({"run": "torch"}, new_only=True),
         "steps": Case({"run": "steps"} | local),
         "first-batch": Case({"run": "first", "metric": "first batch, local"} | local),
-        "hub": Case({"run": "first", "metric": "first batch, Hub, cold"} | far, cold=True),
+        "hub-cold": Case({"run": "first", "metric": "first batch, Hub, cold"} | far, cache="hub"),
+        "hub-warm": Case({"run": "first", "metric": "first batch, Hub, warm"} | far, cache="hub"),
+        "hub-pass": Case({"run": "hub-pass"} | far, cache="pass"),
         "resume-in-order": ordered("resume", "in order"),
         "resume-shuffled": ordered("resume", "shuffled"),
     }
 
 
+def cache_of(case: Case, src: Path) -> Path:
+    return src.parent / f".cache-{case.cache}"
+
+
 def run_case(case: Case, src: Path, quick: bool) -> Answer:
     """Run one worker."""
-    with tempfile.TemporaryDirectory(prefix="penstock-compare-") as cache:
-        # What a local run caches (the check of a vocabulary) is kept, as on any machine.
-        place = cache if case.cold else str(src.parent / ".compare-cache")
-        environment = common.clean_environment(
-            PYTHONPATH=str(src), PENSTOCK_CACHE=place, HF_HOME=place
-        )
-        if endpoint := case.given.get("endpoint"):
-            environment["HF_ENDPOINT"] = endpoint
-        given = json.dumps({**case.given, "src": str(src), "quick": quick})
-        done = subprocess.run(
-            [sys.executable, __file__, "--contender", given],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=DEADLINE_S,
-            env=environment,
-        )
+    place = str(cache_of(case, src))
+    environment = common.clean_environment(PYTHONPATH=str(src), PENSTOCK_CACHE=place, HF_HOME=place)
+    if endpoint := case.given.get("endpoint"):
+        environment["HF_ENDPOINT"] = endpoint
+    given = json.dumps({**case.given, "src": str(src), "quick": quick})
+    done = subprocess.run(
+        [sys.executable, __file__, "--contender", given],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
     if done.returncode:
         raise RuntimeError(f"{given} exited with code {done.returncode}; see above")
     numbers: Answer = json.loads(done.stdout.splitlines()[-1])
@@ -258,6 +278,9 @@ def measure(cases: Mapping[str, Case], sources: Mapping[str, Path], args: Any) -
     """Run every case in each round; the revisions take turns at being first."""
     for number in range(args.repeats):
         order = list(sources) if number % 2 == 0 else list(sources)[::-1]
+        for case, src in itertools.product(cases.values(), sources.values()):
+            if case.cache != "local":
+                shutil.rmtree(cache_of(case, src), ignore_errors=True)
         for name, case in cases.items():
             begun = time.monotonic()
             for revision in order:
@@ -284,12 +307,19 @@ UNITS = {
     "data wait": "%",
     "first batch, local": "s",
     "first batch, Hub, cold": "s",
+    "first batch, Hub, warm": "s",
+    "Hub, whole pass": "M tokens/s",
+    "Hub, whole pass: requests": "",
+    "Hub, whole pass: fetched": "MB",
+    "Hub, whole pass: peak RSS": "MB",
 }
 RATIO_FLOORS = {
     "text, in order": Goal(">=", 0.9),
     "text, shuffled": Goal(">=", 0.9),
     "first batch, local": Goal("<=", 1.2),
     "first batch, Hub, cold": Goal("<=", 1.4),
+    "Hub, whole pass": Goal(">=", 0.9),
+    "Hub, whole pass: peak RSS": Goal("<=", 1.1),
     "peak RSS, in order": Goal("<=", 1.1),
     "peak RSS, shuffled": Goal("<=", 1.1),
 }

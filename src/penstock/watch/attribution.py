@@ -241,7 +241,7 @@ def advise(stage: str, known: Known) -> str:
     if stage == "copy":
         return "use a faster device_preprocess"
     if known.n_workers == 0:
-        return "let it be done ahead: n_workers 0 → 1, or leave it out"
+        return "prepare batches in the background: n_workers 0 → 1, or leave it out"
     if stage in ("pack", "batch"):
         return "one thread packs and batches: larger batches make it cheaper"
     if known.tight:
@@ -257,7 +257,7 @@ def advise(stage: str, known: Known) -> str:
     if known.n_workers < known.cores:
         return f"raise n_workers {known.n_workers} → {known.n_workers + 1}"
     if known.python and known.workers == "thread":
-        return 'Python of your own holds the GIL: workers="process"'
+        return 'your Python code holds the GIL: workers="process"'
     busy = "the one core is busy" if known.cores == 1 else f"all {known.cores} cores are busy"
     if known.cached or known.python or not known.text:
         return f"{busy}: give this rank more"
