@@ -52,7 +52,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "decode": (ChunkValidator, "documents"),
     "tokenize": (Tokenizer, "encode"),
     "pack": (ChunkLane, "next_window"),
-    "batch": (Batcher, "_make"),
+    "batch": (Batcher, "_arrays"),
 }
 
 
