@@ -248,7 +248,7 @@ def killed_at_every_step(
     """For each step: what readers found after the kill, and what there was in the end."""
     folder.mkdir()
     args = command(source, folder, ending, json.dumps(goals), code=ZYGOTE)
-    done = subprocess.run(args, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(args, capture_output=True, text=True, timeout=3 * DEADLINE_S)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(

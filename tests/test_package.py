@@ -130,7 +130,7 @@ def test_command_and_loader_work_without_extras(installed: Path, tmp_path: Path)
     assert version == f"penstock {penstock.__version__}\n"
     assert "verify-resume" in do(installed / "penstock", "--help", cwd=tmp_path).stdout
     demo = do(installed / "penstock", "demo", cwd=tmp_path, code=1)
-    needs = "the demo needs `torch`, which is not installed: pip install 'penstock[torch]'"
+    needs = "training needs `torch`, which is not installed: pip install 'penstock[torch]'"
     assert demo.stderr == f"penstock: {needs}\n"
     (tmp_path / "docs.txt").write_text("some text\n" * 1000)
     smoke = do(installed / "penstock", "smoke", "--dataset", "docs.txt", cwd=tmp_path)
