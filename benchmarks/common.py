@@ -113,19 +113,6 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def count(n: int) -> int:
-    """Run Python that holds the GIL."""
-    total = 0
-    for i in range(n):
-        total += i & 7
-    return total
-
-
-def loops_per_s() -> float:
-    """Return how far `count` gets in a second on an idle core."""
-    return 100_000 / min(timed(lambda: count(100_000)) for _ in range(9))
-
-
 def take_steps(batches: Iterator[Any], steps: int, work: Callable[[], Any]) -> Answer:
     """Alternate next() and `work`. Return the wall seconds and those of each next()."""
     fetches = []
@@ -136,20 +123,6 @@ def take_steps(batches: Iterator[Any], steps: int, work: Callable[[], Any]) -> A
         fetches.append(time.perf_counter() - asked)
         work()
     return {"wall": time.perf_counter() - begun, "fetches": fetches}
-
-
-def wait_until_quiet(deadline_s: float = 10.0) -> None:
-    """Wait until the process uses no CPU: its queues are full."""
-    end = time.monotonic() + deadline_s
-    quiet = 0
-    while quiet < 3:
-        if time.monotonic() > end:
-            raise RuntimeError(
-                f"a loader was still busy after {deadline_s:.0f} s without a consumer"
-            )
-        before = time.process_time()
-        time.sleep(0.02)
-        quiet = quiet + 1 if time.process_time() - before < 0.001 else 0
 
 
 def process_memory() -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Is this revision as fast as another one? Both run in turn, in fresh processes, on the same data.
+"""How fast is this revision, alone or beside another one? Each run is a fresh process on the same data.
 
-The other revision is taken from git into a temporary folder and runs with the same interpreter, its
+With --against, both revisions run in turn. The other one is taken from git into a temporary folder and runs with the same interpreter, its
 src/ first on PYTHONPATH. The workers use only what both revisions offer. Ratios are new over old,
 round by round. A wait that releases the GIL stands in for the accelerator's step.
 
@@ -111,7 +111,7 @@ def run_token_file(case: Answer, sizes: Sizes) -> Answer:
 
 
 def run_torch(case: Answer, sizes: Sizes) -> Answer:
-    from throughput import MemoryMapRows, torch_batches
+    from limit import MemoryMapRows, torch_batches
 
     rows = MemoryMapRows(token_file(sizes.file_batches))
     rates = (tokens_per_s(torch_batches(rows, workers), sizes) for workers in (0, WORKERS))
@@ -126,6 +126,7 @@ def run_steps(case: Answer, sizes: Sizes) -> Answer:
         told = common.take_steps(loader, sizes.steps, lambda: time.sleep(STEP_S))
     return {
         "next() p50": 1e6 * common.percentile(told["fetches"], 0.5),
+        "next() p99": 1e6 * common.percentile(told["fetches"], 0.99),
         "data wait": 100 * sum(told["fetches"]) / told["wall"],
     }
 
@@ -217,8 +218,9 @@ class Case:
 
 
 def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
-    source = str(corpus.copies(1 if quick else common.COPIES))
-    local = {"source": source, "tokenizer": str(corpus.tokenizer)}
+    copies = 1 if quick else common.COPIES
+    local = {"source": str(corpus.copies(copies)), "tokenizer": str(corpus.tokenizer)}
+    jsonl = local | {"source": str(corpus.copies(copies, "jsonl"))}
     far = local | {"source": HUB_URL, "endpoint": endpoint}
     orders = {"in order": False, "shuffled": True}
 
@@ -228,6 +230,7 @@ def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
     return {
         "text-in-order": ordered("text", "in order"),
         "text-shuffled": ordered("text", "shuffled"),
+        "text-jsonl": Case({"run": "text", "order": "JSONL", "shuffle": False} | jsonl),
         "limit": Case({"run": "limit"} | local, new_only=True),
         "token-file": Case({"run": "tokens"}),
         "torch": Case({"run": "torch"}, new_only=True),
@@ -298,12 +301,15 @@ def measure(cases: Mapping[str, Case], sources: Mapping[str, Path], args: Any) -
 UNITS = {
     "text, in order": "M tokens/s",
     "text, shuffled": "M tokens/s",
+    "text, JSONL": "M tokens/s",
     "decode + tokenize alone": "M tokens/s",
     "token file": "M tokens/s",
     "token file, torch DataLoader": "M tokens/s",
     "peak RSS, in order": "MB",
     "peak RSS, shuffled": "MB",
+    "peak RSS, JSONL": "MB",
     "next() p50": "µs",
+    "next() p99": "µs",
     "data wait": "%",
     "first batch, local": "s",
     "first batch, Hub, cold": "s",
@@ -388,8 +394,6 @@ def main() -> None:
     if args.contender is not None:
         work(args.contender)
         return
-    if not args.against:
-        options.error("--against REV is needed")
     args.repeats = args.repeats or (1 if args.quick else 5)
     corpus = load_corpus(args.quick, args.data, args.tokenizer)
     token_file((QUICK if args.quick else Sizes()).file_batches)
@@ -398,7 +402,9 @@ def main() -> None:
         new = folder / "new" / "src"
         new.parent.mkdir()
         new.symlink_to(common.REPO / "src")
-        sources = {"old": checkout(args.against, folder / "old"), "new": new}
+        sources = {"new": new}
+        if args.against:
+            sources = {"old": checkout(args.against, folder / "old"), "new": new}
         hosted = corpus.hosted("zstd", 250)
         hub = stack.enter_context(common.Hub(hosted, 100, *HUB_NETWORK))
         cases = cases_of(corpus, args.quick, hub.endpoint)
@@ -409,7 +415,8 @@ def main() -> None:
             run_case(Case({"run": "steps"} | first), src, quick=True)
         measure(cases, sources, args)
     results = results_of(cases)
-    commits = {"old": git("rev-parse", "--short=12", args.against), "new": machine()["commit"]}
+    old = git("rev-parse", "--short=12", args.against) if args.against else ""
+    commits = {"old": old, "new": machine()["commit"]}
     head = ("measure", "unit", f"old {commits['old']}", f"new {commits['new']}", "new/old", "floor")
     print(table(head, rows_of(results, args.quick)))
     if args.json:

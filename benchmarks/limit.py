@@ -1,4 +1,4 @@
-"""The limit of a text loader: decode and tokenize on N threads, and nothing else."""
+"""What loaders are compared with: decode + tokenize alone, and PyTorch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common import BATCH_SIZE, SEQ_LEN
+
 
 class DecodeAndTokenize:
-    """Row groups of Parquet files through gigatoken; the ids are only counted.
+    """Row groups of Parquet files through gigatoken on threads; the ids are only counted.
 
     Each thread has its own tokenizer, so a second pass is warm.
     """
@@ -54,3 +56,32 @@ def _row_groups(path: Path) -> list[Callable[[], Any]]:
         return table.column("text").cast(pa.large_string())
 
     return [partial(read, group) for group in range(pq.read_metadata(path).num_row_groups)]
+
+
+class MemoryMapRows:
+    """A map-style dataset as users of nanoGPT write it: a slice of the map for each sample."""
+
+    def __init__(self, path: Path) -> None:
+        import numpy as np
+        import torch
+
+        self._ids = np.memmap(path, np.uint16, "r")
+        self._int64, self._tensor = np.int64, torch.from_numpy
+
+    def __len__(self) -> int:
+        return (len(self._ids) - 1) // SEQ_LEN
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        row = self._ids[index * SEQ_LEN : (index + 1) * SEQ_LEN + 1].astype(self._int64)
+        return self._tensor(row[:-1]), self._tensor(row[1:])
+
+
+def torch_batches(data: Any, workers: int, batch_size: int = BATCH_SIZE) -> Iterator[Any]:
+    """Yield batches of PyTorch's DataLoader, epoch after epoch, from the same workers."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(
+        data, batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
+    while True:
+        yield from loader

@@ -18,8 +18,8 @@ from typing import Any
 
 import common
 from common import BATCH_SIZE, SEQ_LEN, Answer
+from limit import torch_batches
 from report import Report
-from throughput import torch_batches
 
 IDS = 128
 """Ids of a slow sample."""

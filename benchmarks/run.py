@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SHARED = {"common", "compare", "corpora", "limit", "report", "run"}
+SHARED = {"common", "corpora", "limit", "report", "run"}
 SCRIPTS = sorted({path.stem for path in HERE.glob("*.py")} - SHARED)
 
 

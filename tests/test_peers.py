@@ -74,6 +74,15 @@ def test_contenders_give_the_same_batches(
     assert len(digests) >= len(expected) - 1
 
 
+@pytest.mark.slow
+def test_a_prepared_corpus_gives_the_same_batches(
+    work: dict[str, str], expected: list[str], tmp_path: Path
+) -> None:
+    case = work | {"contender": "ours", "variant": "prepared", "prepared": str(tmp_path)}
+    contend("prepare", case)
+    assert contend("follow", case)["done"]["digests"] == expected
+
+
 @pytest.mark.parametrize("name", parameters("Penstock", "DataLoader", "nodes"))
 def test_a_contender_resumes_where_its_state_was_taken(
     name: str, work: dict[str, str], expected: list[str], tmp_path: Path

@@ -32,7 +32,7 @@ from roster import ENTRANTS
 PARTS = ("drain", "hub", "resume", "pace")
 PACKAGES = {
     *("penstock", "gigatoken", "tokenizers", "tiktoken", "datasets", "torch", "torchdata"),
-    *("grain", "spdl", "spdl-core", "litdata", "mosaicml-streaming"),
+    *("grain", "spdl", "spdl-core", "litdata", "mosaicml-streaming", "lancedb"),
 }
 
 

@@ -67,8 +67,13 @@ ENTRANTS: tuple[Entrant, ...] = (
     Entrant(
         PENSTOCK_TOKENS, "ours", "penstock", "tokens", "torch", shuffle=True, prepares=True
     ),
+    Entrant(
+        "Penstock, prepared corpus", "ours", "penstock", "tokens", "prepared", shuffle=True,
+        prepares=True,
+    ),
     Entrant("litdata, TokensLoader", "lit", "litdata", "tokens", "tokens", prepares=True),
     Entrant("MosaicML Streaming, MDS of tokens", "mosaic", "mosaic", "tokens", prepares=True),
+    Entrant("LanceDB", "lance_rows", "lancedb", "tokens", shuffle=True, prepares=True),
     Entrant(
         "memory map, nanoGPT", "memory_map", "torch", "tokens", shuffle=True, prepares=True,
         workers=False,

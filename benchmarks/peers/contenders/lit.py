@@ -5,6 +5,8 @@ parquet: the Parquet files as they are, with the index that `prepare` makes. Doc
 tokens:  chunks of ids that `prepare` makes with `optimize`, cut into blocks of 1025 by
          `TokensLoader`. Blocks do not overlap, and what is left at the end of a chunk is lost, as
          its guide to pretraining has it.
+
+A state that is loaded with another number of workers switches to its elastic mode by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from litdata import (  # type: ignore[import-not-found, unused-ignore]
     StreamingDataLoader,
@@ -27,7 +28,7 @@ from litdata import (  # type: ignore[import-not-found, unused-ignore]
 from litdata.streaming.item_loader import ParquetLoader  # type: ignore[import-not-found, unused-ignore]
 
 from case import BATCH_SIZE, SEQ_LEN, Case, Ids, Stream, read_texts
-from contenders.rows import document_stream, row_stream
+from contenders.rows import collate_rows, document_stream, row_stream
 from encoders import Encode, encoder
 
 DOCUMENTS = 64
@@ -66,10 +67,6 @@ def collate_texts(rows: list[dict[str, str]], encode: Encode) -> torch.Tensor:
     return torch.from_numpy(encode([row["text"] for row in rows]))
 
 
-def collate_ids(rows: list[Ids]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
 def stream(case: Case) -> Stream:
     tokens = case.variant == "tokens"
     item_loader = TokensLoader(block_size=SEQ_LEN + 1) if tokens else ParquetLoader(["text"])
@@ -77,7 +74,9 @@ def stream(case: Case) -> Stream:
     dataset = StreamingDataset(case.prepared, item_loader=item_loader, **options)
     load: Any = partial(StreamingDataLoader, dataset, num_workers=case.workers)
     if tokens:
-        return row_stream(case, load(batch_size=BATCH_SIZE, collate_fn=collate_ids, drop_last=True))
+        return row_stream(
+            case, load(batch_size=BATCH_SIZE, collate_fn=collate_rows, drop_last=True)
+        )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker starts a thread for each core
     collate = partial(collate_texts, encode=encoder(case))
     spawned = {"multiprocessing_context": "spawn"}  # ParquetLoader refuses to be forked

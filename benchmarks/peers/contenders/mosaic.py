@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # type: ignore[import-not-found, unused-ignore]
 from streaming.base.util import clean_stale_shared_memory  # type: ignore[import-not-found, unused-ignore]
 
 from case import BATCH_SIZE, SEQ_LEN, Case, Ids, Stream, read_texts
-from contenders.rows import document_stream, row_stream
+from contenders.rows import collate_rows, cut_rows, document_stream, row_stream
 from encoders import Encode, encoder
 
 DOCUMENTS = 256
@@ -32,15 +32,10 @@ def prepare(case: Case) -> None:
                 for text in texts.to_pylist():
                     out.write({"text": text})
         return
-    encode = encoder(case)
-    rest: Ids = np.empty(0, np.uint16)
     with MDSWriter(out=case.prepared, columns={"tokens": f"ndarray:uint16:{SEQ_LEN + 1}"}) as out:
-        for texts in row_groups:
-            flat = np.concatenate([rest, encode(texts)])
-            last = (len(flat) - 1) // SEQ_LEN * SEQ_LEN
-            for at in range(0, last, SEQ_LEN):
-                out.write({"tokens": flat[at : at + SEQ_LEN + 1]})
-            rest = flat[last:]
+        for rows in cut_rows(map(encoder(case), row_groups)):
+            for row in rows:
+                out.write({"tokens": row})
 
 
 def collate_texts(samples: list[dict[str, str]], encode: Encode) -> tuple[list[int], torch.Tensor]:
@@ -49,8 +44,8 @@ def collate_texts(samples: list[dict[str, str]], encode: Encode) -> tuple[list[i
     return [len(text) for text in texts], torch.from_numpy(encode(texts))
 
 
-def collate_ids(samples: list[dict[str, Ids]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+def collate_ids(samples: list[dict[str, Ids]]) -> Any:
+    return collate_rows([sample["tokens"] for sample in samples])
 
 
 def stream(case: Case) -> Stream:
