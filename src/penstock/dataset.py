@@ -83,9 +83,8 @@ class TextDataset:
             else:
                 self.files = listing()
             self.tokenizer = load()
-        self.listed = (began, time.perf_counter())
-        """When listing and loading the tokenizer began and ended."""
-        self.listing_told = False
+        self.listings = [(began, time.perf_counter())]
+        """When listing and loading the tokenizer began and ended; empty once a loader reported it."""
         if options.cache is True or (options.cache == "auto" and self.remote_config is not None):
             from penstock.sources.remote_dataset import RemoteConfig
 
@@ -136,9 +135,9 @@ class TextDataset:
         return frozenset(addresses)
 
     def __repr__(self) -> str:
-        size = sum(file.size for file in self.files)
-        name = self.tokenizer.vocabulary.name
-        return f"TextDataset({len(self.files)} files, {size} bytes, {name}, seq_len={self.seq_len})"
+        about, name = self.data_id(), self.tokenizer.vocabulary.name
+        files = f"{about['count']} file" + "s" * (about["count"] != 1)
+        return f"TextDataset({files}, {about['bytes']} bytes, {name}, seq_len={self.seq_len})"
 
     @property
     def vocab_size(self) -> int:
@@ -167,18 +166,3 @@ class TextDataset:
         """Identify the tokenizer in a state."""
         name = os.path.basename(self.tokenizer.vocabulary.name)
         return {"name": name, "fingerprint": self.tokenizer.fingerprint}
-
-    def settings_id(self) -> dict[str, Any]:
-        """Return the options that decide the stream."""
-        names = ["seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks"]
-        settings = {name: getattr(self.options, name) for name in names}
-        read = self.read
-        if read.split is not None:
-            settings |= {"split": read.split, "val_fraction": read.val_fraction}
-        if read.filter is not None:
-            settings["filter"] = str(read.filter)
-        if read.transform is not None:
-            settings["transform"] = read.transform[0]
-        if read.separator is not None:
-            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
-        return settings

@@ -11,11 +11,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from penstock.encode.rows import LaneOptions, Mark, NextWindow, Rows, WindowPacker, fixed
+from penstock.encode.rows import Mark, Rows, WindowPacker, fixed
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -78,14 +79,13 @@ class ConcatRows:
 class ConcatPacker(WindowPacker):
     """Rows as stretches of one stream of tokens."""
 
-    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        super().__init__(options, next_window, start)
-        self._aligned = options.packing == "bos"
-        self._keep_tail = options.keep_tail
-        self._needs_starts = options.positions or self._aligned
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._aligned = self._source.packing == "bos"
+        self._needs_starts = self._source.positions or self._aligned
         # Tokens are numbered from the beginning of the first window. The buffer holds the tokens
         # from `_base` to `_end`; the next row begins at `_at`.
-        self._buffer: Ids = np.empty(0, options.dtype)
+        self._buffer: Ids = np.empty(0, self._source.dtype)
         self._base = self._end = self._at = 0
         self._windows: Windows = ()
         self._doc_starts: I64 = np.empty(0, np.int64)
@@ -157,7 +157,7 @@ class ConcatPacker(WindowPacker):
             self._at = max(self._at, self._end - 1)
             return []
         width = self._seq_len + 1
-        ids = np.full((1, width), self._pad_id, self._buffer.dtype)
+        ids = np.full((1, width), self._source.pad_id, self._buffer.dtype)
         ids[0, :left] = self._buffer[self._at - self._base :]
         starts = np.array([self._at, self._end - 1])
         self.counts["padded_tokens"] += width - left

@@ -230,22 +230,7 @@ class RowProducer(Producer):
     ) -> None:
         """`total_rows` is for map-style data: see `Batcher`."""
         self.lanes, self.inner = lanes, [lanes]
-        self._batcher = Batcher(
-            lanes.packers,
-            shard=run.shard,
-            lanes=run.lanes,
-            batch_size=run.batch_size,
-            seq_len=source.seq_len,
-            drop_last=run.drop_last,
-            positions=source.positions,
-            dtype=source.dtype,
-            narrow=run.device is not None,
-            start=run.start,
-            state=run.state,
-            clock=run.clock,
-            by_lane=source.by_lane,
-            total_rows=total_rows,
-        )
+        self._batcher = Batcher(lanes.packers, source, run, total_rows)
 
     def take(self, n: int) -> list[Batch]:
         return self._batcher.take(n)

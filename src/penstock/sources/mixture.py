@@ -25,6 +25,7 @@ from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
 from penstock.sources.base import Lanes, RowSource, RunContext, Source
 from penstock.sources.map_style import RowsSource
+from penstock.sources.text_iterable import TextIterable
 from penstock.state import State
 from penstock.types import LanePosition
 
@@ -219,8 +220,9 @@ class MixtureSource(RowSource):
         for name, source in sources.items():
             if not isinstance(source, RowSource):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
-            data = getattr(source, "data", None)
-            if mixture.on_end == "stop" and data is not None and only_one(data.source):
+            data = mixture.parts[name][0]
+            once = isinstance(data, TextIterable) and only_one(data.source)
+            if once and mixture.on_end == "stop":
                 raise ConfigError(
                     f"part {name!r} keeps its own position or can be read once, and with "
                     "on_end='stop' lanes read it side by side. Pass a function that returns a new one."

@@ -18,10 +18,11 @@ from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
+from penstock.order.plan import Plan
 from penstock.read.arrow_utils import empty
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import IDS, ChunkLanes, ChunkReader, text_lanes
+from penstock.sources.base import RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, ChunkSource
 from penstock.state import State
 from penstock.types import AUTO, ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
@@ -166,7 +167,7 @@ class DocumentReader:
                 f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
                 "one dimension"
             )
-        dtype = IDS if tokenizer is None else tokenizer.dtype
+        dtype = ChunkSource.dtype if tokenizer is None else tokenizer.dtype
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(dtype).max:
             raise SourceError(f"ids from {ids.min()} to {ids.max()} do not fit in {dtype}")
         return ids.astype(dtype, copy=False).tobytes()
@@ -231,24 +232,21 @@ class IterableChunks(ChunkReader):
         self._readers[lane] = DocumentReader(self._data, self._run, start)
 
 
-class TextIterableSource(RowSource):
+class TextIterableSource(ChunkSource):
     """A `TextIterable` as the loader sees it."""
 
-    def __init__(self, data: TextIterable) -> None:
-        self.data, self.seq_len, self.positions = data, data.seq_len, data.options.positions
-        self.dtype = IDS if data.tokenizer is None else data.tokenizer.dtype
+    def __init__(self, dataset: TextIterable) -> None:
+        super().__init__(dataset, dataset.options.shuffle_chunks)
 
     def data_id(self) -> dict[str, Any]:
-        return {"iterable": self.data.name}
+        return {"iterable": self.dataset.name}
 
     def tokenizer_id(self) -> dict[str, Any]:
-        tokenizer = self.data.tokenizer
+        tokenizer = self.dataset.tokenizer
         return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
-        names = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
-        settings = {name: getattr(self.data.options, name) for name in names}
-        return settings | {"chunk_docs": self.data.chunk_docs}
+        return super().settings_id() | {"chunk_docs": self.dataset.chunk_docs}
 
     def check_state(self, state: State) -> None:
         for at in (position.source for position in state.lane_positions.values()):
@@ -258,8 +256,9 @@ class TextIterableSource(RowSource):
                 )
 
     def work(self, run: RunContext) -> IterableWork:
-        return IterableWork(self.data.tokenizer, run.clock)
+        return IterableWork(self.dataset.tokenizer, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        file = FileRef(self.data.name, self.data.name, 0, "text", "iterable")
-        return text_lanes(self.data, (file,), IterableChunks(self.data, run, pool), run, pool)
+        file = FileRef(self.dataset.name, self.dataset.name, 0, "text", "iterable")
+        plan = Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+        return ChunkLanes(self, plan, IterableChunks(self.dataset, run, pool), run, pool)
