@@ -22,6 +22,7 @@ from penstock.types import Address, FileRef
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
+    from penstock.sources.base import Source
     from penstock.sources.remote_dataset import RemoteConfig
     from penstock.sources.text_iterable import TextIterable
 
@@ -39,9 +40,6 @@ def any_remote(urls: Any) -> bool:
 
 class TextDataset:
     """Text in Parquet, JSONL or plain files, streamed as packed rows of ids."""
-
-    packed = True
-    """Its batches are packed rows of ids."""
 
     @accepts(TextOptions)
     def __init__(self, urls: Path | Sequence[Path], **kwargs: Any) -> None:
@@ -138,6 +136,12 @@ class TextDataset:
         about, name = self.data_id(), self.tokenizer.vocabulary.name
         files = f"{about['count']} file" + "s" * (about["count"] != 1)
         return f"TextDataset({files}, {about['bytes']} bytes, {name}, seq_len={self.seq_len})"
+
+    def as_source(self) -> Source:
+        """Return what a loader reads: packed rows of ids."""
+        from penstock.sources.text_files import TextSource
+
+        return TextSource(self)
 
     @property
     def vocab_size(self) -> int:

@@ -186,23 +186,20 @@ class Batcher:
                 row = min(row, self._total_rows)
             part = slice(first, first + size)
             own = {name: array[part] for name, array in arrays.items()}
+            fields: Any = {"narrow": own} if self._narrow else own
             batch = Batch(
-                own.get("inputs"),
-                own.get("targets"),
-                epoch,
-                self._batch - 1,
-                own.get("positions"),
+                **fields,
+                epoch=epoch,
+                index=self._batch - 1,
                 _origin=RowsOrigin(row, self._batch, block, first, first + size),
                 _state=self._run.state,
-                _tokens=size * self._seq_len,
+                tokens=size * self._seq_len,
                 _ids=True,
             )
             if "positions" in own:
                 begins = np.flatnonzero(own["positions"] == 0).astype(np.int32)
                 batch.cu_seqlens = np.append(begins, np.int32(own["positions"].size))
                 batch.max_seqlen = int(np.diff(batch.cu_seqlens).max())
-            if self._narrow:
-                batch.narrow = own
             batches.append(batch)
         return batches
 

@@ -100,7 +100,7 @@ class BestFitPacker(WindowPacker):
         valid = np.zeros(count, np.int64)
         np.add.at(valid, pieces[:, 0], pieces[:, 3])
         pieces[:, 2] += origin
-        return PackedRows(ids, valid, width, window.map, pieces, (first, last), count)
+        return PackedRows(ids, valid, window.map, pieces, (first, last), count)
 
 
 @dataclass(slots=True)
@@ -109,7 +109,6 @@ class PackedRows:
 
     ids: Ids
     valid: I64
-    width: int
     window: WindowMap
     pieces: I64
     """One line a piece: row, column, the window's token at which it begins, length; by row."""
@@ -138,7 +137,7 @@ class PackedRows:
         return replace(self, ids=ids, valid=valid, pieces=pieces, row=self.row + first)
 
     def boundaries(self) -> tuple[I64, I64]:
-        inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.width - 1)]
+        inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.ids.shape[1] - 1)]
         return inner[:, 0], inner[:, 1]
 
     def spans(self, row: int) -> list[Span]:

@@ -158,7 +158,6 @@ class SharedFeed:
         self._retry_at = 0.0
         self.substitutions = [Substitution(**each) for each in substituted]
         self.substituting = False
-        self.opened_at = time.perf_counter()
         self._opening: BackgroundOpen[Loader] | None = None
         self._open()
 

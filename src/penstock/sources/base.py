@@ -222,18 +222,15 @@ class RowSource(Source, Protocol):
         return RowProducer(self, run, self.open_lanes(run, pool, work))
 
 
-class RowProducer(Producer):
+class RowProducer(Batcher, Producer):
     """Deals batches from the lanes of a run."""
 
     def __init__(
         self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None
     ) -> None:
         """`total_rows` is for map-style data: see `Batcher`."""
+        super().__init__(lanes.packers, source, run, total_rows)
         self.lanes, self.inner = lanes, [lanes]
-        self._batcher = Batcher(lanes.packers, source, run, total_rows)
-
-    def take(self, n: int) -> list[Batch]:
-        return self._batcher.take(n)
 
     def totals(self) -> dict[str, int]:
         packed = sum((packer.counts for packer in self.lanes.packers), Counter())

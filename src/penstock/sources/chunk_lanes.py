@@ -42,6 +42,7 @@ LOOK_AHEAD = 8
 """Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
 CLOSE_S = 5.0
 """How long a shutdown waits for requests in flight."""
+TEXT_SETTINGS = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
 _DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
 
 
@@ -87,13 +88,8 @@ class ChunkReader(Counted, Protocol):
 class ChunkSource(RowSource):
     """A dataset whose chunks become rows as its options say."""
 
-    settings: tuple[str, ...] = (
-        "seq_len",
-        "packing",
-        "text_field",
-        "chunk_bytes",
-        "shuffle_chunks",
-    )
+    seq_len: int
+    settings: tuple[str, ...] = TEXT_SETTINGS
     """The options that the stream depends on."""
     window_growth = 2
     """How many times larger each window of the first epoch is than the one before."""
@@ -105,11 +101,8 @@ class ChunkSource(RowSource):
     def __init__(self, dataset: Any, shuffle_chunks: int) -> None:
         """`shuffle_chunks`: the chunks of a shuffle window."""
         self.dataset, self.shuffle_chunks, options = dataset, shuffle_chunks, dataset.options
-        self.seq_len, self.packing, self.positions = (
-            options.seq_len,
-            options.packing,
-            options.positions,
-        )
+        self.seq_len, self.positions = options.seq_len, options.positions
+        self.packing: str = options.packing
         tokenizer = getattr(dataset, "tokenizer", None)
         if tokenizer is not None:
             self.expansion, self.pad_id = tokenizer.expansion, tokenizer.pad_id

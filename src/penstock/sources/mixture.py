@@ -23,7 +23,8 @@ from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
 from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
-from penstock.sources.base import Lanes, RowSource, RunContext, Source
+from penstock.sources.base import Lanes, RowSource, RunContext
+from penstock.sources.factory import as_source
 from penstock.sources.map_style import RowsSource
 from penstock.sources.text_iterable import TextIterable
 from penstock.state import State
@@ -36,9 +37,6 @@ OF_PART = "::"
 
 class Mixture:
     """Several datasets as one stream: `Mixture({"web": (data, 0.7), "code": (other, 0.3)})`."""
-
-    packed = True
-    """It gives packed rows of ids."""
 
     def __init__(
         self,
@@ -67,6 +65,10 @@ class Mixture:
         self.on_end: OnEnd = on_end
         weights = {name: weight for name, (_, weight) in parts.items()}
         self.weights = whole_weights(weights, list(parts))
+
+    def as_source(self) -> MixtureSource:
+        """Return what a loader reads: packed rows of ids."""
+        return MixtureSource(self)
 
     @property
     def vocab_size(self) -> int | None:
@@ -214,13 +216,13 @@ class MixtureLanes(Lanes):
 class MixtureSource(RowSource):
     """A mixture as the loader sees it."""
 
-    def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
+    def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
         self.parts: dict[str, RowSource] = {}
-        for name, source in sources.items():
+        for name, (data, _) in mixture.parts.items():
+            source = as_source(data)
             if not isinstance(source, RowSource):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
-            data = mixture.parts[name][0]
             once = isinstance(data, TextIterable) and only_one(data.source)
             if once and mixture.on_end == "stop":
                 raise ConfigError(

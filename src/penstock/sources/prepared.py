@@ -61,9 +61,6 @@ class PreparedOptions:
 class PreparedDataset:
     """A prepared corpus, streamed as packed rows of ids."""
 
-    packed = True
-    """Its batches are packed rows of ids."""
-
     @accepts(PreparedOptions)
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Read the manifest of a corpus.
@@ -85,6 +82,10 @@ class PreparedDataset:
         return (
             f"PreparedDataset({self.store.place}, {self.tokens:,} tokens, seq_len={self.seq_len})"
         )
+
+    def as_source(self) -> PreparedSource:
+        """Return what a loader reads: packed rows of ids."""
+        return PreparedSource(self)
 
 
 @dataclass(frozen=True, slots=True)

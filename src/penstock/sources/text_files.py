@@ -28,11 +28,7 @@ import pyarrow as pa
 
 from penstock.config import access_variables, adopt
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import (
-    CorruptFile,
-    LoaderClosed,
-    SourceError,
-)
+from penstock.errors import CorruptFile, LoaderClosed, SourceError
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
@@ -294,9 +290,9 @@ class FileChunks(ChunkReader):
         self.skipped_writes = 0
         self.fetches = dataset.fetches() if pool.n_workers else 0
         self._remote_store = work.store is not None and "://" in work.store.place
-        threads = max(self.fetches, self._remote_store * dataset.remote.fetches)
-        if not threads and work.cache is not None:
-            threads = 1
+        threads = max(
+            self.fetches, self._remote_store * dataset.remote.fetches, work.cache is not None
+        )
         if threads and pool.n_workers:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
@@ -404,17 +400,17 @@ class FileChunks(ChunkReader):
 class TextSource(ChunkSource):
     """A `TextDataset` as the loader sees it."""
 
+    dataset: TextDataset
+
     def __init__(self, dataset: TextDataset) -> None:
         super().__init__(dataset, dataset.options.shuffle_chunks)
         self.skip = dataset.read.skip
 
     def data_id(self) -> dict[str, Any]:
-        data_id: dict[str, Any] = self.dataset.data_id()
-        return data_id
+        return self.dataset.data_id()
 
     def tokenizer_id(self) -> dict[str, Any]:
-        tokenizer_id: dict[str, Any] = self.dataset.tokenizer_id()
-        return tokenizer_id
+        return self.dataset.tokenizer_id()
 
     def settings_id(self) -> dict[str, Any]:
         settings, read = super().settings_id(), self.dataset.read

@@ -34,9 +34,6 @@ OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "s
 class TextIterable:
     """An iterable of documents, streamed as packed rows: made by `TextDataset.from_iterable`."""
 
-    packed = True
-    """It gives packed rows of ids."""
-
     def __init__(
         self,
         source: Any,
@@ -68,6 +65,10 @@ class TextIterable:
 
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
+
+    def as_source(self) -> TextIterableSource:
+        """Return what a loader reads: packed rows of ids."""
+        return TextIterableSource(self)
 
     @property
     def vocab_size(self) -> int | None:
@@ -194,14 +195,11 @@ class IterableWork(Work):
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         texts = documents.texts
         if self._tokenizer is None or pa.types.is_large_binary(texts.type):
-            docs = texts.cast(pa.large_binary())
-            chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
-        else:
-            note = f"in stage tokenize, {ref}"
-            with noted(note), self.clock.stage("tokenize", ref) as timeline:
-                chunk = self._tokenizer.encode(ref, documents)
-            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-        chunk.source = documents.source
+            return TokenChunk.of(ref, texts.cast(pa.large_binary()), documents)
+        note = f"in stage tokenize, {ref}"
+        with noted(note), self.clock.stage("tokenize", ref) as timeline:
+            chunk = self._tokenizer.encode(ref, documents)
+        timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         return chunk
 
 
