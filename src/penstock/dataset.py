@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
 from penstock.read import ReadSettings
 from penstock.read.listing import fingerprint, is_remote, list_files
-from penstock.types import Address, FileRef
+from penstock.types import Address
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
@@ -63,7 +63,6 @@ class TextDataset:
         began = time.perf_counter()
         self.remote_config: RemoteConfig | None = None
         """Network and cache; None for uncached local files."""
-        self.files: tuple[FileRef, ...]
         listing = partial(list_files, urls, format=options.format, whole=separator is None)
         if any_remote(urls):
             from penstock.sources.remote_dataset import list_remote
@@ -151,12 +150,6 @@ class TextDataset:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a row of ids, with special tokens by name."""
         return self.tokenizer.decode(ids)
-
-    def fetches(self) -> int:
-        """Return the requests to keep in flight; 0 if everything is on disk."""
-        if self.remote_config is None or not any(file.remote for file in self.files):
-            return 0
-        return self.remote_config.limits.fetches
 
     def data_id(self) -> dict[str, Any]:
         """Identify the data in a state."""

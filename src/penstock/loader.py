@@ -204,10 +204,9 @@ class AsyncDataLoader:
     # Starting and stopping
 
     def _begin(self) -> None:
-        fresh = self._pipeline is None
-        self.start()
-        if fresh and self._given.warmup_batches and self._given.warmup_timeout:
+        if self._pipeline is None:
             self.warmup(self._given.warmup_batches, self._given.warmup_timeout)
+        self.start()
 
     def start(self) -> Self:
         """Start the workers, if they do not run yet."""

@@ -39,10 +39,7 @@ class Mixture:
     """Several datasets as one stream: `Mixture({"web": (data, 0.7), "code": (other, 0.3)})`."""
 
     def __init__(
-        self,
-        parts: Mapping[str, tuple[Any, float]],
-        *,
-        on_end: OnEnd = "restart",
+        self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart"
     ) -> None:
         """Describe a mixture.
 

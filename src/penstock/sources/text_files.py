@@ -108,8 +108,8 @@ class TextWork(Work):
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        access = access_variables() if self.remote is not None else None
-        return _in_worker_process, (access, *(getattr(self, each.name) for each in fields(self)))
+        made_of = (getattr(self, each.name) for each in fields(self))
+        return _in_worker_process, (access_variables(), *made_of)
 
     def prepare(self) -> None:
         """Load the vocabulary, while the first chunk is fetched."""
@@ -267,9 +267,8 @@ def identity(file: FileRef) -> str:
     return identity
 
 
-def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork:
-    if access is not None:
-        adopt(access)
+def _in_worker_process(access: dict[str, str], *made_of: Any) -> TextWork:
+    adopt(access)
     return TextWork(*made_of)
 
 
@@ -288,7 +287,8 @@ class FileChunks(ChunkReader):
         self._unwritten: deque[TokenChunk] = deque()
         self._writing = threading.Lock()
         self.skipped_writes = 0
-        self.fetches = dataset.fetches() if pool.n_workers else 0
+        remote = any(file.remote for file in dataset.files)
+        self.fetches = work.fetches if remote and pool.n_workers else 0
         self._remote_store = work.store is not None and "://" in work.store.place
         threads = max(
             self.fetches, self._remote_store * dataset.remote.fetches, work.cache is not None

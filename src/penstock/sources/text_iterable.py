@@ -85,6 +85,9 @@ class TextIterable:
 class DocumentReader:
     """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
 
+    last: Task[Documents] | None = None
+    """The read that was submitted last."""
+
     def __init__(
         self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
     ) -> None:
@@ -210,7 +213,6 @@ class IterableChunks(ChunkReader):
         self._data, self._run, self._pool = data, run, pool
         own = {lane: run.positions[lane] for lane in run.own_lanes}
         self._readers = dict.fromkeys(own, DocumentReader(data, run, own))
-        self._last: dict[DocumentReader, Task[Documents]] = {}
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
@@ -221,8 +223,8 @@ class IterableChunks(ChunkReader):
 
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
         # A function runs in this process, also if workers are processes.
-        self._last[reader] = self._pool.submit(read, after=self._last.get(reader))
-        return self._pool.submit("tokenize", ref, after=self._last[reader])
+        reader.last = self._pool.submit(read, after=reader.last)
+        return self._pool.submit("tokenize", ref, after=reader.last)
 
     def reopen(self, lane: int, epoch: int) -> None:
         # A reader of its own: the other lanes may still be in the epoch before.
