@@ -18,17 +18,17 @@ import numpy as np
 from penstock.order.shuffle import I64, U64, mix, permutation
 
 _SORTED = 256
-"""Up to this length the permutation is sorted out of hashes: every order is equally likely, which a
-network over so few cells would only come near to."""
+"""Up to this length the permutation is a sort order of hashes: every order is equally likely. A
+network over few cells only comes near to that."""
 _ROUNDS = 6
-"""Four are the least that hides all structure; in small tables the distance from uniform shrinks with each."""
+"""At least four hide all structure; in small tables each more brings the order closer to uniform."""
 _BLOCK = 1 << 14
-"""Places computed at once, so that the intermediate numbers stay in a core's own cache."""
+"""Elements computed at once, so that intermediate results stay in a core's own cache."""
 
 
 def _constant(value: int) -> U64:
-    # An array without dimensions: numpy takes half as long over it as over a scalar, and for a few
-    # places that is what everything here costs.
+    # An array without dimensions takes numpy half as long as a scalar, which matters for a few
+    # elements.
     return np.array(value, np.uint64)
 
 
@@ -49,8 +49,8 @@ def permute(n: int, key: int, indices: I64) -> I64:
     for at in range(0, indices.size, _BLOCK):
         x = indices[at : at + _BLOCK].astype(np.uint64)
         x = _network(x, rows, columns, keys)
-        # A number that left the range walks on until it is back in. As the network is a bijection of
-        # the table, that makes one of the range: no two numbers arrive at the same.
+        # Numbers outside of the range are mapped again until they are inside. The network is a
+        # bijection of the table, so this is one of the range.
         while (outside := np.flatnonzero(x >= n)).size:
             x[outside] = _network(x[outside], rows, columns, keys)
         out[at : at + _BLOCK] = x
@@ -78,7 +78,7 @@ def _network(x: U64, rows: int, columns: int, keys: list[U64]) -> U64:
         hashed *= size
         hashed >>= _32
         half += hashed
-        # The remainder of less than twice the size: what is below it wraps round to a huge number.
+        # The sum modulo the size: below the size, the difference wraps round to a huge number.
         np.subtract(half, size, out=scratch)
         np.minimum(half, scratch, out=half)
     return row * sizes[1] + column
