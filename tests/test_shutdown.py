@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 import penstock
-from penstock import AsyncDataLoader
+from penstock.pipeline import Pipeline
 from tests import contracts
 from tests.kinds import KINDS
 
@@ -66,7 +66,7 @@ def interrupt_within_next(_: int, frame: FrameType | None) -> None:
     )
     while frame is not None:
         frame = frame.f_back
-        if frame is not None and frame.f_code is AsyncDataLoader._take_own.__code__:
+        if frame is not None and frame.f_code is Pipeline.next.__code__:
             if own:
                 raise KeyboardInterrupt
             signal.setitimer(signal.ITIMER_REAL, 2e-5)

@@ -131,7 +131,7 @@ def test_local_data_needs_no_network(corpus: Path, tmp_path: Path) -> None:
     bootstrap.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts() if text))
     env = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     local = passed(run("--dataset", "fineweb_edu_local", "--local-path", bootstrap, **env))
-    assert local["data"].startswith(f"fineweb_edu_local {bootstrap}: TextDataset(1 files, ")
+    assert local["data"].startswith(f"fineweb_edu_local {bootstrap}: TextDataset(1 file, ")
     seen = passed(run("--local-path", bootstrap, "--seq-len", 8, **env))
     assert seen["batch"] == "1 x 8 int64, 8 tokens"
     tokenizer = ("--tokenizer", corpus / "tokenizer.json")

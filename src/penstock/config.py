@@ -39,8 +39,7 @@ def environment() -> Mapping[str, str]:
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return an integer argument, or raise ConfigError if it is below `least` or not an integer."""
-    number: int = Option(name, int, None, "", minimum=least).read(value)
-    return number
+    return int(Option(name, int, None, "", minimum=least).read(value))
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -18,10 +18,11 @@ from penstock.errors import ConfigError
 from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
 from penstock.read import ReadSettings
 from penstock.read.listing import fingerprint, is_remote, list_files
-from penstock.types import Address, FileRef
+from penstock.types import Address
 
 if TYPE_CHECKING:
     from penstock.encode.tokenizer import Tokenizer
+    from penstock.sources.base import Source
     from penstock.sources.remote_dataset import RemoteConfig
     from penstock.sources.text_iterable import TextIterable
 
@@ -39,9 +40,6 @@ def any_remote(urls: Any) -> bool:
 
 class TextDataset:
     """Text in Parquet, JSONL or plain files, streamed as packed rows of ids."""
-
-    packed = True
-    """Its batches are packed rows of ids."""
 
     @accepts(TextOptions)
     def __init__(self, urls: Path | Sequence[Path], **kwargs: Any) -> None:
@@ -65,7 +63,6 @@ class TextDataset:
         began = time.perf_counter()
         self.remote_config: RemoteConfig | None = None
         """Network and cache; None for uncached local files."""
-        self.files: tuple[FileRef, ...]
         listing = partial(list_files, urls, format=options.format, whole=separator is None)
         if any_remote(urls):
             from penstock.sources.remote_dataset import list_remote
@@ -83,9 +80,8 @@ class TextDataset:
             else:
                 self.files = listing()
             self.tokenizer = load()
-        self.listed = (began, time.perf_counter())
-        """When listing and loading the tokenizer began and ended."""
-        self.listing_told = False
+        self.listings = [(began, time.perf_counter())]
+        """When listing and loading the tokenizer began and ended; empty once a loader reported it."""
         if options.cache is True or (options.cache == "auto" and self.remote_config is not None):
             from penstock.sources.remote_dataset import RemoteConfig
 
@@ -136,9 +132,15 @@ class TextDataset:
         return frozenset(addresses)
 
     def __repr__(self) -> str:
-        size = sum(file.size for file in self.files)
-        name = self.tokenizer.vocabulary.name
-        return f"TextDataset({len(self.files)} files, {size} bytes, {name}, seq_len={self.seq_len})"
+        about, name = self.data_id(), self.tokenizer.vocabulary.name
+        files = f"{about['count']} file" + "s" * (about["count"] != 1)
+        return f"TextDataset({files}, {about['bytes']} bytes, {name}, seq_len={self.seq_len})"
+
+    def as_source(self) -> Source:
+        """Return what a loader reads: packed rows of ids."""
+        from penstock.sources.text_files import TextSource
+
+        return TextSource(self)
 
     @property
     def vocab_size(self) -> int:
@@ -148,12 +150,6 @@ class TextDataset:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a row of ids, with special tokens by name."""
         return self.tokenizer.decode(ids)
-
-    def fetches(self) -> int:
-        """Return the requests to keep in flight; 0 if everything is on disk."""
-        if self.remote_config is None or not any(file.remote for file in self.files):
-            return 0
-        return self.remote_config.limits.fetches
 
     def data_id(self) -> dict[str, Any]:
         """Identify the data in a state."""
@@ -167,18 +163,3 @@ class TextDataset:
         """Identify the tokenizer in a state."""
         name = os.path.basename(self.tokenizer.vocabulary.name)
         return {"name": name, "fingerprint": self.tokenizer.fingerprint}
-
-    def settings_id(self) -> dict[str, Any]:
-        """Return the options that decide the stream."""
-        names = ["seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks"]
-        settings = {name: getattr(self.options, name) for name in names}
-        read = self.read
-        if read.split is not None:
-            settings |= {"split": read.split, "val_fraction": read.val_fraction}
-        if read.filter is not None:
-            settings["filter"] = str(read.filter)
-        if read.transform is not None:
-            settings["transform"] = read.transform[0]
-        if read.separator is not None:
-            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
-        return settings

@@ -24,7 +24,7 @@ from penstock.feed.warmup import Warmup, check_warmup
 from penstock.options import LoaderOptions, accepts, from_habit
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
-from penstock.settings import resolve_options
+from penstock.settings import build, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
 from penstock.sources.map_style import rows_of_pass
@@ -89,8 +89,6 @@ class AsyncDataLoader:
 
         dataset: the data, if the file does not name it. overrides: rank above everything else.
         """
-        from penstock.settings import build
-
         dataset, arguments = build(path, dataset, overrides)
         return cls(dataset, **arguments)
 
@@ -188,11 +186,13 @@ class AsyncDataLoader:
             self._interrupted = False
         if self._pipeline is None:
             self._begin()
+        stage = self._feed or self._pipeline
+        assert stage is not None
         if self._agreement is None:
-            batch = self._take_own(timeout)
+            batch = stage.next(timeout)
         else:
             self._interrupted = True  # a batch that is taken when another rank fails is taken again
-            batch = self._agreement.next(lambda: self._take_own(timeout))
+            batch = self._agreement.next(lambda: stage.next(timeout))
             self._interrupted = False
         if batch is not None and self._options.tensors:
             if "torch" not in sys.modules:
@@ -201,19 +201,12 @@ class AsyncDataLoader:
             batch.to_torch()
         return batch
 
-    def _take_own(self, timeout: float | None) -> Batch | None:
-        assert self._pipeline is not None
-        if self._feed is not None:
-            return self._feed.next(timeout)
-        return self._pipeline.next(timeout)
-
     # Starting and stopping
 
     def _begin(self) -> None:
-        fresh = self._pipeline is None
-        self.start()
-        if fresh and self._given.warmup_batches and self._given.warmup_timeout:
+        if self._pipeline is None:
             self.warmup(self._given.warmup_batches, self._given.warmup_timeout)
+        self.start()
 
     def start(self) -> Self:
         """Start the workers, if they do not run yet."""
@@ -427,8 +420,7 @@ class AsyncDataLoader:
         length = self._source.length()
         if length is not None:
             return state.first + state.row // length
-        epoch: int = state.source["epoch"]
-        return epoch
+        return int(state.source["epoch"])
 
     # Watching
 
@@ -451,8 +443,7 @@ class AsyncDataLoader:
         """Return the rows of each part of a mixture that the pipeline has handed out."""
         if self._mixture is None or self._origin is None:
             return {}
-        rows: dict[str, int] = self._mixture.part_rows(self._origin)
-        return rows
+        return dict(self._mixture.part_rows(self._origin))
 
     def pause(self, name: str) -> AbstractContextManager[None]:
         """Keep evaluation, a checkpoint and the like apart: `with loader.pause("eval"): …`."""

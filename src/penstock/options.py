@@ -85,8 +85,7 @@ def _helps(doc: str) -> dict[str, str]:
 
 def options_of(cls: Any) -> Mapping[str, Option]:
     """Return the options that a class declares, by name."""
-    declared: Mapping[str, Option] = cls.__options__
-    return declared
+    return dict(cls.__options__)
 
 
 @dataclass(frozen=True)

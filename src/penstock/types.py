@@ -229,6 +229,14 @@ class TokenChunk:
     def __post_init__(self) -> None:
         self.nbytes = int(self.docs.nbytes) + self.rows.nbytes
 
+    @classmethod
+    def of(
+        cls, ref: ChunkRef, docs: pa.LargeBinaryArray, made_of: Documents, text_bytes: int = 0
+    ) -> TokenChunk:
+        """Return the tokens of documents."""
+        rest = (made_of.rows, made_of.last, made_of.bad, made_of.empty)
+        return cls(ref, docs, *rest, text_bytes, made_of.filtered, made_of.source)
+
 
 class LanePosition(NamedTuple):
     """Where one lane continues."""

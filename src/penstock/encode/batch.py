@@ -41,13 +41,13 @@ class Batch(Mapping[str, Any]):
     `inputs[:, t]`, for a loss of your own. Both are -100 where there is nothing to predict.
     """
 
-    inputs: Any
+    inputs: Any = None
     """(batch, seq_len) int64: a torch tensor if torch is installed, else a numpy array."""
-    targets: Any
+    targets: Any = None
     """The inputs shifted by one; -100 where there is nothing to predict. None if samples have none."""
-    epoch: int
+    epoch: int = 0
     """The epoch that every row of the batch has reached."""
-    index: int
+    index: int = 0
     """The batch's number since the beginning of the stream, resumes included."""
     positions: Any = None
     """(batch, seq_len): each token's distance from the start of its document in the row."""
@@ -57,12 +57,13 @@ class Batch(Mapping[str, Any]):
     """The length of the longest document in the batch, for varlen attention."""
     data: Any = None
     """For samples of the user's own: what `collate` returned."""
+    tokens: int = 0
+    """Input ids in the batch, padding included; for samples without ids, their number."""
     synthetic: bool = False
     """True if these ids stand in for data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = None
     """What a device makes the rest of: `ids` of seq_len + 1 a row, `valid`, `positions`."""
     _origin: BatchOrigin | None = None
-    _tokens: int = 0
     _ids: bool = False
     """True for rows of ids: the targets are the inputs shifted by one."""
     _state: Callable[[StreamPosition], dict[str, Any]] | None = None
@@ -122,11 +123,6 @@ class Batch(Mapping[str, Any]):
     # Its arrays
 
     @property
-    def tokens(self) -> int:
-        """Input ids in the batch, padding included; for samples without ids, their number."""
-        return self._tokens
-
-    @property
     def nbytes(self) -> int:
         """Memory of its arrays."""
         if self.data is not None:  # inputs and targets are fields of it
@@ -137,11 +133,7 @@ class Batch(Mapping[str, Any]):
         """Return the batch with its tensors on a device, or as they are if they are there."""
         moved = copy.copy(self)
         moved.to_torch()
-
-        def move(value: Any) -> Any:
-            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
-
-        moved.change(move)
+        moved.change(lambda v: v.to(device, non_blocking=non_blocking) if hasattr(v, "to") else v)
         return moved
 
     def to_torch(self) -> None:
@@ -165,7 +157,7 @@ class Batch(Mapping[str, Any]):
         """Take another batch's place in the stream: this one was made of it."""
         self.index, self.synthetic = other.index, other.synthetic
         self._origin, self._state = other._origin, other._state
-        self._tokens, self._ids = self._tokens or other._tokens, other._ids and self.data is None
+        self.tokens, self._ids = self.tokens or other.tokens, other._ids and self.data is None
 
     def provenance(self) -> list[list[Span]]:
         """Return, for each row, the documents that its ids come from."""

@@ -7,18 +7,20 @@ widened to int64 together; each batch is a slice of the result. A device widens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.encode.batch import Batch, widened
 from penstock.encode.rows import Mark, Packer, Rows
 from penstock.encode.window import I64, NO_IDS
-from penstock.types import Shard, Span, StreamPosition
-from penstock.watch.stage_timer import Clock
+from penstock.types import Span, StreamPosition
+
+if TYPE_CHECKING:
+    from penstock.sources.base import RowSource, RunContext
 
 Piece = tuple[int, I64, Rows]
 """Consecutive rows of a lane: the lane, which rows of the batch they are, and the rows."""
@@ -74,29 +76,16 @@ class Batcher:
     def __init__(
         self,
         packers: Sequence[Packer],
-        *,
-        shard: Shard,
-        lanes: int,
-        batch_size: int,
-        seq_len: int,
-        drop_last: bool,
-        positions: bool,
-        dtype: np.dtype[Any],
-        narrow: bool,
-        start: StreamPosition,
-        state: Callable[[StreamPosition], dict[str, Any]],
-        clock: Clock,
-        by_lane: bool = True,
+        source: RowSource,
+        run: RunContext,
         total_rows: int | None = None,
     ) -> None:
-        """`narrow`: a device widens the ids. `by_lane`: a state needs the lanes' positions.
-        `total_rows` bounds a state's row: the last batch may repeat rows."""
-        self._packers, self._shard, self._lanes = packers, shard, lanes
-        self._batch_size, self._seq_len, self._drop_last = batch_size, seq_len, drop_last
-        self._positions, self._dtype, self._narrow = positions, dtype, narrow
-        self._row, self._batch, self._total_rows = start.row, start.batch, total_rows
-        self._by_lane = by_lane
-        self._state, self._clock = state, clock
+        """`total_rows` bounds a state's row: the last batch may repeat rows."""
+        self._packers, self._source, self._run = packers, source, run
+        self._shard, self._batch_size, self._seq_len = run.shard, run.batch_size, source.seq_len
+        self._row, self._batch, self._total_rows = run.start.row, run.start.batch, total_rows
+        self._narrow = run.device is not None
+        """A device widens the ids."""
         self._finished = [False] * len(packers)
         self._marks = self._lane_marks()
         """Where each lane continues after the last batch."""
@@ -115,7 +104,7 @@ class Batcher:
         self._ended = size == 0
         if self._ended:
             return []
-        with self._clock.stage("batch") as timeline:
+        with self._run.clock.stage("batch") as timeline:
             arrays = self._arrays(pieces, size)
             before, self._marks = self._marks, self._lane_marks()
             block = Block(pieces, size, before, self._marks)
@@ -126,7 +115,7 @@ class Batcher:
         return batches
 
     def _lane_marks(self) -> tuple[Mark, ...]:
-        return tuple(packer.mark() for packer in self._packers) if self._by_lane else ()
+        return tuple(packer.mark() for packer in self._packers) if self._source.by_lane else ()
 
     def _deal(self, wanted: int) -> tuple[list[Piece], int, int]:
         """Take rows from the lanes in turn. Return them, how many, and the turns used."""
@@ -144,10 +133,10 @@ class Batcher:
         if not missing:
             return pieces, wanted, wanted
         # With drop_last the stream ends with the first missing row: later failures do not count.
-        for _, lane in [min(missing)] if self._drop_last else missing:
+        for _, lane in [min(missing)] if self._run.drop_last else missing:
             if (error := self._packers[lane].failed) is not None:
                 raise error
-        if self._drop_last:
+        if self._run.drop_last:
             return [], 0, 0
         return self._without_finished(pieces)
 
@@ -180,7 +169,7 @@ class Batcher:
         """Return which of this rank's lanes has the row of a turn."""
         shard = self._shard
         row = self._row + (shard.rem - self._row) % shard.mod + turn * shard.mod
-        return (row % self._lanes - shard.rem) // shard.mod
+        return (row % self._run.lanes - shard.rem) // shard.mod
 
     def _batches(self, block: Block, n: int, turns: int, arrays: Arrays) -> list[Batch]:
         """Cut a block into `n` batches of as many turns each, and move on after them."""
@@ -197,23 +186,20 @@ class Batcher:
                 row = min(row, self._total_rows)
             part = slice(first, first + size)
             own = {name: array[part] for name, array in arrays.items()}
+            fields: Any = {"narrow": own} if self._narrow else own
             batch = Batch(
-                own.get("inputs"),
-                own.get("targets"),
-                epoch,
-                self._batch - 1,
-                own.get("positions"),
+                **fields,
+                epoch=epoch,
+                index=self._batch - 1,
                 _origin=RowsOrigin(row, self._batch, block, first, first + size),
-                _state=self._state,
-                _tokens=size * self._seq_len,
+                _state=self._run.state,
+                tokens=size * self._seq_len,
                 _ids=True,
             )
-            if self._positions:
+            if "positions" in own:
                 begins = np.flatnonzero(own["positions"] == 0).astype(np.int32)
                 batch.cu_seqlens = np.append(begins, np.int32(own["positions"].size))
                 batch.max_seqlen = int(np.diff(batch.cu_seqlens).max())
-            if self._narrow:
-                batch.narrow = own
             batches.append(batch)
         return batches
 
@@ -223,7 +209,7 @@ class Batcher:
             rows = pieces[0][2]
             ids, valid = rows.ids, rows.valid
         else:
-            ids = np.empty((size, self._seq_len + 1), self._dtype)
+            ids = np.empty((size, self._seq_len + 1), self._source.dtype)
             valid = None
             if any(rows.valid is not None for _, _, rows in pieces):
                 valid = np.full(size, self._seq_len + 1)
@@ -232,7 +218,7 @@ class Batcher:
                 if valid is not None and rows.valid is not None:
                     valid[at] = rows.valid
         arrays = {"ids": ids} if valid is None else {"ids": ids, "valid": valid}
-        if self._positions:
+        if self._source.positions:
             arrays["positions"] = self._token_positions(pieces, size)
         return arrays if self._narrow else widened(arrays)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.encode.rows import LaneOptions, Mark, NextWindow, Rows, WindowPacker, fixed
+from penstock.encode.rows import Mark, Rows, WindowPacker, fixed
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -22,12 +22,9 @@ GROUP_ROWS = 512
 class BestFitPacker(WindowPacker):
     """Rows of whole documents."""
 
-    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        super().__init__(options, next_window, start)
-        self._dtype = options.dtype
-        self._group: PackedRows | None = None
-        self._doc = self._last = self._row = 0
-        """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
+    _group: PackedRows | None = None
+    _doc = _last = _row = 0
+    """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
 
     @property
     def buffered(self) -> int:
@@ -97,13 +94,13 @@ class BestFitPacker(WindowPacker):
         rank = np.argsort(np.argsort(earliest, kind="stable"))
         pieces[:, 0] = rank[pieces[:, 0]]
         pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
-        ids = np.full((count, width), self._pad_id, self._dtype)
+        ids = np.full((count, width), self._source.pad_id, self._source.dtype)
         for row, column, token, length in pieces.tolist():
             ids[row, column : column + length] = flat[token : token + length]
         valid = np.zeros(count, np.int64)
         np.add.at(valid, pieces[:, 0], pieces[:, 3])
         pieces[:, 2] += origin
-        return PackedRows(ids, valid, width, window.map, pieces, (first, last), count)
+        return PackedRows(ids, valid, window.map, pieces, (first, last), count)
 
 
 @dataclass(slots=True)
@@ -112,7 +109,6 @@ class PackedRows:
 
     ids: Ids
     valid: I64
-    width: int
     window: WindowMap
     pieces: I64
     """One line a piece: row, column, the window's token at which it begins, length; by row."""
@@ -141,7 +137,7 @@ class PackedRows:
         return replace(self, ids=ids, valid=valid, pieces=pieces, row=self.row + first)
 
     def boundaries(self) -> tuple[I64, I64]:
-        inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.width - 1)]
+        inner = self.pieces[(self.pieces[:, 1] > 0) & (self.pieces[:, 1] < self.ids.shape[1] - 1)]
         return inner[:, 0], inner[:, 1]
 
     def spans(self, row: int) -> list[Span]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from penstock.encode.batch import rebuild
+from penstock.encode.batch import Batch, rebuild
 from penstock.errors import ConfigError
 from penstock.types import IGNORE
 
@@ -26,15 +26,7 @@ Array = np.ndarray[Any, Any]
 INPUTS, TARGETS = ("input_ids", "inputs"), ("labels", "targets")
 
 
-class Collated(NamedTuple):
-    inputs: Any
-    targets: Any
-    data: Any
-    rows: bool = False
-    """True for rows of ids: the targets are the inputs shifted by one."""
-
-
-def pad_with(id: int) -> Callable[[Sequence[Any]], Collated]:
+def pad_with(id: int) -> Callable[[Sequence[Any]], Batch]:
     """Return a collate function that pads rows to the longest of their batch.
 
     Inputs are filled with `id`, targets and labels with -100, fields that end in "mask" with 0.
@@ -42,7 +34,7 @@ def pad_with(id: int) -> Callable[[Sequence[Any]], Collated]:
     return partial(default_collate, pad=id)
 
 
-def default_collate(samples: Sequence[Any], pad: int | None = None) -> Collated:
+def default_collate(samples: Sequence[Any], pad: int | None = None) -> Batch:
     """Collate samples by the type of the first one; see above."""
     first, ignore = samples[0], None if pad is None else IGNORE
     if isinstance(first, Mapping):
@@ -51,42 +43,39 @@ def default_collate(samples: Sequence[Any], pad: int | None = None) -> Collated:
     if isinstance(first, tuple):
         fields = list(zip(*samples, strict=True))
         if len(fields) == 2:
-            return Collated(_column(fields[0], pad), _column(fields[1], ignore), None)
-        return Collated(None, None, tuple(_column(values, pad) for values in fields))
+            return Batch(_column(fields[0], pad), _column(fields[1], ignore))
+        return Batch(data=tuple(_column(values, pad) for values in fields))
     if _is_row(first):
         rows = [np.asarray(plain(sample)) for sample in samples]
         if min(map(len, rows)) < 2:
             raise ConfigError("a row of ids needs at least two: one as input, and one to predict")
         inputs = _stacked([row[:-1] for row in rows], pad)
         targets = _stacked([row[1:] for row in rows], ignore)
-        return Collated(inputs.astype(np.int64), targets.astype(np.int64), None, rows=True)
+        return Batch(inputs.astype(np.int64), targets.astype(np.int64), _ids=True)
     column = _column(samples, pad)
-    stacked = isinstance(column, np.ndarray)
-    return Collated(column, None, None) if stacked else Collated(None, None, column)
+    return Batch(column) if isinstance(column, np.ndarray) else Batch(data=column)
 
 
-def of_value(value: Any) -> Collated:
-    """Find inputs and targets in what a `collate` function returned."""
-    if isinstance(value, Collated):
+def of_value(value: Any) -> Batch:
+    """Return a batch of what a `collate` function returned."""
+    if isinstance(value, Batch):
         return value
     value = plain(dict(value) if isinstance(value, Mapping) else value)
     if isinstance(value, Mapping):
         return of_mapping(value)
     pair = isinstance(value, tuple | list) and len(value) == 2
     if pair and (isinstance(value, tuple) or all(hasattr(part, "shape") for part in value)):
-        return Collated(value[0], value[1], None)
-    if isinstance(value, np.ndarray):
-        return Collated(value, None, None)
-    return Collated(None, None, value)
+        return Batch(value[0], value[1])
+    return Batch(value) if isinstance(value, np.ndarray) else Batch(data=value)
 
 
-def of_mapping(fields: Mapping[str, Any]) -> Collated:
-    """Return a mapping, with the inputs and targets among its fields."""
+def of_mapping(fields: Mapping[str, Any]) -> Batch:
+    """Return a batch of a mapping, with the inputs and targets among its fields."""
     inputs, targets = (
         next((fields[name] for name in names if name in fields), None)
         for names in (INPUTS, TARGETS)
     )
-    return Collated(inputs, targets, fields)
+    return Batch(inputs, targets, data=fields)
 
 
 def plain(value: Any) -> Any:

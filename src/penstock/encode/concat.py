@@ -11,11 +11,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from penstock.encode.rows import LaneOptions, Mark, NextWindow, Rows, WindowPacker, fixed
+from penstock.encode.rows import Mark, Rows, WindowPacker, fixed
 from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
@@ -78,14 +79,12 @@ class ConcatRows:
 class ConcatPacker(WindowPacker):
     """Rows as stretches of one stream of tokens."""
 
-    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        super().__init__(options, next_window, start)
-        self._aligned = options.packing == "bos"
-        self._keep_tail = options.keep_tail
-        self._needs_starts = options.positions or self._aligned
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._aligned = self._source.packing == "bos"
         # Tokens are numbered from the beginning of the first window. The buffer holds the tokens
         # from `_base` to `_end`; the next row begins at `_at`.
-        self._buffer: Ids = np.empty(0, options.dtype)
+        self._buffer: Ids = np.empty(0, self._source.dtype)
         self._base = self._end = self._at = 0
         self._windows: Windows = ()
         self._doc_starts: I64 = np.empty(0, np.int64)
@@ -104,7 +103,10 @@ class ConcatPacker(WindowPacker):
         out: list[Rows] = []
         if len(starts) > 1:
             out.append(self._rows(self._cut(starts[:-1]), None, starts))
-            self._advance(starts)
+            self._at = int(starts[-1])
+            if self._aligned:
+                skipped = np.diff(starts) - self._seq_len - 1
+                self.counts["cropped_tokens"] += int(np.maximum(skipped, 0).sum())
         if len(starts) <= n and self._ended and self.failed is None:
             out += self._tail()
         return out
@@ -143,12 +145,6 @@ class ConcatPacker(WindowPacker):
         i = int(np.searchsorted(self._doc_starts, start + self._seq_len))
         return int(self._doc_starts[i]) if i < len(self._doc_starts) else self._end
 
-    def _advance(self, starts: I64) -> None:
-        self._at = int(starts[-1])
-        if self._aligned:
-            skipped = np.diff(starts) - self._seq_len - 1
-            self.counts["cropped_tokens"] += int(np.maximum(skipped, 0).sum())
-
     def _tail(self) -> list[Rows]:
         """Return the last, unfinished row of a finite stream, padded."""
         left = self._end - self._at
@@ -157,7 +153,7 @@ class ConcatPacker(WindowPacker):
             self._at = max(self._at, self._end - 1)
             return []
         width = self._seq_len + 1
-        ids = np.full((1, width), self._pad_id, self._buffer.dtype)
+        ids = np.full((1, width), self._source.pad_id, self._buffer.dtype)
         ids[0, :left] = self._buffer[self._at - self._base :]
         starts = np.array([self._at, self._end - 1])
         self.counts["padded_tokens"] += width - left
@@ -185,7 +181,7 @@ class ConcatPacker(WindowPacker):
         self._base = self._at
         while len(self._windows) > 1 and self._windows[1][0] <= self._at:
             self._windows = self._windows[1:]
-        if self._needs_starts:
+        if self._aligned or self._source.positions:
             every = np.concatenate(starts)
             self._doc_starts = every[np.searchsorted(every, self._at) :]
 
@@ -211,15 +207,12 @@ class ConcatPacker(WindowPacker):
             self._windows = (*self._windows, (self._end, window.map))
         else:  # the first window is entered where the position says, perhaps within a document
             self._windows = ((0, window.map),)
-            self._enter(window)
+            token = window.map.token_of(self._start)
+            self._base = self._at = self._end = token
+            self._doc = window.map.doc_at(token)
+            inside = token - window.map.begin(self._doc)
+            if inside:
+                self._buffer = window.gather(self._doc, self._doc + 1)[0][inside:]
+                self._doc += 1
+                self._end = token + len(self._buffer)
         return True
-
-    def _enter(self, window: Window) -> None:
-        token = window.map.token_of(self._start)
-        self._base = self._at = self._end = token
-        self._doc = window.map.doc_at(token)
-        inside = token - window.map.begin(self._doc)
-        if inside:
-            self._buffer = window.gather(self._doc, self._doc + 1)[0][inside:]
-            self._doc += 1
-            self._end = token + len(self._buffer)

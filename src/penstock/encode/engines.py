@@ -95,8 +95,7 @@ class TokenizersEngine(Engine):
         return _flatten([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text.encode()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False)).encode()
 
 
 class TiktokenEngine(Engine):
@@ -145,9 +144,9 @@ class GigatokenEngine(Engine):
 
     name = "gigatoken"
     FIRST_BYTES = 64 * MiB
-    """Text that is encoded document by document on one shared instance. Batches are faster, but
-    importing awkward and loading another instance hold the GIL for 0.2 s each, which would delay
-    the first batches of a run. Later the queue covers it."""
+    """Text that is encoded document by document on one instance, a chunk at a time. Batches are
+    faster, but importing awkward and loading another instance hold the GIL for 0.2 s each, which
+    would delay the first batches of a run. Later the queue covers it."""
     CHECK_BYTES = 8 * MiB
     """Text between two looks at the size of the process."""
 
@@ -155,13 +154,9 @@ class GigatokenEngine(Engine):
         self, vocabulary: Vocabulary, cache_bytes: int, vocab_size: int | None = None
     ) -> None:
         """Load the vocabulary now, or with the first call if its size is known."""
-        self._vocabulary = vocabulary
-        self._cache_bytes = cache_bytes
+        self._vocabulary, self._cache_bytes = vocabulary, cache_bytes
         self._lock = threading.Lock()
-        self._one_call = threading.Lock()
         self._idle: list[Any] = []
-        self._sharing = 0
-        """Calls that are on the shared instance."""
         self._seen_bytes = self._checked_bytes = 0
         self._warm_size: int | None = None
         """Size of the process when these instances had seen the common words."""
@@ -179,21 +174,11 @@ class GigatokenEngine(Engine):
     def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
         with self._lock:
             self._seen_bytes += texts.nbytes
-            first, generation = self._seen_bytes <= self.FIRST_BYTES, self.replaced
-            tokenizer = self._shared() if first else self._take()
-            self._sharing += first
-        if first:
-            try:
-                ids = []
-                for document in texts.view(pa.large_binary()).to_pylist():
-                    # The library refuses a call while another thread is within one, which the
-                    # GIL prevents mostly, but not always.
-                    with self._one_call:
-                        ids.append(tokenizer.encode(document))
-                return _flatten(ids)
-            finally:
-                with self._lock:
-                    self._sharing -= 1
+            tokenizer, generation = self._shared(), self.replaced
+            if self._seen_bytes <= self.FIRST_BYTES:
+                documents = texts.view(pa.large_binary()).to_pylist()
+                return _flatten([tokenizer.encode(document) for document in documents])
+            self._idle.pop()
         import awkward
 
         batch = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
@@ -212,12 +197,6 @@ class GigatokenEngine(Engine):
         if not self._idle:
             self._idle.append(load_gigatoken(self._vocabulary))
         return self._idle[-1]
-
-    def _take(self) -> Any:
-        """Take an instance that no other call uses: not the shared one while a call is on it."""
-        if len(self._idle) > min(self._sharing, 1):
-            return self._idle.pop()
-        return load_gigatoken(self._vocabulary)
 
     def _bound_cache(self) -> None:
         if self._seen_bytes - self._checked_bytes < self.CHECK_BYTES:

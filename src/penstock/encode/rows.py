@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.encode.window import I64, Ids, Window
 from penstock.types import LanePosition, Span
+
+if TYPE_CHECKING:
+    from penstock.sources.chunk_lanes import ChunkSource
 
 NextWindow = Callable[[], Window | None]
 """Returns the lane's next window, or None at the end of a finite stream."""
@@ -69,32 +71,15 @@ class Packer(Protocol):
         """Return where the next row begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneOptions:
-    """How chunks of documents become rows."""
-
-    chunk_bytes: int
-    window_chunks: int
-    expansion: int
-    """Memory that a chunk takes while it is worked on, in multiples of its text."""
-    packing: str
-    seq_len: int
-    pad_id: int
-    dtype: Any
-    positions: bool
-    """Whether document boundaries are needed."""
-    window_growth: int = 2
-    """How many times larger each window of the first epoch is than the one before."""
-    keep_tail: bool = False
-    """Whether the unfinished row at the end of a finite stream is given out, padded."""
-
-
 class WindowPacker:
     """What packers of text have in common: they open the windows of a lane one after the other."""
 
-    def __init__(self, options: LaneOptions, next_window: NextWindow, start: LanePosition) -> None:
-        self._next_window, self._start = next_window, start
-        self._seq_len, self._pad_id = options.seq_len, options.pad_id
+    def __init__(
+        self, source: ChunkSource, next_window: NextWindow, start: LanePosition, keep_tail: bool
+    ) -> None:
+        """`keep_tail`: a finite stream ends with its unfinished row, padded."""
+        self._source, self._next_window, self._start = source, next_window, start
+        self._seq_len, self._keep_tail = source.seq_len, keep_tail
         self._window: Window | None = None
         self._ended = False
         self.counts: Counter[str] = Counter()

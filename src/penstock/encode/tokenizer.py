@@ -89,16 +89,8 @@ class Tokenizer:
             if check_closed is not None:
                 check_closed()
             parts.append(self._encode(texts[i : i + step]))
-        return TokenChunk(
-            ref,
-            parts[0] if len(parts) == 1 else pa.concat_arrays(parts),
-            documents.rows,
-            documents.last,
-            documents.bad,
-            documents.empty,
-            len(flatten(texts, np.dtype(np.uint8))[0]),
-            documents.filtered,
-        )
+        docs = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+        return TokenChunk.of(ref, docs, documents, len(flatten(texts, np.dtype(np.uint8))[0]))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)

@@ -130,20 +130,19 @@ class SharedFeed:
         limits: Limits,
         *,
         event: Callable[..., None] = lambda msg, **fields: None,
-        prefix: str = "loader_",
         blame: Callable[[float], str] = lambda seconds: "",
         resumed: list[dict[str, Any]] | None = None,
         substituted: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Start to open a loader: `make` creates it on another thread.
 
-        event: called with `fallback`, and with errors, whose name begins with `prefix`.
+        event: called with `fallback` and `loader_error`.
         blame: returns what the loader waited for in the last given number of seconds.
         resumed: the states of all ranks that `make` loads, saved again if it never opens.
         substituted: substitutions of the run that is resumed.
         """
         self._make, self._limits, self._event, self._blame = make, limits, event, blame
-        self._resumed, self._prefix = resumed, prefix
+        self._resumed = resumed
         self._ranks = Ranks()
         self._synthetic: Callable[[int, int], Batch] | None = None
         self._loader: Loader | None = None
@@ -159,7 +158,6 @@ class SharedFeed:
         self._retry_at = 0.0
         self.substitutions = [Substitution(**each) for each in substituted]
         self.substituting = False
-        self.opened_at = time.perf_counter()
         self._opening: BackgroundOpen[Loader] | None = None
         self._open()
 
@@ -181,7 +179,7 @@ class SharedFeed:
         reason = self._reason(codes, vote)
         if min(codes) == FATAL or self._limits.on_stall == "stop" or self._synthetic is None:
             if vote.code == STALLED:  # other errors were reported where they occurred
-                self._event(f"{self._prefix}error", error=reason, stage="stall", where=vote.text)
+                self._event("loader_error", error=reason, stage="stall", where=vote.text)
             raise FeedStopped(
                 f"{reason}. All ranks stop together before step {step}."
             ) from vote.error
@@ -235,14 +233,12 @@ class SharedFeed:
         assert self._loader is not None
         return self._loader
 
-    def _open(self, state: dict[str, Any] | None = None) -> None:
-        """Open the loader, or reopen it after the last batch that it handed out, or at `state`."""
+    def _open(self) -> None:
+        """Open the loader, or reopen it after the last batch that it handed out."""
         loader = self._loader
 
         def start() -> Loader:
             opened = self._make() if loader is None else loader
-            if state is not None:
-                opened.load_state_dict(state)
             opened.shutdown()
             opened.start()
             return opened
@@ -252,7 +248,7 @@ class SharedFeed:
     def _fail(self, error: Exception) -> _Vote:
         text = f"{type(error).__name__}: {error}"
         if self._opening is not None:
-            self._event(f"{self._prefix}error", error=text[:1000], stage="open", where="")
+            self._event("loader_error", error=text[:1000], stage="open", where="")
         # What does not pass by itself stops the run: synthetic data would hide it.
         mistake = isinstance(error, errors.ConfigError | errors.StateError)
         mistake = mistake or type(error) is errors.SourceError
@@ -308,13 +304,6 @@ class SharedFeed:
             return self._opened(time.monotonic() + self.left_s())
         except Exception:
             return None  # `next` raises it again and reports it
-
-    def rewind(self) -> None:
-        """Start again where the loader started, on another thread."""
-        if self._opening is None:
-            self._held.clear()
-            self._state = self._failure = None
-            self._open(self._first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch trained on and all substitutions, as JSON."""

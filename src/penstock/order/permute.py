@@ -1,15 +1,12 @@
-"""Any element of a shuffled range of any length, computed where it is asked for and never stored.
+"""Elements of a permutation of any length, computed on demand and never stored.
 
-In:    the length of the range, a key, and the places asked for.
-Out:   the numbers that stand at those places of a permutation that depends on length and key only.
-Where: the producer thread, or whoever asks.
-State: none. Nothing but 64-bit integers, added, multiplied and shifted: the same on every machine, and pinned by a test.
-Cost:  constant memory. About 70 µs for 16 places, 0.03 to 0.06 µs each for a million, whatever the length.
+The same on every machine: 64-bit integers, added, multiplied and shifted. Constant memory; about
+70 µs for 16 elements, 0.03 to 0.06 µs each for a million, whatever the length.
 
-A number below `rows * columns` is a cell (row, column) of a table, and adding to its row something that depends on its
-column, or the other way round, permutes the cells: a Feistel network whose halves need not be bits. The table is the
-smallest nearly square one that holds the range, so hardly a number has to walk on because it fell outside. (Halves of
-2^k would leave up to three quarters outside, and the slowest of 16 places would walk ten times.)
+A number below `rows * columns` is a cell (row, column) of a table. Adding to its row something that
+depends on its column, or the other way round, permutes the cells: a Feistel network whose halves
+need not be bits. The table is the smallest nearly square one that holds the range, so few numbers
+fall outside and have to be mapped again. (Halves of 2^k would leave up to three quarters outside.)
 """
 
 from __future__ import annotations
@@ -18,23 +15,20 @@ from math import isqrt
 
 import numpy as np
 
-from penstock.config import whole_number
-from penstock.errors import ConfigError
 from penstock.order.shuffle import I64, U64, mix, permutation
 
-LONGEST = 1 << 62
 _SORTED = 256
-"""Up to this length the permutation is sorted out of hashes: every order is equally likely, which a
-network over so few cells would only come near to."""
+"""Up to this length the permutation is a sort order of hashes: every order is equally likely. A
+network over few cells only comes near to that."""
 _ROUNDS = 6
-"""Four are the least that hides all structure; in small tables the distance from uniform shrinks with each."""
+"""At least four hide all structure; in small tables each more brings the order closer to uniform."""
 _BLOCK = 1 << 14
-"""Places computed at once, so that the intermediate numbers stay in a core's own cache."""
+"""Elements computed at once, so that intermediate results stay in a core's own cache."""
 
 
 def _constant(value: int) -> U64:
-    # An array without dimensions: numpy takes half as long over it as over a scalar, and for a few
-    # places that is what everything here costs.
+    # An array without dimensions takes numpy half as long as a scalar, which matters for a few
+    # elements.
     return np.array(value, np.uint64)
 
 
@@ -43,38 +37,24 @@ _27, _30, _32 = _constant(27), _constant(30), _constant(32)
 
 
 def permute(n: int, key: int, indices: I64) -> I64:
-    """The elements at `indices` of a permutation of range(n) that depends on `n` and `key` only."""
-    if whole_number("n", n, 1) > LONGEST:
-        raise ConfigError(f"n={n}: a range longer than 2**62 cannot be permuted")
-    places = np.asarray(indices)
-    if places.size == 0:
-        return np.empty(places.shape, np.int64)
-    if places.dtype.kind not in "iu":
-        raise ConfigError(
-            f"indices of {places.dtype} cannot be places in a range: give whole numbers"
-        )
-    least, most = places.min(), places.max()
-    if least < 0 or most >= n:
-        raise IndexError(
-            f"place {least if least < 0 else most} is outside of range({n}), which is permuted"
-        )
+    """Return the elements at `indices` of a permutation of range(n), n ≤ 2**62, that depends on `n` and
+    `key` only."""
     if n <= _SORTED:
-        return permutation(n, key, n)[places]
+        return permutation(n, key, n)[indices]
     columns = isqrt(n - 1) + 1
     rows = -(-n // columns)
     own = mix(key, n)
     keys = [_constant(mix(own, i)) for i in range(_ROUNDS)]
-    flat = places.reshape(-1)
-    out = np.empty(flat.size, np.int64)
-    for at in range(0, flat.size, _BLOCK):
-        x = flat[at : at + _BLOCK].astype(np.uint64)
+    out = np.empty(indices.size, np.int64)
+    for at in range(0, indices.size, _BLOCK):
+        x = indices[at : at + _BLOCK].astype(np.uint64)
         x = _network(x, rows, columns, keys)
-        # A number that left the range walks on until it is back in. As the network is a bijection of
-        # the table, that makes one of the range: no two numbers arrive at the same.
+        # Numbers outside of the range are mapped again until they are inside. The network is a
+        # bijection of the table, so this is one of the range.
         while (outside := np.flatnonzero(x >= n)).size:
             x[outside] = _network(x[outside], rows, columns, keys)
         out[at : at + _BLOCK] = x
-    return out.reshape(places.shape)
+    return out
 
 
 def _network(x: U64, rows: int, columns: int, keys: list[U64]) -> U64:
@@ -98,7 +78,7 @@ def _network(x: U64, rows: int, columns: int, keys: list[U64]) -> U64:
         hashed *= size
         hashed >>= _32
         half += hashed
-        # The remainder of less than twice the size: what is below it wraps round to a huge number.
+        # The sum modulo the size: below the size, the difference wraps round to a huge number.
         np.subtract(half, size, out=scratch)
         np.minimum(half, scratch, out=half)
     return row * sizes[1] + column

@@ -92,10 +92,6 @@ class Plan:
                 size = min(2 * size, FILES_PER_GROUP) if self.shuffle else 1
         return [*groups, tuple(group)] if group else groups
 
-    def is_sequential(self, group: tuple[int, ...]) -> bool:
-        """Return True if the group is a file that can only be read in order."""
-        return self.files[group[0]].sequential
-
     def chunks(
         self,
         lane: int,
@@ -103,8 +99,13 @@ class Plan:
         number: int,
         group: tuple[int, ...],
         chunks: Sequence[Sequence[ChunkRef]],
-    ) -> list[ChunkRef]:
-        """Return the lane's chunks of its `number`-th group, given the chunks of each file."""
+    ) -> list[ChunkRef] | None:
+        """Return the lane's chunks of its `number`-th group, given the chunks of each file.
+
+        None for a file that can only be read in order.
+        """
+        if self.files[group[0]].sequential:
+            return None
         refs: list[ChunkRef] = []
         for file, of_file in zip(group, chunks, strict=True):
             refs += self._own_chunks(lane, epoch, file, of_file)

@@ -222,33 +222,15 @@ class RowSource(Source, Protocol):
         return RowProducer(self, run, self.open_lanes(run, pool, work))
 
 
-class RowProducer(Producer):
+class RowProducer(Batcher, Producer):
     """Deals batches from the lanes of a run."""
 
     def __init__(
         self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None
     ) -> None:
         """`total_rows` is for map-style data: see `Batcher`."""
+        super().__init__(lanes.packers, source, run, total_rows)
         self.lanes, self.inner = lanes, [lanes]
-        self._batcher = Batcher(
-            lanes.packers,
-            shard=run.shard,
-            lanes=run.lanes,
-            batch_size=run.batch_size,
-            seq_len=source.seq_len,
-            drop_last=run.drop_last,
-            positions=source.positions,
-            dtype=source.dtype,
-            narrow=run.device is not None,
-            start=run.start,
-            state=run.state,
-            clock=run.clock,
-            by_lane=source.by_lane,
-            total_rows=total_rows,
-        )
-
-    def take(self, n: int) -> list[Batch]:
-        return self._batcher.take(n)
 
     def totals(self) -> dict[str, int]:
         packed = sum((packer.counts for packer in self.lanes.packers), Counter())

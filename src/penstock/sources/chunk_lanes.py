@@ -16,26 +16,21 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock.encode.best_fit import BestFitPacker
 from penstock.encode.concat import ConcatPacker
-from penstock.encode.rows import LaneOptions, Packer
+from penstock.encode.rows import Packer
 from penstock.encode.window import Window
 from penstock.errors import SourceError
-from penstock.feed.worker_pool import Pool, Task
+from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.order.shuffle import spread, window_chunks
 from penstock.read.validation import where
-from penstock.sources.base import Counted, Lanes, RunContext
-from penstock.types import Bad, ChunkRef, FileRef, LanePosition, MiB, TokenChunk
-
-if TYPE_CHECKING:
-    from penstock.dataset import TextDataset
-    from penstock.sources.prepared import BlockPlan
-    from penstock.sources.text_iterable import TextIterable
+from penstock.sources.base import Counted, Lanes, RowSource, RunContext
+from penstock.types import Bad, ChunkRef, LanePosition, MiB, TokenChunk
 
 log = logging.getLogger("penstock")
 
@@ -45,18 +40,19 @@ SHUFFLE_BYTES = 256 * MiB
 """Bytes of text after which a shuffle window is full, however few chunks it has."""
 LOOK_AHEAD = 8
 """Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
-IDS = np.dtype(np.uint32)
-"""The type of ids if there is no tokenizer."""
+CLOSE_S = 5.0
+"""How long a shutdown waits for requests in flight."""
+TEXT_SETTINGS = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
 _DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
 
 
 class ChunkReader(Counted, Protocol):
     """What differs between kinds of chunks. Called on the producer thread."""
 
-    @property
-    def read_ahead(self) -> int:
-        """Chunks to have under way beyond the next window, besides those for the workers."""
-        return 0
+    io: ThreadPool | None = None
+    """Runs fetches, if there are any."""
+    fetches: int = 0
+    """Requests to have in flight."""
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         """Start to find the chunks of each file, and why it is left out if it cannot be read. Return
@@ -73,6 +69,47 @@ class ChunkReader(Counted, Protocol):
     def rejected(self, bad: Sequence[Bad]) -> None:
         """Records were rejected."""
         return
+
+    def set_fetches(self, fetches: int) -> None:
+        """Have more or fewer requests in flight. The stream stays the same."""
+        assert self.io is not None
+        self.io.resize(fetches)
+        self.fetches = fetches
+
+    def stop(self) -> None:
+        if self.io is not None:
+            self.io.stop()
+
+    def close(self) -> None:
+        if self.io is not None:
+            self.io.join(CLOSE_S)
+
+
+class ChunkSource(RowSource):
+    """A dataset whose chunks become rows as its options say."""
+
+    seq_len: int
+    settings: tuple[str, ...] = TEXT_SETTINGS
+    """The options that the stream depends on."""
+    window_growth = 2
+    """How many times larger each window of the first epoch is than the one before."""
+    expansion = 2
+    """Memory that a chunk takes while it is worked on, in multiples of its text."""
+    pad_id = 0
+    dtype: np.dtype[Any] = np.dtype(np.uint32)
+
+    def __init__(self, dataset: Any, shuffle_chunks: int) -> None:
+        """`shuffle_chunks`: the chunks of a shuffle window."""
+        self.dataset, self.shuffle_chunks, options = dataset, shuffle_chunks, dataset.options
+        self.seq_len, self.positions = options.seq_len, options.positions
+        self.packing: str = options.packing
+        tokenizer = getattr(dataset, "tokenizer", None)
+        if tokenizer is not None:
+            self.expansion, self.pad_id = tokenizer.expansion, tokenizer.pad_id
+            self.dtype = tokenizer.dtype
+
+    def settings_id(self) -> dict[str, Any]:
+        return {name: getattr(self.dataset.options, name) for name in self.settings}
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +128,7 @@ class ChunkLane:
 
     def __init__(self, lanes: ChunkLanes, number: int, start: LanePosition) -> None:
         self.number, self._lanes = number, lanes
-        self._plan, self._options, self._reader = lanes.plan, lanes.options, lanes.reader
+        self._plan, self._source, self._reader = lanes.plan, lanes.source, lanes.reader
         self._end_epoch = start.epoch + 1 if lanes.run.by_epoch else lanes.run.end_epoch
         self.ahead: deque[Ahead] = deque()
         """The chunks under way."""
@@ -131,8 +168,8 @@ class ChunkLane:
 
     def _window_chunks(self, epoch: int) -> int:
         """Return how many chunks the next window spans."""
-        full, growth = self._options.window_chunks, self._options.window_growth
-        return window_chunks(epoch, self._window, full, growth)
+        full = self._source.shuffle_chunks if self._plan.shuffle else 1
+        return window_chunks(epoch, self._window, full, self._source.window_growth)
 
     def submit(self, wait: bool = True) -> int:
         """Submit one more chunk, and return the memory that it may take.
@@ -159,7 +196,7 @@ class ChunkLane:
             task = self._reader.submit(ref, position)
             self._chunk += 1
             self._chunk_epoch = self._epoch
-            ahead = Ahead(position, ref, task, max(1, self._options.expansion * ref.nbytes))
+            ahead = Ahead(position, ref, task, max(1, self._source.expansion * ref.nbytes))
             self.ahead.append(ahead)
             self._estimated.add(ahead)
             self._ahead_bytes += ahead.nbytes
@@ -174,7 +211,7 @@ class ChunkLane:
         group, after = groups[self._group], self._group + 1
         lookups = self._reader.look_up(group)
         ready = wait or all(task.ready() for task in lookups)
-        if ready and not self._plan.is_sequential(group):
+        if ready:
             found = [task.result() for task in lookups]
             self._lanes.leave_out([bad for _, bad_file in found for bad in bad_file])
             chunks = [refs for refs, _ in found]
@@ -186,7 +223,7 @@ class ChunkLane:
     def _next_ref(self, group: tuple[int, ...]) -> ChunkRef | None:
         if self._refs is not None:
             return self._refs[self._chunk] if self._chunk < len(self._refs) else None
-        nbytes = self._options.chunk_bytes
+        nbytes = self._source.dataset.options.chunk_bytes
         return self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
 
     # Windows
@@ -208,7 +245,7 @@ class ChunkLane:
             if self._plan.shuffle:
                 documents = np.array([len(chunk.docs) for chunk in chunks])
                 order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
-            window = Window(start, chunks, order, self._options.dtype)
+            window = Window(start, chunks, order, self._source.dtype)
             if window.map.tokens:
                 self.found_text, self._text_epoch = True, start.epoch
             return window
@@ -268,15 +305,15 @@ class ChunkLanes(Lanes):
 
     def __init__(
         self,
-        plan: Plan | BlockPlan,
-        options: LaneOptions,
+        source: ChunkSource,
+        plan: Plan,
         reader: ChunkReader,
         run: RunContext,
         pool: Pool,
         report_docs: int = 0,
     ) -> None:
         """`report_docs`: documents between two log lines; 0 for none."""
-        self.plan, self.options, self.reader, self.run = plan, options, reader, run
+        self.source, self.plan, self.reader, self.run = source, plan, reader, run
         self._pool, self.inner = pool, [reader]
         self.read_ahead_bytes = run.read_ahead_bytes
         self.min_read_ahead = 0
@@ -292,8 +329,9 @@ class ChunkLanes(Lanes):
         self.packers = [self._packer(lane, run.positions[lane.number]) for lane in self.lanes]
 
     def _packer(self, lane: ChunkLane, start: LanePosition) -> Packer:
-        packer = BestFitPacker if self.options.packing == "best_fit" else ConcatPacker
-        return packer(self.options, partial(self._next_window, lane), start)
+        packer = BestFitPacker if self.source.packing == "best_fit" else ConcatPacker
+        next_window = partial(self._next_window, lane)
+        return packer(self.source, next_window, start, not self.run.drop_last)
 
     def reopen(self, index: int, epoch: int) -> None:
         for ahead in self.lanes[index].ahead:
@@ -328,7 +366,8 @@ class ChunkLanes(Lanes):
         """
         if not self._counts:
             return 0
-        return max(self.min_read_ahead, 2 * self._pool.n_workers + self.reader.read_ahead)
+        # Twice as many as are worked on or fetched at once: while one is late, others continue.
+        return max(self.min_read_ahead, 2 * (self._pool.n_workers + self.reader.fetches))
 
     # On the producer thread
 
@@ -396,28 +435,3 @@ class ChunkLanes(Lanes):
             self._bad[record.reason] += 1
         if bad:
             self.reader.rejected(bad)
-
-
-def text_lanes(
-    dataset: TextDataset | TextIterable,
-    files: tuple[FileRef, ...],
-    reader: ChunkReader,
-    run: RunContext,
-    pool: Pool,
-    report_docs: int = 0,
-) -> ChunkLanes:
-    """Open the lanes of text in files or of an iterable."""
-    options, tokenizer = dataset.options, dataset.tokenizer
-    lane_options = LaneOptions(
-        chunk_bytes=options.chunk_bytes,
-        window_chunks=options.shuffle_chunks if run.shuffle else 1,
-        expansion=2 if tokenizer is None else tokenizer.expansion,
-        packing=options.packing,
-        seq_len=options.seq_len,
-        pad_id=0 if tokenizer is None else tokenizer.pad_id,
-        dtype=IDS if tokenizer is None else tokenizer.dtype,
-        positions=options.positions,
-        keep_tail=not run.drop_last,
-    )
-    plan = Plan(files=files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
-    return ChunkLanes(plan, lane_options, reader, run, pool, report_docs)

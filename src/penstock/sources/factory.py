@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from penstock.dataset import TextDataset
 from penstock.errors import ConfigError
 from penstock.sources.base import Source
 
@@ -16,14 +15,15 @@ def as_source(
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Source:
     """Return the source of a dataset."""
-    if hasattr(dataset, "packed"):
+    if hasattr(dataset, "as_source"):
         if preprocess is not None or collate is not None:
             raise ConfigError(
                 f"{'collate' if preprocess is None else 'preprocess'}=… is for samples of your own; "
                 f"{type(dataset).__name__} gives packed rows of ids. Use device_preprocess=…, or "
                 "pass a map-style dataset."
             )
-        return _packed(dataset)
+        source: Source = dataset.as_source()
+        return source
     if not isinstance(dataset, str | bytes | dict):
         map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if map_style and not _is_iterable_dataset(dataset):
@@ -42,25 +42,6 @@ def as_source(
         "seq_len=…), a PreparedDataset, a TokenFileDataset, a SyntheticDataset, a Mixture, an "
         "object with __len__ and __getitem__, or an iterable"
     )
-
-
-def _packed(dataset: Any) -> Source:
-    if isinstance(dataset, TextDataset):
-        from penstock.sources.text_files import TextSource
-
-        return TextSource(dataset)
-    from penstock.sources.prepared import PreparedDataset, PreparedSource
-
-    if isinstance(dataset, PreparedDataset):
-        return PreparedSource(dataset)
-    from penstock.sources.mixture import Mixture, MixtureSource
-
-    if isinstance(dataset, Mixture):
-        parts = {name: as_source(part) for name, (part, _) in dataset.parts.items()}
-        return MixtureSource(dataset, parts)
-    from penstock.sources.text_iterable import TextIterableSource
-
-    return TextIterableSource(dataset)
 
 
 def _is_iterable_dataset(dataset: Any) -> bool:

@@ -23,8 +23,10 @@ from penstock.feed.worker_pool import PartPool, PartWorks, Pool
 from penstock.order.mixture_weights import UNIT, Chooser, choice_of, whole_weights
 from penstock.order.shuffle import mix
 from penstock.read.resumable_iterator import only_one
-from penstock.sources.base import Lanes, RowSource, RunContext, Source
+from penstock.sources.base import Lanes, RowSource, RunContext
+from penstock.sources.factory import as_source
 from penstock.sources.map_style import RowsSource
+from penstock.sources.text_iterable import TextIterable
 from penstock.state import State
 from penstock.types import LanePosition
 
@@ -36,14 +38,8 @@ OF_PART = "::"
 class Mixture:
     """Several datasets as one stream: `Mixture({"web": (data, 0.7), "code": (other, 0.3)})`."""
 
-    packed = True
-    """It gives packed rows of ids."""
-
     def __init__(
-        self,
-        parts: Mapping[str, tuple[Any, float]],
-        *,
-        on_end: OnEnd = "restart",
+        self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart"
     ) -> None:
         """Describe a mixture.
 
@@ -66,6 +62,10 @@ class Mixture:
         self.on_end: OnEnd = on_end
         weights = {name: weight for name, (_, weight) in parts.items()}
         self.weights = whole_weights(weights, list(parts))
+
+    def as_source(self) -> MixtureSource:
+        """Return what a loader reads: packed rows of ids."""
+        return MixtureSource(self)
 
     @property
     def vocab_size(self) -> int | None:
@@ -213,14 +213,15 @@ class MixtureLanes(Lanes):
 class MixtureSource(RowSource):
     """A mixture as the loader sees it."""
 
-    def __init__(self, mixture: Mixture, sources: Mapping[str, Source]) -> None:
+    def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
         self.parts: dict[str, RowSource] = {}
-        for name, source in sources.items():
+        for name, (data, _) in mixture.parts.items():
+            source = as_source(data)
             if not isinstance(source, RowSource):
                 raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
-            data = getattr(source, "data", None)
-            if mixture.on_end == "stop" and data is not None and only_one(data.source):
+            once = isinstance(data, TextIterable) and only_one(data.source)
+            if once and mixture.on_end == "stop":
                 raise ConfigError(
                     f"part {name!r} keeps its own position or can be read once, and with "
                     "on_end='stop' lanes read it side by side. Pass a function that returns a new one."

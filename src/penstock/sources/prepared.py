@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from penstock.encode.rows import LaneOptions
 from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.options import accepts, from_habit, option, options
 from penstock.order.permute import permute
+from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_block, read_manifest
 from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
-from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader
+from penstock.sources.base import RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, ChunkSource
 from penstock.types import Address, ChunkRef, LanePosition, Packing, TokenChunk
 from penstock.watch.loader_stats import SourceChunks
 from penstock.watch.stage_timer import Clock
@@ -61,9 +61,6 @@ class PreparedOptions:
 class PreparedDataset:
     """A prepared corpus, streamed as packed rows of ids."""
 
-    packed = True
-    """Its batches are packed rows of ids."""
-
     @accepts(PreparedOptions)
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Read the manifest of a corpus.
@@ -86,6 +83,10 @@ class PreparedDataset:
             f"PreparedDataset({self.store.place}, {self.tokens:,} tokens, seq_len={self.seq_len})"
         )
 
+    def as_source(self) -> PreparedSource:
+        """Return what a loader reads: packed rows of ids."""
+        return PreparedSource(self)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRef(ChunkRef):
@@ -94,14 +95,11 @@ class BlockRef(ChunkRef):
     block: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan(Plan):
     """Deals the blocks of an epoch to lanes in turn: in one permutation of them all, or in order."""
 
     manifest: Manifest
-    lanes: int
-    shuffle: bool
-    seed: int
 
     def numbers(self, lane: int, epoch: int, first: int = 0, last: int | None = None) -> I64:
         """Return the numbers of the lane's blocks [first, last)."""
@@ -114,17 +112,7 @@ class BlockPlan:
         blocks = len(range(lane, len(self.manifest.offsets), self.lanes))
         return [(number,) for number in range(-(-blocks // GROUP_BLOCKS))]
 
-    def is_sequential(self, group: tuple[int, ...]) -> bool:
-        return False
-
-    def chunks(
-        self,
-        lane: int,
-        epoch: int,
-        number: int,
-        group: tuple[int, ...],
-        chunks: Sequence[Sequence[ChunkRef]],
-    ) -> list[ChunkRef]:
+    def chunks(self, lane: int, epoch: int, number: int, *_: Any) -> list[ChunkRef]:
         manifest, first = self.manifest, number * GROUP_BLOCKS
         refs: list[ChunkRef] = []
         for block in self.numbers(lane, epoch, first, first + GROUP_BLOCKS).tolist():
@@ -132,9 +120,6 @@ class BlockPlan:
             file, chunk = manifest.files[manifest.file_numbers[entry]], int(manifest.chunks[entry])
             refs.append(BlockRef(file, chunk, size, lane=lane, block=block))
         return refs
-
-    def next_chunk(self, lane: int, epoch: int, file: int, index: int, nbytes: int) -> ChunkRef:
-        raise NotImplementedError  # no group is sequential
 
     def lane_tokens(self, lane: int, epoch: int, itemsize: int) -> int:
         """Return the tokens of a lane in an epoch."""
@@ -184,38 +169,29 @@ class BlockChunks(ChunkReader):
             manifest.about["settings"]["chunk_bytes"][0],
             parts=max(1.0, len(manifest.offsets) / max(1, len(manifest.names))),
         )
-        self.io: ThreadPool | None = None
         if "://" in dataset.store.place and pool.n_workers:
             self.io = ThreadPool(FETCHES, work, name="fetch", clock=run.clock)
-
-    @property
-    def read_ahead(self) -> int:
-        return 0 if self.io is None else 2 * FETCHES
+            self.fetches = FETCHES
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         assert isinstance(ref, BlockRef)
         return (self.io or self._pool).submit("read", ref, *self._manifest.block(ref.block))
 
     def gauges(self) -> dict[str, Any]:
-        fetches = 0 if self.io is None else FETCHES
-        return {"fetches": fetches, "cached": True, "source_chunks": self._source_chunks}
-
-    def stop(self) -> None:
-        if self.io is not None:
-            self.io.stop()
-
-    def close(self) -> None:
-        if self.io is not None:
-            self.io.join(10.0)
+        return {"fetches": self.fetches, "cached": True, "source_chunks": self._source_chunks}
 
 
-class PreparedSource(RowSource):
+class PreparedSource(ChunkSource):
     """A `PreparedDataset` as the loader sees it."""
 
+    settings = ("seq_len", "packing", "shuffle_blocks")
+    window_growth = GROWTH
+    expansion = 1
+
     def __init__(self, dataset: PreparedDataset) -> None:
-        self.dataset = dataset
-        self.seq_len, self.positions = dataset.seq_len, dataset.options.positions
+        super().__init__(dataset, dataset.options.shuffle_blocks)
         self.dtype, self.skip = dataset.dtype, dataset.skip
+        self.pad_id = dataset.manifest.about["tokenizer"]["pad_id"]
 
     def data_id(self) -> dict[str, Any]:
         about = self.dataset.manifest.about
@@ -225,16 +201,12 @@ class PreparedSource(RowSource):
         tokenizer = self.dataset.manifest.about["tokenizer"]
         return {name: tokenizer[name] for name in ("name", "fingerprint")}
 
-    def settings_id(self) -> dict[str, Any]:
-        names = ("seq_len", "packing", "shuffle_blocks")
-        return {name: getattr(self.dataset.options, name) for name in names}
-
     def work(self, run: RunContext) -> BlockWork:
         return BlockWork(self.dataset.store, run.skip, run.clock)
 
     def batches(self, run: RunContext) -> int | None:
         """Return the batches of a pass; None for packings that depend on the documents."""
-        if self.dataset.options.packing != "concat" or run.end_epoch is None or run.skip:
+        if self.packing != "concat" or run.end_epoch is None or run.skip:
             return None
         plan, size = self._plan(run), self.dtype.itemsize
         rows = []
@@ -252,21 +224,14 @@ class PreparedSource(RowSource):
         return min(ends) // run.batch_size
 
     def open_lanes(self, run: RunContext, pool: Pool, work: BlockWork) -> ChunkLanes:
-        options, about = self.dataset.options, self.dataset.manifest.about
-        lane_options = LaneOptions(
-            chunk_bytes=0,
-            window_chunks=options.shuffle_blocks if run.shuffle else 1,
-            window_growth=GROWTH,
-            expansion=1,
-            packing=options.packing,
-            seq_len=options.seq_len,
-            pad_id=about["tokenizer"]["pad_id"],
-            dtype=self.dtype,
-            positions=options.positions,
-            keep_tail=not run.drop_last,
-        )
         reader = BlockChunks(self.dataset, run, pool, work)
-        return ChunkLanes(self._plan(run), lane_options, reader, run, pool)
+        return ChunkLanes(self, self._plan(run), reader, run, pool)
 
     def _plan(self, run: RunContext) -> BlockPlan:
-        return BlockPlan(self.dataset.manifest, run.lanes, run.shuffle, run.seed)
+        return BlockPlan(
+            files=(),
+            lanes=run.lanes,
+            shuffle=run.shuffle,
+            seed=run.seed,
+            manifest=self.dataset.manifest,
+        )

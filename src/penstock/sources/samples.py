@@ -75,14 +75,10 @@ class SampleWork(Work):
         timeline.count("decode", len(values))
         with self.clock.stage("batch"), noted(f"in collate, of samples {_shown(numbers)}"):
             collate = self._collate or default_collate
-            made = of_value(collate(list(prepared)))
-        size = getattr(made.inputs, "size", None)
-        tokens = size if isinstance(size, int) else len(values)
-        # The epoch that every sample has reached.
-        epoch = int(epochs.min())
-        batch = Batch(
-            made.inputs, made.targets, epoch, 0, data=made.data, _tokens=tokens, _ids=made.rows
-        )
+            batch = of_value(collate(list(prepared)))
+        size = getattr(batch.inputs, "size", None)
+        batch.tokens = size if isinstance(size, int) else len(values)
+        batch.epoch = int(epochs.min())  # which every sample has reached
         return batch, samples
 
     def rows(self, indices: I64) -> Any:

@@ -28,12 +28,9 @@ import pyarrow as pa
 
 from penstock.config import access_variables, adopt
 from penstock.encode.tokenizer import Tokenizer
-from penstock.errors import (
-    CorruptFile,
-    LoaderClosed,
-    SourceError,
-)
+from penstock.errors import CorruptFile, LoaderClosed, SourceError
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
+from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
 from penstock.read import ReadSettings
 from penstock.read.arrow_utils import empty
@@ -42,8 +39,8 @@ from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.storage import Bytes
 from penstock.read.token_store import Key, TokenStore
 from penstock.read.validation import Quarantine
-from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, text_lanes
+from penstock.sources.base import RunContext, Work, noted
+from penstock.sources.chunk_lanes import CLOSE_S, ChunkLanes, ChunkReader, ChunkSource
 from penstock.types import Bad, ChunkRef, Documents, FileRef, LanePosition, MiB, TokenChunk
 from penstock.watch.loader_stats import SourceChunks
 from penstock.watch.stage_timer import Clock, NullClock
@@ -62,8 +59,6 @@ LOOKED_UP = 1024
 """Files whose chunks are remembered."""
 UNWRITTEN_BYTES = 64 * MiB
 """Token chunks that may wait to be written to the cache. More ride out a slower disk."""
-CLOSE_S = 5.0
-"""How long a shutdown writes to the cache. What a slow disk leaves undone by then is dropped."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -113,8 +108,8 @@ class TextWork(Work):
         self._identities: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        access = access_variables() if self.remote is not None else None
-        return _in_worker_process, (access, *(getattr(self, each.name) for each in fields(self)))
+        made_of = (getattr(self, each.name) for each in fields(self))
+        return _in_worker_process, (access_variables(), *made_of)
 
     def prepare(self) -> None:
         """Load the vocabulary, while the first chunk is fetched."""
@@ -272,9 +267,8 @@ def identity(file: FileRef) -> str:
     return identity
 
 
-def _in_worker_process(access: dict[str, str] | None, *made_of: Any) -> TextWork:
-    if access is not None:
-        adopt(access)
+def _in_worker_process(access: dict[str, str], *made_of: Any) -> TextWork:
+    adopt(access)
     return TextWork(*made_of)
 
 
@@ -293,23 +287,18 @@ class FileChunks(ChunkReader):
         self._unwritten: deque[TokenChunk] = deque()
         self._writing = threading.Lock()
         self.skipped_writes = 0
-        self.fetches = dataset.fetches() if pool.n_workers else 0
+        remote = any(file.remote for file in dataset.files)
+        self.fetches = work.fetches if remote and pool.n_workers else 0
         self._remote_store = work.store is not None and "://" in work.store.place
-        threads = max(self.fetches, self._remote_store * dataset.remote.fetches)
-        if not threads and work.cache is not None:
-            threads = 1
-        self.io: ThreadPool | None = None
+        threads = max(
+            self.fetches, self._remote_store * dataset.remote.fetches, work.cache is not None
+        )
         if threads and pool.n_workers:
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
                 work.session.network.threads = self.io
         if pool.n_workers:  # the vocabulary is loaded while the first chunk is fetched
             pool.submit("prepare")
-
-    @property
-    def read_ahead(self) -> int:
-        # Twice as many as are fetched at once: while one is late, the others go on.
-        return 2 * self.fetches
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         for index in files:
@@ -399,33 +388,22 @@ class FileChunks(ChunkReader):
             return round(sum(known) / len(known) * len(self._files))
         return sum(-(-file.size // self._chunk_bytes) for file in self._files)
 
-    def set_fetches(self, fetches: int) -> None:
-        """Have more or fewer requests in flight. The stream stays the same."""
-        assert self.io is not None
-        self.io.resize(fetches)
-        self.fetches = fetches
-
-    def stop(self) -> None:
-        if self.io is not None:
-            self.io.stop()
-
     def close(self) -> None:
-        if self.io is not None:
-            deadline = time.monotonic() + CLOSE_S
-            self.io.join(CLOSE_S)
-            while self._unwritten and time.monotonic() < deadline:
-                self._write_next()
+        deadline = time.monotonic() + CLOSE_S
+        super().close()
+        while self._unwritten and time.monotonic() < deadline:  # the rest is dropped
+            self._write_next()
         if self._quarantine is not None:
             self._quarantine.close()
 
 
-class TextSource(RowSource):
+class TextSource(ChunkSource):
     """A `TextDataset` as the loader sees it."""
 
+    dataset: TextDataset
+
     def __init__(self, dataset: TextDataset) -> None:
-        self.dataset = dataset
-        self.seq_len, self.positions = dataset.seq_len, dataset.options.positions
-        self.dtype = dataset.tokenizer.dtype
+        super().__init__(dataset, dataset.options.shuffle_chunks)
         self.skip = dataset.read.skip
 
     def data_id(self) -> dict[str, Any]:
@@ -435,11 +413,20 @@ class TextSource(RowSource):
         return self.dataset.tokenizer_id()
 
     def settings_id(self) -> dict[str, Any]:
-        return self.dataset.settings_id()
+        settings, read = super().settings_id(), self.dataset.read
+        if read.split is not None:
+            settings |= {"split": read.split, "val_fraction": read.val_fraction}
+        if read.filter is not None:
+            settings["filter"] = str(read.filter)
+        if read.transform is not None:
+            settings["transform"] = read.transform[0]
+        if read.separator is not None:
+            settings["separator"] = read.separator.decode("utf-8", "backslashreplace")
+        return settings
 
     def listings(self) -> list[tuple[float, float]]:
-        told, self.dataset.listing_told = self.dataset.listing_told, True
-        return [] if told else [self.dataset.listed]
+        listings, self.dataset.listings = self.dataset.listings, []
+        return listings
 
     def check_state(self, state: State) -> None:
         dataset, saved = self.dataset, str(state.data.get("files"))
@@ -471,4 +458,5 @@ class TextSource(RowSource):
         if any(file.sequential for file in dataset.files):
             decompressors = work.lane_bytes * len(run.own_lanes)
             run = replace(run, read_ahead_bytes=max(1, run.read_ahead_bytes - decompressors))
-        return text_lanes(dataset, dataset.files, reader, run, pool, dataset.remote.report_docs)
+        plan = Plan(files=dataset.files, lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+        return ChunkLanes(self, plan, reader, run, pool, dataset.remote.report_docs)

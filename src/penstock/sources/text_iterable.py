@@ -18,10 +18,11 @@ from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
+from penstock.order.plan import Plan
 from penstock.read.arrow_utils import empty
 from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
-from penstock.sources.base import RowSource, RunContext, Work, noted
-from penstock.sources.chunk_lanes import IDS, ChunkLanes, ChunkReader, text_lanes
+from penstock.sources.base import RunContext, Work, noted
+from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, ChunkSource
 from penstock.state import State
 from penstock.types import AUTO, ChunkRef, Documents, FileRef, LanePosition, TokenChunk, is_count
 from penstock.watch.stage_timer import Clock
@@ -32,9 +33,6 @@ OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "s
 
 class TextIterable:
     """An iterable of documents, streamed as packed rows: made by `TextDataset.from_iterable`."""
-
-    packed = True
-    """It gives packed rows of ids."""
 
     def __init__(
         self,
@@ -68,6 +66,10 @@ class TextIterable:
     def __repr__(self) -> str:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
 
+    def as_source(self) -> TextIterableSource:
+        """Return what a loader reads: packed rows of ids."""
+        return TextIterableSource(self)
+
     @property
     def vocab_size(self) -> int | None:
         """As of a TextDataset; None without a tokenizer."""
@@ -82,6 +84,9 @@ class TextIterable:
 
 class DocumentReader:
     """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
+
+    last: Task[Documents] | None = None
+    """The read that was submitted last."""
 
     def __init__(
         self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
@@ -166,7 +171,7 @@ class DocumentReader:
                 f"a document is {type(item).__name__}: must be text, a mapping with a text, or ids in "
                 "one dimension"
             )
-        dtype = IDS if tokenizer is None else tokenizer.dtype
+        dtype = ChunkSource.dtype if tokenizer is None else tokenizer.dtype
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(dtype).max:
             raise SourceError(f"ids from {ids.min()} to {ids.max()} do not fit in {dtype}")
         return ids.astype(dtype, copy=False).tobytes()
@@ -193,14 +198,11 @@ class IterableWork(Work):
     def tokenize(self, ref: ChunkRef, documents: Documents) -> TokenChunk:
         texts = documents.texts
         if self._tokenizer is None or pa.types.is_large_binary(texts.type):
-            docs = texts.cast(pa.large_binary())
-            chunk = TokenChunk(ref, docs, documents.rows, documents.last, [], documents.empty, 0)
-        else:
-            note = f"in stage tokenize, {ref}"
-            with noted(note), self.clock.stage("tokenize", ref) as timeline:
-                chunk = self._tokenizer.encode(ref, documents)
-            timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
-        chunk.source = documents.source
+            return TokenChunk.of(ref, texts.cast(pa.large_binary()), documents)
+        note = f"in stage tokenize, {ref}"
+        with noted(note), self.clock.stage("tokenize", ref) as timeline:
+            chunk = self._tokenizer.encode(ref, documents)
+        timeline.count("tokenize", len(documents.rows), chunk.text_bytes)
         return chunk
 
 
@@ -211,7 +213,6 @@ class IterableChunks(ChunkReader):
         self._data, self._run, self._pool = data, run, pool
         own = {lane: run.positions[lane] for lane in run.own_lanes}
         self._readers = dict.fromkeys(own, DocumentReader(data, run, own))
-        self._last: dict[DocumentReader, Task[Documents]] = {}
 
     def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
@@ -222,8 +223,8 @@ class IterableChunks(ChunkReader):
 
         # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
         # A function runs in this process, also if workers are processes.
-        self._last[reader] = self._pool.submit(read, after=self._last.get(reader))
-        return self._pool.submit("tokenize", ref, after=self._last[reader])
+        reader.last = self._pool.submit(read, after=reader.last)
+        return self._pool.submit("tokenize", ref, after=reader.last)
 
     def reopen(self, lane: int, epoch: int) -> None:
         # A reader of its own: the other lanes may still be in the epoch before.
@@ -231,24 +232,21 @@ class IterableChunks(ChunkReader):
         self._readers[lane] = DocumentReader(self._data, self._run, start)
 
 
-class TextIterableSource(RowSource):
+class TextIterableSource(ChunkSource):
     """A `TextIterable` as the loader sees it."""
 
-    def __init__(self, data: TextIterable) -> None:
-        self.data, self.seq_len, self.positions = data, data.seq_len, data.options.positions
-        self.dtype = IDS if data.tokenizer is None else data.tokenizer.dtype
+    def __init__(self, dataset: TextIterable) -> None:
+        super().__init__(dataset, dataset.options.shuffle_chunks)
 
     def data_id(self) -> dict[str, Any]:
-        return {"iterable": self.data.name}
+        return {"iterable": self.dataset.name}
 
     def tokenizer_id(self) -> dict[str, Any]:
-        tokenizer = self.data.tokenizer
+        tokenizer = self.dataset.tokenizer
         return {} if tokenizer is None else {"fingerprint": tokenizer.fingerprint}
 
     def settings_id(self) -> dict[str, Any]:
-        names = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
-        settings = {name: getattr(self.data.options, name) for name in names}
-        return settings | {"chunk_docs": self.data.chunk_docs}
+        return super().settings_id() | {"chunk_docs": self.dataset.chunk_docs}
 
     def check_state(self, state: State) -> None:
         for at in (position.source for position in state.lane_positions.values()):
@@ -258,8 +256,9 @@ class TextIterableSource(RowSource):
                 )
 
     def work(self, run: RunContext) -> IterableWork:
-        return IterableWork(self.data.tokenizer, run.clock)
+        return IterableWork(self.dataset.tokenizer, run.clock)
 
     def open_lanes(self, run: RunContext, pool: Pool, work: IterableWork) -> ChunkLanes:
-        file = FileRef(self.data.name, self.data.name, 0, "text", "iterable")
-        return text_lanes(self.data, (file,), IterableChunks(self.data, run, pool), run, pool)
+        file = FileRef(self.dataset.name, self.dataset.name, 0, "text", "iterable")
+        plan = Plan(files=(file,), lanes=run.lanes, shuffle=run.shuffle, seed=run.seed)
+        return ChunkLanes(self, plan, IterableChunks(self.dataset, run, pool), run, pool)

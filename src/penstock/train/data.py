@@ -238,5 +238,5 @@ class SyntheticBatches:
         rows = self._rows.__getitems__([first + row * shard.mod for row in range(size)])
         ids = torch.from_numpy(rows.astype(np.int64)).to(self._device)
         batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), 0, 0, synthetic=True)
-        batch._tokens = size * self._rows.seq_len
+        batch.tokens = size * self._rows.seq_len
         return batch
