@@ -202,7 +202,8 @@ def test_without_a_server_it_ends_with_one_clear_line(port: int, tmp_path: Path)
     assert "Check that the server can be reached, or allow more time" in last
     # The heartbeat's own word of it may come before the end or not.
     assert all(
-        "Connection refused; next attempt" in line or line.startswith("health: fail") for line in before
+        "Connection refused; next attempt" in line or line.startswith("health: fail")
+        for line in before
     ), before
 
 
