@@ -32,12 +32,8 @@ with AsyncDataLoader(data, **how) as loader:
 
 
 def measure(about: dict[str, Any], how: dict[str, Any]) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([about, how])],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    command = [sys.executable, "-c", CHILD, json.dumps([about, how])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result: dict[str, int] = json.loads(done.stdout)
     return result
