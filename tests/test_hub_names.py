@@ -138,7 +138,7 @@ def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:
 
 def data(*paths: str, format: Any = None) -> list[str]:
     return [
-        entry.path
+        entry.name
         for entry in data_files([Entry(path, 1) for path in paths], "the repository", format)
     ]
 

@@ -166,6 +166,17 @@ def test_what_is_no_address_is_refused(tmp_path: Path, entry: Any) -> None:
         bytes_of(path, skip=[entry])
 
 
+@pytest.mark.parametrize("source", ["parquet", "jsonl", "text"])
+def test_an_address_that_cannot_exist_is_refused(tmp_path: Path, source: str) -> None:
+    file, group, row = next(iter(written(tmp_path, source).values())).address
+    wrong = [(file, group, 10**9)] + ([(file, 10**6, row)] if source == "parquet" else [])
+    for address in wrong:
+        with pytest.raises(ConfigError, match=rf"no document at {file}.*{10**6}"):
+            documents(again(tmp_path, source, skip=[address]))
+    with pytest.raises(ConfigError, match=r"'other' is not one of"):
+        again(tmp_path, source, skip=[("other", group, row)])
+
+
 # Skipping and state
 
 
