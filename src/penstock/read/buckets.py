@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -63,8 +62,6 @@ class Bucket:
         """`known` keeps listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
-        self._lock = threading.Lock()
-        self._opened: Any = None
 
     def call(self, name: str, function: Call[T], setting: str = "retry_budget") -> T:
         """Return what a function of obstore, the store and a deadline returns, within the budget.
@@ -76,12 +73,9 @@ class Bucket:
 
     def _try(self, where: str, function: Call[T], deadline: Deadline) -> T:
         obstore = _obstore(where)
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._open()
         self._network.stats.add(requests=1)
         try:
-            return function(obstore, self._opened, deadline)
+            return function(obstore, self._store, deadline)
         except (FileNotFoundError, obstore.exceptions.BaseError) as error:
             failed = _explained(error, where)
         raise failed  # without the original as its context, which quotes secrets
@@ -173,7 +167,8 @@ class Bucket:
             raise RequestError("short", f"{at} bytes instead of {len(view)}")
         return plain_etag(meta["e_tag"] or ""), meta["size"]
 
-    def _open(self) -> Any:
+    @cached_property
+    def _store(self) -> Any:
         from obstore.store import from_url
 
         limits, url = self._network.limits, self._root

@@ -264,10 +264,8 @@ def fingerprint(files: Sequence[FileRef]) -> str:
 
 def remember(cache: MetadataCache, files: Sequence[FileRef]) -> None:
     """Keep a listing by its fingerprint, for `explain_change`."""
-    key = fingerprint(files)
-    if cache.get("manifests", key) is None:
-        rows = [[file.name, file.size, file.etag] for file in each(files)]
-        cache.put("manifests", key, json.dumps(rows).encode())
+    rows = [[file.name, file.size, file.etag] for file in each(files)]
+    cache.put("manifests", fingerprint(files), json.dumps(rows).encode())
 
 
 def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> str | None:

@@ -319,10 +319,7 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 
 def _type_name(dtype: Any) -> str:
-    try:
-        name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
-    except TypeError:
-        name = ""
+    name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
     if name not in ("auto", *TYPES):
         raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
     return name
