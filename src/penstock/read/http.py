@@ -420,7 +420,7 @@ class Network:
         first_s: how long the first attempt may take before it is given up as unusually slow.
         """
         began, budget_s = time.monotonic(), getattr(self.limits, setting)
-        pause, tried = self.limits.backoff, Counter[str]()
+        pause, tried, met = self.limits.backoff, Counter[str](), Counter[str]()
         last: RequestError | None = None
         while True:
             try:
@@ -434,6 +434,7 @@ class Network:
                 continue
             self.stats.add(fault=failed.reason)
             tried[failed.reason] += 1
+            met[failed.detail] += 1
             if last is None or failed.reason != "deadline":
                 last = failed  # an attempt that had little time left says nothing of the server
             delay = pause * self._random.uniform(0.5, 1.0)
@@ -442,7 +443,7 @@ class Network:
                 delay = max(delay, min(failed.retry_after, self.limits.retry_after_cap))
             spent = time.monotonic() - began
             over = spent + delay >= budget_s
-            if last.final is not None and (over or tried[last.reason] >= BELIEVED):
+            if last.final is not None and (over or met[last.detail] >= BELIEVED):
                 final = last.final
                 raise final if what in str(final) else type(final)(f"{what}: {final}") from last
             if over:

@@ -127,11 +127,16 @@ class Repository:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
 
-        def ask() -> str:
-            read = self._get(resolve_url(address), address, lambda body, _: body, b"")
-            return read.decode("utf-8", "replace")
+        def read(body: bytes, _: Headers) -> str:
+            text = body.decode("utf-8", "replace")
+            # Without its front matter, other files would be taken for the data.
+            if text.startswith("-") and "\n---" not in text:
+                error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
+                raise RequestError("cut", error)
+            return text
 
-        return str(self._known("cards", [address, hub_endpoint()], ask, moving=False))
+        make = partial(self._get, resolve_url(address), address, read, "")
+        return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
     def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
