@@ -12,8 +12,9 @@ import pytest
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.options import RemoteOptions
 from penstock.read.buckets import Bucket
+from penstock.read.http import Network
 from penstock.read.listing import MetadataCache, RemoteListing, list_files
-from penstock.read.remote_files import Network, RemoteFiles
+from penstock.read.remote_files import RemoteFiles
 from penstock.read.token_store import TokenStore
 from penstock.types import Address, Bad, FileRef
 from tests.servers import Fault, FileServer

@@ -18,8 +18,8 @@ import pytest
 
 from penstock import RemoteOptions
 from penstock.errors import RemoteError
-from penstock.read.http import Place, RequestError
-from penstock.read.remote_files import Network, RemoteFiles
+from penstock.read.http import Network, Place, RequestError
+from penstock.read.remote_files import RemoteFiles
 from penstock.types import FileRef
 from tests.servers import Fault, FileServer
 

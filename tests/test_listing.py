@@ -18,6 +18,7 @@ from penstock import ConfigError, TextDataset
 from penstock.errors import RemoteError, SourceError
 from penstock.feed.worker_pool import ThreadPool
 from penstock.options import RemoteOptions
+from penstock.read.http import Network
 from penstock.read.listing import (
     MetadataCache,
     RemoteListing,
@@ -25,7 +26,6 @@ from penstock.read.listing import (
     fingerprint,
     list_files,
 )
-from penstock.read.remote_files import Network
 from penstock.types import FileRef
 from tests.servers import Fault, FileServer, HubServer
 

@@ -87,7 +87,7 @@ def test_an_unknown_format_is_an_error_that_names_what_is_supported(
     tmp_path: Path, name: str
 ) -> None:
     url = name if "://" in name else str(touch(tmp_path, name) / name)
-    with pytest.raises(ConfigError, match=r"does not tell its format \(\.parquet .*\.jsonl"):
+    with pytest.raises(ConfigError, match=r"no name tells a format \(\.parquet .*\.jsonl"):
         bytes_of(url)
 
 

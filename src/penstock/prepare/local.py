@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from typing import Any, Literal
@@ -158,7 +158,8 @@ def prepare(
             path=store.place, chunks=len(own), chunks_done=already, already=already,
             bad=dict(Counter(each.reason for each in bad_files)),
         )  # fmt: skip
-        with Quarantine(dataset.quarantine) if dataset.quarantine else nullcontext() as quarantine:
+        bad_records = Quarantine(dataset.quarantine) if dataset.quarantine else None
+        with closing(bad_records) if bad_records else nullcontext() as quarantine:
             if quarantine is not None and bad_files and part == 0:
                 quarantine.write(bad_files)
             for ref, header in run(work, io, store, todo, workers):

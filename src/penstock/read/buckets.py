@@ -10,21 +10,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
 
 from penstock.config import environment
 from penstock.errors import ConfigError, SourceError, missing_extra
-from penstock.read.http import RETRY, Deadline, RequestError, plain_etag
+from penstock.read.http import RETRY, Deadline, Network, RequestError, plain_etag
 from penstock.read.hub import sound
 from penstock.read.listing import Entry
-
-if TYPE_CHECKING:
-    from penstock.read.remote_files import Network
 
 T = TypeVar("T")
 Call = Callable[[Any, Any, Deadline], T]
@@ -35,19 +34,12 @@ Version = tuple[str, int]
 Known = Callable[..., Any]
 
 LOGIN = {
-    "s": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; if public "
-    "AWS_SKIP_SIGNATURE=true.",
-    "g": "Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth application-default login`; if public "
-    "GOOGLE_SKIP_SIGNATURE=true.",
-    "a": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or run `az login` and "
-    "set AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
+    "s": "Set AWS_REGION, and AWS_PROFILE or AWS_ACCESS_KEY_ID; if public AWS_SKIP_SIGNATURE=true.",
+    "g": "Run `gcloud auth application-default login`; if public GOOGLE_SKIP_SIGNATURE=true.",
+    "a": "Set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or, after `az login`, "
+    "AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
 }
 """What to set, by the first letter of a scheme."""
-ENDPOINTS = {
-    "s": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "g": ("GOOGLE_BASE_URL",),
-    "a": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 
 
 def place(url: str) -> tuple[str, str]:
@@ -70,32 +62,40 @@ class Bucket:
         """`known` keeps listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
-        self._lock = threading.Lock()
-        self._opened: Any = None
 
-    def call(self, name: str, function: Call[T], **retry: Any) -> T:
+    def call(self, name: str, function: Call[T], setting: str = "retry_budget") -> T:
         """Return what a function of obstore, the store and a deadline returns, within the budget.
 
         Raise FileNotFoundError if there is no such file, bucket or range.
         """
         attempt = partial(self._try, f"{self.prefix}{name}", function)
-        return self._network.retry(f"{self.prefix}{name}", attempt, **retry)
+        return self._network.retry(f"{self.prefix}{name}", attempt, setting)
 
     def _try(self, where: str, function: Call[T], deadline: Deadline) -> T:
         obstore = _obstore(where)
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._open()
         self._network.stats.add(requests=1)
         try:
-            return function(obstore, self._opened, deadline)
+            return function(obstore, self._store, deadline)
         except (FileNotFoundError, obstore.exceptions.BaseError) as error:
             failed = _explained(error, where)
         raise failed  # without the original as its context, which quotes secrets
 
+    # Listings
+
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files whose keys begin with a folder's."""
+        return self._kept([f"{self.prefix}{folder}", recursive], self.entries, folder, recursive)
 
+    def one(self, key: str) -> Entry | None:
+        """Return a single file, if it exists."""
+        return next(iter(self._kept([f"{self.prefix}{key}"], self._head, key)), None)
+
+    def _kept(self, key: list[Any], ask: Callable[..., list[Entry]], *what: Any) -> list[Entry]:
+        assert self._known is not None
+        rows = self._known("listings", key, partial(ask, *what), moving=True)
+        return [Entry(*row) for row in rows]
+
+    def entries(self, folder: str = "", recursive: bool = True) -> list[Entry]:
         def list_all(obstore: Any, store: Any, deadline: Deadline) -> list[Entry]:
             found, prefix = [], folder or None
             pages = obstore.list(store, prefix)
@@ -108,26 +108,37 @@ class Bucket:
             return found
 
         try:
-            return self._kept([f"{self.prefix}{folder}", recursive], folder, list_all)
+            return self.call(folder, list_all, "metadata_budget")
         except FileNotFoundError:
             raise SourceError(f"{self._root} does not exist.") from None
 
-    def one(self, key: str) -> Entry | None:
-        """Return a single file, if it exists."""
+    def _head(self, key: str) -> list[Entry]:
+        def head(obstore: Any, store: Any, _: Deadline) -> Entry:
+            return _entry(obstore.head(store, key))
 
-        def head(obstore: Any, store: Any, _: Deadline) -> list[Entry]:
-            return [_entry(obstore.head(store, key))]
+        with suppress(FileNotFoundError):
+            return [self.call(key, head, "metadata_budget")]
+        return []
 
-        try:
-            return self._kept([f"{self.prefix}{key}"], key, head)[0]
-        except FileNotFoundError:
-            return None
+    # Whole objects
 
-    def _kept(self, key: list[Any], name: str, function: Callable[..., list[Entry]]) -> list[Entry]:
-        assert self._known is not None
-        key = [*key, _endpoint(self._root)]
-        make = partial(self.call, name, function)
-        return [Entry(*row) for row in self._known("listings", key, make, moving=True)]
+    def exists(self, key: str) -> bool:
+        return bool(self._head(key))
+
+    def read(self, key: str, start: int, length: int) -> pa.Buffer:
+        """Return a range; shorter at the end of the object."""
+        how = {"start": start, "length": length}
+        return pa.py_buffer(self.call(key, lambda obs, store, _: obs.get_range(store, key, **how)))
+
+    def write(self, key: str, parts: Sequence[Any], _: int) -> bool:
+        data = b"".join(parts)
+        self.call(key, lambda obstore, store, _: obstore.put(store, key, data))
+        return True
+
+    def remove(self, keys: Sequence[str]) -> None:
+        self.call("", lambda obstore, store, _: obstore.delete(store, [*keys]))
+
+    # Ranges
 
     def read_into(self, key: str, start: int, view: memoryview, deadline: Deadline) -> Version:
         """Fill a buffer from a file, and return the file's ETag and size."""
@@ -156,7 +167,8 @@ class Bucket:
             raise RequestError("short", f"{at} bytes instead of {len(view)}")
         return plain_etag(meta["e_tag"] or ""), meta["size"]
 
-    def _open(self) -> Any:
+    @cached_property
+    def _store(self) -> Any:
         from obstore.store import from_url
 
         limits, url = self._network.limits, self._root
@@ -164,7 +176,7 @@ class Bucket:
             "connect_timeout": timedelta(seconds=limits.connect_timeout),
             "timeout": timedelta(seconds=limits.request_timeout),
             "read_timeout": timedelta(seconds=limits.stall_timeout),
-            "allow_http": _endpoint(url).startswith("http://"),
+            "allow_http": True,  # only if the user names such an endpoint
             "user_agent": "penstock",
         }
         more: dict[str, Any] = _s3_credentials() if url[0] == "s" else {}
@@ -176,7 +188,6 @@ class Bucket:
 
 def _obstore(where: str) -> Any:
     try:
-        importlib.import_module("obstore.exceptions")
         return importlib.import_module("obstore")
     except ImportError:
         needed_for = f"reading {where.partition('://')[0]}://"
@@ -189,11 +200,6 @@ def _entry(meta: Any) -> Entry:
 
 
 # Credentials
-
-
-def _endpoint(root: str) -> str:
-    found = environment()
-    return next((found[name] for name in ENDPOINTS[root[0]] if found.get(name)), "")
 
 
 def _s3_credentials() -> dict[str, Any]:

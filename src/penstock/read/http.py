@@ -12,17 +12,20 @@ import base64
 import http.client
 import io
 import logging
+import random
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import urllib3
@@ -30,22 +33,35 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from penstock.config import proxy_for
-from penstock.errors import LoaderClosed, PenstockError, RemoteError
+from penstock.errors import LoaderClosed, PenstockError, RemoteError, SourceError
 from penstock.options import RemoteOptions
-from penstock.types import MODIFIED, KiB
+from penstock.types import MODIFIED, KiB, MiB
+
+if TYPE_CHECKING:
+    from penstock.feed.worker_pool import ThreadPool
+
+log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 Reading = Callable[[bytes, Headers], T]
 """Makes something of a small body and its headers."""
 
+MAX_BODY = 64 * MiB
+"""The longest listing or card."""
+MAX_PAUSE_S = 10.0
+BELIEVED = 3
+"""How often an error that ends a run has to be met to be believed."""
+RESTARTS = 8
+"""Slow attempts that may be made again, beyond a tenth of all requests."""
+NO_RANGES = "its server does not answer requests for a range of bytes. Copy the file to disk."
 RECEIVE = 256 * KiB
 CONNECTIONS = 64
 """Idle connections kept for each host."""
 HOPS = 5
 """Redirects followed for one request."""
 MAX_REDIRECT = 64 * KiB
-"""A longer body of a redirect is not read, which costs its connection."""
+"""The longest body of a redirect."""
 RETRY = frozenset({408, 425, 429})
 """Statuses below 500 that may be different next time."""
 KEEPALIVE = [
@@ -89,6 +105,16 @@ class Refused(Exception):
         """`code` is what the Hub says about it, in one word."""
         super().__init__(f"status {status}")
         self.status, self.code = status, code
+
+    def explained(self, path: str, missing: str) -> SourceError:
+        """Return the error for a file that its server refuses."""
+        if self.status in (404, 410):
+            return SourceError(f"{path} {missing}")
+        login = "or a login is missing: https://user:password@host/…"
+        text = (
+            f"{path}: its server refuses access ({self.status}). A signed address may have expired"
+        )
+        return SourceError(f"{text}, {login}")
 
 
 class Deadline:
@@ -205,10 +231,9 @@ class Place:
             scheme, host, _ = place.origin
         except ValueError:  # it quotes the address, so it must not be the context of what is raised
             scheme = host = ""
-        if not host or scheme not in ("http", "https") or "@" in urlsplit(place.url).netloc:
+        allowed = ("https",) if self.origin[0] == "https" else ("http", "https")
+        if not host or scheme not in allowed or "@" in urlsplit(place.url).netloc:
             raise _refused(f"{scheme[:20]}://{host[:100]}")
-        if scheme == "http" and self.origin[0] == "https":
-            raise _refused(f"plain http ({host[:100]})")
         with suppress(ValueError):  # a name: its address is checked once it is known
             place.check_address(host)
         return place
@@ -252,9 +277,7 @@ class Response:
         self._raw, self.place = raw, place
         self.status, self.headers = raw.status, raw.headers
         self.private = bool(getattr(raw.connection, "private", False))
-        length = raw.headers.get("content-length", "")
-        chunked = "transfer-encoding" in raw.headers
-        self.length = int(length) if length.isdigit() and not chunked else None
+        self.length: int | None = getattr(raw, "length_remaining", None)
         self.done = 0
         """Bytes of the body that were read."""
 
@@ -311,15 +334,205 @@ def retry_after(headers: Headers) -> float | None:
         return None
 
 
-class Http:
-    """The connections of one run. Used by many threads at once."""
+# Runs
 
-    def __init__(self, count: Callable[..., None]) -> None:
-        """`count` is called with the number of requests, and the seconds of their parts."""
-        self._count = count
+
+class NetworkStats:
+    """Counts of requests, bytes, seconds and faults, shared by many threads."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self._reads: dict[int, deque[float]] = {}
+        """How long recent reads took, for each power of two of their lengths."""
+        self._lock = threading.Lock()
+
+    def add(self, fault: str = "", **counts: Any) -> None:
+        with self._lock:
+            self.counts.update(counts)
+            self.faults.update([fault] if fault else [])
+
+    def add_read(self, length: int, seconds: float) -> None:
+        with self._lock:
+            self._reads.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
+
+    def slow_s(self, length: int) -> float | None:
+        """Return a time that few reads of this length take, or None to be patient."""
+        with self._lock:
+            recent = sorted(self._reads.get(length.bit_length(), ()))
+            # If everything has become slow, more requests would make it slower.
+            many = self.counts["restarts"] > RESTARTS + self.counts["requests"] // 10
+        # Reads that share a link take turns: one a little slower than most is not stuck.
+        known = len(recent) >= 8 and not many
+        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if known else None
+
+    def times(self) -> dict[str, Any]:
+        """Return where requests spend their time, over all threads."""
+        with self._lock:
+            waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
+            parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
+            return {
+                **{name: round(counts[name], 6) for name in parts},
+                **{f"p{p}_ms": round(1e3 * waits[len(waits) * p // 101], 3) for p in (50, 95, 99)},
+                "requests": counts["requests"],
+                "retries": self.faults.total(),
+                "bytes": counts["bytes"],
+            }
+
+    def totals(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "requests": self.counts["requests"],
+                "fetched_bytes": self.counts["bytes"],
+                "hedges": self.counts["restarts"],
+                "retry_wait_ms": round(1e3 * self.counts["retry_s"]),
+                **{f"fault {name}": n for name, n in self.faults.items()},
+            }
+
+
+class Network:
+    """The connections, limits, retries and counts of one run."""
+
+    def __init__(self, limits: RemoteOptions, threads: ThreadPool | None = None) -> None:
+        self.limits = limits
+        self.threads = threads
+        """Run what can be done in parallel; None to do one after another."""
+        self.stats = NetworkStats()
         self._current = threading.local()
-        self._lock = threading.RLock()
+        """Its `deadline` is that of the request that this thread makes."""
         self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
+        self._closing = threading.Event()
+        self._random = random.Random()
+        # Reentrant: garbage collection may close a loader on a thread that holds the lock.
+        self._lock = threading.RLock()
+        self._deadlines: set[Deadline] = set()
+
+    def retry(
+        self,
+        what: str,
+        attempt: Callable[[Deadline], T],
+        setting: str,
+        first_s: float | None = None,
+    ) -> T:
+        """Return the result of the first attempt that succeeds, within the budget.
+
+        what: names it in messages, without secrets. setting: the option with the budget.
+        first_s: how long the first attempt may take before it is given up as unusually slow.
+        """
+        began, budget_s = time.monotonic(), getattr(self.limits, setting)
+        pause, tried, met = self.limits.backoff, Counter[str](), Counter[str]()
+        last: RequestError | None = None
+        while True:
+            try:
+                limit_s = budget_s if first_s is None else min(budget_s, first_s)
+                return self._try(attempt, began + limit_s)
+            except RequestError as error:
+                failed = error
+            hedge, first_s = first_s is not None and failed.reason == "deadline", None
+            if hedge:
+                self.stats.add(restarts=1)
+                continue
+            self.stats.add(fault=failed.reason)
+            tried[failed.reason] += 1
+            met[failed.detail] += 1
+            if last is None or failed.reason != "deadline":
+                last = failed  # an attempt that had little time left says nothing of the server
+            delay = pause * self._random.uniform(0.5, 1.0)
+            pause = min(2 * pause, MAX_PAUSE_S, budget_s / 10)
+            if failed.retry_after is not None:
+                delay = max(delay, min(failed.retry_after, self.limits.retry_after_cap))
+            spent = time.monotonic() - began
+            over = spent + delay >= budget_s
+            if last.final is not None and (over or met[last.detail] >= BELIEVED):
+                final = last.final
+                raise final if what in str(final) else type(final)(f"{what}: {final}") from last
+            if over:
+                reasons = ", ".join(f"{name} {n}x" for name, n in tried.most_common())
+                raise RemoteError(
+                    f"{what} cannot be fetched: {tried.total()} attempts in {spent:.1f} s failed "
+                    f"({reasons}); at last: {last.detail}. See that the server can be reached, or "
+                    f"allow more time: RemoteOptions({setting}=…)."
+                ) from last
+            level = logging.WARNING if tried.total() in (3, 10, 30) else logging.INFO
+            log.log(level, "%s: %s; next attempt in %.1f s", what, failed.detail, delay)
+            self.stats.add(retry_s=delay)
+            self._closing.wait(delay)
+
+    def _try(self, attempt: Callable[[Deadline], T], until: float) -> T:
+        """Make an attempt that a shutdown cancels."""
+        deadline = Deadline(self.limits, until)
+        with self._lock:
+            if self._closing.is_set():
+                raise LoaderClosed("the loader was shut down")
+            self._deadlines.add(deadline)
+        try:
+            return attempt(deadline)
+        finally:
+            with self._lock:
+                self._deadlines.discard(deadline)
+
+    def gather(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of calls, made in parallel if there are threads for it."""
+        waits = [*calls[:1], *map(self.begin, calls[1:])]
+        return [wait() for wait in waits]
+
+    def begin(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Begin a call on a thread, if there are threads, and return a function that waits for it.
+
+        If no thread has begun by then, the call is made by who waits. So threads of the pool may
+        wait for each other's calls: only those that run are waited for.
+        """
+        if self.threads is None:
+            return call
+        future = self.threads.submit(call, urgent=True)
+        return lambda: call() if future.cancel() else future.result()
+
+    def get(self, url: str, what: str, token: str | None, read: Reading[T]) -> T:
+        """Return what `read` makes of a small body and its headers, or raise `Refused`."""
+        place, headers = address(url, token)
+
+        def attempt(deadline: Deadline) -> T:
+            with self.request(place, headers, deadline) as response:
+                response.check()
+                body = b"".join(response.parts(MAX_BODY))
+                self.stats.add(bytes=len(body))
+                return read(body, response.headers)
+
+        return self.retry(what, attempt, "metadata_budget")
+
+    def probe(self, url: str, path: str) -> tuple[int, str]:
+        """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
+        place, headers = address(url)
+
+        def attempt(deadline: Deadline) -> tuple[int, str]:
+            with self.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
+                total = response.headers.get("content-range", "").rpartition("/")[2]
+                response.check()
+                if response.status != 206 or not total.isdigit():
+                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+                return int(total), response.version()
+
+        try:
+            return self.retry(path, attempt, "metadata_budget")
+        except Refused as refused:
+            raise refused.explained(path, f"does not exist ({refused.status}).") from None
+
+    def stop(self) -> None:
+        """Cancel all requests and pauses, without waiting."""
+        with self._lock:
+            self._closing.set()
+            for deadline in self._deadlines:
+                deadline.cancel()
+
+    def close(self) -> None:
+        self.stop()
+        logging.getLogger("urllib3.connectionpool").removeFilter(self._hides)
+        with self._lock:
+            for manager in self._managers.values():
+                manager.clear()
+            self._managers.clear()
+
+    # Requests
 
     @contextmanager
     def request(self, place: Place, headers: Headers, deadline: Deadline) -> Iterator[Response]:
@@ -338,8 +551,7 @@ class Http:
                     yield response
                     return
                 place = place.redirected(location, response.private)
-                if response.length is not None and response.length <= MAX_REDIRECT:
-                    list(response.parts(MAX_REDIRECT))  # so that the connection can be used again
+                list(response.parts(MAX_REDIRECT))  # so that the connection can be used again
         raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
 
     @contextmanager
@@ -351,28 +563,21 @@ class Http:
             retries=False, redirect=False, preload_content=False, decode_content=False,
         )  # fmt: skip
         began, deadline.connect_s = time.perf_counter(), 0.0
-        self._count(requests=1)
+        self.stats.add(requests=1)
         self._current.deadline = deadline
         try:
             raw = explained(send)
             answered = time.perf_counter()
             first_byte_s = answered - began - deadline.connect_s
-            self._count(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
+            self.stats.add(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
             deadline.restart_rate()
             try:
                 yield Response(raw, place)
             finally:
-                self._count(body_s=time.perf_counter() - answered)
+                self.stats.add(body_s=time.perf_counter() - answered)
                 raw.close()  # a connection whose body was read went back to its pool before
         finally:
             self._current.deadline = None
-
-    def close(self) -> None:
-        logging.getLogger("urllib3.connectionpool").removeFilter(self._hides)
-        with self._lock:
-            for manager in self._managers.values():
-                manager.clear()
-            self._managers.clear()
 
     # Connections
 

@@ -15,29 +15,25 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
-from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError, missing_extra
-from penstock.read.http import Headers, Place, Reading, Refused, RequestError
+from penstock.errors import ConfigError, RemoteError, SourceError, missing_extra
+from penstock.read.http import Headers, Network, Place, Reading, Refused, RequestError
 from penstock.read.listing import Entry, classify, is_marker
-from penstock.types import Format, MiB
-
-if TYPE_CHECKING:
-    from penstock.read.remote_files import Network
+from penstock.types import Format
 
 T = TypeVar("T")
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
-MAX_CARD = MiB
-_ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
+ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
 _ADDRESS = re.compile(
     rf"hf://datasets/(?P<repo>{_REPO})"
-    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/]+))?(?:/(?P<path>.*))?",
+    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?(?:/(?P<path>.*))?",
     re.ASCII,
 )
 _UNSOUND = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|\Z)")
@@ -57,16 +53,12 @@ class HubName(NamedTuple):
 def parse(url: str) -> HubName:
     """Return what an hf:// address names, or raise an error that shows how to write one."""
     if found := _ADDRESS.fullmatch(url):
-        path, revision = (
-            (found["path"] or "").removesuffix("/"),
-            unquote(found["revision"] or "main"),
-        )
-        single = "/" not in found["repo"] and found["revision"] is None
-        fine = (
-            ".." not in found["repo"] and not (single and path) and not re.search(r"\s", revision)
-        )
-        if fine and sound(revision) and sound(path or "all"):
-            return HubName(found["repo"], revision, path)
+        repo, path = found["repo"], (found["path"] or "").removesuffix("/")
+        revision = unquote(found["revision"] or "main")
+        # A name without an organisation needs a revision before a path.
+        clear = "/" in repo or found["revision"] is not None or not path
+        if clear and sound(f"{revision}/{path or 'all'}"):
+            return HubName(repo, revision, path)
     raise ConfigError(f"{url}: needs the form {FORM}")
 
 
@@ -82,7 +74,7 @@ def resolve_url(path: str) -> str:
     return f"{hub_endpoint()}/datasets/{repo}/resolve/{quote(sha, safe='')}/{quote(name)}"
 
 
-def refusal(address: str, refused: Refused) -> PenstockError:
+def refusal(address: str, refused: Refused) -> SourceError:
     """Return the error for a 4xx of the Hub, which says what to do. Tokens are never shown."""
     repo = address.partition("://")[2].partition("/")[2].partition("@")[0]
     page = f"{hub_endpoint().rpartition('@')[2]}/datasets/{repo}"
@@ -96,9 +88,7 @@ def refusal(address: str, refused: Refused) -> PenstockError:
         form = "One without an organisation is written hf://datasets/NAME@main/…"
         text = f"There is no dataset {repo} (see {page}), or it is private. {form}"
         return SourceError(f"{text}; for private data {login}")
-    if refused.status in (403, 451):
-        return SourceError(f"{address}: access is refused ({refused.status}); {login}")
-    return RemoteError(f"{address}: the Hub answered {refused.status}.")
+    return SourceError(f"{address}: access is refused ({refused.status}); {login}")
 
 
 # Listings
@@ -119,7 +109,7 @@ class Repository:
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files of a folder; none if there is no such folder."""
         if self._all is not None:
-            return [e for e in self._all if not folder or e.path.startswith(f"{folder}/")]
+            return [e for e in self._all if not folder or e.name.startswith(f"{folder}/")]
         key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
         make = partial(self._list, folder, recursive)
         return [Entry(*row) for row in self._known("listings", key, make, moving=False)]
@@ -127,7 +117,7 @@ class Repository:
     def one(self, path: str) -> Entry | None:
         """Return a single file, if it exists."""
         siblings = self.below(path.rpartition("/")[0], False)
-        return next((entry for entry in siblings if entry.path == path), None)
+        return next((entry for entry in siblings if entry.name == path), None)
 
     def list_all(self) -> None:
         """List everything at once: what is asked for later is among it."""
@@ -138,7 +128,7 @@ class Repository:
         address = f"{self.prefix}README.md"
 
         def read(body: bytes, _: Headers) -> str:
-            text = body[:MAX_CARD].decode("utf-8", "replace")
+            text = body.decode("utf-8", "replace")
             # Without its front matter, other files would be taken for the data.
             if text.startswith("-") and "\n---" not in text:
                 error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
@@ -146,8 +136,7 @@ class Repository:
             return text
 
         make = partial(self._get, resolve_url(address), address, read, "")
-        text: str = self._known("cards", [address, hub_endpoint()], make, moving=False)
-        return text
+        return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
     def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
@@ -159,77 +148,63 @@ class Repository:
                 return missing
             raise refusal(address, refused) from None
 
-    def _api(self, path: str) -> str:
-        return f"{hub_endpoint()}/api/datasets/{self._repo}/{quote(path)}"
+    def _api(self, url: str, address: str, missing: Any = None) -> tuple[Any, str]:
+        """Return a listing, or what is known of a commit, and where the next page is."""
+
+        def read(body: bytes, headers: Headers) -> tuple[Any, str]:
+            with suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(body), list | dict):
+                    return value, headers.get("link", "")
+            text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
+            raise RequestError("json", RemoteError(text))
+
+        found: tuple[Any, str] = self._get(url, address, read, missing)
+        return found
 
     def _commit(self, address: str) -> str:
-        def read(body: bytes, _: Headers) -> str:
-            found = str(_json(body, dict, address).get("sha"))
-            if not _SHA.fullmatch(found):
-                raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
-            return found
-
-        return self._get(self._api("revision/") + quote(self._sha, safe=""), address, read)
+        url = f"{hub_endpoint()}/api/datasets/{self._repo}/revision/{quote(self._sha, safe='')}"
+        answer, _ = self._api(url, address)
+        found = str(answer.get("sha") if isinstance(answer, dict) else answer)
+        if not _SHA.fullmatch(found):
+            raise SourceError(f"{address}: the Hub answered {found[:60]!r} for a commit")
+        return found
 
     def _list(self, folder: str, recursive: bool) -> list[Entry]:
         address = f"{self.prefix}{folder}"
-        url = self._api(f"tree/{self._sha}/{folder}".removesuffix("/"))
-        url += f"?recursive={str(recursive).lower()}&expand=false"
+        path = quote(f"{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
+        query = f"recursive={str(recursive).lower()}&expand=false"
+        url = f"{hub_endpoint()}/api/datasets/{path}?{query}"
         found: dict[str, Entry] = {}
-
-        def read(body: bytes, headers: Headers) -> tuple[list[Any], str]:
-            return _json(body, list, address), headers.get("link", "")
-
-        nothing: tuple[list[Any], str] = [], ""
-        while True:
-            page, link = self._get(url, address, read, nothing)
-            found.update((entry.path, entry) for entry in _entries(page, address, folder))
+        while url:
+            page, link = self._api(url, address, ([], ""))
+            found.update((entry.name, entry) for entry in _entries(page, address, folder))
             following = re.search(r'<([^<>]*)>;\s*rel="?next"?', link)
-            if following is None:
-                return list(found.values())
-            url = urljoin(url, following[1])
-            if Place(url).origin != Place(hub_endpoint()).origin:
+            url = urljoin(url, following[1]) if following else ""
+            if url and Place(url).origin != Place(hub_endpoint()).origin:
                 raise SourceError(f"{address}: the next page of its listing is on another server")
-
-
-def _json(body: bytes, kind: type, address: str) -> Any:
-    value = None
-    with suppress(ValueError, RecursionError):
-        value = json.loads(body)
-    if not isinstance(value, kind):
-        text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
-        raise RequestError("json", RemoteError(text))
-    return value
+        return list(found.values())
 
 
 def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
     """Return the files of a page, each one checked."""
-    for item in page:
-        try:
-            path, size = item["path"], item.get("size")
-            etag = (item.get("lfs") or item).get("oid") or ""
-            fine = sound(path) and (item["type"] != "file" or size >= 0) and sound(etag or "none")
-        except (AttributeError, LookupError, TypeError):
-            fine = False
-        if not fine or not path.startswith(f"{folder}/" if folder else ""):
-            wrong = f"an entry of its listing is malformed or leads elsewhere: {str(item)[:300]!r}"
-            raise SourceError(f"{address}: {wrong}")
-        if item["type"] == "file":
-            yield Entry(path, size, etag)
+    try:
+        for item in page:
+            if item["type"] == "file":
+                path, etag = item["path"], (item.get("lfs") or item)["oid"]
+                below = path.startswith(f"{folder}/" if folder else "")
+                if not (below and sound(path) and sound(etag) and item["size"] >= 0):
+                    raise ValueError("it leads elsewhere")
+                yield Entry(path, item["size"], etag)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        wrong = f"an entry of its listing is malformed: {error!r:.100}: {item!r:.300}"
+        raise SourceError(f"{address}: {wrong}") from None
 
 
 # Cards
 
 
-class Config(NamedTuple):
-    """A configuration of a card."""
-
-    name: str
-    default: bool
-    folder: str
-    """What the patterns are below; empty for the whole repository."""
-    splits: dict[str, list[str]]
-    """Patterns of each split; empty if the files' names decide."""
+Config = tuple[str, bool, str, dict[str, list[str]]]
+"""Name, whether it is the default, the folder of its patterns, and the patterns of each split."""
 
 
 def configurations(text: str, where: str) -> list[Config]:
@@ -241,9 +216,8 @@ def configurations(text: str, where: str) -> list[Config]:
         import yaml
     except ImportError:
         raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return [_config(item) for item in yaml.load(head[1], Loader=loader).get("configs") or []]
+        return [_config(item) for item in yaml.safe_load(head[1]).get("configs") or []]
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
         why = " ".join(str(error).split())[:200]
         advice = "Name the files instead: …/NAME/path-or-glob"
@@ -259,7 +233,7 @@ def _config(item: dict[str, Any]) -> Config:
         paths = split["path"] if isinstance(split["path"], list) else [split["path"]]
         splits.setdefault(_plain(split.get("split", "train")), []).extend(map(_plain, paths))
     name, folder = item.get("config_name", "default"), item.get("data_dir") or ""
-    return Config(_plain(name), item.get("default") is True, _plain(folder), splits)
+    return _plain(name), item.get("default") is True, _plain(folder), splits
 
 
 def _plain(value: Any) -> str:
@@ -279,7 +253,7 @@ def choose(configs: list[Config], wanted: str | None, where: str) -> tuple[str, 
         if len(splits) < 2 or "train" in splits:
             table[name] = folder, splits.get("train", next(iter(splits.values()), []))
     if wanted is None:
-        marked = [config.name for config in configs if config.default or len(configs) == 1]
+        marked = [name for name, default, *_ in configs if default or len(configs) == 1]
         wanted = next(iter(marked), "default")
     if wanted not in table:
         names = ", ".join(f"config={name!r}" for name in table)
@@ -294,24 +268,19 @@ def _confined(pattern: str, folder: str, where: str) -> str:
     path = pattern.removeprefix("./").removesuffix("/")
     if path in ("", "."):
         return folder or "**"
-    if "://" in pattern or not sound(path) or len(path) > 4096:
+    if "://" in pattern or not sound(path):
         advice = "A card can name files of its own repository only; give other addresses yourself."
         raise ConfigError(f"{where}: its data_files name {pattern[:300]!r}. {advice}")
     return f"{folder}/{path}" if folder else path
 
 
-def is_about(path: str) -> bool:
-    """Return True for a file about the data, and for a script."""
-    return _ABOUT.search(path) is not None
-
-
 def data_files(entries: Iterable[Entry], where: str, format: Format | None) -> list[Entry]:
     """Return the data files of a repository without configurations: one format, for training."""
-    rest = [e for e in entries if not is_marker(e.path) and not is_about(e.path)]
+    rest = [e for e in entries if not is_marker(e.name) and not ABOUT.search(e.name)]
     for kind in ("parquet", "jsonl", "text"):
-        found = [e for e in rest if (classify(e.path) or ("",))[0] == kind]
+        found = [e for e in rest if (classify(e.name) or ("",))[0] == kind]
         if found and format in (None, kind):
-            return [e for e in found if _TRAIN.search(e.path.lower())] or found
+            return [e for e in found if _TRAIN.search(e.name.lower())] or found
     if format is not None and rest:
         return rest
     advice = "Name some: …/NAME/path-or-glob"

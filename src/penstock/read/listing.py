@@ -17,20 +17,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from penstock.config import write_atomically
-from penstock.errors import ConfigError, PenstockError, RemoteError, SourceError
+from penstock.errors import ConfigError, RemoteError, SourceError
 from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Bucket
+    from penstock.read.http import Network
     from penstock.read.hub import Repository
-    from penstock.read.remote_files import Network
 
     Tree: TypeAlias = Repository | Bucket
 
@@ -52,6 +51,7 @@ _HUB_PAGE = re.compile(
     r"https?://(?:huggingface\.co|hf\.co)/datasets/(?P<repo>[^/?#]+(?:/[^/?#]+)??)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<path>[^?#]*))?)?/?(?:[?#]|$)"
 )
+WILDCARDS = {"**/": "(?:.+/)?", "**": ".+", "*": "[^/]*", "?": "[^/]"}
 SCHEMES = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
 BUNDLE_BYTES = 4 * MiB
 BUNDLE_FILES = 1024
@@ -61,9 +61,12 @@ BUNDLE_FILES = 1024
 class Entry(NamedTuple):
     """A file in a listing."""
 
-    path: str
+    name: str
+    """Its path below a repository, bucket or folder."""
     size: int
     etag: str = ""
+    used: float = 0.0
+    """When a file on disk was last written or read."""
 
 
 TRIM = 32
@@ -132,11 +135,9 @@ def classify(name: str, format: Format | None = None) -> tuple[Format, Codec] | 
     return kind, codec
 
 
-def _no_format(where: str, count: int) -> PenstockError:
+def _no_format(where: str) -> ConfigError:
     endings = f"{' '.join(FORMATS)}, all but Parquet also {' '.join(CODECS)}"
-    if count == 1:
-        return ConfigError(f"{where}: its name does not tell its format ({endings}). {FORMAT_HINT}")
-    return SourceError(f"{where}: none of its {count} files ends in {endings}. {FORMAT_HINT}")
+    return ConfigError(f"{where}: no name tells a format ({endings}). {FORMAT_HINT}")
 
 
 # On disk
@@ -205,22 +206,13 @@ def fixed_folder(pattern: str) -> str:
     return str(Path(*parts[:first])) if first else ""
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a test for paths that works like `glob.glob(…, recursive=True)`."""
-
-    def matches(parts: list[str], names: list[str]) -> bool:
-        if not parts or not names:
-            return not parts and not names
-        part, name = parts[0], names[0]
-        if part == "**":
-            deeper = not name.startswith(".") and matches(parts, names[1:])
-            last = parts == ["**"] and len(names) == 1 and not name.startswith(".")
-            return deeper or last or matches(parts[1:], names)
-        hidden = name.startswith(".") and not part.startswith(".")
-        fits = not hidden and fnmatchcase(name, part) if glob.has_magic(part) else part == name
-        return fits and matches(parts[1:], names[1:])
-
-    return lambda path: matches(pattern.split("/"), path.split("/"))
+def matcher(pattern: str) -> re.Pattern[str]:
+    """Return a pattern for whole paths: `*` matches within a folder, `**` at any depth."""
+    text = ""
+    for part in re.split(r"(\*\*/?|\*|\?|\[[^]]+\])", pattern):
+        sets = part.replace("[!", "[^") if part.startswith("[") else re.escape(part)
+        text += WILDCARDS.get(part, sets)
+    return re.compile(text)
 
 
 # Bundles and fingerprints
@@ -272,10 +264,8 @@ def fingerprint(files: Sequence[FileRef]) -> str:
 
 def remember(cache: MetadataCache, files: Sequence[FileRef]) -> None:
     """Keep a listing by its fingerprint, for `explain_change`."""
-    key = fingerprint(files)
-    if cache.get("manifests", key) is None:
-        rows = [[file.name, file.size, file.etag] for file in each(files)]
-        cache.put("manifests", key, json.dumps(rows).encode())
+    rows = [[file.name, file.size, file.etag] for file in each(files)]
+    cache.put("manifests", fingerprint(files), json.dumps(rows).encode())
 
 
 def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> str | None:
@@ -288,11 +278,11 @@ def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> 
     for name in [*now, *before]:
         if name not in before or name not in now:
             return f"{name} was added" if name in now else f"{name} is gone"
-        (old_size, old_etag), (size, etag) = before[name], now[name]
-        if old_etag != etag:
-            return f"{name} changed: {version_change(old_etag, etag)}"
-        if old_size != size:
-            return f"{name} changed: it was {old_size} bytes long, it is {size}"
+        if before[name] != now[name]:
+            (old_size, old_etag), (size, etag) = before[name], now[name]
+            what = f"it was {old_size} bytes long, it is {size}"
+            what = version_change(old_etag, etag) if etag != old_etag else what
+            return f"{name} changed: {what}"
     return "the files come in another order" if list(before) != list(now) else None
 
 
@@ -311,14 +301,14 @@ def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
     if glob.has_magic(pattern):
         base = fixed_folder(pattern)
         rest = _below(pattern, base)
-        matches = matcher(rest)
+        matches = matcher(rest).fullmatch
         entries = tree.below(base, "/" in rest or "**" in rest)
-        return [entry for entry in entries if matches(_below(entry.path, base))], base
+        return [entry for entry in entries if matches(_below(entry.name, base))], base
     # A path with a known ending is looked for as a file first, any other as a folder.
     named = classify(pattern) is not None
     if named and (file := tree.one(pattern)) is not None:
         return [file], pattern.rpartition("/")[0]
-    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.path, pattern))]
+    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.name, pattern))]
     if not inside and pattern and not named and (file := tree.one(pattern)) is not None:
         return [file], pattern.rpartition("/")[0]
     return inside, pattern
@@ -367,9 +357,8 @@ class RemoteListing:
         opened = [partial(Repository, self._network, self.known, branch) for branch in branches]
         trees = dict(zip(branches, self._network.gather(opened), strict=True))
         for source, name in hub.items():
-            calls[source] = partial(
-                self._in_repository, trees[name._replace(path="")], name.path, format
-            )
+            tree = trees[name._replace(path="")]
+            calls[source] = partial(self._in_repository, tree, name.path, format)
         return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
     def know(self, files: Sequence[FileRef], urls: Any) -> None:
@@ -398,7 +387,7 @@ class RemoteListing:
         else:
             found = []
             for pattern in patterns:
-                entries = [e for e in find(tree, pattern)[0] if not hub.is_about(e.path)]
+                entries = [e for e in find(tree, pattern)[0] if not hub.ABOUT.search(e.name)]
                 if not entries:
                     raise SourceError(f"{tree.prefix}{pattern}, named by the card, has no file.")
                 found += sorted(entries)
@@ -427,7 +416,7 @@ class RemoteListing:
         if "*" in parts.path or parts.path.endswith("/") or not parts.path:
             raise ConfigError(f"{shown}: web servers have no listing. Name each file.")
         if classify(parts.path, format) is None:
-            raise _no_format(shown, 1)
+            raise _no_format(shown)
         whole = Secret(url.partition("#")[0])
         if self.secrets.setdefault(shown, whole) != whole:
             raise ConfigError(f"{shown}: given twice, with different logins or queries")
@@ -450,10 +439,9 @@ class RemoteListing:
         name = json.dumps(key)
         data = self.cache.get(kind, name) if self._offline or not moving else None
         if data is None and self._offline:
-            raise RemoteError(
-                f"{key[0]} is not in the cache ({self.cache.folder}: no {kind}), and HF_HUB_OFFLINE "
-                "is set. Run once with the network (HF_HUB_OFFLINE=0) and the same cache."
-            )
+            missing = f"{key[0]} is not in the cache ({self.cache.folder}: no {kind})"
+            advice = "Run once with the network (HF_HUB_OFFLINE=0) and the same cache."
+            raise RemoteError(f"{missing}, and HF_HUB_OFFLINE is set. {advice}")
         if data is None:
             data = json.dumps(make()).encode()
             self.cache.put(kind, name, data)
@@ -465,12 +453,12 @@ def _refs(
 ) -> list[FileRef]:
     """Return files by their names below a folder, without those that are not text."""
     found = []
-    for path, size, etag in entries:
+    for path, size, etag, _ in entries:
         name = _below(path, base)
         if (kind := classify(name, format)) is not None:
             found.append(FileRef(f"{prefix}{path}", name, size, *kind, etag=etag))
     if not found:
-        raise _no_format(source, len(entries))
+        raise _no_format(source)
     return found
 
 

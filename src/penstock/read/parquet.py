@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from penstock.errors import CorruptFile, SourceError
 from penstock.read import ReadSettings
 from penstock.read.arrow_utils import is_text, widened
+from penstock.read.listing import MetadataCache
 from penstock.read.storage import AnyFile, is_damage
 from penstock.types import ChunkRef, FileRef, KiB, MiB
 
 if TYPE_CHECKING:
-    from penstock.read.listing import MetadataCache
     from penstock.read.remote_files import RemoteFiles
 
 MAX_CHUNK_BYTES = 256 * MiB
@@ -204,9 +204,6 @@ class RangeFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readable(self) -> bool:

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import CorruptFile
+from penstock.errors import ConfigError, CorruptFile
 from penstock.read import ReadSettings, text
 from penstock.read.arrow_utils import binaries
-from penstock.read.listing import members_of
+from penstock.read.listing import MetadataCache, members_of
 from penstock.read.parquet import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from penstock.read.parquet import load_footer, read_chunk
 from penstock.read.storage import AnyFile, Bytes, CompressedFile, FetchedFile, PlainFile
-from penstock.read.validation import ChunkValidator
-from penstock.types import Bad, ChunkRef, Documents, FileRef, KiB, MiB
+from penstock.read.validation import ChunkValidator, where
+from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
 from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
-    from penstock.read.listing import MetadataCache
     from penstock.read.remote_files import RemoteFiles
 
 FOOTERS = 256
@@ -40,14 +39,9 @@ class Reader:
     """The files of one dataset, open for reading. Used by many threads at once."""
 
     def __init__(
-        self,
-        settings: ReadSettings,
-        n_workers: int,
-        lanes: int,
-        remote: RemoteFiles | None = None,
-        cache: MetadataCache | None = None,
-        clock: Clock | None = None,
-    ) -> None:
+        self, settings: ReadSettings, n_workers: int, lanes: int, remote: RemoteFiles | None = None,
+        cache: MetadataCache | None = None, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
         self._settings, self._remote, self._clock = settings, remote, clock
         # What all workers read at once from one compressed file; or some of them, where lanes
         # share them, but always two.
@@ -64,18 +58,31 @@ class Reader:
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks. A file that cannot be read at all is a bad record of its own."""
-        if file.members:
-            return [ChunkRef(file, 0, file.size)], []
-        if file.format != "parquet":
-            step = self._settings.chunk_bytes
-            starts = range(0, file.size, step)
-            return [ChunkRef(file, at // step, min(step, file.size - at)) for at in starts], []
         try:
-            return self._footer(file).chunks(file), []
+            self._check_skip(file)
+            if file.format == "parquet":
+                return self._footer(file).chunks(file), []
         except CorruptFile as error:
             whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings, {})
             whole.reject_chunk(error)
             return [], whole.bad
+        if file.members:
+            return [ChunkRef(file, 0, file.size)], []
+        step = self._settings.chunk_bytes
+        starts = range(0, file.size, step)
+        return [ChunkRef(file, at // step, min(step, file.size - at)) for at in starts], []
+
+    def _check_skip(self, file: FileRef) -> None:
+        """Raise if an address to skip cannot exist, as far as that is known before reading."""
+        for each in members_of(file) if self._skip else []:
+            for group, row in self._skip.get(each.name, ()):
+                end = 1 if file.members else file.size
+                if group is not None:
+                    meta = self._footer(file).meta
+                    end = meta.row_group(group).num_rows if group < meta.num_row_groups else 0
+                if row >= end and not file.sequential:
+                    address = where(Address(each.name, group, row))
+                    raise ConfigError(f"skip: there is no document at {address}")
 
     # Fetching
 
@@ -131,11 +138,9 @@ class Reader:
         if fetched is None:
             fetched = self.fetch(ref) if file.remote else []
         if file.members:
-            limit = validator.max_bytes + 1
-            parts = fetched or [
-                PlainFile(member, self._clock).read(0, min(member.size + 1, limit))
-                for member in _members(ref)
-            ]
+            limit, members = validator.max_bytes + 1, [] if fetched else _members(ref)
+            files = [(PlainFile(each, self._clock), each.size + 1) for each in members]
+            parts = fetched or [opened.read(0, min(size, limit)) for opened, size in files]
             rows = np.arange(*ref.bounds(len(file.members)), dtype=np.int64)
             return validator.documents(self._table(map(bytes, parts)), rows)
         if file.format != "parquet":
@@ -201,10 +206,9 @@ class Reader:
         else:
             table = pa.table({settings.text_field: text.split(records)})
         documents = validator.documents(table, records.rows, last=records.last)
+        detail = f"a record exceeds max_doc_bytes={validator.max_bytes}"
         for row in cut.tolist():
-            validator.reject(
-                row, "too_long", f"a record exceeds max_doc_bytes={validator.max_bytes}"
-            )
+            validator.reject(row, "too_long", detail)
         return documents
 
     def whole(self, ref: ChunkRef) -> ChunkRef:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError, SourceError
@@ -24,17 +23,16 @@ END: Any = object()
 """Returned by `take` at the end of an epoch."""
 
 
-@dataclass(slots=True)
 class SharedPosition:
     """What all readers of a dataset know of an object that keeps its own position."""
 
-    beginning: Any = None
-    """Its state before the first item was read."""
-    begun: bool = False
+    def __init__(self, source: Any) -> None:
+        self.beginning = source.state_dict() if _is_stateful(source) else None
+        """Its state before the first item was read."""
+        self.begun = False
 
 
-def shared_position(source: Any) -> SharedPosition:
-    return SharedPosition(source.state_dict() if _is_stateful(source) else None)
+shared_position = SharedPosition
 
 
 def only_one(source: Any) -> bool:

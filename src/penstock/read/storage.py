@@ -57,18 +57,15 @@ class FetchedFile:
 
     def read(self, start: int, length: int) -> bytes:
         end = min(start + length, self._file.size)
-        out: list[Bytes | memoryview] = []
-        while start < end:
-            for first, data in self._parts:
-                if first <= start < first + len(data):
-                    out.append(memoryview(data)[start - first : end - first])
-                    break
-            else:
-                assert self._remote is not None
-                following = [first for first, _ in self._parts if first > start]
-                out.append(self._remote.read(self._file, start, min([*following, end]) - start))
-            start += len(out[-1])
-        return b"".join(out)
+        for first, data in self._parts:
+            if first <= start < first + len(data):
+                part = bytes(memoryview(data)[start - first : end - first])
+                at = start + len(part)
+                return part + self.read(at, end - at) if at < end else part
+        if start >= end:
+            return b""
+        assert self._remote is not None
+        return bytes(self._remote.read(self._file, start, end - start))
 
 
 class PlainFile:

@@ -208,9 +208,5 @@ def _parse_line(line: bytes, field: str) -> tuple[dict[str, Any], bytes, str, st
     try:
         return value, (text or "").encode(), "", ""
     except UnicodeEncodeError as error:
-        return (
-            value,
-            b"",
-            "invalid_utf8",
-            f"field {field!r} is not UTF-8 at character {error.start}",
-        )
+        detail = f"field {field!r} is not UTF-8 at character {error.start}"
+        return value, b"", "invalid_utf8", detail

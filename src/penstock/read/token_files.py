@@ -96,9 +96,8 @@ class TokenFileDataset(RowDataset):
     """Files of token ids, memory-mapped, as a map-style dataset of rows of `seq_len + 1` ids."""
 
     def __init__(
-        self, path: Paths, seq_len: int, dtype: Any = "auto", *,
-        positions: bool = False,
-    ) -> None:  # fmt: skip
+        self, path: Paths, seq_len: int, dtype: Any = "auto", *, positions: bool = False
+    ) -> None:
         """Open a file, a folder, a glob, a Megatron prefix, or a list of these: .bin and .npy.
 
         The format is found from the content: a header of llm.c or modded-nanogpt, a numpy array, or
@@ -127,9 +126,8 @@ class TokenFileDataset(RowDataset):
 
     @classmethod
     def from_binary_file(
-        cls, path: Paths, seq_len: int, dtype: Any = "auto", *,
-        positions: bool = False,
-    ) -> TokenFileDataset:  # fmt: skip
+        cls, path: Paths, seq_len: int, dtype: Any = "auto", *, positions: bool = False
+    ) -> TokenFileDataset:
         """Open files, as `TokenFileDataset(path, seq_len, …)` does."""
         return cls(path, seq_len, dtype, positions=positions)
 
@@ -144,8 +142,6 @@ class TokenFileDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         asked = self._checked(indices)
-        if len(self.files) == 1:
-            return self._gather(0, asked)
         # Files too short for a row end where they begin, and are passed over.
         numbers = np.searchsorted(self._ends, asked, side="right")
         rows = asked - self._begins[numbers]
@@ -313,9 +309,8 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
     try:
         array = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
-        raise CorruptFile(
-            f"{file.path} is not a numpy array that can be mapped: {error}"
-        ) from error
+        what = "is not a numpy array that can be mapped"
+        raise CorruptFile(f"{file.path} {what}: {error}") from error
     kind = array.dtype.str
     if kind not in TYPES.values() or array.ndim != 1:
         holds = f"{array.dtype} of shape {array.shape}, not {', '.join(TYPES)} in one dimension"
@@ -324,10 +319,7 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 
 def _type_name(dtype: Any) -> str:
-    try:
-        name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
-    except TypeError:
-        name = ""
+    name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
     if name not in ("auto", *TYPES):
         raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
     return name
@@ -349,10 +341,8 @@ class SyntheticDataset(RowDataset):
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def __repr__(self) -> str:
-        return (
-            f"SyntheticDataset(vocab_size={self.vocab_size}, seq_len={self.seq_len}, "
-            f"num_samples={self.num_samples}, seed={self.seed})"
-        )
+        sizes = f"vocab_size={self.vocab_size}, seq_len={self.seq_len}"
+        return f"SyntheticDataset({sizes}, num_samples={self.num_samples}, seed={self.seed})"
 
     def __len__(self) -> int:
         return self.num_samples

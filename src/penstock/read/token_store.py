@@ -18,10 +18,10 @@ import re
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,11 @@ from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
 from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import empty, integers, lengths
+from penstock.read.listing import Entry
 from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
+
+if TYPE_CHECKING:
+    from penstock.read.buckets import Bucket
 
 log = logging.getLogger("penstock")
 
@@ -102,15 +106,6 @@ class Header(NamedTuple):
         return sum(block.id_bytes for block in self.blocks)
 
 
-class Entry(NamedTuple):
-    """An entry as a listing shows it."""
-
-    name: str
-    size: int
-    used: float
-    """When it was last written or read."""
-
-
 class TokenStore:
     """Token chunks in a folder or a bucket. Nothing is opened or made before the first use."""
 
@@ -125,8 +120,7 @@ class TokenStore:
         """
         self.place = os.fspath(place)
         self.limit_bytes, self.block_bytes, self.best_effort = limit_bytes, block_bytes, best_effort
-        bucket = "://" in self.place
-        self._place = BucketFolder(self.place) if bucket else Folder(self.place, limit_bytes)
+        self._place = _open_place(self.place, limit_bytes)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.off: str | None = None
@@ -146,7 +140,7 @@ class TokenStore:
         return self._place.exists(key.name)
 
     def list(self) -> Iterator[Entry]:
-        return self._place.list()
+        return (entry for entry in self._place.entries() if NAME.fullmatch(entry.name))
 
     def remove(self, names: Sequence[str]) -> None:
         self._place.remove(names)
@@ -202,7 +196,8 @@ class TokenStore:
                     self.remove([key.name])
             return None
         if self.best_effort:
-            self._place.touch(key.name)
+            with suppress(OSError):  # read-only, or removed meanwhile
+                os.utime(self._path(key.name))
         bad = [Bad(Address(*address), *why) for address, *why in header.chunk["bad"]]
         return TokenChunk(ref, docs, rows, **(header.chunk | {"bad": bad}))
 
@@ -215,10 +210,10 @@ class TokenStore:
                 if self._place.write(key.name, parts, header.size):
                     self._count(written=1, written_bytes=header.size)
                     return header
-                why = (
-                    f"is full ({self.limit_bytes} bytes). Raise RemoteOptions(cache_bytes=…), or: "
-                    "penstock cache clear --older-than 7d"
+                more = (
+                    "Raise RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
                 )
+                why = f"is full ({self.limit_bytes} bytes). {more}"
         except Exception as error:
             if not self.best_effort:
                 raise
@@ -296,6 +291,15 @@ def _parse_header(path: str, data: pa.Buffer, length: int) -> Header:
 # Places
 
 
+def _open_place(place: str, limit_bytes: int | None) -> Folder | Bucket:
+    if "://" not in place:
+        return Folder(place, limit_bytes)
+    from penstock.read.buckets import Bucket
+    from penstock.read.http import Network
+
+    return Bucket(Network(RemoteOptions()), place.rstrip("/"))
+
+
 class Folder:
     """Entries in a folder, for many processes at once.
 
@@ -334,28 +338,24 @@ class Folder:
             write_atomically(path, parts)
             return True
 
-    def touch(self, name: str) -> None:
-        with suppress(OSError):  # read-only, or removed meanwhile
-            os.utime(self._folder / name)
-
     def remove(self, names: Sequence[str]) -> None:
         with self._locked() as lock:
             for name in names:
                 (self._folder / name).unlink(missing_ok=True)
             os.truncate(lock, 0)  # the next writer counts again
 
-    def list(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Entry]:
         for path in sorted(self._folder.glob("??/*.arrows")):
-            name = path.relative_to(self._folder).as_posix()
-            with suppress(FileNotFoundError):
-                if NAME.fullmatch(name):
-                    yield Entry(name, (about := path.stat()).st_size, about.st_mtime)
+            with suppress(FileNotFoundError):  # removed meanwhile
+                about = path.stat()
+                name = path.relative_to(self._folder).as_posix()
+                yield Entry(name, about.st_size, used=about.st_mtime)
 
     def _count(self) -> int:
         """Return the bytes in use, after removing what killed processes left. Needs the lock."""
         for left in self._folder.glob("??/.*"):
             left.unlink(missing_ok=True)
-        return sum(entry.size for entry in self.list())
+        return sum(entry.size for entry in self.entries())
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -365,47 +365,3 @@ class Folder:
         with open(self._folder / LOCK, "rb+", buffering=0) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield lock.fileno()
-
-
-class BucketFolder:
-    """Entries below a prefix of a bucket, with the deadlines and retries of any remote data."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-        self._bucket: Any = None
-
-    def exists(self, name: str) -> bool:
-        with suppress(FileNotFoundError):
-            return bool(self._call(name, lambda obstore, store, _: obstore.head(store, name)))
-        return False
-
-    def read(self, name: str, start: int, length: int) -> pa.Buffer:
-        def read(obstore: Any, store: Any, _: Any) -> Any:
-            return obstore.get_range(store, name, start=start, length=length)
-
-        return pa.py_buffer(self._call(name, read))
-
-    def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
-        data = b"".join(parts)
-        self._call(name, lambda obstore, store, _: obstore.put(store, name, data))
-        return True
-
-    def touch(self, name: str) -> None:
-        return
-
-    def remove(self, names: Sequence[str]) -> None:
-        self._call("", lambda obstore, store, _: obstore.delete(store, [*names]))
-
-    def list(self) -> Iterator[Entry]:
-        every = self._call("", lambda obstore, store, _: [*itertools.chain(*obstore.list(store))])
-        for meta in every:
-            if NAME.fullmatch(meta["path"]):
-                yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
-
-    def _call(self, name: str, function: Callable[..., Any]) -> Any:
-        if self._bucket is None:
-            from penstock.read.buckets import Bucket
-            from penstock.read.remote_files import Network
-
-            self._bucket = Bucket(Network(RemoteOptions()), self._url)
-        return self._bucket.call(name, function, setting="retry_budget")

@@ -25,15 +25,7 @@ import pyarrow.parquet as pq
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64, mix, mix_array
 from penstock.read import ReadSettings
-from penstock.read.arrow_utils import (
-    booleans,
-    combined,
-    integers,
-    is_text,
-    lengths,
-    scalar,
-    widened,
-)
+from penstock.read.arrow_utils import booleans, combined, integers, is_text, lengths, scalar
 from penstock.types import Address, Bad, ChunkRef, Documents
 
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
@@ -60,7 +52,6 @@ class ChunkValidator:
             table, rows = table.filter(booleans(chosen)), rows[chosen]
         before = len(rows)
         column, rows = select(self._settings, table, rows, self._ref.file.path)
-        column = widened(column)
         if column.null_count:
             column = pc.coalesce(column, scalar(b"", column.type))
         sizes = lengths(column)
@@ -177,18 +168,12 @@ class Quarantine:
     def write(self, bad: list[Bad]) -> None:
         """Append all of them in a single write, so that a reader never sees half a line."""
         names = ("file", "row_group", "row", "reason", "detail")
-        values = (dict(zip(names, (*b.address, b.reason, b.detail), strict=True)) for b in bad)
-        self._file.write("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in values))
+        values = [zip(names, (*b.address, b.reason, b.detail), strict=True) for b in bad]
+        self._file.write("".join(json.dumps(dict(v), ensure_ascii=False) + "\n" for v in values))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Quarantine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # Filters and transforms
@@ -245,11 +230,10 @@ class RowFilter:
         """Return False if the statistics of a row group rule out a match."""
         columns = [group.column(i) for i in range(group.num_columns)]
         known = {column.path_in_schema: column.statistics for column in columns}
-        possible = [
-            all(_possible(known.get(name), *rest) for name, *rest in some)
-            for some in self.alternatives
-        ]
-        return not possible or any(possible)
+        for some in self.alternatives:
+            if all(_possible(known.get(name), *rest) for name, *rest in some):
+                return True
+        return not self.alternatives
 
 
 def _comparison(value: Any) -> tuple[str, str, Any]:

@@ -19,8 +19,9 @@ from penstock.errors import RemoteError
 from penstock.feed.collectives import from_rank_0
 from penstock.feed.worker_pool import ThreadPool
 from penstock.options import RemoteOptions
+from penstock.read.http import Network
 from penstock.read.listing import MetadataCache, RemoteListing, Secret, explain_change
-from penstock.read.remote_files import Network, RemoteFiles
+from penstock.read.remote_files import RemoteFiles
 from penstock.types import FileRef, Member
 
 if TYPE_CHECKING:
