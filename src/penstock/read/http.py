@@ -110,11 +110,10 @@ class Refused(Exception):
         """Return the error for a file that its server refuses."""
         if self.status in (404, 410):
             return SourceError(f"{path} {missing}")
-        login = "or a login is missing: https://user:password@host/…"
-        text = (
-            f"{path}: its server refuses access ({self.status}). A signed address may have expired"
+        return SourceError(
+            f"{path}: its server refuses access ({self.status}). A signed address may have expired, "
+            "or a login is missing: https://user:password@host/…"
         )
-        return SourceError(f"{text}, {login}")
 
 
 class Deadline:

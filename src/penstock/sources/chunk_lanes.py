@@ -91,6 +91,8 @@ class ChunkSource(RowSource):
     seq_len: int
     settings: tuple[str, ...] = TEXT_SETTINGS
     """The options that the stream depends on."""
+    ordered_chunks = 1
+    """The chunks of a window that keeps their order."""
     window_growth = 2
     """How many times larger each window of the first epoch is than the one before."""
     expansion = 2
@@ -132,8 +134,8 @@ class ChunkLane:
         self._end_epoch = start.epoch + 1 if lanes.run.by_epoch else lanes.run.end_epoch
         self.ahead: deque[Ahead] = deque()
         """The chunks under way."""
-        self._estimated: set[Ahead] = set()
-        """Those whose size was not known when it was last asked for."""
+        self._known = 0
+        """How many of these, from the first one on, have their size instead of an estimate."""
         self._ahead_bytes = 0
         self._epoch, self._group, self._chunk = start[:3]
         """The next chunk to submit."""
@@ -152,15 +154,12 @@ class ChunkLane:
 
     def ahead_bytes(self) -> int:
         """Return the memory that the chunks under way take, or may take."""
-        for ahead in [each for each in self._estimated if each.task.ready()]:
-            self._forget(ahead)
-            ahead.nbytes = ahead.task.result().nbytes
-            self._ahead_bytes += ahead.nbytes
+        while self._known < len(self.ahead) and self.ahead[self._known].task.ready():
+            ahead = self.ahead[self._known]
+            estimated, ahead.nbytes = ahead.nbytes, ahead.task.result().nbytes
+            self._ahead_bytes += ahead.nbytes - estimated
+            self._known += 1
         return self._ahead_bytes
-
-    def _forget(self, ahead: Ahead) -> None:
-        self._estimated.discard(ahead)
-        self._ahead_bytes -= ahead.nbytes
 
     def wants_chunks(self, beyond: int) -> bool:
         """Return True if fewer chunks are under way than the next window and `beyond` need."""
@@ -168,7 +167,7 @@ class ChunkLane:
 
     def _window_chunks(self, epoch: int) -> int:
         """Return how many chunks the next window spans."""
-        full = self._source.shuffle_chunks if self._plan.shuffle else 1
+        full = self._source.shuffle_chunks if self._plan.shuffle else self._source.ordered_chunks
         return window_chunks(epoch, self._window, full, self._source.window_growth)
 
     def submit(self, wait: bool = True) -> int:
@@ -198,7 +197,6 @@ class ChunkLane:
             self._chunk_epoch = self._epoch
             ahead = Ahead(position, ref, task, max(1, self._source.expansion * ref.nbytes))
             self.ahead.append(ahead)
-            self._estimated.add(ahead)
             self._ahead_bytes += ahead.nbytes
             return ahead.nbytes
         return 0
@@ -242,9 +240,11 @@ class ChunkLane:
                 continue
             start = start._replace(window=number, source=chunks[0].source)
             order = None
+            documents = np.array([len(chunk.docs) for chunk in chunks])
             if self._plan.shuffle:
-                documents = np.array([len(chunk.docs) for chunk in chunks])
                 order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
+            elif len(chunks) > 1:
+                order = np.arange(documents.sum())
             window = Window(start, chunks, order, self._source.dtype)
             if window.map.tokens:
                 self.found_text, self._text_epoch = True, start.epoch
@@ -258,7 +258,8 @@ class ChunkLane:
         if ahead is None:
             return None
         chunk = ahead.task.result()  # if this raises, the chunk stays the next one
-        self._forget(self.ahead.popleft())
+        self._ahead_bytes -= self.ahead.popleft().nbytes
+        self._known = max(0, self._known - 1)
         if chunk.last and ahead.ref.file.sequential:
             self._end_file(ahead.position[:2])
         self._lanes.use(chunk)
@@ -286,8 +287,10 @@ class ChunkLane:
     def _end_file(self, file: tuple[int, ...]) -> None:
         """A sequential file (epoch, group) ended: drop what was submitted beyond its end."""
         while self.ahead and self.ahead[-1].position[:2] == file:
-            self._forget(dropped := self.ahead.pop())
+            dropped = self.ahead.pop()
+            self._ahead_bytes -= dropped.nbytes
             dropped.task.cancel()
+        self._known = min(self._known, len(self.ahead))
         if (self._epoch, self._group) == file:
             self._next_group()
 

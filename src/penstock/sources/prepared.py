@@ -185,6 +185,7 @@ class PreparedSource(ChunkSource):
     """A `PreparedDataset` as the loader sees it."""
 
     settings = ("seq_len", "packing", "shuffle_blocks")
+    ordered_chunks = 8  # blocks are small
     window_growth = GROWTH
     expansion = 1
 
@@ -228,10 +229,7 @@ class PreparedSource(ChunkSource):
         return ChunkLanes(self, self._plan(run), reader, run, pool)
 
     def _plan(self, run: RunContext) -> BlockPlan:
+        lanes, manifest = run.lanes, self.dataset.manifest
         return BlockPlan(
-            files=(),
-            lanes=run.lanes,
-            shuffle=run.shuffle,
-            seed=run.seed,
-            manifest=self.dataset.manifest,
+            files=(), lanes=lanes, shuffle=run.shuffle, seed=run.seed, manifest=manifest
         )
