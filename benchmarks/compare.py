@@ -324,7 +324,6 @@ RATIO_FLOORS = {
     "text, shuffled": Goal(">=", 0.9),
     "first batch, local": Goal("<=", 1.2),
     "first batch, Hub, cold": Goal("<=", 1.4),
-    "Hub, whole pass": Goal(">=", 0.9),
     "Hub, whole pass: peak RSS": Goal("<=", 1.1),
     "peak RSS, in order": Goal("<=", 1.1),
     "peak RSS, shuffled": Goal("<=", 1.1),

@@ -186,19 +186,21 @@ class AsyncDataLoader:
             self._interrupted = False
         if self._pipeline is None:
             self._begin()
-        stage = self._feed or self._pipeline
-        assert stage is not None
+        pipeline = self._pipeline
+        assert pipeline is not None
+        stage = self._feed or pipeline
         if self._agreement is None:
             batch = stage.next(timeout)
         else:
             self._interrupted = True  # a batch that is taken when another rank fails is taken again
             batch = self._agreement.next(lambda: stage.next(timeout))
             self._interrupted = False
-        if batch is not None and self._options.tensors:
+        if batch is not None and self._options.tensors and not batch.is_torch:
             if "torch" not in sys.modules:
                 with self.telemetry.clock.stage(IMPORT):
                     importlib.import_module("torch")
             batch.to_torch()
+            pipeline.makes_tensors = self._feed is None  # torch is imported now
         return batch
 
     # Starting and stopping

@@ -64,6 +64,8 @@ class Pipeline:
         self._low = 0
         self._origin: BatchOrigin | None = None
         """Of the last batch that was made."""
+        self.makes_tensors = False
+        """True once `next` need not wrap arrays as tensors: it has imported torch."""
         self._queue: PrefetchQueue[Batch] | None = None
         self._started = time.monotonic()
         keep_freed_memory()
@@ -112,6 +114,9 @@ class Pipeline:
         with self._clock.stage("pack") as timeline:
             batches = self._producer.take(n)
         timeline.count("batch", len(batches))
+        if self.makes_tensors:
+            for batch in batches:
+                batch.to_torch()
         if batches:
             self._origin = batches[-1]._origin
         return batches

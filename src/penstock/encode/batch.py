@@ -63,6 +63,8 @@ class Batch(Mapping[str, Any]):
     """True if these ids stand in for data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = None
     """What a device makes the rest of: `ids` of seq_len + 1 a row, `valid`, `positions`."""
+    is_torch: bool = False
+    """True if its arrays were wrapped as tensors."""
     _origin: BatchOrigin | None = None
     _ids: bool = False
     """True for rows of ids: the targets are the inputs shifted by one."""
@@ -138,6 +140,7 @@ class Batch(Mapping[str, Any]):
 
     def to_torch(self) -> None:
         """Wrap arrays as tensors, without a copy."""
+        self.is_torch = True
         if self._ids and self.positions is None and type(self.targets) is np.ndarray:
             # The usual case, several times faster.
             self.inputs, self.targets = _as_tensor(self.inputs), _as_tensor(self.targets)
