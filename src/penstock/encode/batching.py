@@ -94,11 +94,13 @@ class Batcher:
     def take(self, n: int) -> list[Batch]:
         """Return the next batches, at most `n`; none at the end of a finite stream.
 
-        Returns more than one only if their rows are buffered.
+        Waits for the rows of the first one only.
         """
         if self._ended:
             return []
-        buffered = min(packer.buffered for packer in self._packers) * len(self._packers)
+        own = len(self._packers)
+        needed = -(-self._batch_size // own)
+        buffered = min([packer.fill(needed) for packer in self._packers]) * own
         n = max(1, min(n, buffered // self._batch_size))
         pieces, size, turns = self._deal(n * self._batch_size)
         self._ended = size == 0

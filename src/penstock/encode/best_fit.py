@@ -26,9 +26,9 @@ class BestFitPacker(WindowPacker):
     _doc = _last = _row = 0
     """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
 
-    @property
-    def buffered(self) -> int:
-        return 0 if self._group is None else len(self._group.ids) - self._row
+    def fill(self, n: int) -> int:
+        group = self._current_group()
+        return 0 if group is None else len(group.ids) - self._row
 
     def rows(self, n: int) -> list[Rows]:
         out: list[Rows] = []

@@ -91,15 +91,20 @@ class ConcatPacker(WindowPacker):
         self._doc = 0
         """The next document of the window to gather."""
 
-    @property
-    def buffered(self) -> int:
-        # How many rows begin with a document is not known before they are cut.
-        return 0 if self._aligned else (self._end - self._at - 1) // self._seq_len
-
-    def rows(self, n: int) -> list[Rows]:
+    def fill(self, n: int) -> int:
         if not self._windows and not self._ended:
             self._open_window()
-        starts = self._starts_aligned(n) if self._aligned else self._starts_concat(n)
+        if self._aligned:
+            return 0  # how many rows begin with a document is not known before they are cut
+        self._fill(self._at + n * self._seq_len + 1)
+        return max(0, self._end - self._at - 1) // self._seq_len
+
+    def rows(self, n: int) -> list[Rows]:
+        buffered = self.fill(n)
+        if self._aligned:
+            starts = self._starts_aligned(n)
+        else:
+            starts = self._at + self._seq_len * np.arange(min(n, buffered) + 1)
         out: list[Rows] = []
         if len(starts) > 1:
             out.append(self._rows(self._cut(starts[:-1]), None, starts))
@@ -115,11 +120,6 @@ class ConcatPacker(WindowPacker):
         if not self._windows:
             return fixed(self._start)
         return partial(position_of, self._windows, self._at)
-
-    def _starts_concat(self, n: int) -> I64:
-        self._fill(self._at + n * self._seq_len + 1)
-        n = max(0, min(n, (self._end - self._at - 1) // self._seq_len))
-        return self._at + self._seq_len * np.arange(n + 1)
 
     def _starts_aligned(self, n: int) -> I64:
         starts = [self._at]

@@ -60,9 +60,8 @@ class Packer(Protocol):
     def counts(self) -> Counter[str]:
         """Tokens that packing added or left out, by their names in `Stats`."""
 
-    @property
-    def buffered(self) -> int:
-        """Rows that can be given out without waiting for a worker."""
+    def fill(self, n: int) -> int:
+        """Buffer `n` rows, if there are as many. Return how many can be given out without waiting."""
 
     def rows(self, n: int) -> list[Rows]:
         """Return the next `n` rows; fewer only at the end of a finite stream or before a failure."""

@@ -140,8 +140,8 @@ class IndexedPacker:
         self.counts: Counter[str] = Counter()
         self.failed: Exception | None = None
 
-    @property
-    def buffered(self) -> int:
+    def fill(self, n: int) -> int:
+        self._rest = self._rest or self._read()
         return 0 if self._rest is None else len(self._rest.ids)
 
     def rows(self, n: int) -> list[Rows]:

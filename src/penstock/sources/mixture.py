@@ -112,8 +112,7 @@ class MixturePacker:
     def _packers(self) -> list[Packer]:
         return [part.packers[self._index] for part in self._mixed.parts]
 
-    @property
-    def buffered(self) -> int:
+    def fill(self, n: int) -> int:
         return 0  # which part the next row comes from is not looked up for this
 
     @property
