@@ -290,7 +290,7 @@ class LoaderOptions:
     device: Where batches are copied, such as "cuda", ahead of their step. Takes device memory.
     shard: This reader's part. Defaults to this rank's. An explicit shard disables coordination
         between ranks, which may then get different numbers of batches.
-    lanes: Independent sequences, dealt to ranks. A state loads on every world size that divides
+    lanes: Independent sequences, assigned to ranks. A state loads on every world size that divides
         them. Defaults to the first world size. Each has a shuffle window in memory.
     epochs: Passes over the data. Defaults to an endless stream.
     drop_last: End a finite stream with its last full batch. Defaults to True with several
@@ -338,7 +338,7 @@ class RemoteOptions:
     connect_timeout: Seconds to reach a server. More wait longer for a dead one.
     request_timeout: Seconds of a request in all. More let slow servers finish.
     stall_timeout: Seconds to measure min_bytes_per_s over. More notice a stall later.
-    min_bytes_per_s: Slowest accepted rate. More give up on slow connections.
+    min_bytes_per_s: Slowest accepted rate. A higher value gives up on slow connections sooner.
     retry_budget: Seconds to retry a read. Keep it below the collectives' timeout.
     metadata_budget: Seconds to retry listings and revisions. More start later.
     retry_after_cap: Longest `Retry-After` that is honoured, in seconds.
