@@ -86,8 +86,8 @@ class Tail:
             files = self._open(stack)
             if self._inode not in files:  # a rotation may have been under way
                 files = self._open(stack) or files
-            if files and self._inode not in files:
-                self._inode, self._offset = next(iter(files)), 0
+            if self._inode not in files:
+                self._inode, self._offset = next(iter(files), -1), 0
             for inode, file in dropwhile(lambda item: item[0] != self._inode, files.items()):
                 if inode != self._inode or file.seek(0, os.SEEK_END) < self._offset:
                     self._inode, self._offset = inode, 0
