@@ -12,6 +12,7 @@ import itertools
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -319,7 +320,9 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 
 def _type_name(dtype: Any) -> str:
-    name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
+    name = ""
+    with suppress(TypeError):  # a type that numpy does not know
+        name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
     if name not in ("auto", *TYPES):
         raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
     return name
