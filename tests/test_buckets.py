@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,3 +279,10 @@ def test_a_bucket_holds_the_same_entries_as_a_folder(s3: str, tmp_path: Path) ->
     assert [name for name, _ in there.verify()] == [key_of(0).name]
     there.remove([key_of(0).name])
     assert [entry.name for entry in there.list()] == [key_of(1).name]
+
+
+def test_an_error_of_a_token_store_names_the_bucket_and_no_secret(s3: str) -> None:
+    missing = TokenStore("s3://nowhere/corpus")
+    with pytest.raises(SourceError, match="s3://nowhere/corpus does not exist") as raised:
+        list(missing.list())
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
