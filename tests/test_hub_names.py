@@ -122,6 +122,8 @@ def test_a_split_is_chosen_by_name() -> None:
         "configs: [{config_name: a, data_dir: [x]}]",
         "configs: [{config_name: a, data_files: {train: {x: y}}}]",
         "configs: !!python/object/apply:os.system [false]",
+        "configs: " + "[" * 5000 + "]" * 5000,
+        "configs:\n" + "- " * 5000 + "x",
     ],
 )
 def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:

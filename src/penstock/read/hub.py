@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
 ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
+MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Raised by listings and cards of another form, or nested too deep."""
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
@@ -195,7 +197,7 @@ def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
                 if not (below and sound(path) and sound(etag) and item["size"] >= 0):
                     raise ValueError("it leads elsewhere")
                 yield Entry(path, item["size"], etag)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         wrong = f"an entry of its listing is malformed: {error!r:.100}: {item!r:.300}"
         raise SourceError(f"{address}: {wrong}") from None
 
@@ -218,7 +220,7 @@ def configurations(text: str, where: str) -> list[Config]:
         raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
     try:
         return [_config(item) for item in yaml.safe_load(head[1]).get("configs") or []]
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except (yaml.YAMLError, *MALFORMED) as error:
         why = " ".join(str(error).split())[:200]
         advice = "Name the files instead: …/NAME/path-or-glob"
         raise SourceError(f"{where} cannot be understood: {why}. {advice}") from None
