@@ -271,6 +271,33 @@ def test_a_kill_at_any_step_leaves_no_trace(
     assert {final for _, final in results} == {new}
 
 
+# A full disk
+
+
+@pytest.mark.parametrize("kib", [4, 32])
+def test_a_full_disk_is_named_and_the_next_call_continues(
+    kib: int, source: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        out = disk / "out.jsonl"
+        failed = run(source[0], "--out", out, "--bytes", "60kB", "-q")
+        assert failed.returncode == 1
+        assert "Traceback" not in failed.stderr
+        assert "No space left on device" in failed.stderr
+        assert str(out) in failed.stderr
+        assert not out.exists()
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+        bootstrap(source[0], out, 60_000)
+        assert out.read_bytes() == loop(source[1], 60_000)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 # Far away
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import traceback
 import urllib.request
 from collections.abc import Iterator
@@ -246,6 +248,26 @@ def test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays(
     assert first == again == local
     assert fetched.fetched_bytes > 0 == kept.fetched_bytes
     assert kept.cache_misses == 0
+
+
+def test_training_on_a_bucket_stops_and_resumes_as_on_a_local_copy(s3: str, tmp_path: Path) -> None:
+    from obstore.store import S3Store
+
+    from tests.faults.serving import documents
+    from tests.train.runs import SMALL, train, write_texts
+
+    docs = write_texts(tmp_path / "docs.jsonl", documents())
+    store = S3Store("texts", endpoint=s3, client_options={"allow_http": True}, skip_signature=True)
+    obstore.put(store, "training/docs.jsonl", docs.read_bytes())
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    small = (*SMALL, "--lr-warmup", 100)  # the rate must not depend on the last step
+    local = train(tmp_path / "disk" / "out", "--dataset", docs, *small, "--steps", 6).good()
+    out, how = tmp_path / "s3" / "out", ("--dataset", "s3://texts/training", *small)
+    begun = train(out, *how, "--steps", 3, **aws).good().losses()
+    shutil.rmtree(tmp_path / "s3" / "cache")  # the resumed run has to fetch again
+    resumed = train(out, *how, "--steps", 6, "--resume", **aws).good().losses()
+    assert (list(begun), list(resumed)) == ([1, 2, 3], [4, 5, 6])
+    assert begun | resumed == local.losses()
 
 
 # The token store

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import CorruptFile
@@ -162,3 +163,40 @@ def test_memory_is_bounded_by_chunks_and_not_by_the_file(tmp_path: Path, codec: 
     tokens, growth = map(int, ran.stdout.split())
     assert tokens > 0.98 * text
     assert growth < text // 2
+
+
+READ_BOMB = """
+import sys
+import pyarrow.parquet, torch
+from penstock import AsyncDataLoader, TextDataset
+from penstock.errors import SourceError
+
+def high_water() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+before = high_water()
+try:
+    with AsyncDataLoader(TextDataset(sys.argv[1], tokenizer="byte", seq_len=64), 8, epochs=1) as loader:
+        next(loader)
+except SourceError as error:
+    print((high_water() - before) << 10, error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_bomb_is_refused_by_name_before_it_fills_the_memory(tmp_path: Path, kind: str) -> None:
+    path, piece = tmp_path / f"bomb.{kind}", b"x" * (4 << 20)
+    if kind == "parquet":  # one dictionary value, in 4 GiB of rows
+        values = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, pa.int32()), [piece.decode()])
+        pq.write_table(pa.table({"text": values}), path, compression="zstd", store_schema=False)
+    else:  # one line of 4 GiB
+        compress = COMPRESS[kind.removeprefix("jsonl.")]
+        path.write_bytes(compress(b'{"text": "') + compress(piece) * 1024)
+    assert path.stat().st_size < 8 << 20
+    command = [sys.executable, "-c", READ_BOMB, path]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    growth, error = ran.stdout.split(maxsplit=1)
+    assert path.name in error
+    assert "exceeds max_doc_bytes" in error or "decode to more than" in error
+    assert int(growth) < 1 << 30

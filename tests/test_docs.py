@@ -112,7 +112,7 @@ ELSEWHERE = {
     "torchrun --nproc_per_node=8 scripts/train_showcase.py --dataset fineweb_edu": "eight ranks: tests/distributed has two",
     "torchrun --nproc_per_node=8 scripts/train_showcase_fsdp.py --dataset fineweb_edu": "eight ranks: tests/distributed has two",
     "penstock train --dataset fineweb_edu --dataset-config sample-10BT --tokenizer gpt2 --size small --seq-len 1024 --steps 1000": "hours without a GPU",
-    "penstock train --dataset s3://bucket/corpus/*.parquet --config run.toml": "tests/test_buckets.py::test_a_stream_from_a_bucket_is_that_of_a_local_copy_and_stays",
+    "penstock train --dataset s3://bucket/corpus/*.parquet --config run.toml": "tests/test_buckets.py::test_training_on_a_bucket_stops_and_resumes_as_on_a_local_copy",
     "python scripts/automation/fwe_smoke.py --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte": "tests/train/test_commands.py::test_the_smoke_test_passes",
     "penstock bootstrap --out /data/fwe_bootstrap.jsonl --bytes 10GB --refresh --background": "tests/test_bootstrap.py::test_the_background_goes_on_by_itself",
 }  # fmt: skip

@@ -55,13 +55,20 @@ os.writev(1, [json.dumps(codes).encode()])
 """.replace("LAST", str(LAST))
 
 
-def killed(folder: Path, calls: str) -> list[int]:
-    """Return the exit codes of processes that are killed at the first, second … of these calls."""
+def injecting(calls: str, fault: str) -> list[str]:
+    """Return the beginning of a command whose system calls fail."""
     strace = ["strace", "-f", "-qqq", "-o", "/dev/null"]
     probe = [*strace, "--seccomp-bpf", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO", "true"]
     if shutil.which("strace") is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("strace cannot inject faults here")
-    traced = [*strace, "-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={LAST}"]
+    # Much faster, but no signal arrives with it.
+    fast = [] if "signal" in fault else ["--seccomp-bpf"]
+    return [*strace, *fast, "-e", f"trace={calls}", "-e", f"inject={calls}:{fault}"]
+
+
+def killed(folder: Path, calls: str) -> list[int]:
+    """Return the exit codes of processes that are killed at the first, second … of these calls."""
+    traced = injecting(calls, f"signal=KILL:when={LAST}")
     arguments = [str(folder), str(PUTS), str(STEP), calls.split(",")[0]]
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     command = [*traced, sys.executable, "-c", CHILD, *arguments]
@@ -93,6 +100,60 @@ def test_a_crash_at_any_moment_leaves_no_torn_entry(tmp_path: Path, calls: str) 
         # The next process continues from there. The bytes in use are never counted too low.
         assert all(cache.put(key_of(i), sized(STEP, i)) for i in range(PUTS + 1))
         assert int((folder / "tokens" / ".lock").read_bytes()) >= bytes_in(cache)
+
+
+STREAM = """
+import json, os, sys
+from penstock import AsyncDataLoader, TextDataset
+from tests.contracts import take
+
+data = TextDataset(sys.argv[1], tokenizer="byte", seq_len=32, cache=True, chunk_bytes=4096)
+with AsyncDataLoader(data, 4, shuffle=True, seed=2, epochs=1) as loader:
+    batches = take(loader, 10**6)
+    stats = loader.stats()
+counts = [stats.cache_hits, stats.cache_written]
+os.writev(1, [json.dumps([batches, counts]).encode()])
+"""
+
+
+def stream(data: Path, cache: Path, *strace: str) -> tuple[list[str], list[int], str]:
+    """Return the batches of a process, its cache hits and writes, and its stderr."""
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PENSTOCK_CACHE": str(cache)}
+    command = [*strace, sys.executable, "-c", STREAM, str(data)]
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    batches, counts = json.loads(done.stdout)
+    return batches, counts, done.stderr
+
+
+@pytest.mark.parametrize("calls", ["fsync", "rename,?renameat,?renameat2", "pwrite64"])
+def test_a_cache_that_cannot_be_written_leaves_the_stream_as_it_is(
+    corpus: Path, tmp_path: Path, calls: str
+) -> None:
+    data = corpus / "docs.jsonl"
+    expected = stream(data, tmp_path / "good")[0]
+    cache = tmp_path / "bad"
+    batches, counts, errors = stream(data, cache, *injecting(calls, "error=EIO"))
+    assert batches == expected
+    assert counts == [0, 0]
+    assert str(cache) in errors
+    assert "Input/output error" in errors
+    assert list(cache.glob("tokens/??/*")) == []
+
+
+def test_a_cache_that_cannot_be_read_leaves_the_stream_as_it_is(
+    corpus: Path, tmp_path: Path
+) -> None:
+    data = corpus / "docs.jsonl"
+    expected, _, _ = stream(data, tmp_path)
+    entries = sorted(tmp_path.glob("tokens/??/*.arrows"))
+    assert len(entries) > 1
+    only = [word for entry in entries for word in ("-P", str(entry))]
+    batches, counts, errors = stream(data, tmp_path, *injecting("pread64", "error=EIO"), *only)
+    assert batches == expected
+    assert counts[0] == 0
+    assert "Input/output error" in errors
+    assert sorted(tmp_path.glob("tokens/??/*.arrows")) == entries  # the disk may recover
 
 
 @pytest.fixture

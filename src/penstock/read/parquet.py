@@ -83,8 +83,10 @@ def read_chunk(
     """Return the columns of a chunk, the text first, and the first row's number."""
     file, names, rows = ref.file, footer.names, footer.rows(ref.index)
     lo, hi = ref.bounds(rows)
-    step = max(16, min(STEP_ROWS, STEP_BYTES * rows // max(1, footer.text_bytes(ref.index))))
-    limit = int(settings.max_ratio * file.size) + 64 * MiB
+    limit, encoded = int(settings.max_ratio * file.size) + 64 * MiB, footer.text_bytes(ref.index)
+    step = max(16, min(STEP_ROWS, STEP_BYTES * rows // max(1, encoded)))
+    # Each row may be a reference to one dictionary value that is as long as all that is encoded.
+    step = min(step, max(1, limit // max(1, encoded)))
     batches, have, at = [], 0, 0
     # Not memory-mapped: a file that shrinks under a map kills the process.
     source = pa.PythonFile(RangeFile(file.size, opened), mode="r")

@@ -321,9 +321,9 @@ def _write(
                     progress(Progress(point.bytes, point.goal, began, name, elapsed_s))
             bad = lanes.bad()
     except BaseException as error:
-        if saved.bytes:
-            partial = _beside(path, "partial")
-            error.add_note(f"{saved.bytes} bytes are safe in {partial}; the same call continues")
+        # Also with 0 bytes: the error of a write to a full disk does not name the file.
+        partial = _beside(path, "partial")
+        error.add_note(f"{saved.bytes} bytes are safe in {partial}; the same call continues")
         raise
     if not point.documents:
         if full:
