@@ -34,9 +34,10 @@ from penstock.sources.samples import (
 )
 from penstock.types import LanePosition, Shard, Span
 
-TASK_TOKENS = 1 << 19
-"""Ids that one task reads, at most: many enough to make its own cost and that of a permutation small.
-The first tasks read fewer, so that the first batch does not wait."""
+TASK_TOKENS = 1 << 20
+"""Input ids that one task reads: enough to make the cost of a task and of a permutation small. The
+first tasks read fewer, so that the first batch does not wait. Rows of common batch sizes divide it,
+so that few batches span two tasks."""
 FIRST_ROWS = 32
 _ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
 
@@ -258,7 +259,7 @@ class RowsSource(SampleSource, RowSource):
         super().__init__(dataset)
         self.seq_len, self.dtype = dataset.seq_len, np.dtype(dataset.dtype)
         self.positions = bool(getattr(dataset, "positions", False))
-        self.task_rows = FIRST_ROWS, max(1, TASK_TOKENS // (self.seq_len + 1))
+        self.task_rows = FIRST_ROWS, max(1, TASK_TOKENS // self.seq_len)
         """How many rows the first task reads, and how many later ones."""
 
     def data_id(self) -> dict[str, Any]:
