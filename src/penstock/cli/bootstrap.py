@@ -14,7 +14,7 @@ from penstock.types import GiB
 
 @options
 class BootstrapOptions:
-    """What to write.
+    """Options of `penstock bootstrap`.
 
     urls: hf://…, s3://…, https://…, a short name or a path. Defaults to fineweb_edu.
     out: The .jsonl file to write.

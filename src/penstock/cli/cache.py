@@ -26,7 +26,7 @@ cache = typer.Typer(help="Show, verify or clear the token cache or a prepared co
 
 @options
 class Folder:
-    """Where it is.
+    """The cache to use.
 
     dir: The cache folder, or that of a prepared corpus.
     json: Print JSON.
@@ -54,7 +54,7 @@ class Folder:
 
 @options
 class VerifyOptions:
-    """What to do about damage.
+    """Options of `penstock cache verify`.
 
     delete: Remove what is damaged.
     """
@@ -65,7 +65,7 @@ class VerifyOptions:
 
 @options
 class ClearOptions:
-    """What to remove.
+    """Options of `penstock cache clear`.
 
     older_than: Only what was not used for this many days: 7d.
     all: Also what is known of remote files.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @options
 class ConfigOptions:
-    """What to show.
+    """Options of `penstock config`.
 
     file: A TOML or JSON file. Defaults to PENSTOCK_CONFIG, or ./penstock.toml.
     json: Print JSON.

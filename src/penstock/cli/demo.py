@@ -17,12 +17,12 @@ from penstock.errors import ConfigError
 from penstock.options import option, options
 
 OWN = re.compile(r"checkpoints(\.\d+)?|heartbeat_rank\d+\.jsonl(\.\d+)?|report\.html|\.lock")
-"""What a run leaves in its folder."""
+"""Names of the files and folders that a run writes."""
 
 
 @options
 class DemoOptions:
-    """How long the demo is, and where it goes.
+    """Options of `penstock demo`.
 
     steps: Steps to train.
     out: Folder for heartbeat, checkpoints and report.

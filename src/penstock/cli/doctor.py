@@ -13,7 +13,7 @@ from penstock.tools.data_choice import DataOptions, choose_data
 
 @options
 class DoctorOptions:
-    """What to measure.
+    """Options of `penstock doctor`.
 
     target: Settings of a run (run.toml), or hf://…, s3://…, a path, stdlib.
     seconds: Seconds to run after the first batch.

@@ -14,7 +14,7 @@ from penstock.watch.heartbeat_reader import FOLDER
 
 @options
 class HealthOptions:
-    """What to judge.
+    """Options of `penstock health`.
 
     files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
     json: Print JSON.
@@ -28,7 +28,7 @@ class HealthOptions:
 def health(given: HealthOptions, limits: Limits) -> int:
     """Judge a running or ended run by its heartbeats.
 
-    Exit code 0: well, or warming up. 1: not well. 2: cannot tell, because
+    Exit code 0: healthy, or warming up. 1: unhealthy. 2: cannot tell, because
     a file or a step is missing, or a folder lacks some ranks of the run.
     """
     from penstock.watch.health import judge_run

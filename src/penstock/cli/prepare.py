@@ -11,7 +11,7 @@ from penstock.options import option, options
 
 @options
 class PrepareOptions:
-    """What to prepare.
+    """Options of `penstock prepare`.
 
     source: hf://…, s3://…, https://…, a short name or a path.
     out: A folder, or s3://…, gs://…, az://….

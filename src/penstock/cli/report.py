@@ -13,7 +13,7 @@ from penstock.watch.heartbeat_reader import FOLDER
 
 @options
 class ReportOptions:
-    """What to report.
+    """Options of `penstock report`.
 
     files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
     out: The page to write.

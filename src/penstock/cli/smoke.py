@@ -14,7 +14,7 @@ from penstock.tools.data_choice import DataOptions
 
 @options
 class SmokeOptions:
-    """What to read.
+    """Options of `penstock smoke`.
 
     dataset: fineweb_edu, fineweb_edu_local, stdlib, synthetic, hf://…, or a path. Defaults to
         fineweb_edu.

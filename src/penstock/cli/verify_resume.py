@@ -11,7 +11,7 @@ from penstock.tools.data_choice import DataOptions, choose_data
 
 @options
 class VerifyOptions:
-    """What to compare.
+    """Options of `penstock verify-resume`.
 
     target: Settings of a run (run.toml), or hf://…, s3://…, a path, stdlib.
     batches: Batches to compare.

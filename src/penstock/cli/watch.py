@@ -15,7 +15,7 @@ from penstock.watch.heartbeat_reader import FOLDER, Follower
 
 @options
 class WatchOptions:
-    """What to show.
+    """Options of `penstock watch`.
 
     files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
     rank: Show details of this rank.

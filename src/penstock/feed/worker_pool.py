@@ -63,7 +63,8 @@ class Task(Future[T]):
         except StopIteration as raised:  # to the caller it would look like the end of the data
             error = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
             error.__notes__ = getattr(raised, "__notes__", [])
-        except BaseException as raised:  # every failure belongs to the one who waits for the task
+        except BaseException as raised:
+            # Store every exception in the future; the waiting thread raises it.
             error = raised
         if on is not None and self.timeline is not None:
             on.end(self.timeline)

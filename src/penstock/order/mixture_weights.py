@@ -52,7 +52,7 @@ def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
 
 
 def choice_of(rows: I64, lane: int, lanes: int) -> I64:
-    """Return which global choice the `rows`-th rows of a lane get, among those of their rounds.
+    """Map a lane's row numbers to indices of global choices within their rounds.
 
     A round is one row of each lane. The assignment rotates by the golden section, so that it never
     falls in step with a pattern of choices: each lane gets its share of every part.

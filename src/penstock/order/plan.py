@@ -1,10 +1,10 @@
-"""Deal the chunks of an epoch to lanes, balanced by bytes.
+"""Assign the chunks of an epoch to lanes, balanced by bytes.
 
-A pure function of the file list, seed and number of lanes. Files are dealt whole where there are
-many, so that a lane opens only its own. Where there are fewer than `FILES_PER_LANE` files a lane,
-lanes form teams: files are dealt to teams, and the chunks of a file to the lanes of its team. A file
-that is large against a team's share is dealt to all lanes, chunk by chunk. Chunks are split by
-rows where there are too few of them.
+A pure function of the file list, seed and number of lanes. If there are many files, each is
+assigned whole, so that a lane opens only its own. With fewer than `FILES_PER_LANE` files per lane,
+lanes form teams: files are assigned to teams, and the chunks of a file to the lanes of its team. A
+file that is large compared to a team's share is assigned to all lanes, chunk by chunk. If there are
+too few chunks, they are split by rows.
 
 A lane reads groups of files, one group after the other; the chunks of a group are shuffled
 together. A group's footers are read when it is needed.
@@ -23,7 +23,7 @@ from penstock.order.shuffle import I64, mix, permutation
 from penstock.types import ChunkRef, FileRef, KiB
 
 FILES_PER_LANE = 8
-"""Files are dealt whole if there are this many for each lane."""
+"""Files are assigned whole if there are this many for each lane."""
 CHUNKS_PER_LANE = 4
 """Chunks that lanes share are split until each lane has about this many."""
 FILES_PER_GROUP = 8
@@ -34,14 +34,15 @@ one only, and workers make the others at the same time."""
 FIRST_BYTES = 256 * KiB
 """A first chunk smaller than this is not divided."""
 ALL = -1
-"""The team of a file that is dealt to all lanes."""
+"""The team of a file that is assigned to all lanes."""
 
 _FILES, _CHUNKS, _SHARED = 1, 2, 3  # keys of permutations: two kinds never share a key
 
 
 class EpochDeal(NamedTuple):
     """The order of all files in an epoch, the team that reads each of them, and the share of each
-    team in a file that is dealt to all: more for a team whose own files have fewer bytes."""
+    team in a file that is assigned to all lanes: more for a team whose own files have fewer
+    bytes."""
 
     order: I64
     teams: list[int]
@@ -63,7 +64,7 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        # Every reader of a compressed file has to decompress all of it, so such files are dealt
+        # Every reader of a compressed file has to decompress all of it, so such files are assigned
         # whole as soon as there is one for each lane.
         needed = 1 if any(file.sequential for file in self.files) else FILES_PER_LANE
         most = max(1, len(self.files) // needed)
@@ -146,7 +147,7 @@ class Plan:
         return deal
 
     def _assign(self, order: I64, epoch: int) -> EpochDeal:
-        """Give each file a team: the largest file first, to the team with the fewest bytes."""
+        """Assign each file to a team: the largest file first, to the team with the fewest bytes."""
         sizes = np.array([file.size for file in self.files], np.int64)
         share = int(sizes.sum()) / self.teams
         teams = [0 if self.lanes == 1 else ALL] * len(self.files)

@@ -1,8 +1,8 @@
 """PreparedDataset: a corpus that `penstock prepare` has tokenized, with a global shuffle.
 
-A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation and
-dealt to lanes in turn. Needs neither source nor tokenizer. Blocks on disk are read by workers; blocks in a
-bucket are fetched by the I/O pool, one range each.
+A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation
+and assigned to lanes round-robin. Needs neither source nor tokenizer. Blocks on disk are read by
+workers; blocks in a bucket are fetched by the I/O pool, one range each.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class BlockRef(ChunkRef):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(Plan):
-    """Deals the blocks of an epoch to lanes in turn: in one permutation of them all, or in order."""
+    """Assigns the blocks of an epoch to lanes round-robin: in one permutation of them all, or in
+    order."""
 
     manifest: Manifest
 

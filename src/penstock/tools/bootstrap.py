@@ -257,7 +257,7 @@ def _identify(data: TextDataset, addresses: list[str]) -> dict[str, Any]:
 
 
 def _check_goal(path: Path, point: Point, goal: int, finished: bool, refresh: bool) -> None:
-    """Refuse a size that the existing file cannot get."""
+    """Raise if the existing file cannot be extended to this size."""
     if finished and not refresh and not point.is_enough(goal):
         why = f"was finished for {point.goal} bytes. To extend it, use refresh=True (--refresh)."
     elif not finished and goal < point.bytes:

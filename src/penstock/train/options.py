@@ -31,7 +31,7 @@ SAVING, FAULTS, WATCHING = "Checkpoints", "When data fails", "Watching"
 
 @options
 class TrainOptions:
-    """What a run is.
+    """Options of `penstock train`.
 
     dataset: fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address:
         hf://…, s3://…, https://…, a file, a folder or a glob. Defaults to the data that the file

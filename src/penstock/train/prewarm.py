@@ -81,9 +81,9 @@ def prewarm(
     """Run a training step and leave everything as it was, to the last bit.
 
     Afterwards kernels are loaded, graphs compiled, DDP's buckets built and optimizer state made.
-    Parameters, buffers, gradients, modes, attributes of modules and random numbers are unchanged. The
-    optimizer itself is not stepped: a twin is, and its state, set to what a first step begins with, is
-    handed over.
+    Parameters, buffers, gradients, modes, attributes of modules and random numbers are unchanged.
+    The optimizer itself is not stepped: prewarm steps a copy, resets the copy's state to its
+    initial values, and moves that state to the optimizer.
 
     optimizer: one, several, or None for the model alone. One that has state is left alone.
     batch: (inputs, targets), a Batch, or a mapping of what the model takes. Only its shapes matter.
@@ -228,7 +228,7 @@ def _why_not_warm(optimizer: Optimizer) -> str:
 
 
 def _hand_over(twin: Optimizer, optimizer: Optimizer) -> int:
-    """Give the twin's state to the optimizer, as before the first step. Return its bytes."""
+    """Move the copy's state to the optimizer, reset to its initial values. Return its bytes."""
     total = 0
     for parameter, state in twin.state.items():
         for name, value in state.items():

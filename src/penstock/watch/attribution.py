@@ -1,9 +1,8 @@
 """Charge a wait to the stages that caused it, and say in one line what to change.
 
-A wait is followed backwards: the trainer waits for the producer, so what the producer did meanwhile
-is the cause; if that waited for a task, what was done for the task is; while the task waited for a
-worker, what the worker did instead is. Time in which a thread had no core is charged to the stages
-that had the cores. The charges add up to the wait.
+Trace a wait backwards: from `next()` to the producer, from the producer to the task it waited for,
+and from a queued task to whatever kept its worker busy. Time in which a thread had no core is
+charged to the stages that had the cores. The charges add up to the wait.
 """
 
 from __future__ import annotations

@@ -33,14 +33,15 @@ from penstock.watch.heartbeat_reader import (
 Status = Literal["ok", "warn", "fail"]
 
 LOOKS = 30
-"""How often averages are compared with the limits in `for_s`."""
+"""Number of comparisons of the averages with the limits within `for_s`."""
 LAST_BYTES = 16 * MiB
-"""Read of each file, some 25,000 steps: what was before does not change how a run is now."""
+"""Bytes read from the end of each file, about 25,000 steps. Older lines do not affect the
+verdict."""
 
 
 @options
 class Limits:
-    """What a run must keep to. None disables a limit.
+    """The limits that a run is judged by. None disables a limit.
 
     min_tokens_per_s: Minimum tokens per second of each rank, without named pauses.
     max_data_wait_pct: Maximum share of the time spent waiting for data, in per cent.
@@ -79,7 +80,7 @@ CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
-    """How one rank is."""
+    """The health of one rank."""
 
     status: Status
     reasons: tuple[str, ...]
@@ -181,7 +182,7 @@ class HealthGate:
             self._report()
 
     def verdict(self, now: float | None = None) -> RankHealth:
-        """Return how the rank is, at a Unix time or at that of its last line."""
+        """Return the rank's verdict, at a Unix time or at that of its last line."""
         if self._grace and self._times:
             self._end_grace_if_steady()  # steps since the last analysis may have confirmed it
         self._look()
@@ -332,14 +333,14 @@ class HealthGate:
 
 @dataclass(frozen=True)
 class RunHealth:
-    """How a run is: a verdict for each file, and what could not be judged."""
+    """The health of a run: a verdict for each file, and what could not be judged."""
 
     verdicts: dict[Path, RankHealth]
     unknown: list[str]
 
     @property
     def exit_code(self) -> int:
-        """0: well, or warming up. 1: not well. 2: cannot tell."""
+        """0: healthy, or warming up. 1: unhealthy. 2: cannot tell."""
         if any(verdict.status == "fail" and verdict.known for verdict in self.verdicts.values()):
             return 1
         return 2 if self.unknown or not self.verdicts else 0

@@ -30,7 +30,8 @@ LEVEL_STEPS = 20
 WINDOW = 8
 """Width of the running median. Even, so that two alternating values give their mean."""
 TOLERANCE = 0.05
-"""Levels that differ by less count as equal: clocks and neighbours on a machine do as much."""
+"""Levels that differ by less count as equal: clock scaling and other processes cause differences of
+this size."""
 OUTLIER = 0.3
 """A spike takes at least this much longer than the steps around it."""
 UNSTABLE = 0.2

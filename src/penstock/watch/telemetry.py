@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 SHORT_S, SAMPLED = 1e-3, 16
-"""Of short waits in a row only every 16th is followed, which costs as much as the wait. The others
-are charged to the same stages."""
+"""Attribute only every 16th of consecutive short waits, because attribution costs as much as the
+wait. The others are charged to the same stages."""
 WINDOW = 512
 """Steps over which rolling numbers are taken."""
 BAND_EVERY_S, BAND_STEPS = 5.0, 20
