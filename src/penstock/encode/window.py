@@ -91,7 +91,7 @@ class Window:
         order: I64 | None,
         dtype: np.dtype[Any],
     ) -> None:
-        """`order` may be None only for a single chunk."""
+        """`order`: the shuffled order of the documents; None if they keep their order."""
         flat = [flatten(chunk.docs, dtype) for chunk in chunks]
         self._flat = [ids for ids, _ in flat]
         self._begins = np.concatenate([offsets[:-1] for _, offsets in flat])
@@ -113,7 +113,12 @@ class Window:
         """
         window, flat = self.map, self._flat
         if window.order is None:
-            return [flat[0][window.begin(first) : window.begin(last)]]
+            begin, end, pieces = window.begin(first), window.begin(last), []
+            for ids in flat:
+                if begin < len(ids) and end > 0:
+                    pieces.append(ids[max(0, begin) : end])
+                begin, end = begin - len(ids), end - len(ids)
+            return pieces
         wanted = window.order[first:last]
         chunks = np.searchsorted(window.firsts, wanted, side="right") - 1
         begins = self._begins[wanted]

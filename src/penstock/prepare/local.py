@@ -31,7 +31,7 @@ from penstock.prepare.manifest import (
     FORMAT,
     Manifest,
     agree_on_plan,
-    read_block,
+    read_blocks,
     read_manifest,
     write_manifest,
 )
@@ -380,9 +380,11 @@ def _lengths(store: TokenStore, manifest: Manifest, dtype: np.dtype[Any]) -> dic
     """Return percentiles of the documents' lengths in tokens, from evenly spaced blocks."""
     n = len(manifest.offsets)
     lengths = [np.zeros(0, np.int64)]
-    for number in np.unique(np.linspace(0, n - 1, min(n, SAMPLED_BLOCKS)).astype(np.int64)):
-        docs, _ = read_block(store, *manifest.block(int(number)))
-        lengths.append(np.diff(flatten(docs, dtype)[1]))
+    sampled = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_BLOCKS)).astype(np.int64))
+    _, names, blocks = manifest.locate(sampled)
+    for name, block in zip(names, blocks, strict=True):
+        [batch] = read_blocks(store, name, [block])
+        lengths.append(np.diff(flatten(batch.column(0), dtype)[1]))
     found = np.concatenate(lengths)
     found = found[found > 0]
     if not len(found):

@@ -21,7 +21,7 @@ import pyarrow as pa
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import integers
-from penstock.read.token_store import Block, Header, Key, TokenStore
+from penstock.read.token_store import Block, Header, TokenStore
 from penstock.types import ChunkRef, FileRef, Member
 
 FORMAT = 1
@@ -56,21 +56,18 @@ class Manifest:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks["documents"])])
         return np.diff(ends[self.first_blocks])
 
-    def entry_of(self, block: int) -> int:
-        """Return the number of a block's entry."""
-        return int(np.searchsorted(self.first_blocks, block, side="right")) - 1
-
-    def block(self, number: int) -> tuple[str, Block]:
-        """Return a block and the name of its entry."""
-        values = [int(self.blocks[name][number]) for name in COLUMNS]
-        name: str = self.names[self.entry_of(number)].as_py()
-        return name, Block(int(self.offsets[number]), *values)
+    def locate(self, numbers: I64) -> tuple[I64, list[str], list[Block]]:
+        """Return the entry of each block, its name, and the block."""
+        entries = np.searchsorted(self.first_blocks, numbers, side="right") - 1
+        columns = [self.offsets, *(self.blocks[name] for name in COLUMNS)]
+        blocks = map(Block, *(column[numbers].tolist() for column in columns))
+        return entries, self.names.take(pa.array(entries)).to_pylist(), list(blocks)
 
 
-def read_block(store: TokenStore, name: str, block: Block) -> tuple[pa.LargeBinaryArray, I64]:
-    """Return the documents and rows of a block, checked."""
+def read_blocks(store: TokenStore, name: str, blocks: Sequence[Block]) -> list[pa.RecordBatch]:
+    """Return the documents and rows of adjacent blocks, checked."""
     try:
-        return store.read_blocks(name, Header(Key("", 0, ""), (block,), 0, {}))
+        return list(store.read_batches(name, blocks))
     except FileNotFoundError:
         raise CorruptFile(f"{store.place}/{name} is missing") from None
 

@@ -168,17 +168,20 @@ class TokenStore:
         blocks = header.blocks[first:last]
         if not blocks:
             return empty(pa.large_binary()), np.empty(0, np.int64)
+        batches = list(self.read_batches(name, blocks))
+        # A single block is not copied.
+        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return whole.column(0), whole.column(1).to_numpy()
+
+    def read_batches(self, name: str, blocks: Sequence[Block]) -> Iterator[pa.RecordBatch]:
+        """Read adjacent blocks in one piece, and check them."""
         start, end = blocks[0].offset, blocks[-1].offset + blocks[-1].length
         data = self._place.read(name, start, end - start)
-        batches = []
         for block in blocks:
             body = data[block.offset - start :][: block.length]  # shorter, if the entry is
             if zlib.crc32(body) != block.crc32:
                 raise CorruptFile(f"{self._path(name)} is damaged: a block has another checksum")
-            batches.append(pa.ipc.read_record_batch(body, SCHEMA))
-        # A single block is not copied.
-        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        return whole.column(0), whole.column(1).to_numpy()
+            yield pa.ipc.read_record_batch(body, SCHEMA)
 
     def get(self, key: Key, ref: ChunkRef) -> TokenChunk | None:
         """Return the chunk of a key, checked, or None if there is none."""
@@ -318,9 +321,12 @@ class Folder:
         """Read a range; shorter at the end of the file."""
         # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
         # page would kill the process.
-        with open(self._folder / name, "rb", buffering=0) as file:
-            length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
-            return pa.py_buffer(os.pread(file.fileno(), length, start))
+        file = os.open(self._folder / name, os.O_RDONLY)
+        try:
+            length = max(0, min(length, os.fstat(file).st_size - start))
+            return pa.py_buffer(os.pread(file, length, start))
+        finally:
+            os.close(file)
 
     def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
         path = self._folder / name

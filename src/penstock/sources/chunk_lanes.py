@@ -53,14 +53,16 @@ class ChunkReader(Counted, Protocol):
     """Runs fetches, if there are any."""
     fetches: int = 0
     """Requests to have in flight."""
+    chunks_per_task: int = 1
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         """Start to find the chunks of each file, and why it is left out if it cannot be read. Return
         nothing for sequential files."""
         return []
 
-    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        """Start to make a chunk."""
+    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[Any]:
+        """Start to make the next `chunks_per_task` chunks of a lane, or as many as are left. The
+        result is a chunk, or a list of them."""
 
     def reopen(self, lane: int, epoch: int) -> None:
         """A lane leaves its position and begins an epoch."""
@@ -120,9 +122,16 @@ class Ahead:
 
     position: LanePosition
     ref: ChunkRef
-    task: Task[TokenChunk]
+    task: Task[Any]
+    part: int
+    """Which of the task's chunks it is, if that makes several."""
     nbytes: int
     """Its size, or the memory that it may take until it is made."""
+
+    def result(self) -> TokenChunk:
+        made = self.task.result()
+        chunk: TokenChunk = made[self.part] if isinstance(made, list) else made
+        return chunk
 
 
 class ChunkLane:
@@ -156,7 +165,7 @@ class ChunkLane:
         """Return the memory that the chunks under way take, or may take."""
         while self._known < len(self.ahead) and self.ahead[self._known].task.ready():
             ahead = self.ahead[self._known]
-            estimated, ahead.nbytes = ahead.nbytes, ahead.task.result().nbytes
+            estimated, ahead.nbytes = ahead.nbytes, ahead.result().nbytes
             self._ahead_bytes += ahead.nbytes - estimated
             self._known += 1
         return self._ahead_bytes
@@ -171,7 +180,7 @@ class ChunkLane:
         return window_chunks(epoch, self._window, full, self._source.window_growth)
 
     def submit(self, wait: bool = True) -> int:
-        """Submit one more chunk, and return the memory that it may take.
+        """Submit the next chunk, or several as one task, and return the memory that they may take.
 
         Return 0 at the end of a finite stream, and with wait=False if a footer has to be read first.
         """
@@ -185,20 +194,22 @@ class ChunkLane:
                 continue
             if self._refs is None and not self._open_group(self._groups, wait):
                 return 0
-            ref = self._next_ref(self._groups[self._group])
-            if ref is None:
+            refs = self._next_refs(self._groups[self._group])
+            if not refs:
                 self._next_group()
                 continue
             position = LanePosition(self._epoch, self._group, self._chunk)
             # First: if it fails, this chunk is still the next one, and the lane that needs it
             # meets the same error.
-            task = self._reader.submit(ref, position)
-            self._chunk += 1
-            self._chunk_epoch = self._epoch
-            ahead = Ahead(position, ref, task, max(1, self._source.expansion * ref.nbytes))
-            self.ahead.append(ahead)
-            self._ahead_bytes += ahead.nbytes
-            return ahead.nbytes
+            task = self._reader.submit(refs, position)
+            before, self._chunk_epoch = self._ahead_bytes, self._epoch
+            for part, ref in enumerate(refs):
+                nbytes = max(1, self._source.expansion * ref.nbytes)
+                position = position._replace(chunk=self._chunk)
+                self.ahead.append(Ahead(position, ref, task, part, nbytes))
+                self._chunk += 1
+                self._ahead_bytes += nbytes
+            return self._ahead_bytes - before
         return 0
 
     def _next_group(self) -> None:
@@ -218,11 +229,12 @@ class ChunkLane:
             self._reader.look_up(upcoming)
         return ready
 
-    def _next_ref(self, group: tuple[int, ...]) -> ChunkRef | None:
+    def _next_refs(self, group: tuple[int, ...]) -> list[ChunkRef]:
         if self._refs is not None:
-            return self._refs[self._chunk] if self._chunk < len(self._refs) else None
+            return self._refs[self._chunk : self._chunk + self._reader.chunks_per_task]
         nbytes = self._source.dataset.options.chunk_bytes
-        return self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
+        ref = self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
+        return [] if ref is None else [ref]
 
     # Windows
 
@@ -240,11 +252,9 @@ class ChunkLane:
                 continue
             start = start._replace(window=number, source=chunks[0].source)
             order = None
-            documents = np.array([len(chunk.docs) for chunk in chunks])
             if self._plan.shuffle:
+                documents = np.array([len(chunk.docs) for chunk in chunks])
                 order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
-            elif len(chunks) > 1:
-                order = np.arange(documents.sum())
             window = Window(start, chunks, order, self._source.dtype)
             if window.map.tokens:
                 self.found_text, self._text_epoch = True, start.epoch
@@ -257,7 +267,7 @@ class ChunkLane:
         ahead = self._first()
         if ahead is None:
             return None
-        chunk = ahead.task.result()  # if this raises, the chunk stays the next one
+        chunk = ahead.result()  # if this raises, the chunk stays the next one
         self._ahead_bytes -= self.ahead.popleft().nbytes
         self._known = max(0, self._known - 1)
         if chunk.last and ahead.ref.file.sequential:
@@ -370,7 +380,8 @@ class ChunkLanes(Lanes):
         if not self._counts:
             return 0
         # Twice as many as are worked on or fetched at once: while one is late, others continue.
-        return max(self.min_read_ahead, 2 * (self._pool.n_workers + self.reader.fetches))
+        at_once = self._pool.n_workers + self.reader.fetches
+        return max(self.min_read_ahead, 2 * at_once * self.reader.chunks_per_task)
 
     # On the producer thread
 

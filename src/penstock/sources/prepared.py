@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
@@ -20,7 +21,7 @@ from penstock.options import accepts, from_habit, option, options
 from penstock.order.permute import permute
 from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
-from penstock.prepare.manifest import Manifest, read_block, read_manifest
+from penstock.prepare.manifest import Manifest, read_blocks, read_manifest
 from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
 from penstock.sources.base import RunContext, Work, noted
@@ -33,8 +34,11 @@ GROUP_BLOCKS = 512
 """Blocks of a lane whose places are computed at once."""
 GROWTH = 8
 """Windows of the first epoch have 1, 8, 64 and then 512 blocks: blocks are read faster than consumed."""
+BLOCKS_PER_TASK = 8
+"""From a disk: handing a task to a worker takes longer than reading a block."""
 FETCHES = 16
 """Requests in flight to a bucket."""
+NO_BLOCK = Block(0, 0, 0, 0, 0)
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
 
 
@@ -90,9 +94,14 @@ class PreparedDataset:
 
 @dataclass(frozen=True, slots=True)
 class BlockRef(ChunkRef):
-    """The address of a block: its chunk of the source, and its number in the corpus."""
+    """The address of a block: its chunk of the source, and where its tokens are."""
 
-    block: int = 0
+    entry: str = ""
+    block: Block = NO_BLOCK
+
+    def adjoins(self, other: BlockRef) -> bool:
+        """Return True if the other block follows this one in the same entry."""
+        return self.entry == other.entry and sum(self.block[:2]) == other.block.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +124,15 @@ class BlockPlan(Plan):
 
     def chunks(self, lane: int, epoch: int, number: int, *_: Any) -> list[ChunkRef]:
         manifest, first = self.manifest, number * GROUP_BLOCKS
-        refs: list[ChunkRef] = []
-        for block in self.numbers(lane, epoch, first, first + GROUP_BLOCKS).tolist():
-            entry, size = manifest.entry_of(block), int(manifest.blocks["id_bytes"][block])
-            file, chunk = manifest.files[manifest.file_numbers[entry]], int(manifest.chunks[entry])
-            refs.append(BlockRef(file, chunk, size, lane=lane, block=block))
-        return refs
+        numbers = self.numbers(lane, epoch, first, first + GROUP_BLOCKS)
+        entries, names, blocks = manifest.locate(numbers)
+        sources = zip(manifest.file_numbers[entries], manifest.chunks[entries], strict=True)
+        return [
+            BlockRef(
+                manifest.files[file], int(chunk), block.id_bytes, lane=lane, entry=name, block=block
+            )
+            for (file, chunk), name, block in zip(sources, names, blocks, strict=True)
+        ]
 
     def lane_tokens(self, lane: int, epoch: int, itemsize: int) -> int:
         """Return the tokens of a lane in an epoch."""
@@ -141,11 +153,25 @@ class BlockWork(Work):
         for file, group, row in skip:
             self._skip.setdefault((file, group), []).append(row)
 
-    def read(self, ref: ChunkRef, name: str, block: Block) -> TokenChunk:
-        note = f"in stage fetch, reading {ref} from {self.store.place}/{name}"
-        with noted(note), self.clock.stage("fetch", ref) as timeline:
-            docs, rows = read_block(self.store, name, block)
-        timeline.count("fetch", 1, block.length)
+    def read(self, refs: Sequence[BlockRef]) -> list[TokenChunk]:
+        """Read blocks; those that are adjacent in an entry, together."""
+        chunks, first = [], 0
+        for i, ref in enumerate(refs, 1):
+            if i == len(refs) or not ref.adjoins(refs[i]):
+                chunks += self._read(refs[first:i])
+                first = i
+        return chunks
+
+    def _read(self, refs: Sequence[BlockRef]) -> list[TokenChunk]:
+        entry = refs[0].entry
+        note = f"in stage fetch, reading {refs[0]} from {self.store.place}/{entry}"
+        with noted(note), self.clock.stage("fetch", refs[0]) as timeline:
+            batches = read_blocks(self.store, entry, [ref.block for ref in refs])
+        timeline.count("fetch", len(refs), sum(ref.block.length for ref in refs))
+        return list(map(self._chunk, refs, batches))
+
+    def _chunk(self, ref: BlockRef, batch: pa.RecordBatch) -> TokenChunk:
+        docs, rows = batch.column(0), batch.column(1).to_numpy()
         empty = int(np.count_nonzero(np.diff(flatten(docs, np.dtype(np.uint8))[1]) == 0))
         if self._skip:
             docs = blank(docs, np.flatnonzero(self._skipped(ref, rows)))
@@ -162,8 +188,10 @@ class BlockWork(Work):
 class BlockChunks(ChunkReader):
     """The blocks of a corpus, for the lanes of one rank."""
 
+    chunks_per_task = BLOCKS_PER_TASK
+
     def __init__(self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work) -> None:
-        manifest = self._manifest = dataset.manifest
+        manifest = dataset.manifest
         self._pool = pool
         self._source_chunks = SourceChunks(
             manifest.documents_of_entries(),
@@ -172,11 +200,10 @@ class BlockChunks(ChunkReader):
         )
         if "://" in dataset.store.place and pool.n_workers:
             self.io = ThreadPool(FETCHES, work, name="fetch", clock=run.clock)
-            self.fetches = FETCHES
+            self.fetches, self.chunks_per_task = FETCHES, 1
 
-    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
-        assert isinstance(ref, BlockRef)
-        return (self.io or self._pool).submit("read", ref, *self._manifest.block(ref.block))
+    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[list[TokenChunk]]:
+        return (self.io or self._pool).submit("read", refs)
 
     def gauges(self) -> dict[str, Any]:
         return {"fetches": self.fetches, "cached": True, "source_chunks": self._source_chunks}

@@ -310,7 +310,8 @@ class FileChunks(ChunkReader):
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
         return [self._looked_up[index] for index in files if index in self._looked_up]
 
-    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[TokenChunk]:
+        [ref] = refs
         earlier = self._ahead.get(ref)
         if earlier is not None and not earlier.cancelled():
             return earlier
