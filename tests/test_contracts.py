@@ -170,6 +170,17 @@ def test_best_fit_cuts_only_long_documents_and_bos_begins_rows_with_one(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
+def test_a_file_without_text_leaves_the_others_whole(tmp_path: Path, packing: str) -> None:
+    text = "all of this"
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "b.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    data = TextDataset(tmp_path, tokenizer="byte", seq_len=32, packing=packing)
+    with AsyncDataLoader(data, 1, epochs=1) as loader:
+        [batch] = loader
+    assert data.decode(batch.inputs[0, : len(text)]) == text
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_positions_count_from_the_start_of_each_document_or_row(corpus: Path, packing: str) -> None:
     data = TextDataset(
         corpus / "parquet", tokenizer="byte", seq_len=SEQ, packing=packing, positions=True

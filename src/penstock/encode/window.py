@@ -121,7 +121,7 @@ class Window:
                 if begin < len(ids) and end > 0:
                     pieces.append(ids[max(0, begin) : end])
                 begin, end = begin - len(ids), end - len(ids)
-            return pieces
+            return pieces or [flat[0][:0]]
         begins = self._begins[first:last]
         ends = begins + np.diff(window.ends[first:last], prepend=window.begin(first))
         chunks = self._chunks[first:last].tolist()

@@ -35,10 +35,9 @@ GROUP_BLOCKS = 512
 GROWTH = 8
 """Windows of the first epoch have 1, 8, 64 and then 512 blocks: blocks are read faster than consumed."""
 BLOCKS_PER_TASK = 8
-"""From a disk: handing a task to a worker takes longer than reading a block."""
+"""Handing a task to a worker takes longer than reading a block from disk."""
 FETCHES = 16
 """Requests in flight to a bucket."""
-NO_BLOCK = Block(0, 0, 0, 0, 0)
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
 
 
@@ -94,14 +93,10 @@ class PreparedDataset:
 
 @dataclass(frozen=True, slots=True)
 class BlockRef(ChunkRef):
-    """The address of a block: its chunk of the source, and where its tokens are."""
+    """The address of adjacent blocks: their chunk of the source, and where their tokens are."""
 
     entry: str = ""
-    block: Block = NO_BLOCK
-
-    def adjoins(self, other: BlockRef) -> bool:
-        """Return True if the other block follows this one in the same entry."""
-        return self.entry == other.entry and sum(self.block[:2]) == other.block.offset
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +121,30 @@ class BlockPlan(Plan):
         manifest, first = self.manifest, number * GROUP_BLOCKS
         numbers = self.numbers(lane, epoch, first, first + GROUP_BLOCKS)
         entries, names, blocks = manifest.locate(numbers)
-        sources = zip(manifest.file_numbers[entries], manifest.chunks[entries], strict=True)
-        return [
-            BlockRef(
-                manifest.files[file], int(chunk), block.id_bytes, lane=lane, entry=name, block=block
+        # In order, up to BLOCKS_PER_TASK blocks of an entry are one chunk.
+        new = np.diff(entries, prepend=-1) != 0
+        step = BLOCKS_PER_TASK if self.adjacent else 1
+        new[::step] = True
+        refs: list[ChunkRef] = []
+        begins = np.flatnonzero(new)
+        for begin, end in zip(begins, [*begins[1:], len(new)], strict=True):
+            entry, own = entries[begin], tuple(blocks[begin:end])
+            refs.append(
+                BlockRef(
+                    manifest.files[manifest.file_numbers[entry]],
+                    int(manifest.chunks[entry]),
+                    sum(block.id_bytes for block in own),
+                    lane=lane,
+                    entry=names[begin],
+                    blocks=own,
+                )
             )
-            for (file, chunk), name, block in zip(sources, names, blocks, strict=True)
-        ]
+        return refs
+
+    @property
+    def adjacent(self) -> bool:
+        """True if a lane's blocks follow each other in the corpus."""
+        return self.lanes == 1 and not self.shuffle
 
     def lane_tokens(self, lane: int, epoch: int, itemsize: int) -> int:
         """Return the tokens of a lane in an epoch."""
@@ -154,23 +166,15 @@ class BlockWork(Work):
             self._skip.setdefault((file, group), []).append(row)
 
     def read(self, refs: Sequence[BlockRef]) -> list[TokenChunk]:
-        """Read blocks; those that are adjacent in an entry, together."""
-        chunks, first = [], 0
-        for i, ref in enumerate(refs, 1):
-            if i == len(refs) or not ref.adjoins(refs[i]):
-                chunks += self._read(refs[first:i])
-                first = i
-        return chunks
+        """Read chunks, each in one piece."""
+        return list(map(self._read, refs))
 
-    def _read(self, refs: Sequence[BlockRef]) -> list[TokenChunk]:
-        entry = refs[0].entry
-        note = f"in stage fetch, reading {refs[0]} from {self.store.place}/{entry}"
-        with noted(note), self.clock.stage("fetch", refs[0]) as timeline:
-            batches = read_blocks(self.store, entry, [ref.block for ref in refs])
-        timeline.count("fetch", len(refs), sum(ref.block.length for ref in refs))
-        return list(map(self._chunk, refs, batches))
-
-    def _chunk(self, ref: BlockRef, batch: pa.RecordBatch) -> TokenChunk:
+    def _read(self, ref: BlockRef) -> TokenChunk:
+        note = f"in stage fetch, reading {ref} from {self.store.place}/{ref.entry}"
+        with noted(note), self.clock.stage("fetch", ref) as timeline:
+            batches = read_blocks(self.store, ref.entry, ref.blocks)
+            batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        timeline.count("fetch", len(batches), sum(block.length for block in ref.blocks))
         docs, rows = batch.column(0), batch.column(1).to_numpy()
         empty = int(np.count_nonzero(np.diff(flatten(docs, np.dtype(np.uint8))[1]) == 0))
         if self._skip:
@@ -190,9 +194,13 @@ class BlockChunks(ChunkReader):
 
     chunks_per_task = BLOCKS_PER_TASK
 
-    def __init__(self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work) -> None:
+    def __init__(
+        self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work, plan: BlockPlan
+    ) -> None:
         manifest = dataset.manifest
         self._pool = pool
+        if plan.adjacent:
+            self.chunks_per_task = 1
         self._source_chunks = SourceChunks(
             manifest.documents_of_entries(),
             manifest.about["settings"]["chunk_bytes"][0],
@@ -253,8 +261,9 @@ class PreparedSource(ChunkSource):
         return min(ends) // run.batch_size
 
     def open_lanes(self, run: RunContext, pool: Pool, work: BlockWork) -> ChunkLanes:
-        reader = BlockChunks(self.dataset, run, pool, work)
-        return ChunkLanes(self, self._plan(run), reader, run, pool)
+        plan = self._plan(run)
+        reader = BlockChunks(self.dataset, run, pool, work, plan)
+        return ChunkLanes(self, plan, reader, run, pool)
 
     def _plan(self, run: RunContext) -> BlockPlan:
         lanes, manifest = run.lanes, self.dataset.manifest

@@ -223,7 +223,7 @@ class StartupTiming:
         return {
             "dt": round(dt, 6),
             "parts": {name: round(s, 6) for name, s in self.parts.items()},
-            "ledger": dict(zip(self.marks, since, strict=True)),
+            "reached": dict(zip(self.marks, since, strict=True)),
         }
 
 
