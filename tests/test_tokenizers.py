@@ -207,7 +207,7 @@ def test_a_config_beside_it_names_the_end_of_text(
         ("sub/folder/gone", None, "does not exist"),
         ("broken.json", "{", "is not a tokenizer.json"),
         ("other.json", '{"text": 1}', "is not a tokenizer.json"),
-        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*give a tokenizer"),
+        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*pass a tokenizer"),
     ],
 )
 def test_a_path_that_is_not_a_vocabulary_is_refused(
