@@ -1,4 +1,4 @@
-"""Penstock feeds text to a training run, so that the accelerator never waits.
+"""Penstock loads training data in the background, so that the accelerator does not wait.
 
     data = TextDataset("data/*.parquet", tokenizer="byte", seq_len=1024)
     with AsyncDataLoader(data, batch_size=16, shuffle=True, seed=42) as loader:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.watch.telemetry import Telemetry as Telemetry
 
 __version__ = "0.2.0"
-_imported = time.perf_counter()  # for the timing of a start
+_imported = time.perf_counter()  # for startup timing
 
 _MODULES = {
     "dataset": ("TextDataset",),
