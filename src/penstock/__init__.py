@@ -1,4 +1,4 @@
-"""Penstock loads training data in the background, so that the accelerator does not wait.
+"""Penstock feeds text to a training run, so that the accelerator never waits.
 
     data = TextDataset("data/*.parquet", tokenizer="byte", seq_len=1024)
     with AsyncDataLoader(data, batch_size=16, shuffle=True, seed=42) as loader:

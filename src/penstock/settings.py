@@ -437,8 +437,8 @@ def resolve_options(given: LoaderOptions, source: Source) -> RunContext:
     queue_bytes = batches * given.batch_size * source.row_bytes()
     if queue_bytes >= given.memory_limit:
         raise ConfigError(
-            f"memory_limit={given.memory_limit}: {batches} batches in the queue and in use take "
-            f"{queue_bytes} bytes. Raise it, or lower prefetch_size or batch_size."
+            f"memory_limit={given.memory_limit}: the {batches} batches in the queue and in use "
+            f"take {queue_bytes} bytes. Raise it, or lower prefetch_size or batch_size."
         )
     several = shard.mod > 1 and not alone
     drop_last = several if given.drop_last is None else given.drop_last
