@@ -119,7 +119,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
             self._server, self._thread = start_http_server(port, addr, registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{setting}={port}: cannot serve metrics at {addr}:{port}: {error}. Use another port, or 0."
+                f"{setting}={port}: cannot serve metrics at {addr}:{port}: {error}. Take another port, or 0."
             ) from error
         self._thread.name = "penstock-metrics"
         self.port: int = self._server.server_port

@@ -438,7 +438,7 @@ class LiveView:
         return [*lines, *missing, f"run: {self.title()}; {self.progress()[1]}", verdict]
 
     def screen(self, now: float, width: int, height: int) -> Group:
-        """Return the screen for rich. A small terminal cuts off the oldest events, which are last."""
+        """Return the screen for rich. A small terminal cuts off the oldest events, at the end."""
         head = _text("penstock", "bold")
         notes = (_text(clean(note), "yellow") for note in self.notes[:3])
         if not self.run.ranks:
