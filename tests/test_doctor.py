@@ -77,7 +77,7 @@ def test_first_line_is_the_rate_without_a_target(corpus: Path) -> None:
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0].endswith(" tokens/s available")
-    for word in ("data", "first batch", "stage", "slowest", "to go faster", "memory"):
+    for word in ("data", "first batch", "stage", "waits for", "to go faster", "memory"):
         assert any(line.startswith(f"{word} ") for line in lines), word
     assert {line.split()[0] for line in lines if line.startswith("  ")} <= STAGES
 

@@ -7,7 +7,7 @@ row; the rest is rebuilt from it after a resume. Copies each token once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -48,6 +48,8 @@ class ConcatRows:
 
     def epochs(self) -> I64:
         begins, windows = zip(*self.windows, strict=True)
+        if len(windows) == 1:
+            return np.full(len(self.starts) - 1, windows[0].start.epoch)
         window = np.searchsorted(begins, self.starts[:-1], side="right") - 1
         return np.array([each.start.epoch for each in windows])[window]
 
@@ -190,7 +192,8 @@ class ConcatPacker(WindowPacker):
         ends, origin = window.map.ends, self._windows[-1][0]
         first, last = window.map.begin(self._doc), len(ends)
         wanted = first + max(until - self._end, GATHER_TOKENS)
-        last = min(int(np.searchsorted(ends, wanted)) + 1, last)
+        # Unlike numpy, `bisect` does not release the GIL, which would have to be waited for.
+        last = min(bisect_left(ends, wanted) + 1, last)
         pieces += window.gather(self._doc, last)
         stops = ends[self._doc : last]
         begins = np.concatenate([np.array([first]), stops[:-1]])

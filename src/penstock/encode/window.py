@@ -94,8 +94,11 @@ class Window:
         """`order`: the shuffled order of the documents; None if they keep their order."""
         flat = [flatten(chunk.docs, dtype) for chunk in chunks]
         self._flat = [ids for ids, _ in flat]
-        self._begins = np.concatenate([offsets[:-1] for _, offsets in flat])
         lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
+        if order is not None:
+            documents = [len(chunk.docs) for chunk in chunks]
+            self._chunks = np.repeat(np.arange(len(chunks)), documents)[order]
+            self._begins = np.concatenate([offsets[:-1] for _, offsets in flat])[order]
         self.map = WindowMap(
             start=start,
             refs=tuple(chunk.ref for chunk in chunks),
@@ -119,11 +122,10 @@ class Window:
                     pieces.append(ids[max(0, begin) : end])
                 begin, end = begin - len(ids), end - len(ids)
             return pieces
-        wanted = window.order[first:last]
-        chunks = np.searchsorted(window.firsts, wanted, side="right") - 1
-        begins = self._begins[wanted]
+        begins = self._begins[first:last]
         ends = begins + np.diff(window.ends[first:last], prepend=window.begin(first))
-        places = zip(chunks.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        chunks = self._chunks[first:last].tolist()
+        places = zip(chunks, begins.tolist(), ends.tolist(), strict=True)
         return [flat[chunk][begin:end] for chunk, begin, end in places]
 
 

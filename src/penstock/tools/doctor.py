@@ -102,7 +102,7 @@ class Diagnosis:
             f"first batch  {self.first_batch_s:.2f} s",
             f"stage        {'busy threads':>12} {'rate':>12} {'one thread could do':>26}",
             *(_stage_line(stage, rate) for stage, rate in self.stages.items()),
-            f"slowest      {self.slowest}",
+            f"waits for    {self.slowest}",
             f"to go faster {self.advice}",
             f"memory       queue {size(self.queue_bytes)}",
         ]

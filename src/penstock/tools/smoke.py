@@ -60,9 +60,9 @@ def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLo
     if warmup.requested:
         filled = f"{warmup.filled} of {warmup.requested} batches"
         lines.append(f"warmup       {filled} in {warmup.wait_ms / 1e3:.2f} s")
-    lines.append("startup      seconds since the process began")
+    lines.append("startup      when each step was reached, in seconds since the process began")
     for name, s in first.get("ledger", {}).items():
         lines.append(f"  {name.replace('_', ' '):<12} {s:8.3f}")
     spent = sorted(first.get("parts", {}).items(), key=lambda item: -item[1])
-    lines.append("spent        " + ", ".join(f"{part} {s:.3f}" for part, s in spent))
+    lines.append("spent        seconds in each stage: " + ", ".join(f"{part} {s:.3f}" for part, s in spent))
     return "\n".join(lines)
