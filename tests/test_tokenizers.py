@@ -358,7 +358,7 @@ def test_a_hub_name_in_the_local_cache_needs_no_connection(
 def test_a_hub_name_that_is_nowhere_says_what_to_do(tmp_path: Path) -> None:
     message = load_from_hub("someone/nothing", tmp_path, HF_HUB_OFFLINE="1")
     assert "'someone/nothing' is not a local file or in the local Hugging Face cache" in message
-    assert "Give the path of a tokenizer.json" in message
+    assert "Pass the path of a tokenizer.json" in message
 
 
 # An engine is checked against the reference before it is used
