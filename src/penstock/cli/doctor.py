@@ -31,7 +31,7 @@ class DoctorOptions:
 
 
 def doctor(given: DoctorOptions, data: DataOptions) -> int:
-    """Run the loader for a few seconds and check that it is fast enough.
+    """Run the loader for a few seconds: is it fast enough?
 
     Exit code 0: a trainer at N tokens per second would wait for less than 5 % of its time, or no
     rate was given. 1: it would wait longer. 2: the data cannot be read, or an argument is
